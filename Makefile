@@ -99,10 +99,12 @@ $(VENV)/.torch: $(CONSTRAINTS) | $(BIN)/python
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The cross compiler and the emulator on which exports for small devices are tried (Debian's). Without them, tests that
-# need them are skipped.
-TOOLCHAIN = gcc-arm-none-eabi libnewlib-arm-none-eabi qemu-system-arm
+# The compilers and the emulator on which exports for small devices are tried (Debian's). Without them, tests that need
+# them are skipped; `pip install ziglang` brings a clang where there is none.
+TOOLCHAIN = gcc-arm-none-eabi libnewlib-arm-none-eabi qemu-system-arm clang gcc-riscv64-unknown-elf \
+    picolibc-riscv64-unknown-elf gcc-avr avr-libc
 .PHONY: toolchain
 toolchain:
-	{ command -v qemu-system-arm && command -v arm-none-eabi-gcc; } > /dev/null || \
+	{ command -v qemu-system-arm && command -v arm-none-eabi-gcc && command -v clang && \
+	  command -v riscv64-unknown-elf-gcc && command -v avr-gcc; } > /dev/null || \
 	    (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(TOOLCHAIN))

@@ -1,10 +1,12 @@
 """Scripts as they are: what `memplan run` predicts, beside the same script run for real, and how long the answer takes.
 
     python benchmarks/scripts.py               # writes benchmarks/results/scripts.json and scripts.md
+    python benchmarks/scripts.py --libraries   # those of benchmarks/library_scripts, to results/library_scripts.*
     python benchmarks/scripts.py FILE.py ...   # other scripts: prints alone
 
-The scripts are those of the tests, of ten styles. "imports" is what python takes to import what the script imports, and
-nothing else: an answer cannot come sooner.
+The first scripts are those of the tests, of ten styles; those of ``--libraries`` are of ten libraries and compilers
+(peft, trl, lightning, MONAI, diffusers, timm and bitsandbytes have to be installed). "imports" is what python takes to
+import what the script imports, and nothing else: an answer cannot come sooner.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TEN = ROOT / "tests" / "integrations" / "scripts" / "ten"
+LIBRARIES = ROOT / "benchmarks" / "library_scripts"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -92,13 +95,15 @@ def table(rows: list[Row]) -> str:
 
 def main() -> int:
     """Run from the command line."""
-    given = [Path(name) for name in sys.argv[1:]]
-    rows = [run(script) for script in given or sorted(TEN.glob("*.py"))]
+    libraries = sys.argv[1:] == ["--libraries"]
+    given = [] if libraries else [Path(name) for name in sys.argv[1:]]
+    rows = [run(script) for script in given or sorted((LIBRARIES if libraries else TEN).glob("*.py"))]
     print(table(rows))
     if not given:
         data = [{**asdict(row), "error": row.error} for row in rows]
-        (RESULTS / "scripts.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        (RESULTS / "scripts.md").write_text(table(rows), encoding="utf-8")
+        name = "library_scripts" if libraries else "scripts"
+        (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / f"{name}.md").write_text(table(rows), encoding="utf-8")
     return int(any(abs(row.error) > 0.001 or row.left for row in rows))
 
 

@@ -7,8 +7,9 @@ import json
 import math
 import os
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import memplan
 from memplan import Plan, Trace
-from memplan._json import Measured, Unreadable, from_plain, memory_of, read_text, to_plain
-from memplan.errors import FormatError, SnapshotFormatError
+from memplan._json import Measured, Unreadable, from_plain, memory_of, read_text, shown, to_plain
+from memplan.errors import FormatError, MemplanError, SnapshotFormatError
+from memplan.reports.html.saved_results import READERS, result_of
 from memplan.simulation.snapshots.read import read_snapshot
+from memplan.studies.guarding.baseline import Baseline
 
 DATA = Path(__file__).parent / "data"
 texts = st.text(max_size=8)
@@ -83,6 +87,31 @@ def test_numbers_of_many_digits_are_refused_in_a_line() -> None:
         assert len(str(raised.value)) < 400
     with pytest.raises(FormatError, match="NaN is no number"):
         Trace.from_json('{"format":"memplan.trace","end":NaN}')
+
+
+FORMATS: dict[str, Callable[[str], Any]] = {
+    **{name: partial(result_of, source="a.json") for name in READERS},
+    "memplan.baseline": Baseline.from_json,
+    "a memplan.trace": Trace.from_json,
+    "a memplan.plan": Plan.from_json,
+    "a memplan.sweep": memplan.Sweep.from_json,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("number", ["1" * 5000, "-" + "1" * 5000])
+def test_what_python_does_not_convert_is_refused_in_our_words(name: str, number: str) -> None:
+    """Python's own message asks for a setting of its own, which a reader of a file has no use for."""
+    with pytest.raises(MemplanError) as raised:
+        FORMATS[name](f'{{"format":"{name.split()[-1]}","schema":1,"steps":[{{"peak":{number}}}]}}')
+    assert "it has a number of more than 4300 digits; 19 are read at most" in str(raised.value)
+    assert "Expected" in str(raised.value)
+    assert "the memplan that wrote it" in str(raised.value)
+    assert "set_int_max" not in str(raised.value)
+
+
+def test_large_numbers_in_lists_are_shown_without_their_digits() -> None:
+    assert shown([10**5000, {"a": 12}]) == "[a number of many digits, {'a': 12}]"
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300, 2.0**63, -0.5])

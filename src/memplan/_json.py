@@ -21,6 +21,7 @@ import operator
 import os
 import reprlib
 import stat
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -251,8 +252,13 @@ def parse(text: str, *, packed: int | None = None, longest: int | None = None) -
     check_memory(memory_of(text), len(text), len(text) if packed is None else packed)
     try:
         return json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, Unreadable) as error:
         raise Unreadable(f"it is not JSON ({error})") from None
+    except RecursionError:
+        raise Unreadable("it is nested too deep to be read") from None
+    except ValueError:  # Python refuses to convert so many digits, and its words are of a setting of its own
+        most = sys.get_int_max_str_digits()
+        raise Unreadable(f"it has a number of more than {most} digits; {len(str(_LARGEST))} are read at most") from None
 
 
 def memory_of(text: str) -> int:
@@ -280,7 +286,7 @@ def check_memory(needed: int, unpacked: int, packed: int) -> None:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise Unreadable(f"{name} is no number")
 
 
 Reader = Callable[[Any, Any], Any]
@@ -525,8 +531,18 @@ def _measured(plain: Any, _: Any) -> float:
     return _scalar(plain, float, -math.inf, math.inf)
 
 
+class _ShortRepr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Return the digits, where Python converts as many."""
+        return super().repr_int(x, level) if abs(x) < _LARGEST else _MANY_DIGITS
+
+
+_MANY_DIGITS = "a number of many digits"
+_short_repr = _ShortRepr()
+
+
 def shown(plain: Any) -> str:
     """Return a parsed value as text for an error: at most 40 characters, with control characters escaped."""
     if isinstance(plain, (Mapping, list, tuple)):  # its repr would be as long as it is
-        return f"{reprlib.repr(plain):.40}"
-    return f"{plain!r:.40}" if not isinstance(plain, int) or abs(plain) < _LARGEST else "a number of many digits"
+        return f"{_short_repr.repr(plain):.40}"
+    return f"{plain!r:.40}" if not isinstance(plain, int) or abs(plain) < _LARGEST else _MANY_DIGITS

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from memplan.cli import main
+from memplan.devices import catalogue
 
 pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
@@ -130,3 +131,32 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], text:
     assert done.exit_code == 2, done.output
     assert text in done.output
     assert len(done.output.strip().splitlines()) == 1
+
+
+def test_each_card_of_the_catalogue_has_a_row(models: Path) -> None:
+    arguments = ["models.py:stack", "--input", "1x3x64x64", "--no-train", "--cudnn", "off", "--device", "all"]
+    names = [card.name for card in catalogue()]
+    done = CliRunner().invoke(main, ["largest", *arguments, "--most", "1", "--json", "a.json", "--html", "a.html"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((models / "a.json").read_text())["rows"]
+    assert [(row["name"], row["value"], row["end"]) for row in rows] == [(name, 1, None) for name in names]
+    done = CliRunner().invoke(main, ["explain", *arguments])
+    assert done.exit_code == 0, done.output
+    assert [name for name in names if name in done.stdout] == names
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("largest", ("--fit",)),
+        ("largest", ("--budget", "1GiB")),
+        ("explain", ("--measure",)),
+        ("explain", ("--host", "1GiB")),
+    ],
+)
+def test_options_that_do_not_go_with_all_cards_are_named(models: Path, command: str, options: tuple[str, ...]) -> None:
+    arguments = [command, "models.py:stack", "--input", "1x3x64x64", "--device", "all", *options]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert f"{options[0]} with --device all" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -137,14 +137,24 @@ def test_versions_before_those_that_were_learned_from_keep_the_interval() -> Non
     assert found.notes[0].endswith("whose workspaces stay intervals: there is no model of its choice before 9.19")
 
 
-def test_a_compute_capability_without_a_model_is_said() -> None:
-    """The oldest that has one is 7.0; cards of the Pascal series are 6.1."""
-    found = ask(Cudnn(None, 91900), replace(CARD, architecture=(6, 1)), [FORWARD, THIRD])
+@pytest.mark.parametrize(
+    ("card", "library", "title"),
+    [("gtx1080ti", Cudnn(None, 92000, is_default=True), "9.10.2"), ("gtx1080ti", Cudnn(None, 91900), "9.19.0")],
+)
+def test_cards_older_than_those_with_a_model_keep_the_interval(card: str, library: Cudnn, title: str) -> None:
+    """The oldest that has one is 7.0; cards of the Pascal series are 6.0 and 6.1."""
+    found = ask(library, find(card), [FORWARD, THIRD])
     assert found.plans == found.measured == found.expected == {}
     assert found.notes == (
-        "cuDNN 9.19.0 did not answer for 2 of 2 convolutions, whose workspaces stay intervals: there is no model of "
-        "its choice for compute capability 6.1",
+        f"cuDNN {title} did not answer for 2 of 2 convolutions, whose workspaces stay intervals: there is no model of "
+        "its choice for compute capability 6.1, for which the last cuDNN is 9.10 and the last builds of torch are "
+        "those with CUDA 12.6",
     )
+
+
+def test_a_newer_compute_capability_without_a_model_is_said() -> None:
+    found = ask(Cudnn(None, 92600), replace(CARD, architecture=(13, 0)), [FORWARD])
+    assert found.notes[0].endswith("stay intervals: there is no model of its choice for compute capability 13.0")
 
 
 def test_what_a_real_card_took_is_of_that_card_and_version_alone(monkeypatch: pytest.MonkeyPatch) -> None:

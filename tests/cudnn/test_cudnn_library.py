@@ -64,6 +64,17 @@ def default() -> Cudnn:
     return Cudnn(None, VERSION_OF_TORCH[major, minor], is_default=True)
 
 
+def test_older_cards_run_with_the_last_version_that_has_kernels_for_them(tmp_path: Path) -> None:
+    """Builds of torch with CUDA 12.6 have cuDNN 9.10.2.21 and kernels for cards older than the T4."""
+    assert default().for_card((7, 5)) == default()
+    assert default().for_card((7, 0)) == default().for_card((6, 1)) == Cudnn(None, 91002, is_default=True)
+    named = find_cudnn("9.19")
+    assert named is not None
+    assert named.for_card((7, 0)) == named
+    found = Cudnn(installed(tmp_path), 91900)
+    assert found.for_card((6, 1)) == found
+
+
 @pytest.mark.parametrize(("version", "title"), [("2.13.0+cpu", "9.20.0"), ("2.15.1", "9.26.0"), ("2.99.0", "9.26.0")])
 def test_the_default_is_what_the_cuda_build_of_this_torch_comes_with(
     monkeypatch: pytest.MonkeyPatch, version: str, title: str

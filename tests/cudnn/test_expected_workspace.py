@@ -149,7 +149,13 @@ def test_a_capability_without_a_network_has_none() -> None:
     assert expected_workspaces(CARD, 91900, []) == {}
 
 
+def test_volta_has_a_network_for_the_last_version_with_its_kernels() -> None:
+    assert network_for((7, 0), 91002) is not None
+    assert network_for((7, 0), 91900) is None
+    assert network_for((7, 5), 91002) is not None
+
+
 def test_versions_that_choose_alike_have_one_family() -> None:
-    versions = (90800, 91900, 92000, 92400, 92600, 93000)
-    assert [family_of(version) for version in versions] == ["", "9.19", "9.19", "9.24", "9.24", "9.24"]
+    versions = (90800, 91002, 91900, 92000, 92400, 92600, 93000)
+    assert [family_of(version) for version in versions] == ["", "9.10", "9.19", "9.19", "9.24", "9.24", "9.24"]
     assert network_for((9, 0), 90800) is None

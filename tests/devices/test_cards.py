@@ -16,6 +16,9 @@ each_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 # half of the 17 Gbit/s of its specifications, of the A100 PCIe twice mixbench's 756 (it counts differently), of H200
 # and B200 nvidia-smi's clocks.max.memory and the bus of the stacks. Two transfers a clock.
 MEMORY = {
+    "gtx1080ti": (5505, 352),
+    "p100": (715, 4096),
+    "p40": (3615, 384),
     "t4": (5001, 256),
     "v100-16gb": (877, 4096),
     "v100-32gb": (877, 4096),
@@ -39,6 +42,9 @@ MEMORY = {
 # Boost clock in MHz. Hopper's whitepaper gives another one for its 8-bit to TF32 tensor cores; of the B200 it is the
 # one that NVIDIA's own figures imply.
 CLOCKS = {
+    "gtx1080ti": (1582, 1582),
+    "p100": (1303, 1303),
+    "p40": (1531, 1531),
     "t4": (1590, 1590),
     "v100-16gb": (1530, 1530),
     "v100-32gb": (1530, 1530),
@@ -62,6 +68,8 @@ CLOCKS = {
 # FLOP per clock and multiprocessor: twice the fused multiply-adds of the architecture's whitepaper and of the CUDA
 # programming guide's table of throughputs. GeForce cards add up 16-bit products in 32 bits at half the rate.
 PER_CLOCK = {
+    (6, 0): {"float64": 64, "float32": 128},
+    (6, 1): {"float64": 8, "float32": 256, "int8": 1024},
     (7, 0): {"float64": 64, "float32": 128, "float16": 1024},
     (7, 5): {"float64": 4, "float32": 128, "float16": 1024, "int8": 2048},
     (8, 0): {"float64": 128, "float32": 128, "tf32": 1024, "bfloat16": 2048, "float16": 2048, "int8": 4096},
@@ -93,18 +101,22 @@ CAPABILITY = {
     "8.0": "NVIDIA A100",
     "7.5": "NVIDIA T4",
     "7.0": "NVIDIA V100",
+    "6.1": "NVIDIA P40, GeForce GTX 1080 Ti",
+    "6.0": "NVIDIA P100",
 }
 
 # CUDA cores of the data sheets, and those of one multiprocessor of the architecture
 CORES = {
+    "gtx1080ti": 3584, "p100": 3584, "p40": 3840,
     "t4": 2560, "v100-16gb": 5120, "v100-32gb": 5120, "a10": 9216, "l4": 7424, "l40s": 18176, "rtx3060": 3584,
     "rtx3090": 10496, "rtx4060": 3072, "rtx4090": 16384, "rtx5090": 21760, "a100-40gb": 6912, "a100-80gb": 6912,
     "a100-pcie": 6912, "h100": 16896, "h100-pcie": 14592, "h200": 16896, "b200": 18944,
 }  # fmt: skip
-CORES_OF_ONE = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
+CORES_OF_ONE = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 
 # Total memory by nvidia-smi in MiB: torch has a little less of it.
 NVIDIA_SMI = {
+    "gtx1080ti": 11178, "p100": 16384, "p40": 23040,
     "t4": 15360, "v100-16gb": 16384, "v100-32gb": 32768, "a10": 23028, "l4": 23034, "l40s": 46068, "rtx3060": 12288,
     "rtx3090": 24576, "rtx4060": 8188, "rtx4090": 24564, "rtx5090": 32607, "a100-40gb": 40960, "a100-80gb": 81920,
     "a100-pcie": 81920, "h100": 81559, "h100-pcie": 81559, "h200": 143771, "b200": 183359,
@@ -112,6 +124,7 @@ NVIDIA_SMI = {
 
 # GB/s both ways, rounded up as data sheets and reviews print it
 LINK = {
+    "gtx1080ti": 32, "p100": 32, "p40": 32,
     "t4": 32, "v100-16gb": 32, "v100-32gb": 32, "a100-40gb": 64, "a100-80gb": 64, "a100-pcie": 64, "a10": 64, "l4": 64,
     "l40s": 64, "rtx3060": 64, "rtx3090": 64, "rtx4060": 32, "rtx4090": 64, "rtx5090": 128, "h100": 128,
     "h100-pcie": 128, "h200": 128, "b200": 128,

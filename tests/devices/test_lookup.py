@@ -18,6 +18,9 @@ NAMES = [card.name for card in CARDS]
 
 # As torch printed them: name, total memory in MiB, compute capability, multiprocessors
 PROPERTIES = [
+    ("GeForce GTX 1080 Ti", 11177, 6, 1, 28, "gtx1080ti"),
+    ("Tesla P100-PCIE-16GB", 16280, 6, 0, 56, "p100"),
+    ("Tesla P40", 22919, 6, 1, 30, "p40"),
     ("Tesla T4", 15109, 7, 5, 40, "t4"),
     ("Tesla T4", 14930, 7, 5, 40, "t4"),
     ("Tesla V100-SXM2-16GB", 16160, 7, 0, 80, "v100-16gb"),
@@ -65,6 +68,8 @@ def test_the_smallest_comes_first() -> None:
         ("v100", "v100-32gb"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"),
         ("t4", "t4"),
+        ("GTX 1080 Ti", "gtx1080ti"),
+        ("Tesla P100", "p100"),
     ],
 )
 def test_people_write_names_in_many_ways(name: str, found: str) -> None:
@@ -143,7 +148,7 @@ def test_every_card_is_recognised() -> None:
 @pytest.mark.parametrize(
     ("name", "mib", "major", "minor", "count"),
     [
-        ("Tesla P100-PCIE-16GB", 16280, 6, 0, 56),  # not in the catalogue
+        ("Tesla P100-SXM2-16GB", 16280, 6, 0, 56),  # not in the catalogue
         ("NVIDIA GeForce RTX 4060 Laptop GPU", 7813, 8, 9, 24),
         ("NVIDIA GeForce RTX 3060", 8192, 8, 6, 28),  # the version with 8 GB and less bandwidth
         ("NVIDIA H200", 71886, 9, 0, 132),  # half of one

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import memplan
 from memplan.errors import BudgetError, InputError, RecordingError, UsageError, VerificationError
 from memplan.exporting import export as exporting
+from memplan.exporting import folder
 from memplan.exporting.c_text import c_name
 from memplan.exporting.exported import Exported
 
@@ -28,6 +29,8 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, weight_decay=0.1, maximize=True),
+    "rmsprop, momentum": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.8),
     "adamw, two groups": lambda p: torch.optim.AdamW(
         [{"params": list(p)[:2], "lr": 0.02}, {"params": list(p)[2:], "betas": (0.8, 0.99)}], weight_decay=0.1
     ),
@@ -94,7 +97,9 @@ def test_a_step_in_its_smallest_budget_is_proven(tmp_path: Path) -> None:
 def test_optimizers_do_as_torch_does(name: str, tmp_path: Path) -> None:
     done = network("mlp", tmp_path, optimizer=OPTIMIZERS[name])
     assert done.verdict.proven
-    assert done.state == 4 * (done.trained * (2 if name in ("momentum", "nesterov") else 3) + 3 + _corrections(name))
+    assert done.state == 4 * (
+        done.trained * (2 if name in ("momentum", "nesterov", "rmsprop") else 3) + 3 + _corrections(name)
+    )
 
 
 def _corrections(name: str) -> int:
@@ -223,8 +228,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     broken.head.weight.data[0, 0] = float("nan")
     with pytest.raises(InputError, match=r"head.weight has elements that are not finite"):
         memplan.export(broken, "2x4", folder=tmp_path / "a", **STEP)
-    with pytest.raises(InputError, match="RMSprop"):
-        everything(tmp_path / "a", optimizer=torch.optim.RMSprop)
+    with pytest.raises(InputError, match="Adagrad"):
+        everything(tmp_path / "a", optimizer=torch.optim.Adagrad)
     with pytest.raises(InputError, match="float64"):
         memplan.export(Everything().double(), "2x2x8x8:float64", folder=tmp_path / "a", **STEP)
     with pytest.raises(UsageError, match="No optimizer"):
@@ -252,17 +257,51 @@ class Mapped(nn.Linear):
 
 
 @needs_compiler
-def test_a_second_export_leaves_the_first_as_it_is(tmp_path: Path) -> None:
+def test_two_exports_live_in_one_folder(tmp_path: Path) -> None:
     step = {"optimizer": "sgd", "folder": tmp_path, "targets": "2:int64<3", "loss": F.cross_entropy}
     memplan.export(nn.Linear(4, 3), "2x4", name="net", **step)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(InputError, match="an export of the name weights"):
-        memplan.export(nn.Linear(4, 3), "2x4", name="weights", **step)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert memplan.export(nn.Linear(4, 3), "2x4", name="weights", **step).verdict.proven
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert memplan.export(nn.Linear(4, 3), "2x4", name="net", **step).verdict.proven
-    assert memplan.export(nn.Linear(4, 3), "2x4", name="weights", force=True, **step).verdict.proven
-    for name in ("net", "weights"):
-        subprocess.run(["cc", "-c", str(tmp_path / f"{name}.c"), "-o", str(tmp_path / "a.o")], check=True)
+    subprocess.run(["make", "test", "net.o", "weights.o"], cwd=tmp_path, check=True, capture_output=True)
+    objects = [str(tmp_path / name) for name in ("net.o", "weights.o")]
+    (tmp_path / "both.c").write_text(
+        '#include "net.h"\n#include "weights.h"\nstatic net_state a;\nstatic weights_state b;\n'
+        "int main(void)\n{\n    net_init(&a);\n    weights_init(&b);\n    return 0;\n}\n"
+    )
+    subprocess.run(["cc", str(tmp_path / "both.c"), *objects, "-lm", "-o", str(tmp_path / "both")], check=True)
+    for name in ("net_weights", "test_net"):
+        with pytest.raises(InputError, match="is a file of the export net"):
+            memplan.export(nn.Linear(4, 3), "2x4", name=name, force=True, **step)
+    with pytest.raises(InputError, match="other files"):
+        memplan.export(nn.Linear(4, 3), "2x4", name="third", **step)
+    (tmp_path / "both.c").unlink()
+    (tmp_path / "both").unlink()
+    assert memplan.export(nn.Linear(4, 3), "2x4", name="net", weights_file=True, verify=False, **step).name == "net"
+    assert not (tmp_path / "net_weights.h").exists()
+
+
+def test_an_export_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"optimizer": "sgd", "folder": tmp_path, "targets": "2:int64<3", "loss": F.cross_entropy, "verify": False}
+    memplan.export(nn.Linear(4, 3), "2x4", name="net", **step)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real = folder.os.replace
+    for limit in range(0, 2 * len(before), 3):
+        calls = iter(range(limit))
+
+        def replace(source: Path, target: Path, calls: Any = calls) -> None:
+            if next(calls, None) is None and "old" not in Path(source).parts:
+                raise KeyboardInterrupt
+            real(source, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(folder.os, "replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                memplan.export(nn.Linear(4, 3), "2x4", name="net", weights_file=True, **step)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 class Table(nn.Module):
@@ -270,44 +309,47 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(6, 3)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(rows))
+    def forward(self, rows: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.table(rows), more], 1))
 
 
 @needs_compiler
 @pytest.mark.parametrize("frozen", ["float32", "int8"])
-def test_indices_out_of_range_touch_no_other_memory(frozen: Any, tmp_path: Path) -> None:
-    """Under the sanitizers. Samples with such a class train nothing, and the loss is no number."""
+def test_what_cannot_be_trained_on_changes_nothing(frozen: Any, tmp_path: Path) -> None:
+    """Under the sanitizers: indices out of range, data that is not a number, a loss that is not finite."""
     model = Table()
     model.table.requires_grad_(frozen == "float32")
     memplan.export(
-        model, "2:int64<5", targets="2:int64<3", loss=F.cross_entropy, optimizer="sgd:lr=0.1", folder=tmp_path,
+        model, "2:int64<5", "2x2", targets="2:int64<3", loss=F.cross_entropy, optimizer="adam", folder=tmp_path,
         name="net", frozen_weights=frozen,
     )  # fmt: skip
     (tmp_path / "main.c").write_text(
         """
 #include "net.h"
+#include <math.h>
 #include <stdio.h>
-static net_state s;
-static float before[NET_WEIGHTS], after[NET_WEIGHTS];
-static void step(int row, int label)
+#include <string.h>
+static net_state s, before;
+static void step(int row, float x, int label)
 {
-    int32_t x[2] = {row, row}, y[2] = {label, label};
-    float loss;
-    int changed = 0;
-    net_get_weights(&s, before);
-    loss = net_step(&s, x, y);
-    net_get_weights(&s, after);
-    for (int k = 0; k < NET_WEIGHTS; k++)
-        changed += before[k] != after[k];
-    printf("%d %d\\n", loss == loss, changed > 0);
+    int32_t rows[2] = {1, row}, y[2] = {1, label};
+    float more[4] = {1, 2, 3, x}, output[NET_OUTPUTS], loss;
+    memcpy(&before, &s, sizeof s);
+    loss = net_step(&s, rows, more, y);
+    const int same = !memcmp(s.weights, before.weights, sizeof s.weights) && s.step == before.step;
+    const int all = !memcmp(&s, &before, sizeof s);
+    printf("%d %d %d ", isfinite(loss) != 0, same, all);
+    printf("%d %d\\n", net_check(rows, more, y), net_infer(&s, rows, more, output));
 }
 int main(void)
 {
+    int32_t rows[2] = {0, 9};
     net_init(&s);
-    step(1, 1), step(1, 3), step(1, -1), step(1, 1000000), step(5, 1), step(-1, 1), step(2000000000, 1);
+    step(1, 1, 1), step(1, 1, 3), step(1, 1, -1), step(1, 1, 1000000), step(5, 1, 1), step(-1, 1, 1);
+    step(2000000000, 1, 1), step(1, NAN, 1), step(1, INFINITY, 1), step(1, 1, 2), step(1, 1, -100);
+    printf("%d %d", net_check(0, 0, 0) == 0, net_check(rows, 0, 0) == NET_BAD_INDEX);
     return 0;
 }
 """
@@ -317,8 +359,10 @@ int main(void)
     subprocess.run(["cc", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *sources, "-lm", "-o", program],
                    check=True)  # fmt: skip
     found = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split("\n")
-    # a mean over no sample is no number, and so is its gradient: these weights are as they were
-    assert found[:7] == ["1 1", "0 0", "0 0", "0 0", "1 1", "1 1", "1 1"]
+    trained, number, index, row = "1 0 0 0 0", "0 1 1 1 1", "0 1 1 2 0", "0 1 1 2 2"
+    assert found == [
+        trained, index, index, index, row, row, row, number, "0 1 0 0 0", trained, trained, "1 1"
+    ]  # fmt: skip
 
 
 @needs_compiler

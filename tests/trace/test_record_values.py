@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 
 import pytest
@@ -157,3 +158,50 @@ def test_a_card_s_tensors_are_shared_as_they_are() -> None:
         return lambda: None
 
     assert memplan.simulate(memplan.record(build, device="h100")).peak_allocated == 4 * (256 * 256 + 256)
+
+
+@pytest.mark.parametrize("length", [100, 20_000, 200_000])
+@pytest.mark.parametrize("begins", [0, 5])
+def test_positions_in_order_are_known_to_be_at_any_length(length: int, begins: int) -> None:
+    """As transformers looks for several sequences in a row of positions (masking_utils.py)."""
+    taken: list[bool] = []
+
+    def build() -> Callable[[], None]:
+        positions = (torch.arange(length) + begins).unsqueeze(0)
+
+        def step() -> None:
+            steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+            others = (steps != 1).cumsum(-1)
+            taken.append(bool((others[:, -1] == 0).all()))
+
+        return step
+
+    assert memplan.record(build).assumptions == ()
+    real = build()
+    real()
+    assert set(taken) == {True}
+
+
+def test_a_mask_of_all_pairs_of_positions_is_not_computed() -> None:
+    def build() -> Callable[[], None]:
+        positions = torch.arange(200_000)
+        return lambda: [positions[:, None] >= positions[None], positions[:, None] - positions[None]].clear()
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trace = memplan.record(build)
+    assert max(storage.bytes for storage in trace.storages) == 8 * 200_000**2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (1 << 20)  # KiB
+
+
+def test_positions_that_are_changed_through_a_view_are_not_known_any_more() -> None:
+    def build() -> Callable[[], None]:
+        positions = torch.arange(20_000)
+        positions.reshape(2, 10_000).t()[0].random_(0, 2)
+
+        def step() -> None:
+            if positions[0] == 0:
+                torch.zeros(8)
+
+        return step
+
+    assert any("decides a branch" in assumption.text for assumption in memplan.record(build).assumptions)

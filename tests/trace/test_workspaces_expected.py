@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -183,15 +182,19 @@ def test_without_cudnn_the_interval_stays() -> None:
     assert all(s.low == 0 < s.bytes for s in trace.storages if s.cause == "workspace")
 
 
-def test_a_card_without_a_model_keeps_the_interval_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing older than compute capability 7.0 has a model: as if the A100 were a Pascal to the model alone."""
-    real: Any = workspaces.ask
-
-    def as_a_pascal(library: Any, card: Any, questions: Any) -> Any:
-        return real(library, replace(card, architecture=(6, 1)), questions)
-
-    monkeypatch.setattr(workspaces, "ask", as_a_pascal)
-    trace = memplan.record(build, device=CARD, cudnn="9.26.0")
+def test_a_card_without_a_model_keeps_the_interval_and_says_why() -> None:
+    """Nothing older than compute capability 7.0 has a model."""
+    trace = memplan.record(build, device="gtx1080ti")
     assert trace.expected == ()
     assert all(s.low == 0 < s.bytes for s in trace.storages if s.cause == "workspace")
-    assert any("stay intervals: there is no model of its choice for compute capability 6.1" in n for n in trace.notes)
+    (note,) = (note for note in trace.notes if "stay intervals" in note)
+    assert note.startswith("cuDNN 9.10.2 did not answer")
+    assert "compute capability 6.1, for which the last cuDNN is 9.10 and the last builds of torch" in note
+
+
+def test_a_volta_has_the_workspaces_of_the_last_version_with_its_kernels() -> None:
+    trace = memplan.record(build, device="v100")
+    assert trace.expected
+    assert any(
+        "that cuDNN 9.10.2, which builds of torch with CUDA 12.6 come with, is expected" in n for n in trace.notes
+    )

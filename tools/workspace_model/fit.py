@@ -1,11 +1,12 @@
 """Fit the networks of `memplan.cudnn.expected_workspace` to cuDNN's answers, and write them and their accuracy.
 
     python tools/workspace_model/fit.py ARCHITECTURE/FAMILY=FILE... --out expected.npz [--report accuracy.json]
-        [--same 8.0/9.19=8.0/9.24 7.0/9.24=7.0/9.19]
+        [--same 8.0/9.19=8.0/9.24 7.5/9.10=7.5/9.19]
 
-A file holds the lines that `gather.py` wrote: for ``expected.npz``, answers to 20,000 to 45,000 questions of seed 1.
-``--same`` names what has the network of another, as cuDNN chooses alike for it or has no newer version for it. A tenth
-of the convolutions, with all three kinds of a layer together, is held out: the reported accuracy is that of the tenth.
+A file holds the lines that `gather.py` wrote: for ``expected.npz``, answers to 40,000 or 45,000 questions of seed 1.
+Networks of the existing ``--out`` that are not named stay as they are, and so do their rows in ``--report``. ``--same``
+names what has the network of another, as cuDNN chooses alike for it. A tenth of the convolutions, with all three kinds
+of a layer together, is held out: the reported accuracy is that of the tenth.
 """
 
 from __future__ import annotations
@@ -228,8 +229,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     arrays, report = dict[str, Any](), dict[str, Any]()
+    if options.out.exists():
+        with np.load(options.out, allow_pickle=False) as kept:
+            arrays = {name: kept[name] for name in kept.files if name != "same"}
+    if options.report and options.report.exists():
+        report = json.loads(options.report.read_text())
     for entry in options.answers:
         name, _, file = entry.partition("=")
+        arrays = {part: value for part, value in arrays.items() if not part.startswith(f"{name}/")}
         network, report[name] = fit(read(Path(file)))
         arrays |= {f"{name}/{part}": value for part, value in network.items()}
         print(name, json.dumps(report[name]), flush=True)

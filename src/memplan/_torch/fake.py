@@ -99,6 +99,28 @@ _FACTORIES = frozenset(
 )
 _UNFILLED = frozenset(f"aten::{name}" for name in ["new_empty", "new_empty_strided", "empty_like"])
 _CONSTANT_NUMEL = 8192
+_ARANGE = "aten::arange"
+_POSITIONS_NUMEL = 1 << 18
+"""Elements of positions in sequences whose values are kept, through `_OF_POSITIONS` alone: whether they count up one by
+one decides how attention is masked (transformers, masking_utils.py, find_packed_sequence_indices)."""
+_ELEMENTWISE = frozenset(f"aten::{name}" for name in ["add", "sub", "ne", "eq"])
+_OF_POSITIONS = _ELEMENTWISE | frozenset(
+    f"aten::{name}"
+    for name in ["alias", "all", "cat", "clone", "cumsum", "detach", "select", "slice", "unsqueeze", "view", "_to_copy"]
+)
+"""Ops whose results are no larger than their operands together, where these need no broadcasting."""
+
+
+def _long_constants(func: Any, args: tuple[Any, ...]) -> list[FakeTensor]:
+    """Return the operands whose values are known, but too many for an op that is not one of positions."""
+    name, tensors = func._schema.name, list[FakeTensor]()
+    for arg in args:
+        tensors += [item for item in (arg if isinstance(arg, (list, tuple)) else (arg,)) if type(item) is FakeTensor]
+    long = [tensor for tensor in tensors if tensor.constant is not None and tensor.numel() > _CONSTANT_NUMEL]
+    if not long or name not in _OF_POSITIONS:
+        return long
+    grows = name in _ELEMENTWISE and any(tensor.dim() > 1 and tensor.shape != long[0].shape for tensor in tensors)
+    return long if grows else []
 
 
 @contextlib.contextmanager
@@ -443,6 +465,9 @@ class FakeMode(FakeTensorMode):
     def _fake_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on fake tensors. Where the result's shape depends on values, return one of bounded size."""
         args = tuple([self._with_value(arg) for arg in args])
+        long: list[tuple[FakeTensor, Any]] = [(tensor, tensor.constant) for tensor in _long_constants(func, args)]
+        for tensor, _ in long:
+            tensor.constant = None
         try:
             result = self.dispatch(func, types, args, kwargs)
             if func._schema.name in _UNFILLED and isinstance(result, FakeTensor):
@@ -454,6 +479,12 @@ class FakeMode(FakeTensorMode):
                 raise
             self._selected = True
             return bounded
+        finally:
+            aliased = func._schema.is_mutable or any(value.alias_info for value in func._schema.returns)
+            for tensor, constant in long:
+                tensor.constant = constant
+                if aliased:  # what is written through the result is not followed
+                    self.fake_tensor_converter.invalidate_constant_aliases(constant)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake of a tensor from outside the recording, the same one as long as the tensor lives."""
@@ -508,7 +539,7 @@ class FakeMode(FakeTensorMode):
         """Enter the mode for the user's code, with the patches of torch that it needs. (It enters itself again for
         inner calls.)"""
         with (
-            patched_throughout(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL),
+            patched_throughout(fake_tensor, CONSTANT_NUMEL_LIMIT=_POSITIONS_NUMEL),
             # torch logs a traceback of each error that it raises here; the recording reports the error in one message
             patched_throughout(fake_tensor.log, disabled=True),
             _hidden(lambda: self._inside),
@@ -552,7 +583,8 @@ class FakeMode(FakeTensorMode):
                 return known
         self._selected = False
         result = self._fake_result(func, types, args, kwargs)
-        if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= _CONSTANT_NUMEL:
+        most = _POSITIONS_NUMEL if func._schema.name == _ARANGE else _CONSTANT_NUMEL
+        if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= most:
             with no_modes():
                 real_args = [torch.empty(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
                 real = func(*real_args, **kwargs)

@@ -16,6 +16,7 @@ from memplan.cli.options import (
     describe,
     host_option,
     load_trace,
+    names_all,
     step_options,
     top_option,
     with_input_advice,
@@ -47,13 +48,15 @@ is a file: a trace that --trace wrote, or an explanation that --json wrote.
 
   memplan explain mymodels.py:net --input 8x512 --no-train --weights int8
   memplan explain --model llama-3.1-8b --recipe lora:r=16 --seq 4096 --checkpointing --device rtx4090
+  memplan explain --model llama-3.1-8b --recipe lora:r=16 --seq 4096 --checkpointing --device all
   memplan explain mymodels.py:lm --input "8x2048:int64<32000" --optimizer adamw \\
       --lengths 512:0.6,2048:0.3,8192:0.1 --device h100
 
 The first answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which
 layer saves what, and why. The one with --weights makes the model, has torchao
 quantize a copy, runs both here and says what it saves and how far the output is
-off. The last one draws a thousand batches of these lengths.
+off. The last one draws a thousand batches of these lengths. --device all is a table: the peak on each card,
+and whether the step fits.
 
 \b
 Exit code: 0 done; 1 does not fit on the card that --device names; 2 bad
@@ -103,6 +106,16 @@ def command(
         raise InputError(
             "--host with --lengths, --weights or --activations", expected="one of them", do="Leave out --host"
         )
+    if names_all(arguments.device) and not is_trace(arguments.target):
+        from memplan.cli.on_cards import show_on_cards
+
+        surplus = {
+            "--measure": really, "--host": host, "--weights": weights, "--activations": activations,
+            "--lengths": lengths, "--trace": outputs.trace, "--snapshot": outputs.snapshot,
+            "--perfetto": outputs.perfetto,
+        }  # fmt: skip
+        title = arguments.target if recipe is None else recipe.title
+        return show_on_cards(arguments, describe, title, outputs.results, surplus)
     if values["rank"] == "all":
         from memplan.cli.roles import check, explain_roles
 

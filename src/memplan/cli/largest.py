@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from memplan.cli.files import ResultFiles
 from memplan.cli.options import (
     StepArguments,
     Whole,
+    names_all,
     rank_options,
     result_options,
     step_options,
@@ -46,9 +48,14 @@ not fit.
   memplan largest --script examples/train.py --device rtx4090 -- --epochs 3
   memplan largest --model llama-3.1-8b --recipe lora:r=16 --checkpointing \\
       --axis sequence --divisible 1024 --device rtx4090
+  memplan largest --model llama-3.1-8b --recipe lora:r=16 --checkpointing \\
+      --axis sequence --device all
 
 The first answers "the largest batch is 962" with what it needs, what the next one would, and how many recordings it
 took. --window counts inference over a whole volume in patches: the aggregation buffer, not the patch, may be largest.
+
+--device all answers for each card of the catalogue, of batches or sequences that are powers of two times 1, 1.25, 1.5
+and 1.75. The answer and the next of them are recorded, once for all cards with the same kernels and workspaces.
 
 A value at which the model fails, as sizes that it cannot halve, is listed with its reason, and the search goes on with
 those that work.
@@ -97,6 +104,16 @@ def command(
     arguments = StepArguments(**values)
     if recipe is not None and axis == "sequence" and recipe.positions is not None:
         most = min(most or recipe.positions, recipe.positions)  # a recording does not raise beyond them
+    title = arguments.target if recipe is None else recipe.title
+    if names_all(arguments.device):
+        from memplan.cli.on_cards import show_on_cards
+
+        first = partial(describe_first_point, batches=None, vary={})
+        surplus = {
+            "--script": request, "--budget": budget, "--window": window, "--fit": planned, "--aspect": aspect,
+            "--divisible": divisible != 1, "--margin": margin != "0", "--workspace": workspace != "high",
+        }  # fmt: skip
+        return show_on_cards(arguments, first, title, results, surplus, axis, most)
     volume = _window(window, overlap, window_batch)
     if planned and arguments.world is not None:
         raise InputError("--fit with --world", expected="a step of one process", do="Leave one out")
@@ -117,7 +134,6 @@ def command(
         assert largest is not None, "the request has a room"
         return _report(largest, results)
     options = {"divisible": divisible, "aspect": _shares(aspect), "most": most, "fit": planned}
-    title = arguments.target if recipe is None else recipe.title
     return _report(_find(arguments, axis, room, volume, options, title), results)
 
 

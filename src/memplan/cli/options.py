@@ -159,6 +159,11 @@ def step_options(function: Decorated) -> Decorated:
     return function
 
 
+def names_all(device: str | None) -> bool:
+    """Return whether ``--device`` means all cards of the catalogue."""
+    return device is not None and device.lower() == "all"
+
+
 class RankNumber(Whole):
     """A rank, or "all" where a command takes it."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memplan.cudnn.answer_cache import AnswerCache
-from memplan.cudnn.cudnn_library import Cudnn
+from memplan.cudnn.cudnn_library import LAST_FOR_OLDER, OLDEST_CAPABILITY, Cudnn, title_of
 from memplan.cudnn.described_card import properties
-from memplan.cudnn.expected_workspace import ExpectedWorkspace, expected_workspaces, family_of
+from memplan.cudnn.expected_workspace import ExpectedWorkspace, expected_workspaces
 from memplan.cudnn.questions import Plans, Question
 from memplan.cudnn.recurrent import RecurrentQuestion, expected_recurrent
 from memplan.cudnn.stored_answers import measured, shipped
@@ -46,6 +46,7 @@ def ask(library: Cudnn, card: Device, questions: Iterable[AnyQuestion]) -> Answe
         >>> ask(find_cudnn("~/cuda-torch"), find("h100"), [question]).plans[question][0]
         ExecutionPlan(engine='eng38', workspace=13139984)
     """
+    library = library.for_card(card.architecture)
     every = tuple(dict.fromkeys(questions))
     distinct = tuple(question for question in every if isinstance(question, Question))
     installed = library.packages is not None
@@ -64,6 +65,8 @@ def ask(library: Cudnn, card: Device, questions: Iterable[AnyQuestion]) -> Answe
 def _of_convolutions(
     library: Cudnn, card: Device, distinct: Sequence[Question], by_measurement: dict[AnyQuestion, int]
 ) -> Answers:
+    if card.architecture < OLDEST_CAPABILITY and library.version > LAST_FOR_OLDER:
+        return _with_expected(library, card, distinct, {}, (), by_measurement, Counter())  # it has no kernels for it
     installed = library.packages is not None
     try:
         description = properties(card)
@@ -90,16 +93,23 @@ def _with_expected(
     """Return the answers, with the expected workspaces of the other questions, and a note for each reason."""
     missing = [question for question in questions if question not in plans and question not in by_measurement]
     expected: dict[AnyQuestion, ExpectedWorkspace] = {**expected_workspaces(card, library.version, missing)}
-    capability = ".".join(map(str, card.architecture))
     if missing and not expected and not reasons:
-        lacking = f"for compute capability {capability}" if family_of(library.version) else "before 9.19"
-        reasons[f"there is no model of its choice {lacking}"] = len(missing)
+        reasons[f"there is no model of its choice {_lacking(library, card)}"] = len(missing)
     consequence = "are expected by a model of its choice" if expected else "stay intervals"
     texts = (
         f"{library.title} did not answer for {count} of {len(questions)} convolutions, whose workspaces {consequence}: "
         f"{reason}" for reason, count in reasons.items()
     )  # fmt: skip
     return Answers(plans, (*notes, *texts), by_measurement, expected)
+
+
+def _lacking(library: Cudnn, card: Device) -> str:
+    """Return what there is no model for, and why."""
+    capability = "for compute capability {}.{}".format(*card.architecture)
+    if card.architecture < OLDEST_CAPABILITY:
+        last = title_of(LAST_FOR_OLDER).rpartition(".")[0]
+        return f"{capability}, for which the last cuDNN is {last} and the last builds of torch are those with CUDA 12.6"
+    return "before 9.19" if library.version < 91900 else capability
 
 
 def _ask_library(

@@ -18,6 +18,10 @@ OLDEST = 90800
 """From cuDNN 9.8 on, a description of the card can replace the card (release notes)."""
 VERSION_OF_TORCH = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92400, (2, 15): 92600}
 """cuDNN that PyPI's CUDA wheel of a torch version depends on."""
+OLDEST_CAPABILITY, LAST_FOR_OLDER = (7, 5), 91002
+"""Compute capability from which cuDNN 9.11 and later have kernels, and the last version for older cards. Builds of
+torch with CUDA 12.6, which 2.14 is the last to have, come with it; others leave these cards out (pytorch#157517,
+#172352, #190385). For a described V100, 9.19 names the workspace of 9.10 for 462 of 1,414 sampled convolutions only."""
 _FILE = Path("nvidia", "cudnn", "lib", "libcudnn.so.9")
 _DEPENDENCIES = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*")
 _DEFINED = re.compile(r"#define CUDNN_(?:MAJOR|MINOR|PATCHLEVEL) (\d+)")
@@ -56,6 +60,19 @@ class Cudnn:
     def title(self) -> str:
         """Name and version, such as ``cuDNN 9.19.0``."""
         return f"cuDNN {title_of(self.version)}"
+
+    def for_card(self, capability: tuple[int, int]) -> Cudnn:
+        """Return the version that this torch runs with on a card; the library itself if it was named or is installed.
+
+        Args:
+            capability: compute capability of the card.
+
+        Example:
+            >>> of_this_torch().for_card((7, 0)).title
+            'cuDNN 9.10.2'
+        """
+        older = self.is_default and capability < OLDEST_CAPABILITY
+        return Cudnn(None, LAST_FOR_OLDER, is_default=True) if older else self
 
 
 def title_of(version: int) -> str:

@@ -24,10 +24,11 @@ from memplan.devices import Device
 
 FILE = Path(__file__).with_name("answers") / "expected.npz"
 
-FAMILIES = ((92400, "9.24"), (91900, "9.19"))
+FAMILIES = ((92400, "9.24"), (91900, "9.19"), (91000, "9.10"))
 """(first version, name) of the families of cuDNN versions whose heuristics choose alike: 9.19 and 9.20 gave the same
 workspace for each of 1,500 sampled convolutions, 9.24 and 9.26 for 98.6 to 100 % of them, by card. 9.21 to 9.23, which
-no torch comes with, count as the former."""
+no torch comes with, count as the former. 9.10 is the last one for cards older than compute capability 7.5, of which
+there is a network for 7.0 alone; on a T4 it chose as 9.19 for each of 1,414."""
 
 _MEASURED = (9, 0)
 """Compute capability of the real cards whose workspaces were compared with cuDNN's answers, an H100 and an H200."""
@@ -75,7 +76,8 @@ class Network:
 
 
 def expected_workspaces(card: Device, version: int, questions: Sequence[Question]) -> dict[Question, ExpectedWorkspace]:
-    """Return the expected workspaces of convolutions; {}: there is no model for the card's compute capability.
+    """Return the expected workspaces of convolutions; {}: there is no model for the card's compute capability
+    and this version.
 
     Args:
         card: the card, which this machine need not have.

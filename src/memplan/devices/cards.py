@@ -20,6 +20,7 @@ _VOLTA = "flops: A100 whitepaper, comparison with the V100 (copy)"
 _ADA = "Ada whitepaper v2.1, appendix A (copy)"
 _GA102 = "GA102 whitepaper v2 (copy)"
 _FP64_64 = "float64 1/64 of float32 by the architecture's whitepaper (copy)"
+_NO_HALF = "no units that multiply float16 and sum up in 32 bits: float32's are used (Pascal whitepaper, copy)"
 _QUERY = "multiprocessors: deviceQuery (output)"
 _TORCH = "multiprocessors: torch device properties (output)"
 _L2_QUERY = "l2: deviceQuery (output)"
@@ -57,6 +58,63 @@ def _card(
 def _seen(least: str, most: str) -> str:
     return f"capacity: the least of {least} to {most} MiB that torch or deviceQuery showed on Linux (output)"
 
+
+_PASCAL = (
+    _card(
+        "gtx1080ti",
+        "NVIDIA GeForce GTX 1080 Ti",
+        (6, 1),
+        multiprocessors=28,
+        capacity=11164 * MIB,
+        bandwidth=484.4,
+        tera={"float64": 0.354, "float32": 11.34, "int8": 45.4},
+        l2=2.75,
+        sources=(
+            _seen("11164", "11178"),
+            "bandwidth: 5505 MHz x 352 bit by deviceQuery (output)",
+            f"flops: at the boost clock of 1582 MHz, as deviceQuery shows (computed); {_NO_HALF}",
+            _LEGACY,
+            _QUERY,
+            _L2_QUERY,
+        ),
+    ),
+    _card(
+        "p100",
+        "NVIDIA P100 PCIe 16 GB",
+        (6, 0),
+        multiprocessors=56,
+        capacity=16276 * MIB,
+        bandwidth=732,
+        tera={"float64": 4.7, "float32": 9.3},
+        l2=4,
+        sources=(
+            _seen("16276", "16281"),
+            "bandwidth: microway.com's copy of the data sheet (copy); 715 MHz x 4096 bit by deviceQuery",
+            f"flops: microway.com's copy of the data sheet (copy); {_NO_HALF}",
+            _LEGACY,
+            _QUERY,
+            _L2_QUERY,
+        ),
+    ),
+    _card(
+        "p40",
+        "NVIDIA P40",
+        (6, 1),
+        multiprocessors=30,
+        capacity=22919 * MIB,
+        bandwidth=346,
+        tera={"float64": 0.367, "float32": 11.76, "int8": 47},
+        l2=3,
+        sources=(
+            "capacity: 22919 MiB by deviceQuery on Linux, in both readings that were found (output)",
+            "bandwidth: the P40 data sheet as listed by omegaco.ae (copy); 3615 MHz x 384 bit by deviceQuery",
+            f"flops: at the boost clock of 1531 MHz, int8 by the data sheet as listed there (copy); {_NO_HALF}",
+            _LEGACY,
+            _QUERY,
+            _L2_QUERY,
+        ),
+    ),
+)
 
 _TURING_AND_VOLTA = (
     _card(
@@ -431,9 +489,12 @@ _HOPPER_AND_BLACKWELL = (
     ),
 )  # fmt: skip
 
-CARDS: tuple[Device, ...] = (*_TURING_AND_VOLTA, *_AMPERE, *_ADA_CARDS, *_HOPPER_AND_BLACKWELL)
+CARDS: tuple[Device, ...] = (*_PASCAL, *_TURING_AND_VOLTA, *_AMPERE, *_ADA_CARDS, *_HOPPER_AND_BLACKWELL)
 
 ALIASES: dict[str, tuple[str, ...]] = {
+    "gtx1080ti": ("1080ti", "gtx1080ti 11gb"),
+    "p100": ("p100 16gb", "p100 pcie"),
+    "p40": ("p40 24gb",),
     "t4": ("t4 16gb",),
     "v100-16gb": ("v100 sxm2 16gb", "v100 sxm 16gb", "v100 16"),
     "v100-32gb": ("v100", "v100 sxm2 32gb", "v100 sxm 32gb", "v100 32", "v100 sxm2"),

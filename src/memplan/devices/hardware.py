@@ -12,7 +12,7 @@ REGISTERS = 65536
 """Of a multiprocessor, each 32 bits, from compute capability 5.0 on (CUDA programming guide)."""
 
 _LIMITS = {
-    (7, 0): (96, 96, 32), (7, 5): (64, 64, 16),
+    (6, 0): (64, 48, 32), (6, 1): (96, 48, 32), (7, 0): (96, 96, 32), (7, 5): (64, 64, 16),
     (8, 0): (164, 163, 32), (8, 6): (100, 99, 16), (8, 9): (100, 99, 24),
     (9, 0): (228, 227, 32), (10, 0): (228, 227, 32), (12, 0): (100, 99, 24),
 }  # fmt: skip
@@ -102,10 +102,10 @@ def hardware_of(card: Device, *, estimated: bool = False) -> Hardware:
     )
 
 
-_LANES: dict[tuple[int, int], int] = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
+_LANES: dict[tuple[int, int], int] = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 """Units for float32 of a multiprocessor (CUDA programming guide); 128 in the other architectures."""
 _BUS_OF_HBM, _BUS_OF_GDDR = 5120, 256
-_HBM = {(7, 0), (8, 0), (9, 0), (10, 0)}
+_HBM = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 
 def _estimated_clocks(card: Device) -> tuple[int, int, int, tuple[str, ...]] | None:

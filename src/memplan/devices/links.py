@@ -14,6 +14,9 @@ _SOURCECODE = "as listed by store.sourcecode.com (copy)"
 _HOPPER = "128 GB/s both ways, of the H100 SXM5 by hawkvelt.id.au and of the H200 by saulelectric.com (copy)"
 
 LINKS: dict[str, tuple[int, int, str]] = {
+    "gtx1080ti": (3, 16, f"of the P40, which has the same chip, {_SYSRQMTS}"),
+    "p100": (3, 16, "as listed by cputronic.com (copy)"),
+    "p40": (3, 16, _SYSRQMTS),
     "t4": (3, 16, _SYSRQMTS),
     "v100-16gb": (3, 16, f"of the PCIe and the SXM3 module {_SYSRQMTS}"),
     "v100-32gb": (3, 16, f"of the PCIe and the SXM3 module {_SYSRQMTS}"),

@@ -48,6 +48,12 @@ def find(name: str) -> Device:
     card = _by_key().get(key)
     if card is not None:
         return card
+    if key == "all":
+        raise DeviceError(
+            "'all' names no single card",
+            expected="a card of the catalogue, such as h100 or rtx4090",
+            do="Name one; memplan largest and memplan explain take --device all",
+        )
     shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
     if not key or _NO_CARD.fullmatch(name.lower()):
         raise DeviceError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from memplan.cudnn.questions import Plans
@@ -35,6 +35,35 @@ def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | Non
         card: the card.
         settings: of the caching allocator.
     """
+    cases, band = _cases(trace, timeline, settings)
+    charges = _charges(cases[0].terms_on(card), cases[1].terms_on(card))
+    own = _verdict(cases, band, card)
+    others = [
+        own if other == card else _verdict(cases, band, other)
+        for other in catalogue()
+        if other.name not in trace.other_kernels
+    ]
+    smallest = next((verdict.device for verdict in others if verdict.answer == "fits"), None)
+    allocated = max(case.timeline.peak_allocated for case in cases)
+    return CardUse(
+        charges, own, tuple(others), trace.other_kernels, smallest, allocated, (_NOT_MODELLED,),
+        cases[1].smaller_plans(card), band.allocated if band is not None and trace.expected else None,
+    )  # fmt: skip
+
+
+def verdicts_on(trace: Trace, cards: Iterable[Device], settings: str | None = None) -> tuple[int, tuple[Verdict, ...]]:
+    """Return the allocated peak of a step in bytes, and whether it fits on each of several cards, on which it allocates
+    the same as on its own."""
+    cases, band = _cases(trace, simulate(at_least(trace), settings=settings), settings)
+    peak = max(case.timeline.peak_allocated for case in cases)
+    return peak, tuple(_verdict(cases, band, card) for card in cards)
+
+
+def _cases(trace: Trace, timeline: Timeline, settings: str | None) -> tuple[tuple[Case, Case], _Band | None]:
+    """Return the low and the high case of a step, the same where its bytes are no interval: then with a band.
+
+    ``timeline`` is that of the low case.
+    """
     parsed = parse_settings(settings or "")
     if is_interval(trace):
         high = simulate(trace, settings=settings)
@@ -44,20 +73,10 @@ def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | Non
             Case(at_least(trace), timeline, least, parsed, lambda other: other.context[0], low=True),
             Case(trace, high, max(reserved[1], least), parsed, lambda other: other.context[1]),
         )
-        band = None
-    else:
-        context = lambda other: context_of(trace, other)  # noqa: E731
-        expected = Case(trace, timeline, timeline.peak_reserved, parsed, context)
-        cases = (expected, expected)
-        band = _Band(expected, _band_case(trace, "low", settings), _band_case(trace, "high", settings))
-    charges = _charges(cases[0].terms_on(card), cases[1].terms_on(card))
-    others = [_verdict(cases, band, other) for other in catalogue() if other.name not in trace.other_kernels]
-    smallest = next((verdict.device for verdict in others if verdict.answer == "fits"), None)
-    allocated = max(case.timeline.peak_allocated for case in cases)
-    return CardUse(
-        charges, _verdict(cases, band, card), tuple(others), trace.other_kernels, smallest, allocated, (_NOT_MODELLED,),
-        cases[1].smaller_plans(card), band.allocated if band is not None and trace.expected else None,
-    )  # fmt: skip
+        return cases, None
+    expected = Case(trace, timeline, timeline.peak_reserved, parsed, lambda other: context_of(trace, other))
+    ends = [_band_case(trace, timeline, end, settings) for end in ("low", "high")]
+    return (expected, expected), _Band(expected, *ends)
 
 
 def context_of(trace: Trace, card: Device) -> int:
@@ -75,11 +94,14 @@ def is_interval(trace: Trace) -> bool:
     return any(storage.low is not None or storage.used_on for storage in trace.counted)
 
 
-def _band_case(trace: Trace, end: Literal["low", "high"], settings: str | None) -> Case:
-    timeline = simulate(trace, settings=settings, workspace=end)
+def _band_case(trace: Trace, timeline: Timeline, end: Literal["low", "high"], settings: str | None) -> Case:
+    """Return the case at one end of the band; ``timeline``: of the expected case."""
+    if trace.expected:
+        trace = band_end(trace, end)
+        timeline = simulate(trace, settings=settings)
     factor = READINGS[end == "high"]
     return Case(
-        band_end(trace, end), timeline, timeline.peak_reserved, parse_settings(settings or ""),
+        trace, timeline, timeline.peak_reserved, parse_settings(settings or ""),
         lambda card: round(context_of(trace, card) * factor),
     )  # fmt: skip
 
@@ -172,7 +194,9 @@ def _smaller(trace: Trace, storage: int, plans: Plans, size: int) -> SmallerPlan
 
 def _verdict(cases: tuple[Case, Case], band: _Band | None, card: Device) -> Verdict:
     low, high = cases
-    answer: Answer = "fits" if high.fits(card) else "low only" if low.fits(card) else "does not fit"
+    answer: Answer = "fits" if high.fits(card) else "does not fit"
+    if answer != "fits" and low is not high and low.fits(card):
+        answer = "low only"
     ends = None if band is None else band.needs(card)
     return Verdict(card.name, card.title, card.capacity, low.needs(card), high.needs(card), answer, ends)
 

@@ -15,12 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memplan._bytes import parse_bytes
 from memplan._text import write_whole
+from memplan._torch.recurrent import recurrent_replaced
 from memplan.errors import InputError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
-from memplan.exporting.folder import prepared_folder
+from memplan.exporting.folder import SHARED, prepared_folder, replace_files
+from memplan.exporting.lowering.unrolled_recurrence import unrolled_gru, unrolled_lstm
 from memplan.exporting.optimizer_rules import update_rules
 from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
@@ -85,7 +87,7 @@ def export(
     Args:
         model: a module with parameters in float32, or a callable that returns one.
         inputs, targets, loss: as for `memplan.explain`. The exported step has their shapes.
-        optimizer: SGD, Adam or AdamW of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
+        optimizer: SGD, Adam, AdamW or RMSprop of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
         budget: bytes of RAM for trained weights, optimizer state, running statistics, inputs and the arena.
         folder: where to write the files; created if missing.
         name: name of files and functions; None: the name of the model's class.
@@ -128,7 +130,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     if step.optimizer is None:
         raise UsageError(
             "No optimizer",
-            expected="SGD, Adam or AdamW: the step updates weights",
+            expected="SGD, Adam, AdamW or RMSprop: the step updates weights",
             do="Give optimizer='sgd' (--optimizer sgd)",
         )
     copied = _copy_of(model)
@@ -180,23 +182,22 @@ def _train_only(model: nn.Module, paths: Collection[str]) -> None:
 def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
     """Write all files; the README says that they are not verified."""
     name = layout.name
-    files = {
+    files: dict[str, str | bytes] = {
         f"{name}.c": program_text(layout),
         f"{name}.h": companion_files.header_text(layout),
         **({} if layout.weights_file else {f"{name}_weights.h": weights_text(layout)}),
         f"test_{name}.c": companion_files.repeating_text(layout, recorded),
-        "Makefile": companion_files.makefile_text(layout),
+        SHARED: companion_files.makefile_text(),
         f"{name}.json": companion_files.tensors_text(layout),
     }
-    for file, text in files.items():
-        write_whole(folder / file, text)
     if layout.weights_file:
-        write_whole(folder / f"{name}.bin", weights_bytes(layout))
-    _write_readme(folder, layout, NOT_VERIFIED)
+        files[f"{name}.bin"] = weights_bytes(layout)
+    files[f"{name}.md"] = companion_files.readme_text(layout, str(NOT_VERIFIED))
+    replace_files(folder, name, files)
 
 
 def _write_readme(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
-    write_whole(folder / "README.md", companion_files.readme_text(layout, str(verdict)))
+    write_whole(folder / f"{layout.name}.md", companion_files.readme_text(layout, str(verdict)))
 
 
 def _copy_of(model: Any) -> Any:
@@ -229,7 +230,7 @@ def _copy_of(model: Any) -> Any:
 def _captured(request: Request) -> tuple[Captured, Captured]:
     """Capture the step, and the model in evaluation mode without the loss."""
     model, targets = request.model, getattr(request.step, "targets", 0)
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(unrolled_lstm, unrolled_gru):
         step = capture(request.step, request.call)
         args, kwargs = request.call.rebuild(request.call.tensors)
         with _evaluating(model):

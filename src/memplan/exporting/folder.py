@@ -1,14 +1,28 @@
-"""Check and create the folder that an export writes to."""
+"""The folder that an export writes to: whose files are in it, and how they are replaced, all or none."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from memplan.errors import InputError
 
+MARK = "Written by memplan"
+"""Stands in NAME.md, by which an export is known."""
+SHARED = "Makefile"
+"""The same for every export."""
+
+
+def files_of(name: str) -> set[str]:
+    """Return the files that belong to an export of this name, compiled ones included."""
+    own = (".c", ".h", "_weights.h", ".bin", ".json", ".md", ".o")
+    return {*(f"{name}{ending}" for ending in own), f"test_{name}.c", f"test_{name}"}
+
 
 def prepared_folder(folder: Path, name: str, force: bool) -> Path:
-    """Create a folder if it is missing, and return it.
+    """Create a folder if it is missing, and return it. Exports of other names may be in it.
 
     Args:
         folder: its path.
@@ -16,26 +30,69 @@ def prepared_folder(folder: Path, name: str, force: bool) -> Path:
         force: accept a folder with other files in it.
 
     Raises:
-        InputError: it contains files that no export of this name wrote, or cannot be created.
+        InputError: it contains files that no export wrote, or another export has a file of one of these names, or it
+            cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = sorted(path.name for path in folder.iterdir())
-        readme = folder / "README.md"
-        is_export = (
-            readme.is_file() and (folder / f"{name}.c").is_file()
-            and "Written by memplan" in readme.read_text(encoding="utf-8", errors="replace")
-        )  # fmt: skip
+        files = {path.name for path in folder.iterdir()}
+        exports = {file[:-3] for file in files if file.endswith(".md") and _is_export(folder, file[:-3])}
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise InputError(
             f"{folder} ({getattr(error, 'strerror', None) or error})",
             expected="a folder that can be written to",
             do="Name another",
         ) from error
-    if files and not force and not is_export:
+    for other in sorted(exports - {name}):
+        shared = sorted(files_of(name) & files_of(other))
+        if shared:
+            raise InputError(
+                f"{shared[0]} is a file of the export {other} in {folder}, too",
+                expected="a name whose files are no other export's",
+                do="Choose another name or folder",
+            )
+    known = {file for export in exports for file in files_of(export)} | ({SHARED} if exports else set())
+    foreign = sorted(files - known)
+    if foreign and not force:
         raise InputError(
-            f"{folder} holds other files ({', '.join(files[:3])}{', ...' if files[3:] else ''})",
-            expected=f"an empty folder, or one that an export of the name {name} wrote",
+            f"{folder} holds other files ({', '.join(foreign[:3])}{', ...' if foreign[3:] else ''})",
+            expected="an empty folder, or one that exports wrote",
             do="Name another, or write into it all the same: force=True (--force)",
         )
     return folder
+
+
+def _is_export(folder: Path, name: str) -> bool:
+    readme = folder / f"{name}.md"
+    is_complete = readme.is_file() and (folder / f"{name}.c").is_file()
+    return is_complete and MARK in readme.read_text(encoding="utf-8", errors="replace")
+
+
+def replace_files(folder: Path, name: str, contents: Mapping[str, str | bytes]) -> None:
+    """Write the files of an export in place of those that one of this name wrote before: all, or none.
+
+    The new ones are complete before the first old one is moved away; after an error the old ones are moved back.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix=".memplan-", dir=folder) as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        old.mkdir()
+        for file, content in contents.items():
+            (new / file).write_bytes(content.encode() if isinstance(content, str) else content)
+        unused = {f"{name}.bin", f"{name}_weights.h"} - set(contents)
+        try:
+            for file in (*contents, *unused):
+                if os.path.lexists(folder / file):
+                    os.replace(folder / file, old / file)
+            for file in contents:
+                os.replace(new / file, folder / file)
+        except BaseException:  # an interrupt, too
+            for file in contents:
+                if not (new / file).exists():
+                    (folder / file).unlink(missing_ok=True)
+            for file in old.iterdir():
+                os.replace(file, folder / file.name)
+            raise

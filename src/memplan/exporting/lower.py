@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,11 +13,21 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE, form_of
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import COPY, FILL, ZEROS, DeviceGraph, Lowering, output_of, refusal, words
+from memplan.exporting.lowering.decomposing import decomposed
+from memplan.exporting.lowering.device_graph import (
+    COPY,
+    FILL,
+    ZEROS,
+    DeviceGraph,
+    Lowering,
+    output_of,
+    refusal,
+    words,
+)
 from memplan.exporting.lowering.late_ops import with_delayed_ops
 from memplan.planning.graph.editor import Rebuild
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, refs
-from memplan.planning.graph.op_schema import CROSS_ENTROPY, short
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs, refs
+from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
 from memplan.planning.levers.encode import Encode
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import offered
@@ -29,6 +39,7 @@ WINDOW = 255
 """Most elements of a max pool's window: an index is one byte."""
 _NARROW = {"int64": "int32", "int32": "int32", "float32": "float32"}
 
+MAX_POOL = "aten.max_pool2d_with_indices.default"
 Rule = Callable[[Lowering, GraphOp], None]
 
 
@@ -123,7 +134,8 @@ def _check_dtypes(graph: JointGraph, low: Lowering) -> None:
             dtype = graph.values[number].dtype
             if dtype not in ("float32", "int32", "bool", "uint8"):
                 raise refusal(op, f" in {dtype}", near="the same in float32")
-            if number in op.outputs and dtype not in ("float32", "bool", "uint8") and not op.is_view:
+            made = dtype in ("float32", "bool", "uint8") or op.is_view
+            if number in op.outputs and not made:
                 raise refusal(op, f" that makes {dtype}", near="indices that are inputs")
 
 
@@ -135,12 +147,13 @@ def without_dead(graph: JointGraph) -> JointGraph:
         if op.once or any(value in needed for value in op.outputs if value is not None):
             needed |= set(refs((op.args, op.kwargs)))
             live.append(op)
-    rebuild = Rebuild(graph)
+    rebuild, kept = Rebuild(graph), {op.index for op in live}
     for op in reversed(live):
         whole = op.multiple is False or op.once or op.target in _ALL_RESULTS
         outputs = tuple(value if whole or value in needed else None for value in op.outputs)
         makes = tuple(value for value in op.makes if value in outputs)
-        rebuild.add(op, outputs=outputs, makes=makes)
+        known = op.gradient_of is None or op.gradient_of in kept  # else its forward op became several, this one dead
+        rebuild.add(op if known else replace(op, gradient_of=None), outputs=outputs, makes=makes)
     return rebuild.finished()
 
 
@@ -163,16 +176,27 @@ def _lower(low: Lowering, op: GraphOp) -> None:
         low.view(op)
     elif _counts_batches(low, op):
         del low.mutations[next(target for target, source in low.mutations.items() if source == op.outputs[0])]
+    elif op.target in _REDUCED and arguments_of(op.target, op.args, op.kwargs).get("reduction") == 0:
+        if not decomposed(low, op, _lower, _has_kernel):
+            raise refusal(op, " without a reduction", near="reduction='mean'")
     elif op.target in RULES:
         RULES[op.target](low, op)
     elif op.target in ELEMENTWISE:
         _elementwise(low, op)
     elif op.target in CALLS:
         _same_op(low, op)
-    else:
+    elif not decomposed(low, op, _lower, _has_kernel):
         known = [*map(short, ELEMENTWISE), *map(short, CALLS), *map(short, RULES)]
         near = difflib.get_close_matches(short(op.target), known, 3)
         raise refusal(op, "", ", ".join(dict.fromkeys(near)))
+
+
+_REDUCED = ("aten.mse_loss.default", "aten.mse_loss_backward.default")
+"""Losses whose kernels compute a mean or a sum; without a reduction they are elementwise ops."""
+
+
+def _has_kernel(target: str) -> bool:
+    return target in RULES or target in ELEMENTWISE or target in CALLS or target in ZEROS
 
 
 def _counts_batches(low: Lowering, op: GraphOp) -> bool:
@@ -188,6 +212,11 @@ def _counts_batches(low: Lowering, op: GraphOp) -> bool:
 def _same_op(low: Lowering, op: GraphOp) -> None:
     """Add an op that has a kernel, after copies of arguments that the kernel needs contiguous."""
     args = tuple(low.dense(op, arg) if isinstance(arg, Ref) and op.target not in _STRIDED else arg for arg in op.args)
+    if op.target in _COUNTING:
+        args = (low.as_float(op, args[0]), *args[1:])
+        for output in op.outputs:
+            if output is not None:
+                low.becomes_float(output)
     overwrites: tuple[int, ...] = ()
     if op.outputs and op.outputs[0] is not None:
         output = op.outputs[0]
@@ -197,9 +226,12 @@ def _same_op(low: Lowering, op: GraphOp) -> None:
 
 
 _STRIDED = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.sum.dim_IntList", "aten.mean.dim",
-            "aten.sum.default", "aten.mean.default", "aten.select_backward.default", "aten.slice_backward.default",
+            "aten.sum.default", "aten.mean.default", "aten.amax.default", "aten.amin.default", "aten.flip.default",
+            "aten.select_backward.default", "aten.slice_backward.default",
             "aten.constant_pad_nd.default")  # fmt: skip
 """Ops whose kernels take any strides."""
+_COUNTING = ("aten.sum.dim_IntList", "aten.sum.default", "aten.constant_pad_nd.default")
+"""Ops whose kernels take flags and integers, too, which are floats on the device."""
 _OVERWRITABLE = {
     "aten._log_softmax.default": (0,),
     "aten._softmax.default": (0,),
@@ -207,6 +239,9 @@ _OVERWRITABLE = {
     "aten._log_softmax_backward_data.default": (0,),
     "aten._softmax_backward_data.default": (0,),
     "aten.mse_loss_backward.default": (1,),
+    "aten.scatter.src": (0,),
+    "aten.scatter.value": (0,),
+    "aten.scatter_add.default": (0,),
     CROSS_ENTROPY: (1,),
 }
 """By op: positions of the arguments that the kernel can overwrite with its result."""
@@ -217,6 +252,12 @@ def _elementwise(low: Lowering, op: GraphOp) -> None:
     form, output = form_of(op.target, op.args, op.kwargs), output_of(op)
     if form is None:
         raise refusal(op, " with these arguments")
+    if any(low.values[v].dtype != "float32" for v in refs((op.args, op.kwargs))):
+        converted = {v: low.as_float(op, Ref(v)) for v in set(refs((op.args, op.kwargs)))}
+        op = replace(op, args=map_refs(op.args, converted.__getitem__))
+        form = form_of(op.target, op.args, op.kwargs)
+        assert form is not None, "its operands alone have changed"
+    low.becomes_float(output)
     if op.target == COPY and op.kwargs.get("memory_format") in (None, torch.contiguous_format):
         low.change(output, stride=conv.contiguous(low.values[output].shape))
     overwrites = low.overwritable(output, *form[1])
@@ -268,6 +309,29 @@ def _max_pool(low: Lowering, op: GraphOp) -> None:
     low.call(op, op.target, (low.dense(op, x), *op.args[1:]), op.outputs)
 
 
+def _adaptive_max_pool(low: Lowering, op: GraphOp) -> None:
+    """Lower an adaptive max pool whose windows are all of one size to a max pool."""
+    x, kernel = op.args[0], _equal_windows(low, op, low.shape(op.args[0]), op.args[1])
+    _max_pool(low, replace(op, target=MAX_POOL, args=(x, kernel, kernel)))
+
+
+def _adaptive_max_pool_gradient(low: Lowering, op: GraphOp) -> None:
+    """Lower the gradient of an adaptive max pool to that of a max pool."""
+    g, x, indices = op.args
+    kernel = _equal_windows(low, op, low.shape(x), low.shape(g)[-2:])
+    args = (g, x, kernel, kernel, [0, 0], [1, 1], False, indices)
+    low.change(output_of(op), stride=conv.contiguous(low.values[output_of(op)].shape))
+    _max_pool_gradient(low, replace(op, target="aten.max_pool2d_with_indices_backward.default", args=args))
+
+
+def _equal_windows(low: Lowering, op: GraphOp, large: Sequence[int], small: Sequence[int]) -> list[int]:
+    """Return the size of the windows. Raises RecordingError if they are of several sizes."""
+    sizes = list(zip(large[-2:], small, strict=True))
+    if any(plane % count for plane, count in sizes):
+        raise refusal(op, f" from {large[-2]}x{large[-1]} to {small[0]}x{small[1]}", near="sizes that divide the plane")
+    return [plane // count for plane, count in sizes]
+
+
 def _max_pool_gradient(low: Lowering, op: GraphOp) -> None:
     """Add the gradient of a max pool without the pool's input: the kernel reads the indices alone."""
     args = (low.dense(op, op.args[0]), None, *op.args[2:])
@@ -296,15 +360,41 @@ def _hardtanh_backward(low: Lowering, op: GraphOp) -> None:
 
 
 def _cast(low: Lowering, op: GraphOp) -> None:
-    """Lower a cast to the operand's own dtype to a copy. Raises RecordingError for other casts."""
-    x, output = op.args[0], output_of(op)
-    dtypes = low.values[x.value].dtype, low.values[output].dtype
+    """Lower a cast to a copy: flags and integers are floats on the device. Raises RecordingError for other dtypes."""
+    output, dtypes = output_of(op), [low.dtypes[v] for v in (op.args[0].value, output_of(op))]
+    target = COPY
     if dtypes[0] != dtypes[1]:
-        raise refusal(op, f" from {dtypes[0]} to {dtypes[1]}", near="float32 throughout")
-    low.call(op, COPY, (x,), (output,), overwrites=low.overwritable(output, x))
+        if not {*dtypes} <= {"float32", "bool", "int64", "int32"}:
+            raise refusal(op, f" from {dtypes[0]} to {dtypes[1]}", near="float32 throughout")
+        target = {"bool": "memplan.is_not_zero.default"}.get(dtypes[1], COPY)
+        target = "aten.trunc.default" if dtypes[0] == "float32" and dtypes[1].startswith("int") else target
+    x = low.as_float(op, op.args[0])
+    low.becomes_float(output)
+    low.call(op, target, (x,), (output,), overwrites=low.overwritable(output, x))
+
+
+def _flags(low: Lowering, op: GraphOp) -> None:
+    """Lower a bitwise op of flags to the logical one. Raises RecordingError for integers."""
+    if any(low.dtypes[value] != "bool" for value in refs(op.args)):
+        raise refusal(op, " of integers", near="the same of flags")
+    name = short(op.target).removeprefix("bitwise_").strip("_")
+    _elementwise(low, replace(op, target=f"aten.logical_{name}.default"))
+
+
+def _row_extreme(low: Lowering, op: GraphOp) -> None:
+    """Add the largest elements along a dimension; their indices are floats, as all computed integers are."""
+    for number in op.outputs:
+        if number is not None:
+            low.becomes_float(number)
+    low.call(op, op.target, (low.dense(op, op.args[0]), *op.args[1:]), op.outputs)
 
 
 RULES: Mapping[str, Rule] = {
+    "aten.bitwise_and.Tensor": _flags,
+    "aten.bitwise_or.Tensor": _flags,
+    "aten.bitwise_not.default": _flags,
+    "aten.max.dim": _row_extreme,
+    "aten.min.dim": _row_extreme,
     "aten.convolution.default": conv.convolution,
     CONVOLUTION_BACKWARD: conv.convolution_backward,
     "aten._native_batch_norm_legit_functional.default": norm.batch_norm,
@@ -320,7 +410,9 @@ RULES: Mapping[str, Rule] = {
     "aten.native_dropout_backward.default": lambda low, op: _masked(low, op, op.args),
     MASK: _mask,
     WHOLE_DROPOUT: _dropout,
-    "aten.max_pool2d_with_indices.default": _max_pool,
+    MAX_POOL: _max_pool,
+    "aten.adaptive_max_pool2d.default": _adaptive_max_pool,
+    "aten.adaptive_max_pool2d_backward.default": _adaptive_max_pool_gradient,
     "aten.max_pool2d_with_indices_backward.default": _max_pool_gradient,
     "aten.hardtanh_backward.default": _hardtanh_backward,
     "aten.avg_pool2d_backward.default": _shape_only,

@@ -1,4 +1,4 @@
-"""Translate an optimizer of torch (SGD, Adam, AdamW) to the C functions that update each parameter."""
+"""Translate an optimizer of torch (SGD, Adam, AdamW, RMSprop) to the C functions that update each parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import nn
 from memplan.errors import InputError
 from memplan.exporting.kernels.call_writer import number
 
-KINDS: Mapping[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
+KINDS: Mapping[type, str] = {
+    torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam", torch.optim.RMSprop: "rmsprop"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRul
     if kind is None:
         raise InputError(
             f"the optimizer {type(instance).__name__}",
-            expected="SGD (with momentum or not), Adam or AdamW",
+            expected="SGD (with momentum or not), Adam, AdamW or RMSprop",
             do="Choose one of these for the device",
         )
     names = {id(parameter): name for name, parameter in named.items()}
@@ -76,11 +78,13 @@ def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRul
         groups.append(
             _sgd(group)
             if kind == "sgd"
+            else _rmsprop(group)
+            if kind == "rmsprop"
             else _adam(group, at, group.get("decoupled_weight_decay", isinstance(instance, torch.optim.AdamW)))
         )
         group_of |= {names[id(parameter)]: at for parameter in group["params"] if id(parameter) in names}
     momentum = kind == "adam" or any(group["momentum"] for group in instance.param_groups)
-    return UpdateRules(type(instance).__name__, tuple(groups), group_of, momentum, kind == "adam")
+    return UpdateRules(type(instance).__name__, tuple(groups), group_of, momentum, kind != "sgd")
 
 
 def _sgd(group: Mapping[str, Any]) -> UpdateRule:
@@ -95,6 +99,17 @@ def _sgd(group: Mapping[str, Any]) -> UpdateRule:
             "NESTEROV": str(int(group["nesterov"])),
         },
     )
+
+
+def _rmsprop(group: Mapping[str, Any]) -> UpdateRule:
+    """Return the rule of a group of RMSprop."""
+    if group["centered"]:
+        raise InputError("centered=True", expected="RMSprop without centered", do="Leave it out")
+    defines = {
+        **_shared(group), "HAS_MOMENTUM": str(int(group["momentum"] != 0)), "MOMENTUM": number(group["momentum"]),
+        "ALPHA": number(group["alpha"]), "REST": number(1 - group["alpha"]), "EPSILON": number(group["eps"]),
+    }  # fmt: skip
+    return UpdateRule("update_rmsprop", defines)
 
 
 def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:

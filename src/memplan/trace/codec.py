@@ -11,7 +11,7 @@ from memplan._json import MOST_BYTES, Unreadable, row_of
 _HEAD = ("origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions")
 _OPTIONAL = (
     "counters", "engines", "measured", "expected", "lines", "passes", "collected", "optimized", "ungraded", "loaders",
-    "host", "groups",
+    "host", "groups", "alike",
 )  # fmt: skip
 """Sections that are omitted when empty."""
 

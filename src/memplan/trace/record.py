@@ -342,7 +342,9 @@ class _Recording(ObservedRun):
         )
         self.observer.fake_of = self._mode.fake_of
         self._card: Card | None = None
-        self._differing: set[tuple[int, int]] = set()
+        self._other_kernels: set[tuple[int, int]] = set()
+        self._differing: set[str] = set()
+        """Cards of the catalogue on which the step allocates otherwise, with the same kernels."""
         self._parts: StepParts | None = None
         self._lines: LineWatch | None = None
         self._loading = LoaderWatch(self.observer.ledger, pins=target.card is not None)
@@ -354,7 +356,7 @@ class _Recording(ObservedRun):
             self._mode.placing = self._card.placing_as_named
             stream = lambda: self.observer.ledger.stream  # noqa: E731
             self.observer.semantics = known(
-                cuda.semantics(target.card, stream, self._card.holds, asks=target.cudnn is not None)
+                cuda.semantics(target.card, stream, self._card.holds, target.cudnn is not None, self._differing)
             )
 
     @property
@@ -425,10 +427,11 @@ class _Recording(ObservedRun):
             stack.enter_context(self._scalars.installed(observer, self._mode))
             stack.enter_context(self._compiling(patches))
             if self._card is not None and self._target.card is not None:
+                chosen = self._scalars.assumed.kernel_chosen
                 composites = stack.enter_context(
-                    fake_cuda.installed(self._card, self._target.card, self._scalars.assumed.kernel_chosen)
+                    fake_cuda.installed(self._card, self._target.card, chosen, self._differing)
                 )
-                self._mode.replacements, self._differing = composites, composites.differing
+                self._mode.replacements, self._other_kernels = composites, composites.differing
             stack.enter_context(self._scalars.making_tensors(observer))
             stack.enter_context(_torch.around_cache_clearing(observer.ledger.freed_in_order))
             stack.enter_context(self._mode.recording())
@@ -450,16 +453,24 @@ class _Recording(ObservedRun):
         if self._compiled.seen and not self._compiled.refused:
             notes += (COMPILED,) if self._card is None else (COMPILED, COMPILED_FOR_CARD)
         notes += tuple(self._running.notes)
+        other_kernels = tuple(other.name for other in catalogue() if other.architecture in self._other_kernels)
+        queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
         trace = trace_of(
             self._parts, origin="recorded", device=self._target.name, notes=notes,
             assumptions=self._scalars.assumed.rows(), calls=tuple(self._card.calls) if self._card is not None else (),
-            other_kernels=tuple(other.name for other in catalogue() if other.architecture in self._differing),
+            other_kernels=other_kernels, alike=() if queries else self._alike(other_kernels),
             collected=tuple(self.collected), loaders=self._loading.rows(), host=self._loading.host(),
         )  # fmt: skip
-        queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
         if not queries or self._target.cudnn is None or self._target.card is None:
             return trace
         return with_workspaces(trace, queries, self._target.cudnn, self._target.card)
+
+    def _alike(self, other_kernels: Sequence[str]) -> tuple[str, ...]:
+        """Return the cards of the catalogue on which the step allocates the same as on the recorded one."""
+        if self._target.card is None:
+            return ()
+        unlike = {*other_kernels, *self._differing, self._target.card.name}
+        return tuple(other.name for other in catalogue() if other.name not in unlike)
 
     @contextmanager
     def _compiling(self, patches: list[Patch]) -> Iterator[None]:

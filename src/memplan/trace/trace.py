@@ -65,6 +65,9 @@ class Trace(Saved, Displayed):
     calls: tuple[Call, ...] = ()
     other_kernels: tuple[str, ...] = ()
     """Cards of the catalogue on which an op runs another kernel than here."""
+    alike: tuple[str, ...] = ()
+    """Other cards of the catalogue for which a recording would have the same storages, of the same bytes. Empty where
+    cuDNN was asked for workspaces."""
     forms: tuple[Form, ...] = ()
     """Forward ops of the first step, in order."""
     returned: tuple[Returned, ...] = ()

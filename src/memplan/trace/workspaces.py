@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from memplan._bytes import round_to_blocks
 from memplan.cudnn.ask import AnyQuestion, ask
-from memplan.cudnn.cudnn_library import Cudnn
+from memplan.cudnn.cudnn_library import OLDEST_CAPABILITY, Cudnn
 from memplan.cudnn.expected_workspace import ExpectedWorkspace, is_unlearned
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question, stairs
 from memplan.cudnn.recurrent import RecurrentQuestion
@@ -34,6 +34,7 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
     A measurement on a real card of this name with this version of cuDNN takes precedence over cuDNN's answer for a
     described card, and that over an expected workspace. ``queries``: storage -> what to ask.
     """
+    library = library.for_card(card.architecture)
     answers = ask(library, card, (query.question for query in queries.values()))
     storages, engines, measured, answered = list(trace.storages), list[Engines](), list[int](), 0
     predicted = dict[int, AnyQuestion]()
@@ -61,7 +62,12 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
             engines.append(Engines(storage, tried))
             change = {"bytes": tried[0].workspace, "low": None}
         storages[storage] = dataclasses.replace(storages[storage], **change)
-    name = library.title + (", which the CUDA build of this torch comes with," if library.is_default else "")
+    build = (
+        "builds of torch with CUDA 12.6 come"
+        if card.architecture < OLDEST_CAPABILITY
+        else "the CUDA build of this torch comes"
+    )
+    name = library.title + (f", which {build} with," if library.is_default else "")
     notes = [f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
     if measured:
         taken = _counted(queries[storage].question for storage in measured)

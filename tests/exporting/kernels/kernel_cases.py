@@ -62,7 +62,7 @@ def _run(function: Any, one: _Written) -> float:
     function((ctypes.c_void_p * len(one.pointers))(*(tensor.data_ptr() for tensor in one.pointers)))
     worst = 0.0
     for found, wanted in one.results:
-        scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1.0)
+        scale = max(float(wanted.double().abs().max()) if wanted.numel() else 0.0, 1.0)
         error = (found.double() - wanted.double()).abs().max() if wanted.numel() else torch.zeros(())
         worst = max(worst, float(error) / scale)
     return worst
@@ -78,7 +78,7 @@ def _write(writer: CallWriter, case: Case) -> _Written:
     args, kwargs = _torch.tree_map(
         lambda leaf: Ref(numbers[id(leaf)]) if isinstance(leaf, torch.Tensor) else leaf, (case.args, dict(case.kwargs))
     )
-    values = [_value(at, tensor, "input") for at, tensor in enumerate(tensors)]
+    values = [_value(at, _without_flags(tensor), "input") for at, tensor in enumerate(tensors)]
     outputs = [None if one is None else len(values) + k for k, one in enumerate(wanted)]
     results = [None if one is None else one.float() if one.is_floating_point() else one for one in wanted]
     values += [
@@ -107,7 +107,7 @@ def _placed(
     memory: dict[int, torch.Tensor] = {}
     for at, tensor in enumerate(tensors):
         flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-        memory[at] = flat.to(torch.int32) if not tensor.is_floating_point() else flat
+        memory[at] = flat.to(torch.int32) if not _without_flags(tensor).is_floating_point() else _without_flags(flat)
     writer.scales = {}
     if narrow is not None:
         base = graph.base(narrow[0])
@@ -137,6 +137,11 @@ def _placed(
             )
             results.append((view, wanted[given]))
     return _Written(lines, list(memory.values()), results)
+
+
+def _without_flags(tensor: torch.Tensor) -> torch.Tensor:
+    """Flags as the floats that they are on the device."""
+    return tensor.float() if tensor.dtype == torch.bool else tensor
 
 
 def _fields(value: Value) -> dict[str, Any]:

@@ -30,7 +30,7 @@ Draw = Callable[[random.Random], Case]
 
 
 def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape)
+    return torch.randn(shape)
 
 
 def shuffled(r: random.Random, *shape: int) -> torch.Tensor:
@@ -319,7 +319,118 @@ def input_gradient(transposed: bool) -> Draw:
     return draw
 
 
+def choice(r: random.Random) -> Case:
+    shape = [r.randint(1, 4) for _ in range(3)]
+    parts = [shuffled(r, *shape), normal(*(1 if r.random() < 0.5 else size for size in shape)), normal()]
+    r.shuffle(parts)
+    return Case("aten.where.self", (parts[0] > 0, parts[1], parts[2]))
+
+
+def extreme(name: str) -> Draw:
+    def draw(r: random.Random) -> Case:
+        x = shuffled(r, *(r.randint(1, 5) for _ in range(3))).mul(2).round()  # equal ones, too
+        if name in ("amax", "amin"):
+            return Case(f"aten.{name}.default", (x, r.sample(range(3), r.randint(1, 3)), r.random() < 0.5))
+        return Case(f"aten.{name}.dim", (x, r.randint(-3, 2), r.random() < 0.5))
+
+    return draw
+
+
+def by_index(name: str) -> Draw:
+    def draw(r: random.Random) -> Case:
+        sizes, dim = [r.randint(1, 4) for _ in range(3)], r.randint(0, 2)
+        x = normal(*sizes)
+        shape = [*sizes[:dim], r.randint(1, 4 if name in ("gather", "scatter_add") else 1), *sizes[dim + 1 :]]
+        index = torch.randint(sizes[dim], shape)
+        if name == "gather":
+            return Case("aten.gather.default", (x, dim, index))
+        if name == "scatter.value":
+            return Case("aten.scatter.value", (x, dim, index, 0.5))
+        return Case(f"aten.{name}{'' if '.' in name else '.default'}", (x, dim, index, normal(*shape)))
+
+    return draw
+
+
+def upsampled(kind: str, backward: bool) -> Draw:
+    def draw(r: random.Random) -> Case:
+        dims = 1 if "1d" in kind else 2
+        sizes, factors = [r.randint(1, 4) for _ in range(dims)], [r.randint(1, 3) for _ in range(dims)]
+        to = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+        corners = [] if "nearest" in kind else [r.random() < 0.5]
+        scales = [float(factor) for factor in factors] if r.random() < 0.5 else [None] * dims
+        name = f"aten.upsample_{kind}{'_backward' * backward}.default"
+        if backward:
+            return Case(name, (normal(2, 3, *to), to, [2, 3, *sizes], *corners, *scales), phase="backward")
+        return Case(name, (normal(2, 3, *sizes), to, *corners, *scales))
+
+    return draw
+
+
+def flipped(r: random.Random) -> Case:
+    return Case("aten.flip.default", (shuffled(r, 2, 3, 4), r.sample(range(-3, 0), r.randint(1, 3))))
+
+
+def adaptive_max(r: random.Random) -> Case:
+    out = [r.randint(1, 3), r.randint(1, 3)]
+    x = torch.randperm(2 * 81).float().view(2, 1, 9, 9)[:, :, : out[0] * 2, : out[1] * 3].contiguous()
+    return Case("aten.adaptive_max_pool2d.default", (x, out))
+
+
+def simple(target: str, *args: Any) -> Draw:
+    """A call of fixed arguments, of which those that are callables are drawn."""
+    phase = "backward" if "backward" in target else "forward"
+    return lambda r: Case(f"aten.{target}", tuple(one() if callable(one) else one for one in args), phase=phase)
+
+
+def some(*shape: int, **how: float) -> Callable[[], torch.Tensor]:
+    return lambda: torch.rand(*shape) if how else torch.randn(*shape)
+
+
+X, P, G = some(3, 4), some(3, 4, positive=1), some(3, 4)
+DECOMPOSED: dict[str, Draw] = {
+    f"{name} by parts, {at}": simple(name, *args)
+    for at, (name, *args) in enumerate((
+        ("huber_loss.default", X, X, 1, 0.7), ("huber_loss_backward.default", normal, X, X, 1, 0.7),
+        ("smooth_l1_loss.default", X, X, 2, 0.5), ("smooth_l1_loss_backward.default", normal, X, X, 1, 0.5),
+        ("binary_cross_entropy.default", P, P, None, 1),
+        ("binary_cross_entropy_backward.default", normal, P, P, None, 1),
+        ("binary_cross_entropy_with_logits.default", X, P, None, some(4, positive=1), 1),
+        ("soft_margin_loss.default", X, X, 1), ("soft_margin_loss_backward.default", normal, X, X, 1),
+        ("mse_loss.default", X, X, 0), ("xlogy.Tensor", P, P),
+        ("mish.default", X), ("mish_backward.default", G, X), ("celu.default", X, 1.3), ("glu.default", X, 1),
+        ("glu_backward.default", some(3, 2), X, 1), ("log_sigmoid_forward.default", X), ("hardshrink.default", X),
+        ("softshrink.default", X), ("threshold.default", X, 0.1, 2.0), ("_prelu_kernel.default", X, some(1, 4)),
+        ("_prelu_kernel_backward.default", G, X, some(1, 4)), ("pixel_shuffle.default", some(2, 8, 3, 2), 2),
+        ("pixel_unshuffle.default", some(2, 2, 4, 6), 2), ("channel_shuffle.default", some(2, 6, 3), 3),
+        ("logsumexp.default", X, [1]), ("logsumexp.default", some(2, 3, 2), [0, 2], True),
+        ("var.correction", X, [0]), ("std.correction", X, [1]), ("roll.default", X, [1, -2], [0, 1]),
+        ("roll.default", X, [5]), ("cumsum.default", X, 1), ("mv.default", X, some(4)),
+        ("repeat.default", X, [2, 1, 3]),
+        ("_trilinear.default", X, some(5, 4, 2), some(3, 2), [1, 3], [0], [1, 2], [2, 3]),
+        ("_weight_norm_interface.default", X, some(3, 1, positive=1), 0),
+        ("_weight_norm_interface_backward.default", G, X, some(3, 1), some(3, 1, positive=1), 0),
+        ("linalg_vector_norm.default", X, 2.0, [1]), ("slice_scatter.default", X, some(3, 2), 1, 1, 3),
+        ("copy.default", X, some(1, 4)),
+    ))
+}  # fmt: skip
+"""Ops without a kernel of their own: torch's decompositions, or ours."""
+
 DRAWS: dict[str, Draw] = {
+    **DECOMPOSED,
+    "aten.where.self": choice,
+    **{f"aten.{name}.default": extreme(name) for name in ("amax", "amin")},
+    **{f"aten.{name}.dim": extreme(name) for name in ("max", "min")},
+    **{
+        f"aten.{name}{'' if '.' in name else '.default'}": by_index(name)
+        for name in ("gather", "scatter.src", "scatter.value", "scatter_add")
+    },
+    **{
+        f"aten.upsample_{kind}{'_backward' * backward}.default": upsampled(kind, backward)
+        for kind in ("nearest1d", "nearest2d", "linear1d", "bilinear2d")
+        for backward in (False, True)
+    },
+    "aten.flip.default": flipped,
+    "aten.adaptive_max_pool2d.default": adaptive_max,
     "convolution in eight bits": in_eight_bits(convolution(False, False), 1),
     "transposed in eight bits": in_eight_bits(convolution(True, False), 1),
     "input gradient in eight bits": in_eight_bits(input_gradient(False), 2),
@@ -379,8 +490,14 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "aten.hardtanh.default": (-0.5, 0.75), "aten.hardtanh_backward.default": (-0.5, 0.75),
     "aten.leaky_relu_backward.default": (0.1, False), "aten.mul.Scalar": (0.3,), "aten.pow.Tensor_Scalar": (2.5,),
     "aten.rsub.Scalar": (1.5,), "aten.sub.Scalar": (0.5,), "aten.softplus_backward.default": (1.5, 20.0),
-    "aten.threshold_backward.default": (0.0,),
+    "aten.threshold_backward.default": (0.0,), "aten.clamp_max.default": (0.5,), "aten.clamp_min.default": (-0.5,),
+    "aten.hardshrink_backward.default": (0.5,), "aten.softshrink_backward.default": (0.4,),
+    **{f"aten.{name}.Scalar": (1.0,) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
 }  # fmt: skip
+
+
+WHOLE = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not")
+"""Ops that are drawn with operands that are often equal, or 0."""
 
 
 def elementwise(target: str) -> Draw:
@@ -392,6 +509,10 @@ def elementwise(target: str) -> Draw:
             operands[1] = normal(*(1 if r.random() < 0.5 else size for size in shape))
         if any(word in target for word in POSITIVE):
             operands = [one.abs() + 0.5 for one in operands]
+        if target.split(".")[1] in WHOLE:
+            operands = [one.mul(1.5).round() for one in operands]
+        if target in ("aten.isinf.default", "aten.isnan.default"):
+            operands = [torch.where(one > 0.5, torch.inf, torch.where(one < -0.5, torch.nan, one)) for one in operands]
         if target == "aten.elu_backward.default":
             args = (operands[0], 1.2, 0.9, 1.1, r.random() < 0.5, operands[1])
         else:
@@ -402,11 +523,13 @@ def elementwise(target: str) -> Draw:
     return draw
 
 
-EVERY = DRAWS | {target: elementwise(target) for target in ELEMENTWISE}
+EVERY = {target: elementwise(target) for target in ELEMENTWISE if target.startswith("aten.")} | DRAWS
 ELSEWHERE = {
     DROPOUT, MASK, FILL, CROSS_ENTROPY, "aten.native_dropout_backward.default", "aten._to_copy.default",
     "aten._native_batch_norm_legit_functional.default", "aten.native_batch_norm.default",
     "aten.max_pool2d_with_indices_backward.default", "aten.native_dropout.default",
+    "aten.adaptive_max_pool2d_backward.default", "aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor",
+    "aten.bitwise_not.default",
 }  # fmt: skip
 """Seen in whole steps only (tests/exporting/test_export.py)."""
 

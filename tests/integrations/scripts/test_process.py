@@ -200,6 +200,8 @@ with open('a.pkl', 'wb') as file: pickle.dump(model.state_dict(), file)
 with open('a.pkl', 'rb') as file: model.load_state_dict(pickle.load(file))
 again = pickle.loads(pickle.dumps(model)); assert isinstance(again.weight, nn.Parameter)
 safetensors.torch.save_file(saved, 'c.st'); a = safetensors.torch.load_file('c.st')
+with safetensors.safe_open('c.st', 'pt') as file:
+    assert (list(file.keys()), file.get_slice('a').get_shape(), file.get_tensor('a').shape) == (['a'], [3], (3,))
 sqlite3.connect('file:b.db?mode=rwc', uri=True).execute('create table t (a)')
 class Mine(ProcessPoolExecutor): pass
 assert list(Mine(2).map(abs, [-1])) == [1]

@@ -343,6 +343,31 @@ def test_what_was_saved_takes_no_memory_and_takes_it_when_it_is_loaded(tmp_path:
     assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)
 
 
+def test_saved_tensors_are_opened_one_by_one(tmp_path: Path) -> None:
+    """As transformers does in `from_pretrained`: the whole file is mapped, the tensors are parts of it."""
+    pytest.importorskip("safetensors")
+    text = f"""
+    import safetensors, safetensors.torch
+    path = r"{tmp_path}/base.safetensors"
+    saved = dict(wide=torch.zeros(300, 500), half=torch.zeros(7, dtype=torch.bfloat16), flags=torch.zeros(3).bool())
+    safetensors.torch.save_file(saved, path, metadata=dict(format="pt"))
+    assert isinstance(safetensors.safe_open, type)
+    file = safetensors.safe_open(path, framework="pt", device="cpu")
+    assert (sorted(file.keys()), file.metadata()) == (["flags", "half", "wide"], dict(format="pt"))
+    assert file.get_slice("half").get_dtype() == "BF16"
+    model = nn.Linear(500, 300)
+    model.weight = nn.Parameter(file.get_slice("wide")[:].to(torch.float32))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(9):
+        model(torch.randn(8, 500)).sum().backward()
+        opt.step(); opt.zero_grad()
+    """
+    recorded, _ = run(tmp_path, text)
+    measured, _ = run(tmp_path, text, really=True)
+    peaks = [memplan.simulate(trace).peak_allocated for trace in (recorded, measured)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=1e-4)
+
+
 def test_ops_may_be_given_the_default_generator(tmp_path: Path) -> None:
     """MONAI's loader draws its seed so."""
     text = """

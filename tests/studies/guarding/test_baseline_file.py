@@ -49,7 +49,7 @@ def changed(**more: Any) -> str:
     ("text", "why"),
     [
         ("", "is no baseline that can be used: it is not JSON"),
-        ("[" * 100_000, "it is not JSON"),
+        ("[" * 100_000, "it is nested too deep to be read"),
         ("[]", "is [], not a mapping"),
         ('{"format":"memplan.plan"}', "has the format 'memplan.plan', not memplan.baseline"),
         ('{"format":"memplan.baseline","schema":2}', "has schema version 2; this memplan reads 1"),

@@ -39,29 +39,41 @@ TEXT = {
 }  # fmt: skip
 
 
-def save(folder: Path) -> str:
-    for name, config in {"unet": UNET, "vae": VAE, "text_encoder": TEXT}.items():
+TIMES = {
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "cross_attention_dim": 32 + 48,
+    "projection_class_embeddings_input_dim": 48 + 6 * 8,
+}  # fmt: skip
+TEXT_2 = TEXT | {"hidden_size": 48, "projection_dim": 48}
+
+
+def save(folder: Path, *, is_xl: bool = False) -> str:
+    models = {"unet": UNET | TIMES if is_xl else UNET, "vae": VAE, "text_encoder": TEXT}
+    for name, config in (models | ({"text_encoder_2": TEXT_2} if is_xl else {})).items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"),
+    ("recipe", "options", "is_xl"),
     [
-        ("diffusion", Options(2, dtype="fp32")),
-        ("diffusion:r=4", Options(2, dtype="fp32", checkpointing=True)),
+        ("diffusion", Options(2, dtype="fp32"), False),
+        ("diffusion:r=4", Options(2, dtype="fp32", checkpointing=True), False),
+        ("diffusion:r=4", Options(2, dtype="fp32"), True),
         *slow(
-            ("diffusion:r=4", Options(2, dtype="fp32", autocast="bf16")),
-            ("diffusion:size=128", Options(1, None, "sgd:lr=0.1", "fp32", checkpointing=True)),
+            ("diffusion:r=4", Options(2, dtype="fp32", autocast="bf16"), False),
+            ("diffusion:size=128", Options(1, None, "sgd:lr=0.1", "fp32", checkpointing=True), False),
+            ("diffusion:size=128", Options(1, dtype="fp32", checkpointing=True), True),
         ),
     ],
 )
-def test_the_recorded_peak_is_the_run_of_the_printed_script(recipe: str, options: Options, tmp_path: Path) -> None:
+def test_the_recorded_peak_is_the_run_of_the_printed_script(
+    recipe: str, options: Options, is_xl: bool, tmp_path: Path
+) -> None:
     kind = recipe_of(recipe)
     assert isinstance(kind, Diffusion)
     path = tmp_path / "train.py"
-    path.write_text(diffusion_script(find_pipeline(save(tmp_path)), kind, options), encoding="utf-8")
+    path.write_text(diffusion_script(find_pipeline(save(tmp_path, is_xl=is_xl)), kind, options), encoding="utf-8")
     build = runpy.run_path(str(path))["build"]
     recorded, measured = (memplan.simulate(run(build)).peak_allocated for run in (memplan.record, memplan.measure))
     assert recorded == pytest.approx(measured, rel=0.001)
@@ -75,6 +87,8 @@ def test_parameters_are_as_published(name: str) -> None:
             diffusers.UNet2DConditionModel(**pipeline.unet),
             diffusers.AutoencoderKL(**pipeline.vae),
             transformers.CLIPTextModel(transformers.CLIPTextConfig(**pipeline.text)),
+            *[transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**pipeline.text_2))]
+            * pipeline.is_xl,
         )
     assert [sum(p.numel() for p in model.parameters()) for model in models] == pipelines()[name]["parameters"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from models.small_llama import small_llama
 import memplan
 from memplan.errors import InputError
 from memplan.studies.recipes.lines import Options
-from memplan.studies.recipes.models import Model
+from memplan.studies.recipes.models import Model, find_model
 from memplan.studies.recipes.recipe import recipe_of
 from memplan.studies.recipes.script import script_of
 
@@ -70,6 +71,41 @@ def test_answers_that_are_generated_are_recorded_as_they_run(recipe: str, tmp_pa
     assert recorded == pytest.approx(trained, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("model", "rows", "prompt", "answer"),
+    [
+        ("llama", 8, 40, 8),
+        ("mistral", 4, 4, 28),
+        *slow(("llama", 4, 1, 4), ("mistral", 4, 20, 12), ("llama", 4, 4, 90)),
+    ],
+)
+def test_a_rollout_takes_what_the_trainer_takes_to_generate(
+    model: str, rows: int, prompt: int, answer: int, tmp_path: Path
+) -> None:
+    """The trainer's own generation of all tokens: the mistral attends to the last 16 of them."""
+    llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if model == "mistral":
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    recipe = recipe_of(f"grpo:generations={rows},prompt={prompt},beta=0")
+    script = script_of(find_model(str(tmp_path)), recipe, Options(rows, prompt + answer, dtype="fp32"))
+    before, found, _ = script.partition("    model, optimizer = ")
+    assert found
+    builds = []
+    for name in ("rollout", "trainer"):
+        text = before if name == "rollout" else before.replace(" rollout_func=rollout,", "")
+        text += (
+            "    trainer.model_wrapped, trainer.generation_config.eos_token_id = trainer.model, [-1]  # it never ends\n"
+        )
+        text += "    return lambda: trainer._generate(['a' + ' a' * (prompt - 1)] * generations)\n"
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        builds.append(runpy.run_path(str(tmp_path / f"{name}.py"))["build"])
+    recorded, measured = memplan.record(builds[0], steps=1), memplan.measure(builds[1], steps=1)
+    peaks = [memplan.simulate(trace).peak_allocated for trace in (recorded, measured)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.001)
+
+
 def test_with_adapters_the_reference_is_the_model_without_them(tmp_path: Path) -> None:
     def weights(recipe: str) -> int:
         path = tmp_path / "train.py"
@@ -105,7 +141,7 @@ def test_a_card_needs_the_kernels_of_the_loss(tmp_path: Path, monkeypatch: pytes
     ("recipe", "options", "message"),
     [
         ("sft", Options(1, 2), r"--seq 2\. Expected a prompt and an answer"),
-        ("grpo:prompt=31", Options(8, 32), r"--seq 32\. Expected a prompt and an answer"),
+        ("grpo:prompt=29", Options(8, 32), r"--seq 32\. Expected a prompt and an answer of 4"),
         ("grpo:generations=8", Options(3, 32), r"--batch 3 of 8 generations\. Expected a divisor or a multiple"),
     ],
 )

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from integrations.scripts.script_runs import HEAD, run, script_of
+from integrations.scripts.script_runs import HEAD, run, run_here, script_of
 from truth.cpu_allocator import allocations, peak_of
 
 import memplan
+from memplan.integrations.scripts.command import Command
+from memplan.integrations.scripts.request import Request
 from memplan.studies.runs import extended
 from memplan.studies.runs.whole_run import WholeRun, whole_run
 
@@ -103,6 +105,45 @@ with torch.no_grad():
     for x, y in ahead(val):
         predictions.append(net(x.to(dev)))
 print(torch.cat(predictions).shape)
+"""
+LEFT_OF_ONE_AHEAD = """
+from torch.utils.data import BatchSampler, SequentialSampler
+def ahead(data):
+    batches = iter(data)
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch, following is None
+        batch = following
+samples = TensorDataset(torch.randn(130, 48), torch.randint(0, 20, (130,)))
+val = DataLoader(samples, batch_sampler=BatchSampler(SequentialSampler(samples), 8, False))
+data = loader(48, 8)
+for epoch in range(2):
+    train(data)
+    net.eval()
+    predictions = []
+    for (x, y), is_last in ahead(val):
+        with torch.no_grad():
+            out = net(x)
+        predictions.append(out[:130 % 8] if is_last else out)
+    torch.cat(predictions).argmax(1)
+    torch.save(net.state_dict(), "net.pt")
+"""
+WINDOWS = """
+data, val = loader(15 * 8, 8), loader(40, 8)
+for epoch in range(2):
+    net.train()
+    batches = iter(data)
+    for first in range(0, len(data), 4):
+        window = [next(batches) for _ in range(min(4, len(data) - first))]
+        for x, y in window:
+            nn.functional.cross_entropy(net(x.to(dev)), y.to(dev)).backward()
+        opt.step()
+        opt.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        for x, y in val:
+            net(x.to(dev))
 """
 KNOWN_LENGTH = """
 val = loader(130, 8)
@@ -205,6 +246,25 @@ def test_a_loader_that_fetches_one_batch_ahead(tmp_path: Path) -> None:
     """As Accelerate's does: a batch lives for two periods, and is not kept by each."""
     run = assert_as_it_really_goes(tmp_path, BEGIN + ONE_AHEAD)
     assert run.phases[-1].per_batch == 8 * 20 * 4
+
+
+def test_variables_that_hold_the_last_batch_of_a_loader_that_fetches_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Accelerate's, whose loaders get a batch sampler, and which cuts the last batch's predictions."""
+    monkeypatch.chdir(tmp_path)
+    assert_as_it_really_goes(tmp_path, BEGIN + LEFT_OF_ONE_AHEAD)
+
+
+def test_the_last_update_accumulates_as_many_batches_as_really(tmp_path: Path) -> None:
+    """As the Trainer of transformers, whose list of the batches of an update lives on in the evaluation."""
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + BEGIN + WINDOWS, encoding="utf-8")
+    ran = run_here(Request(Command(str(path)), device="cpu", phases=True))
+    recorded = whole_run(ran.trace, ran.facts, title="script.py")[0]
+    real = followed(tmp_path, BEGIN + WINDOWS, really=True)
+    phases = [(p.kind, p.allocated, p.stays) for p in recorded.phases]
+    assert phases == [(p.kind, pytest.approx(p.allocated, abs=_LAST), p.stays) for p in real.phases]
 
 
 def test_a_loop_over_a_known_length(tmp_path: Path) -> None:

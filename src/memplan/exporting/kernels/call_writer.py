@@ -102,13 +102,13 @@ class CallWriter:
             RecordingError: no kernel takes these arguments.
         """
         match = form_of(op.target, op.args, op.kwargs)
-        if match is None or len(match[1]) > 2:
+        if match is None:
             raise refusal(op, " with these arguments")
         form, operands, numbers = match
         output = Ref(output_of(op))
         self._add_element_function(form.function)
         names = "pqrs"[: len(numbers)]
-        letters = ("a", "b")[: len(operands)]
+        letters = "abc"[: len(operands)]
         defines = {
             f"RESULT({', '.join(letters)})": f"{form.function}({', '.join((*letters, *names))})",
             "PARAMETERS": "".join(f", float {name}" for name in names),
@@ -122,8 +122,7 @@ class CallWriter:
             return self.call(name, *pointers, math.prod(result.shape), *numbers)
         name = self.instance(f"strided{count}", f"strided_{form.function}", defines)
         strides = [_broadcast_strides(value, result.shape) for value in values]
-        why, near = " that do not follow one another", "the same of a contiguous() tensor"
-        return self.call(name, *pointers, self._strided_table(op, result.shape, strides, why, near), *numbers)
+        return self._strided_call(name, result.shape, strides, pointers, numbers)
 
     def _add_element_function(self, function: str) -> None:
         """Add the C function that computes one element, after those that it calls."""
@@ -133,29 +132,31 @@ class CallWriter:
                 self._add_element_function(called)
         self.kernels.setdefault(function, functions[function])
 
-    def _strided_table(
-        self, op: GraphOp, shape: Sequence[int], strides: Sequence[Sequence[int]], why: str = "", near: str = ""
-    ) -> str:
-        """Return C for the sizes of nested loops over a shape, and the strides of each operand."""
+    def _strided_call(
+        self, name: str, shape: Sequence[int], strides: Sequence[Sequence[int]], pointers: Sequence[str],
+        numbers: Sequence[float] = (),
+    ) -> str:  # fmt: skip
+        """Return the call of a kernel of nested loops over a shape; loops that it has not stand around the call."""
         sizes, merged = merged_loops(shape, strides)
-        if len(sizes) > LOOPS:
-            raise refusal(op, f" over {len(sizes)} dimensions{why}", near)
-        missing = LOOPS - len(sizes)
-        rows = [[1] * missing + sizes, *([0] * missing + steps for steps in merged)]
-        return self.table("strided", *rows, *[[0] * LOOPS] * (4 - len(rows)))
+        outer, head = max(len(sizes) - LOOPS, 0), ""
+        for loop in range(outer):
+            head += f"for (int d{loop} = 0; d{loop} < {sizes[loop]}; d{loop}++)\n{'    ' * (loop + 2)}"
+        steps = ["".join(f" + d{loop} * {of[loop]}" for loop in range(outer)) for of in merged]
+        missing = max(LOOPS - len(sizes), 0)
+        rows = [[1] * missing + sizes[outer:], *([0] * missing + of[outer:] for of in merged)]
+        table = self.table("strided", *rows, *[[0] * LOOPS] * (5 - len(rows)))
+        return head + self.call(name, *(p + step for p, step in zip(pointers, steps, strict=True)), table, *numbers)
 
-    def strided_copy(self, op: GraphOp, to: str, like: Value, start: int, source: str, strides: Sequence[int]) -> str:
+    def strided_copy(self, to: str, like: Value, start: int, source: str, strides: Sequence[int]) -> str:
         """Return the call that copies `source`, with these strides, to `to` from element `start` on.
 
         The copy has the shape and strides of `like`.
-
-        Raises:
-            RecordingError: the copy takes more nested loops than the kernel has.
         """
         self._add_element_function("copy")
         name = self.instance("strided1", "strided_copy", {"RESULT(a)": "copy(a)", "PARAMETERS": ""})
-        table = self._strided_table(op, like.shape, (like.stride, strides))
-        return self.call(name, f"{to} + {start}" if start else to, source, table)
+        return self._strided_call(
+            name, like.shape, (like.stride, strides), (f"{to} + {start}" if start else to, source)
+        )
 
 
 def with_macros(text: str, macros: Mapping[str, str]) -> str:

@@ -43,18 +43,44 @@ def _binary(function: str, with_number: str, *numbers: tuple[str, float]) -> tup
     return plain, Elementwise(with_number, ("self",), (("other", 0.0), *numbers))
 
 
+def _comparison(function: str) -> dict[str, tuple[Elementwise, ...]]:
+    """Return the C functions of a comparison, with a tensor and with a number: 1 where it holds, else 0."""
+    of_number = Elementwise(f"{function}_number", ("self",), (("other", 0.0),))
+    name = {"equal": "eq", "different": "ne", "less": "lt", "at_most": "le", "more": "gt", "at_least": "ge"}[function]
+    return {f"{name}.Tensor": _binary(function, f"{function}_number"), f"{name}.Scalar": (of_number,)}
+
+
 _ALPHA = ("alpha", 1.0)
 _INFINITY = float("inf")
 _ELU = (("alpha", 1.0), ("scale", 1.0), ("input_scale", 1.0))
 _TANH = lambda arguments: arguments.get("approximate") == "tanh"  # noqa: E731
 
 _TABLE: dict[str, tuple[Elementwise, ...]] = {
+    **{
+        name: forms
+        for function in ("equal", "different", "less", "at_most", "more", "at_least")
+        for name, forms in _comparison(function).items()
+    },
     "abs.default": _unary("absolute"),
     "add.Scalar": _binary("add", "add_number", _ALPHA)[1:],
     "add.Tensor": _binary("add", "add_number", _ALPHA),
     "clamp.default": _unary("clip", ("min", -_INFINITY), ("max", _INFINITY)),
+    "atan2.default": _binary("angle", ""),
+    "ceil.default": _unary("round_up"),
+    "clamp_max.default": _unary("clip", ("min", -_INFINITY), ("max", _INFINITY)),
+    "clamp_min.default": _unary("clip", ("min", -_INFINITY), ("max", _INFINITY)),
     "clone.default": _unary("copy"),
     "cos.default": _unary("cosine"),
+    "cosh.default": _unary("hyperbolic_cosine"),
+    "erf.default": _unary("error_function"),
+    "expm1.default": _unary("exponential_less_1"),
+    "floor.default": _unary("round_down"),
+    "logical_and.default": _binary("both", ""),
+    "logical_not.default": _unary("is_zero"),
+    "logical_or.default": _binary("either", ""),
+    "sinh.default": _unary("hyperbolic_sine"),
+    "trunc.default": _unary("round_to_zero"),
+    "where.self": (Elementwise("choose", ("condition", "self", "other")),),
     "div.Scalar": _binary("divide", "divide_number")[1:],
     "div.Tensor": _binary("divide", "divide_number"),
     "elu.default": _unary("elu", *_ELU),
@@ -70,12 +96,15 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
         Elementwise("gelu_tanh_gradient", ("grad_output", "self"), (), _TANH),
         Elementwise("gelu_gradient", ("grad_output", "self")),
     ),
+    "hardshrink_backward.default": (Elementwise("shrink_gradient", ("grad_out", "self"), (("lambd", 0.5),)),),
     "hardsigmoid.default": _unary("hardsigmoid"),
     "hardsigmoid_backward.default": _gradient("hardsigmoid_gradient"),
     "hardswish.default": _unary("hardswish"),
     "hardswish_backward.default": _gradient("hardswish_gradient"),
     "hardtanh.default": _unary("clip", ("min_val", -1.0), ("max_val", 1.0)),
     "hardtanh_backward.default": _gradient("clip_gradient", ("min_val", -1.0), ("max_val", 1.0)),
+    "isinf.default": _unary("is_infinite"),
+    "isnan.default": _unary("is_nan"),
     "leaky_relu.default": _unary("leaky_relu", ("negative_slope", 0.01)),
     "leaky_relu_backward.default": _gradient("leaky_relu_gradient", ("negative_slope", 0.01)),
     "log.default": _unary("logarithm"),
@@ -97,6 +126,7 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "silu.default": _unary("silu"),
     "silu_backward.default": _gradient("silu_gradient"),
     "sin.default": _unary("sine"),
+    "softshrink_backward.default": _gradient("shrink_gradient", ("lambd", 0.5)),
     "softplus.default": _unary("softplus", ("beta", 1.0), ("threshold", 20.0)),
     "softplus_backward.default": _gradient("softplus_gradient", ("beta", 1.0), ("threshold", 20.0)),
     "sqrt.default": _unary("square_root"),
@@ -107,7 +137,10 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "threshold_backward.default": _gradient("relu_gradient", ("threshold", 0.0)),
 }
 
-ELEMENTWISE: Mapping[str, tuple[Elementwise, ...]] = {f"aten.{name}": forms for name, forms in _TABLE.items()}
+ELEMENTWISE: Mapping[str, tuple[Elementwise, ...]] = {
+    **{f"aten.{name}": forms for name, forms in _TABLE.items()},
+    "memplan.is_not_zero.default": _unary("is_not_zero"),
+}
 """C functions of each op; a call uses the first that suits its arguments."""
 
 

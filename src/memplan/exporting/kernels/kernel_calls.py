@@ -12,9 +12,9 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.kernels.product_calls import PRODUCTS, Emit, gradient_kernel
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import FILL, INSERT, output_of, refusal
+from memplan.exporting.lowering.device_graph import FILL, INSERT, TO_FLOAT, output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
-from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of
+from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
 from memplan.planning.passes.split_dropout import MASK
 
 DROPOUT = "memplan.masked_scale.default"
@@ -231,8 +231,8 @@ def _negative_log_likelihood(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of the loss, which also writes the sum of the weights of its targets."""
     x, target, weight, reduction, ignored = op.args
     sizes = _sizes_around(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
-    args = (*_output_refs(op.outputs), x, target, weight, ignored, _is_mean(op, reduction), *sizes)
-    return [w.call(w.kernel("negative_log_likelihood"), *args)]
+    args = (*_output_refs(op.outputs), x, target, weight, ignored, reduction, *sizes)
+    return [w.call(_by_index(w, "negative_log_likelihood", target), *args)]
 
 
 def _negative_log_likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
@@ -240,10 +240,10 @@ def _negative_log_likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     entropy's."""
     g, x, target, weight, reduction, ignored, total = op.args
     sizes = _sizes_around(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
-    args = (target, weight, total, ignored, _is_mean(op, reduction), *sizes)
+    args = (target, weight, total, ignored, reduction, *sizes)
     if op.target == CROSS_ENTROPY:
-        return [w.call(w.kernel("cross_entropy_gradient"), Ref(output_of(op)), g, x, *args)]
-    return [w.call(w.kernel("negative_log_likelihood_gradient"), Ref(output_of(op)), g, *args)]
+        return [w.call(_by_index(w, "cross_entropy_gradient", target), Ref(output_of(op)), g, x, *args)]
+    return [w.call(_by_index(w, "negative_log_likelihood_gradient", target), Ref(output_of(op)), g, *args)]
 
 
 def _mean_squares(w: CallWriter, op: GraphOp) -> list[str]:
@@ -261,11 +261,11 @@ def _mean_squares(w: CallWriter, op: GraphOp) -> list[str]:
 # -- sums, copies, tables
 
 
-def _sum(w: CallWriter, op: GraphOp) -> list[str]:
-    """Call the kernel of a sum or mean: two loops over the dimensions that stay, three over those that are reduced."""
+def _reduction_table(w: CallWriter, op: GraphOp) -> str:
+    """Return C for the sizes of a reduction: two loops over the dimensions that stay, three over the reduced ones."""
     x, dims = op.args[0], op.args[1] if len(op.args) > 1 else None
     shape, strides = w.shape(x), w.value(x).stride
-    reduced = [*(range(len(shape)) if not dims else {dim % max(len(shape), 1) for dim in dims})]
+    reduced = _reduced(shape, dims)
     sizes, steps = list[int](), list[int]()
     for loop_dims, loops in (([d for d in range(len(shape)) if d not in reduced], 2), (reduced, 3)):
         merged, (merged_steps,) = merged_loops([shape[d] for d in loop_dims], [[strides[d] for d in loop_dims]])
@@ -273,8 +273,89 @@ def _sum(w: CallWriter, op: GraphOp) -> list[str]:
             raise refusal(op, f" over {len(merged)} dimensions that do not follow one another")
         sizes += [1] * (loops - len(merged)) + merged
         steps += [0] * (loops - len(merged)) + merged_steps
-    scale = 1.0 / math.prod(shape[d] for d in reduced) if ".mean." in op.target else 1.0
-    return [w.call(w.kernel("reduce_sum"), Ref(output_of(op)), x, scale, w.table("reduction", sizes, steps))]
+    return w.table("reduction", sizes, steps)
+
+
+def _reduced(shape: Sequence[int], dims: Sequence[int] | None) -> list[int]:
+    return [*(range(len(shape)) if not dims else {dim % max(len(shape), 1) for dim in dims})]
+
+
+def _sum(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a sum or mean."""
+    x, dims = op.args[0], op.args[1] if len(op.args) > 1 else None
+    shape = w.shape(x)
+    scale = 1.0 / math.prod(shape[d] for d in _reduced(shape, dims)) if ".mean." in op.target else 1.0
+    return [w.call(w.kernel("reduce_sum"), Ref(output_of(op)), x, scale, _reduction_table(w, op))]
+
+
+def _extreme(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of the largest or smallest elements."""
+    smallest = short(op.target) == "amin"
+    return [w.call(w.kernel("reduce_extreme"), Ref(output_of(op)), op.args[0], smallest, _reduction_table(w, op))]
+
+
+def _row_extreme(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of the largest or smallest elements along a dimension, and of their indices if these are read."""
+    x, dim = op.args[:2]
+    outputs = [*_output_refs(op.outputs), None][:2]
+    return [w.call(w.kernel("row_extreme"), *outputs, x, short(op.target) == "min", *_sizes_around(w.shape(x), dim))]
+
+
+def _gather(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that reads elements by their indices along a dimension."""
+    x, dim, index = op.args[:3]
+    return [w.call(_by_index(w, "gather", index), Ref(output_of(op)), x, index, *_sizes_by_index(w, op, x, dim, index))]
+
+
+def _scatter(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that writes, or adds, elements by their indices along a dimension."""
+    x, dim, index, source = op.args[:4]
+    source, value = (source, 0.0) if isinstance(source, Ref) else (None, float(source))
+    adds = short(op.target) == "scatter_add"
+    sizes = _sizes_by_index(w, op, x, dim, index)
+    return [w.call(_by_index(w, "scatter", index), Ref(output_of(op)), x, index, source, value, adds, *sizes)]
+
+
+def _by_index(w: CallWriter, kernel: str, index: Ref) -> str:
+    """Return the kernel that reads indices as integers, or as the floats that computed ones are."""
+    if w.value(index).dtype == "float32":
+        return w.instance(kernel, f"{kernel}_by_float", {"INDEX": "float"})
+    return w.instance(kernel, kernel, {"INDEX": "int32_t"})
+
+
+def _sizes_by_index(w: CallWriter, op: GraphOp, x: Ref, dim: int, index: Ref) -> tuple[int, ...]:
+    """Return the elements before a dimension, the dimension's size, that of the index, and the elements behind it."""
+    outer, size, inner = _sizes_around(w.shape(x), dim)
+    of_index = _sizes_around(w.shape(index), dim)
+    if (of_index[0], of_index[2]) != (outer, inner):
+        raise refusal(op, " by an index of fewer rows", near="an index as large in the other dimensions")
+    return outer, size, of_index[1], inner
+
+
+def _resize(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of nearest or linear upsampling of one or two dimensions, forward or backward."""
+    arguments = arguments_of(op.target, op.args, op.kwargs)
+    output, backward = Ref(output_of(op)), "grad_output" in arguments
+    source = arguments["grad_output"] if backward else arguments["self"]
+    small, large = (output, source) if backward else (source, output)
+    corners, dims = bool(arguments.get("align_corners", False)), len(w.shape(small)) - 2
+    given = [arguments.get("scales_h"), arguments.get("scales_w", arguments.get("scales"))][-dims:]
+    pairs = list(zip(w.shape(small)[2:], w.shape(large)[2:], given, strict=True))
+    scales = [_scale(*pair, corners) for pair in pairs]
+    planes = [(1, 1)] * (2 - dims) + [pair[:2] for pair in pairs]
+    (height, rows), (width, columns) = planes
+    table = w.table("pool", math.prod(w.shape(small)[:2]), height, width, rows, columns, 1, 1, 1, 1, 0, 0, 1, 1)
+    pointers = [f"(float *)({w.pointer(ref)})" for ref in (large, small)]
+    linear = "nearest" not in op.target
+    scales = [0.0] * (2 - dims) + scales
+    return [w.call(w.kernel("resize"), *pointers, table, *scales, linear, corners, backward)]
+
+
+def _scale(small: int, large: int, given: float | None, corners: bool) -> float:
+    """Return how far the place in the input moves for each element of the output, as torch's `area_pixel` does."""
+    if corners:
+        return (small - 1) / (large - 1) if large > 1 else 0.0
+    return 1 / given if given else small / large
 
 
 def _cat(w: CallWriter, op: GraphOp) -> list[str]:
@@ -288,7 +369,7 @@ def _cat(w: CallWriter, op: GraphOp) -> list[str]:
         if math.prod(tensor.shape):
             like = replace(output, shape=tensor.shape)
             start = index * output.stride[dim]
-            lines.append(w.strided_copy(op, w.pointer(output.id), like, start, w.pointer(ref), tensor.stride))
+            lines.append(w.strided_copy(w.pointer(output.id), like, start, w.pointer(ref), tensor.stride))
             index += tensor.shape[dim]
     return lines
 
@@ -300,7 +381,7 @@ def _into_zeros(
     output = w.graph.values[output_of(op)]
     zeros = w.call(w.kernel("fill"), Ref(output.id), 0.0, math.prod(output.shape))
     like = replace(output, shape=shape, stride=stride)
-    return [zeros, w.strided_copy(op, w.pointer(output.id), like, start, w.pointer(g), w.value(g).stride)]
+    return [zeros, w.strided_copy(w.pointer(output.id), like, start, w.pointer(g), w.value(g).stride)]
 
 
 def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
@@ -335,7 +416,23 @@ def _constant_pad(w: CallWriter, op: GraphOp) -> list[str]:
     fill = w.call(w.kernel("fill"), Ref(output.id), float(value), math.prod(output.shape))
     source_at = f"{w.pointer(x)} + {skip}" if skip else w.pointer(x)
     like = replace(output, shape=shape)
-    return [fill, w.strided_copy(op, w.pointer(output.id), like, start, source_at, source.stride)]
+    return [fill, w.strided_copy(w.pointer(output.id), like, start, source_at, source.stride)]
+
+
+def _to_float(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that converts integers."""
+    return [w.call(w.kernel("to_float"), Ref(output_of(op)), op.args[0], math.prod(w.shape(op.args[0])))]
+
+
+def _flip(w: CallWriter, op: GraphOp) -> list[str]:
+    """Copy the input from its last element on, backwards in the dimensions that are flipped."""
+    x, dims = w.value(op.args[0]), {dim % len(w.shape(op.args[0])) for dim in op.args[1]}
+    strides = [-step if dim in dims else step for dim, step in enumerate(x.stride)]
+    start = sum(
+        (size - 1) * step for dim, (size, step) in enumerate(zip(x.shape, x.stride, strict=True)) if dim in dims
+    )
+    output = w.graph.values[output_of(op)]
+    return [w.strided_copy(w.pointer(output.id), output, 0, f"{w.pointer(op.args[0])} + {start}", strides)]
 
 
 def _insert(w: CallWriter, op: GraphOp) -> list[str]:
@@ -352,8 +449,8 @@ def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
     (count, size), scales = w.shape(table), w.scales_of(table)
     sizes = (math.prod(w.shape(rows)), size, count)
     if scales is None:
-        return [w.call(w.kernel("embedding"), Ref(output_of(op)), table, rows, *sizes)]
-    return [w.call(w.kernel("embedding_int8"), Ref(output_of(op)), table, scales, rows, *sizes)]
+        return [w.call(_by_index(w, "embedding", rows), Ref(output_of(op)), table, rows, *sizes)]
+    return [w.call(_by_index(w, "embedding_int8", rows), Ref(output_of(op)), table, scales, rows, *sizes)]
 
 
 def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
@@ -362,7 +459,7 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     if by_frequency:
         raise refusal(op, " with scale_grad_by_freq", near="an embedding without")
     sizes = (math.prod(w.shape(rows)), w.shape(g)[-1], count, ignored)
-    return [w.call(w.kernel("embedding_gradient"), Ref(output_of(op)), g, rows, *sizes)]
+    return [w.call(_by_index(w, "embedding_gradient", rows), Ref(output_of(op)), g, rows, *sizes)]
 
 
 # -- random masks
@@ -436,6 +533,19 @@ CALLS: Mapping[str, Emit] = {
     "aten.sum.dim_IntList": _sum,
     "aten.mean.default": _sum,
     "aten.mean.dim": _sum,
+    "aten.amax.default": _extreme,
+    "aten.amin.default": _extreme,
+    "aten.max.dim": _row_extreme,
+    "aten.min.dim": _row_extreme,
+    "aten.gather.default": _gather,
+    "aten.scatter.src": _scatter,
+    "aten.scatter.value": _scatter,
+    "aten.scatter_add.default": _scatter,
+    **{
+        f"aten.upsample_{kind}{backward}.default": _resize
+        for kind in ("nearest1d", "nearest2d", "linear1d", "bilinear2d")
+        for backward in ("", "_backward")
+    },
     "aten.cat.default": _cat,
     "aten.select_backward.default": _select_backward,
     "aten.slice_backward.default": _slice_backward,
@@ -445,6 +555,8 @@ CALLS: Mapping[str, Emit] = {
     MASK: _mask,
     DROPOUT: _dropout,
     FILL: _fill,
+    TO_FLOAT: _to_float,
+    "aten.flip.default": _flip,
     INSERT: _insert,
 }
 """For each op, the function that writes its call."""

@@ -16,6 +16,8 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, 
 from memplan.planning.graph.op_schema import is_contiguous, overload, short
 
 COPY = "aten.clone.default"
+TO_FLOAT = "memplan.to_float.default"
+"""Integers as floats; exact below 2 ** 24."""
 FILL = "memplan.fill.default"
 INSERT = "memplan.insert_channels.default"
 """Write channels into a copy of a value, or into zeros."""
@@ -23,7 +25,8 @@ WORD = 4
 """Bytes of a float; the size of every buffer is a multiple."""
 
 ZEROS = ("aten.new_zeros.default", "aten.zeros_like.default", "aten.new_ones.default", "aten.ones_like.default",
-         "aten.new_full.default", "aten.full_like.default", "aten.new_empty_strided.default")  # fmt: skip
+         "aten.new_full.default", "aten.full_like.default", "aten.new_empty_strided.default", "aten.new_empty.default",
+         "aten.empty_like.default")  # fmt: skip
 """Ops that fill a tensor like another, of which they read the shape alone."""
 
 
@@ -78,6 +81,8 @@ class Lowering(Rebuild):
         self.known: dict[int, torch.Tensor] = {}
         """Values that are constant."""
         self.offsets: dict[int, int] = {}
+        self.dtypes: dict[int, str] = {value.id: value.dtype for value in graph.values}
+        """The dtype that each value has in PyTorch: computed flags and integers are floats on the device."""
         self.mutations = dict(graph.mutations)
         for value, tensor in constants.items():
             self.make_constant(value, tensor)
@@ -91,6 +96,7 @@ class Lowering(Rebuild):
     def make_constant(self, number: int, tensor: torch.Tensor) -> None:
         """Make a value a constant."""
         self.known[number] = tensor.contiguous()
+        self.dtypes[number] = str(tensor.dtype).removeprefix("torch.")
         stride = tuple(self.known[number].stride())
         self.change(number, kind="constant", base=number, bytes=0, op=None, stride=stride)
 
@@ -140,9 +146,42 @@ class Lowering(Rebuild):
         value = self.values[ref.value]
         if is_contiguous(value):
             return ref
+        if value.dtype == "int32":
+            ref = self.as_float(op, ref)
+            value = self.values[ref.value]
         number = self.buffer(f"{value.name}_dense", value, value.shape, value.dtype)
         self.call(op, COPY, (ref,), (number,), once=False)
         return Ref(number)
+
+    def as_float(self, op: GraphOp, ref: Ref) -> Ref:
+        """Return an operand of an elementwise op in float32: as it is, or the flags or integers converted."""
+        value = self.values[ref.value]
+        if value.dtype == "float32":
+            return ref
+        if value.id in self.known:
+            number = self.value(f"{value.name}_float", value, dtype="float32")
+            self.make_constant(number, self.known[value.id].float())
+            return Ref(number)
+        if value.dtype != "int32":
+            raise refusal(op, f" of {value.dtype}", near="the same in float32")
+        number = self.buffer(f"{value.name}_float", value, value.shape)
+        if not is_contiguous(value):  # the whole that it looks into is converted, and looked into in the same way
+            base = self.values[value.base]
+            number = self.buffer(f"{base.name}_float", base, base.shape)
+            self.call(op, TO_FLOAT, (Ref(base.id),), (number,), once=False)
+            part = self.value(f"{value.name}_float", value, dtype="float32", base=number, op=None)
+            if value.id in self.offsets:
+                self.offsets[part] = self.offsets[value.id]
+            self.call(op, "aten.alias.default", (Ref(number),), (part,))
+            return Ref(part)
+        self.call(op, TO_FLOAT, (ref,), (number,), once=False)
+        return Ref(number)
+
+    def becomes_float(self, number: int) -> None:
+        """Make a computed value of flags or integers one of floats."""
+        value = self.values[number]
+        if value.dtype != "float32":
+            self.change(number, dtype="float32", bytes=words(math.prod(value.shape) * WORD) if value.bytes else 0)
 
     def overwritable(self, number: int, *operands: Any) -> tuple[int, ...]:
         """Return the storages of operands that an elementwise op can write its result `number` to."""
@@ -175,7 +214,8 @@ class Lowering(Rebuild):
         base = self.values[next(refs((op.args, op.kwargs)))].base
         for number, tensor in zip(op.outputs, results, strict=True):
             if number is not None:
-                self.change(number, base=base, bytes=0, stride=tuple(tensor.stride()))
+                dtype = self.values[base].dtype
+                self.change(number, base=base, bytes=0, stride=tuple(tensor.stride()), dtype=dtype)
                 if tensor.storage_offset():
                     self.offsets[number] = int(tensor.storage_offset())
         self.call(op, op.target, op.args, op.outputs, kwargs=op.kwargs)

@@ -11,6 +11,7 @@ import numpy as np
 
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import template
+from memplan.exporting.source.input_checks import STATUS
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import lines_of
 
@@ -36,7 +37,7 @@ def header_text(layout: StepLayout) -> str:
     """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
     trained, statistics = memory.floats("trained"), memory.floats("statistics")
-    corrections = 2 * len(rules.groups) if rules.squares else 0
+    corrections = sum(len(group.logarithms) for group in rules.groups)
     members = [
         f"    float weights[{trained}];    /* trained parameters, one after another */",
         *([f"    float momentum[{trained}];"] if rules.momentum else []),
@@ -54,14 +55,21 @@ def header_text(layout: StepLayout) -> str:
         f"#define {upper}_ARENA_BYTES {layout.arena}",
         f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
         f"#define {upper}_OUTPUTS {math.prod(layout.output)}    /* floats that infer writes */", "",
+        "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         "/* All that changes. The caller gives it memory; a program may have several. */",
         "typedef struct {", *members, f"}} {name}_state;", "",
         *_init_declaration(layout),
         f"void {name}_seed({name}_state *s, uint32_t seed);",
+        f"/* {name}_check looks through the data: a pointer may be null. Where it finds something, {name}_step returns",
+        f"   NAN and {name}_infer what was found, and nothing has changed. Where the loss is not finite, {name}_step",
+        "   returns it and updates no weight. */",
+        f"enum {{ {', '.join(f'{upper}_{status} = {k}' for k, (status, _) in enumerate(STATUS, 1))} }};",
+        f"int {name}_check({layout.step.parameters});    /* 0 if all is well */",
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
-        f"void {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
+        f"int {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
-        f"void {name}_set_weights({name}_state *s, const float *weights);", "", "#endif",
+        f"void {name}_set_weights({name}_state *s, const float *weights);", "",
+        "#ifdef __cplusplus", "}", "#endif", "", "#endif",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -135,10 +143,9 @@ def _samples(recorded: Recorded) -> str:
     )
 
 
-def makefile_text(layout: StepLayout) -> str:
-    """Return the text of the Makefile."""
-    weights = "" if layout.weights_file else f" {layout.name}_weights.h"
-    return _filled("Makefile.txt", {"NAME": layout.name, "WEIGHTS": weights})
+def makefile_text() -> str:
+    """Return the text of the Makefile, which is the same for all exports of a folder."""
+    return template("Makefile.txt")
 
 
 def readme_text(layout: StepLayout, verified: str) -> str:

@@ -10,6 +10,7 @@ from memplan.exporting.kernels.call_writer import CallWriter, number, with_macro
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.lowering.device_graph import output_of
+from memplan.exporting.source.input_checks import check_of, check_text
 from memplan.exporting.source.step_layout import Pass, StepLayout
 from memplan.exporting.source.stored_weights import pointers
 from memplan.planning.graph.joint_graph import Ref, Value
@@ -24,7 +25,8 @@ def program_text(layout: StepLayout) -> str:
     """Return the text of NAME.c."""
     writer = _ProgramWriter(layout)
     infer, step = writer.infer(), writer.step()
-    return "\n\n".join([writer.head(), *writer.parts(), infer, step, writer.interface()]) + "\n"
+    check = check_text(layout)
+    return "\n\n".join([writer.head(), *writer.parts(), check, infer, step, writer.interface()]) + "\n"
 
 
 class _ProgramWriter:
@@ -54,20 +56,29 @@ class _ProgramWriter:
     def step(self) -> str:
         """Return the C function of a training step, which returns the loss."""
         run = self.layout.step
-        lines = ["s->step++;", *self._corrections(), *self._body(run)]
-        loss = self._pointer(run, len(run.lifetimes.buffer_of) - 1, run.schedule.graph.outputs[0])
+        output, forward = run.schedule.graph.outputs[0], len(run.schedule.forward)
+        forward_loss = self._pointer(run, forward - 1, output)
+        lines = [
+            f"if ({check_of(self.layout, run)})", f"{INDENT}return NAN;", *self._body(run, 0, forward),
+            f"if (({forward_loss})[0] - ({forward_loss})[0] != 0) /* not finite: nothing is updated */",
+            f"{INDENT}return ({forward_loss})[0];", "s->step++;", *self._corrections(),
+            *self._body(run, forward, len(run.lifetimes.buffer_of)),
+        ]  # fmt: skip
+        loss = self._pointer(run, len(run.lifetimes.buffer_of) - 1, output)
         lines.append(f"return ({loss})[0];")
         return f"float {self.name}_step({self.name}_state *s, {run.parameters})\n{{\n" + _indented(lines) + "}"
 
     def infer(self) -> str:
         """Return the C function of the model in evaluation mode, which copies its output to the caller's memory."""
         run = self.layout.infer
-        lines = self._body(run)
+        body = self._body(run, 0, len(run.lifetimes.buffer_of))
+        lines = [f"const int status = {check_of(self.layout, run)};", "if (status)", f"{INDENT}return status;", *body]
         result = run.schedule.graph.values[run.schedule.graph.outputs[0]]
         assert is_contiguous(result), "the lowering made it so"
         source = self._pointer(run, len(run.lifetimes.buffer_of) - 1, result.id)
         lines += [f"for (int k = 0; k < {math.prod(result.shape)}; k++)", f"{INDENT}output[k] = ({source})[k];"]
-        head = f"void {self.name}_infer({self.name}_state *s, {run.parameters}, float *output)"
+        lines.append("return 0;")
+        head = f"int {self.name}_infer({self.name}_state *s, {run.parameters}, float *output)"
         return f"{head}\n{{\n" + _indented(lines) + "}"
 
     def _corrections(self) -> list[str]:
@@ -78,14 +89,15 @@ class _ProgramWriter:
                 lines.append(f"s->correction[{2 * at + position}] = -expm1f((float)s->step * {number(logarithm)});")
         return lines
 
-    def _body(self, run: Pass) -> list[str]:
-        """Return the statements of a pass, with a comment where layer, source line or op change."""
+    def _body(self, run: Pass, begin: int, end: int) -> list[str]:
+        """Return the statements of actions of a pass, with a comment where layer, source line or op change."""
         graph = run.schedule.graph
         scales = {value.id: _plus(self.scales[value.path], run.device.offsets.get(value.id, 0) // value.stride[0])
                   for value in graph.values if value.kind == "parameter" and value.path in self.scales}  # fmt: skip
         writer = CallWriter(graph, lambda value: "", self._fused_updates(run), self.kernels, self.tables, scales)
         lines, last_label = list[str](), ""
-        for at, action in enumerate((*run.schedule.forward, *run.schedule.backward)):
+        actions = (*run.schedule.forward, *run.schedule.backward)
+        for at, action in list(enumerate(actions))[begin:end]:
             writer.place = lambda value, at=at: self._pointer(run, at, value)
             calls = self._calls(run, writer, action)
             label = _label(run, action) if calls else last_label
@@ -206,6 +218,9 @@ class _ProgramWriter:
             *([] if self.layout.weights_file else [f'#include "{self.name}_weights.h"']),
             "#include <math.h>",
             "",
+            "#if defined(__cplusplus) || defined(_MSC_VER)",
+            "#define restrict __restrict",
+            "#endif",
             f"#define STATE {self.name}_state",
             "",
             f"typedef char {self.name}_arena_is_whole",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan._json import compact
 from memplan.integrations.scripts.effects import Effects
 from memplan.integrations.scripts.loaded import new_tensors, shapes_of
 from memplan.integrations.scripts.sandbox.messages import MARK
@@ -63,6 +64,7 @@ class Checkpoints:
                     _torch.patched(nn.Module, save=lambda module, f, **kwargs: torch.jit.save(module, f))
                 )
             with suppress(ImportError):
+                import safetensors
                 import safetensors.torch as tensors  # before the script's libraries take functions from it
 
                 save, load = self._saver(tensors.save_file), self._loader(tensors.load_file)
@@ -78,6 +80,12 @@ class Checkpoints:
                         storage_ptr=storage_ptr,
                     )
                 )  # fmt: skip
+                if not self._values and hasattr(os, "memfd_create"):
+                    opened = self._opener(
+                        safetensors.safe_open, {dtype: name for name, dtype in tensors._TYPES.items()}
+                    )
+                    stack.enter_context(_torch.patched(safetensors, safe_open=opened))
+                    stack.enter_context(_torch.patched(tensors, safe_open=opened))
             yield
 
     def _store(self, saved: Any) -> bytes:
@@ -87,10 +95,15 @@ class Checkpoints:
 
     def _load_stored(self, text: bytes, device: Any) -> Any:
         """Return the object for which `_store` wrote this text, with new tensors; None if it is another text."""
+        number = self._number_of(text)
+        return None if number is None else new_tensors(self._saved[number], device)
+
+    def _number_of(self, text: bytes) -> int | None:
+        """Return the place in ``_saved`` that a text of `_store` names; None if it is another text."""
         if text[: len(MARK)] != MARK or not text[len(MARK) : _LENGTH].isdigit():
             return None
         number = int(text[len(MARK) : _LENGTH])
-        return new_tensors(self._saved[number], device) if number < len(self._saved) else None
+        return number if number < len(self._saved) else None
 
     def _saver(self, plain: Callable[..., None]) -> Callable[..., None]:
         """Return a replacement for ``plain`` that notes the effect, and without values writes a text of `_store`."""
@@ -162,10 +175,47 @@ class Checkpoints:
 
         return load
 
+    def _opener(self, plain: Any, names: Mapping[torch.dtype, str]) -> type:
+        """Return a class in the place of ``safetensors.safe_open``, which opens what was saved: a file without disk
+        space has its header, and zeros for its tensors, that a recording does not read.
+
+        ``names``: dtype -> its name in a header.
+        """
+
+        class safe_open:  # its name in safetensors
+            def __new__(cls, filename: Any, *args: Any, **kwargs: Any) -> Any:
+                self._before("load")
+                number = self._number_of(self._read_mark(filename))
+                if number is None:
+                    return plain(filename, *args, **kwargs)
+                file = os.memfd_create("checkpoint")
+                try:
+                    header, data = _header(self._saved[number], names)
+                    os.write(file, header)
+                    os.truncate(file, len(header) + data)
+                    return plain(f"/proc/self/fd/{file}", *args, **kwargs)
+                finally:
+                    os.close(file)
+
+        return safe_open
+
     def _reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return how to pickle a tensor without values: with `MARK`, by which the sandbox recognizes a checkpoint."""
         layout = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
         return _rebuild, (MARK, *layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+
+
+def _header(saved: Mapping[str, Any], names: Mapping[torch.dtype, str]) -> tuple[bytes, int]:
+    """Return the first bytes of a safetensors file with these tensors (of `shapes_of`), and the bytes of its data."""
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in sorted(saved.items(), key=lambda item: (-item[1].meta.itemsize, item[0])):
+        begin, end = end, end + tensor.meta.nbytes
+        shape = list(tensor.meta.shape)
+        content[name] = {"dtype": names[tensor.meta.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = compact(content).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def _rebuild(

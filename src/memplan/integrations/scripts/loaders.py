@@ -60,22 +60,23 @@ class Loaders:
         watcher: told of each request of a batch.
         folder: of the script's own code.
         really: whether tensors have values.
-        most: length that no loader exceeds; None: its own. A shorter loader is a sound loader: schedules, progress
-            bars and trainers that ask for its length find the number of batches that it yields.
+        most: length to which loaders are shortened; None: their own. A shorter loader is a sound loader: schedules,
+            progress bars and trainers that ask for its length find the number of batches that it yields.
+        multiple: number of which a multiple is left out of each loader.
         repeats: whether a pass over a loader that had two batches repeats the shapes of the second, so that its data
             set is not asked for more: what a data set allocates is on the host.
     """
 
     def __init__(
         self, rules: Rules, idle_limit: int | None, watcher: LoaderWatcher, folder: str, *, really: bool,
-        most: int | None = None, repeats: bool = False,
+        most: int | None = None, multiple: int = 1, repeats: bool = False,
     ) -> None:  # fmt: skip
         self._rules = rules
         self._has_values = really
         self._folder = folder
         self._idle_limit = idle_limit
         self._watcher = watcher
-        self._most = most
+        self._most, self._multiple = most, multiple
         self._repeats = repeats
         self._seen_shapes: dict[int, Any] = {}
         """id() of a loader -> its second batch, as shapes."""
@@ -117,7 +118,7 @@ class Loaders:
             if self._most is None:
                 return length
             schedule.bring_forward()
-            return min(length, self._most)
+            return self._shortened(length, self._most)
 
         replaced = self._rules.replaces_data
         tolerance = absent_data(lambda name: self.absent.setdefault(name)) if replaced else nullcontext()
@@ -126,6 +127,10 @@ class Loaders:
             stack.enter_context(tolerance)
             stack.enter_context(_torch.patched(DataLoader, __iter__=iterate_hooked, __len__=shortened_length))
             yield
+
+    def _shortened(self, length: int | None, most: int) -> int:
+        """Return the number of batches that a loader of this length yields at most."""
+        return most if length is None else min(length, most + (length - most) % self._multiple)
 
     def length(self, loader: Any) -> int | None:
         """Return the number of batches of a whole loader, or None: a data set can refuse its length in any way."""
@@ -146,7 +151,8 @@ class Loaders:
         """
         self._watcher.before_batch(loader)
         idle = self._idle_limit is not None and loader.idle >= self._idle_limit
-        if idle or (self._most is not None and loader.loaded >= self._most):
+        most = None if self._most is None else self._shortened(loader.length, self._most)
+        if idle or (most is not None and loader.loaded >= most):
             loader.ended_early = True
             raise StopIteration
         repeated = self._seen_shapes.get(id(loader.loader))
@@ -244,13 +250,14 @@ class Batches:
     def sizes(self) -> tuple[int | None, int | None]:
         """Return the number of samples in the loader's batches, and in the last of them; None if unknown."""
         try:
-            size, samples = self.loader.batch_size, len(self.loader.sampler)
+            sampler = self.loader.batch_sampler  # of a loader that was given it, the loader knows no size
+            size, samples, drops_last = sampler.batch_size, len(sampler.sampler), sampler.drop_last
+            whole, rest = divmod(samples, size)
         except Exception:  # a stream of samples has no length; a batch sampler of the user's has no size
             return self.size, None
-        if size is None:
+        if self.length != whole + (rest > 0 and not drops_last):
             return self.size, None
-        rest = 0 if self.loader.drop_last else samples % size
-        return size, rest or size
+        return size, size if drops_last else rest or size
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

@@ -55,7 +55,7 @@ class PhasedRun(ScriptRun):
         for_card = request.device not in (None, HOST)
         return Loaders(
             request.rules, None, self, request.command.folder, really=request.really, most=request.batches,
-            repeats=for_card and not request.really,
+            multiple=request.multiple, repeats=for_card and not request.really,
         )  # fmt: skip
 
     def facts(self) -> Facts:

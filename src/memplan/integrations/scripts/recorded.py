@@ -9,6 +9,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from memplan import _torch
@@ -97,26 +98,51 @@ def _trace_of(script: Script, request: Request) -> Trace:
 _BATCHES = 6, 96
 """Lengths of shortened loaders: the first, and the last that is tried where a pass makes fewer than two updates. Where
 a batch is fetched ahead and the first has nothing to concatenate with, three of six are alike."""
+_PERIODS = 4
+"""Updates of a pass that is recorded again because its last update had another number of batches than really: the first
+makes the optimizer's states, and the last part of a loader that fetches ahead repeats nothing."""
 
 
 def _record_phases(request: Request, view: View, give_up: GiveUp) -> tuple[Script, Trace]:
-    """Record a script through its phases, with loaders so long that gradients accumulate for two updates in each."""
-    batches = _BATCHES[0]
+    """Record a script through its phases, with loaders so long that gradients accumulate for two updates in each, and
+    for as many batches as really before the last one."""
+    batches, multiple = _BATCHES[0], 1
     while True:
-        script = Script(replace(request, batches=batches), view, give_up)
+        script = Script(replace(request, batches=batches, multiple=multiple), view, give_up)
         trace = _trace_of(script, request)
-        if batches >= _BATCHES[1] or _has_two_updates(script.facts(trace).parts, batches):
+        own = _first_pass(script.facts(trace).parts)
+        length = own[0].length if own else None
+        if length is None or length <= batches or multiple > 1:
             return script, trace
-        batches *= 4
+        updates = [number for number, part in enumerate(own) if part.updates]
+        accumulated = _accumulated(own, updates)
+        if len(updates) < 2 and batches < _BATCHES[1]:
+            batches *= 4
+        elif (length - batches) % accumulated:
+            batches, multiple = max(batches, min(_PERIODS * accumulated, _BATCHES[1])), accumulated
+        else:
+            return script, trace
 
 
-def _has_two_updates(parts: Sequence[RunPart], batches: int) -> bool:
-    """Return whether the first pass over training data made two updates, or cannot be made longer."""
+def _first_pass(parts: Sequence[RunPart]) -> list[RunPart]:
+    """Return the parts of the first pass over the training data, without what interrupts it."""
     data = next((part.loader for part in parts if part.trains and part.loader is not None), None)
-    own = [part for part in parts if part.loader == data]
+    own = [part for part in parts if data is not None and part.loader == data]
     end = next((number for number, part in enumerate(own) if part.exhausted), len(own))
-    updates = sum(part.updates for part in own[: end + 1])
-    return data is None or updates >= 2 or (own[0].length or batches) <= batches
+    return own[: end + 1]
+
+
+def _accumulated(parts: Sequence[RunPart], updates: Sequence[int]) -> int:
+    """Return the number of batches whose gradients are accumulated for an update.
+
+    Args:
+        parts: of a pass.
+        updates: places of those that make updates.
+    """
+    loads = [sum(part.loads for part in parts[a + 1 : b + 1]) for a, b in pairwise([-1, *updates])]
+    if loads and parts[-1].exhausted and parts[-1].trains:  # the first update came after a batch was fetched ahead
+        loads[0] -= 1
+    return max(loads, default=1)
 
 
 def _script_error(error: StepError, request: Request) -> StepError:

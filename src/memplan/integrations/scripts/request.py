@@ -53,6 +53,9 @@ class Request:
     """Whether to follow the script through its phases, instead of ``steps`` updates."""
     batches: int | None = None
     """Of a script followed through its phases: length that no loader exceeds; None: its own."""
+    multiple: int = 1
+    """Number of batches that an update accumulates: a multiple of it is left out of each loader, so that its last
+    update has as many as really. Loaders exceed ``batches`` by less than that."""
     world: int | None = None
     """Number of ranks, of which the script is one that torchrun starts; None: it runs as under python."""
     rank: int = 0

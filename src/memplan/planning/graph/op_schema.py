@@ -91,6 +91,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "memplan.tile.default": ("inputs", "key"),
     "memplan.tile_backward.default": ("inputs", "statistics", "gradients", "needed", "key"),
     "memplan.dropout_mask.default": ("self", "p", "generator"),
+    "memplan.is_not_zero.default": ("self",),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
 """The engine's own ops that a graph can contain (see `memplan.planning.passes`), and their argument names. They are

@@ -21,7 +21,20 @@ from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import LABELS, Explanation, verdict_sentence
 from memplan.planning.plan.plan import Plan
-from memplan.reports import cache, check, compare, devices, explain, fit, guard, quantize, rank_snapshots, roles, sweep
+from memplan.reports import (
+    cache,
+    check,
+    compare,
+    devices,
+    explain,
+    fit,
+    guard,
+    on_cards,
+    quantize,
+    rank_snapshots,
+    roles,
+    sweep,
+)
 from memplan.reports import plan as plans
 from memplan.reports.document import (
     Code,
@@ -42,6 +55,7 @@ from memplan.reports.html.page_parts import Mood, Result
 from memplan.reports.html.palette import LOOKS
 from memplan.reports.largest import beyond_the_limit, fit_at_upper_end
 from memplan.simulation.replays.ranks import RankSnapshots
+from memplan.studies.capacity.on_cards import OnCards
 from memplan.studies.comparisons.comparison import Comparison, change_text
 from memplan.studies.comparisons.measured import Beside, Peak
 from memplan.studies.guarding.outcome import Outcome
@@ -328,6 +342,15 @@ def _tried(data: Fields) -> list[Fields]:
     return sorted(data.rows("tried"), key=lambda row: row.get("value", int))
 
 
+def _on_cards(plain: Any, source: str) -> Result:
+    """Return the page content of ``--device all``."""
+    result = OnCards.from_dict(plain, source)
+    text = on_cards.report(result)
+    fitting = [row.name for row in result.rows if row.fits]
+    verdict = f"Fits {', '.join(fitting)}." if fitting else "Fits no card of the catalogue."
+    return Result("cards", text.heading, verdict, "good" if fitting else "bad", text)
+
+
 def _trials(data: Fields, axis: str) -> list[Part]:
     """Return a table of all values tried, and a remark if the answer reserved more than the limit."""
     rows, limit, answer = _tried(data), data.maybe("limit", int), data.maybe("value", int)
@@ -517,6 +540,7 @@ READERS: Mapping[str, Reader] = {
     "memplan.fit": _by_fields(_fit),
     "memplan.fit_script": _by_fields(_script_fit),
     "memplan.largest": _by_fields(_largest),
+    "memplan.on_cards": _on_cards,
     "memplan.compare": _compare,
     "memplan.guard": _guard,
     "memplan.quantized": _quantized,

@@ -29,7 +29,7 @@ from memplan.trace.spec import dtype_of
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The models of a text-to-image pipeline: a UNet, an autoencoder and a text encoder."""
+    """The models of a text-to-image pipeline: a UNet, an autoencoder and one text encoder or, as SDXL, two."""
 
     name: str
     size: int
@@ -37,13 +37,17 @@ class Pipeline:
     unet: Mapping[str, Any] = field(default_factory=dict[str, Any])
     vae: Mapping[str, Any] = field(default_factory=dict[str, Any])
     text: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    text_2: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_xl: bool = False
+    """Whether there are two text encoders, and the UNet takes the second one's projection and the images' sizes."""
     path: str | None = None
     """Folder with the configurations, instead of those here."""
 
 
 @cache
 def pipelines() -> Mapping[str, Mapping[str, Any]]:
-    """Return the public pipelines by name, each with the published numbers of its models' parameters."""
+    """Return the public pipelines by name, each with the published numbers of its models' parameters, and the address
+    at which the configurations were read."""
     return parse(read_text(str(Path(__file__).with_name("pipelines.json"))))
 
 
@@ -56,7 +60,8 @@ def find_pipeline(name: str) -> Pipeline:
     """
     entry = pipelines().get(name.lower())
     if entry is not None:
-        return Pipeline(name.lower(), entry["size"], entry["unet"], entry["vae"], entry["text"])
+        models = [entry.get(part, {}) for part in ("unet", "vae", "text", "text_2")]
+        return Pipeline(name.lower(), entry["size"], *models, is_xl="text_2" in entry)
     parts = [Path(name, part, "config.json") for part in ("unet", "vae", "text_encoder")]
     if not all(part.is_file() for part in parts):
         raise TargetError(
@@ -66,7 +71,8 @@ def find_pipeline(name: str) -> Pipeline:
         )
     try:
         config = parse(read_text(str(parts[0])))
-        return Pipeline(name, 8 * config["sample_size"], path=str(Path(name).resolve()))
+        is_xl = Path(name, "text_encoder_2", "config.json").is_file()
+        return Pipeline(name, 8 * config["sample_size"], is_xl=is_xl, path=str(Path(name).resolve()))
     except (Unreadable, KeyError, TypeError) as error:
         raise InputError(f"{parts[0]}: {error}", expected="a UNet's configuration", do="Name another") from None
 
@@ -85,7 +91,7 @@ def diffusion_script(pipeline: Pipeline, recipe: Diffusion, options: Options) ->
         "import torch",
         "from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel",
         *["from peft import LoraConfig"] * (recipe.adapters is not None),
-        "from transformers import CLIPTextConfig, CLIPTextModel",
+        "from transformers import CLIPTextConfig, CLIPTextModel" + ", CLIPTextModelWithProjection" * pipeline.is_xl,
     ]
     return SCRIPT.format(
         imports="\n".join(imports),
@@ -99,8 +105,10 @@ def _body(pipeline: Pipeline, recipe: Diffusion, options: Options) -> Iterator[s
     frozen = dtype_of(options.autocast or options.dtype)
     yield f"dtype, frozen = {frozen if recipe.adapters is not None else dtype_of(options.dtype)}, {frozen}"
     yield from _model_lines(pipeline)
-    yield "vae.to(device, frozen).requires_grad_(False)"
-    yield "text.to(device, frozen).requires_grad_(False)"
+    images = "torch.float32" if pipeline.is_xl else "frozen"  # SDXL's autoencoder overflows in 16 bits
+    yield f"vae.to(device, {images}).requires_grad_(False)"
+    for name in ("text", *["text_2"] * pipeline.is_xl):
+        yield f"{name}.to(device, frozen).requires_grad_(False)"
     yield "unet.to(device, dtype).train()"
     yield 'noises = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")'
     if recipe.adapters is not None:
@@ -114,16 +122,29 @@ def _body(pipeline: Pipeline, recipe: Diffusion, options: Options) -> Iterator[s
     if options.checkpointing:
         yield "unet.enable_gradient_checkpointing()"
     yield from optimizer_lines("unet", options)
-    yield "images = torch.rand(batch, 3, size, size, dtype=frozen, device=device)"
-    yield "words = torch.randint(text.config.vocab_size, (batch, text.config.max_position_embeddings), device=device)"
+    yield f"images = torch.rand(batch, 3, size, size, dtype={images}, device=device)"
+    words = "(batch, text.config.max_position_embeddings)"
+    yield f"words = torch.randint(text.config.vocab_size, {words}, device=device)"
+    if pipeline.is_xl:
+        yield f"words_2 = torch.randint(text_2.config.vocab_size, {words}, device=device)"
     yield "\ndef step():"
     yield "    latents = vae.encode(images).latent_dist.sample() * vae.config.scaling_factor"
+    if pipeline.is_xl:
+        yield "    latents = latents.to(frozen)"
     yield "    noise = torch.randn_like(latents)"
     yield "    times = torch.randint(noises.config.num_train_timesteps, (batch,), device=device)"
     yield "    noisy = noises.add_noise(latents, noise, times)"
-    yield "    states = text(words, return_dict=False)[0]"
+    if pipeline.is_xl:
+        yield "    first, second = text(words, output_hidden_states=True), text_2(words_2, output_hidden_states=True)"
+        yield "    states = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)"
+        yield "    sizes = torch.tensor([[size, size, 0, 0, size, size]] * batch, dtype=frozen, device=device)"
+        yield '    conditions = {"text_embeds": second.text_embeds, "time_ids": sizes}'
+        call = "unet(noisy, times, states, added_cond_kwargs=conditions, return_dict=False)"
+    else:
+        yield "    states = text(words, return_dict=False)[0]"
+        call = "unet(noisy, times, states, return_dict=False)"
     yield from step_lines(
-        "unet", options, "predicted = unet(noisy, times, states, return_dict=False)[0]",
+        "unet", options, f"predicted = {call}[0]",
         "torch.nn.functional.mse_loss(predicted.float(), noise.float()).backward()",
     )  # fmt: skip
 
@@ -134,8 +155,14 @@ def _model_lines(pipeline: Pipeline) -> Iterator[str]:
         yield from call_lines("unet = UNet2DConditionModel", written(pipeline.unet))
         yield from call_lines("vae = AutoencoderKL", written(pipeline.vae))
         yield from call_lines("text = CLIPTextModel(CLIPTextConfig", written(pipeline.text), end="))")
+        if pipeline.is_xl:
+            start = "text_2 = CLIPTextModelWithProjection(CLIPTextConfig"
+            yield from call_lines(start, written(pipeline.text_2), end="))")
         return
     yield f"path = {pipeline.path!r}"
     for name, kind in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL")):
         yield f'{name} = {kind}.from_config({kind}.load_config(path, subfolder="{name}"))'
     yield 'text = CLIPTextModel(CLIPTextConfig.from_pretrained(path, subfolder="text_encoder"))'
+    if pipeline.is_xl:
+        yield 'config = CLIPTextConfig.from_pretrained(path, subfolder="text_encoder_2")'
+        yield "text_2 = CLIPTextModelWithProjection(config)"

@@ -21,7 +21,7 @@ from memplan.studies.recipes.lines import (
     written,
 )
 from memplan.studies.recipes.models import Model
-from memplan.studies.recipes.recipe import Diffusion, Freeze, Full, Lora, Qlora, Recipe, Trained
+from memplan.studies.recipes.recipe import Diffusion, Freeze, Full, Grpo, Lora, Qlora, Recipe, Trained
 from memplan.studies.recipes.trainers import check_sizes, trainer_imports, trainer_lines
 from memplan.trace.naming.parsing import offer
 from memplan.trace.spec import dtype_of
@@ -121,7 +121,7 @@ def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Ta
         yield from call_lines(f"config = {config}", written(model.config))
     else:
         yield f"config = AutoConfig.from_pretrained({model.path!r}, local_files_only=True)"
-    if task.has_sequence:
+    if task.has_sequence and not isinstance(recipe, Grpo):  # which generates with a cache, and trains without one
         yield "config.use_cache = False"
     yield f"dtype = {dtype_of(options.dtype)}"
     make = f"{task.factory}.from_config(config, dtype=dtype)"

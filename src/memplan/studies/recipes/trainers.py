@@ -35,18 +35,27 @@ _ROLLOUT = '''
 def reward(completions, **_):
     return [0.0] * len(completions)
 
-def sample(output):
-    torch.multinomial(output.logits[:, -1].float().softmax(-1), 1)
-
 def rollout(prompts, trainer):
-    """Generate the first and the last token of the answers: in between, the cache alone grows."""
-    rows, last = len(prompts), sequence - prompt
-    ids = torch.zeros(rows, sequence - 1, dtype=torch.int64, device=device)
+    """Generate the first and the last two tokens of the answers: in between, the cache alone grows."""
+    rows, last, config = len(prompts), sequence - prompt, trainer.generation_config
+    tokens = [torch.zeros(prompt, dtype=torch.int64) for _ in prompts]
+    ids = torch.stack(tokens).to(device)
+    mask = torch.ones_like(ids)
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy, torch.no_grad():
-        sample(policy(ids[:, :prompt], use_cache=True, logits_to_keep=1))
-        cache = policy(ids[:1, 1:], use_cache=True, logits_to_keep=1).past_key_values
-        cache.batch_repeat_interleave(rows)
-        sample(policy(ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1))
+        config.max_new_tokens, config.return_dict_in_generate = 2, True
+        cache = policy.generate(ids, attention_mask=mask, generation_config=config).past_key_values
+        for layer in cache.layers:
+            more = sequence - 3 - layer.get_seq_length()
+            if layer.is_sliding:  # no more than a window stays
+                window = layer.sliding_window - 1 - layer.keys.shape[-2]
+                layer.cumulative_length += max(more - window, 0)
+                more = min(more, window)
+            layer.update(*(x[..., :1, :].expand(-1, -1, more, -1) for x in (layer.keys, layer.values)))
+        config.return_dict_in_generate = False
+        known, mask = (x[:1, :1].expand(rows, sequence - 2) for x in (ids, mask))
+        policy.generate(
+            known, attention_mask=mask, position_ids=known, past_key_values=cache, generation_config=config
+        )
         del cache
     answers = [[0] * last] * (rows - 1) + [[0] * (last - 1)]  # of two lengths, so that they are padded
     return {"prompt_ids": [[0] * prompt] * rows, "completion_ids": answers, "logprobs": None}
@@ -92,9 +101,10 @@ def _adds_reference(recipe: Trained) -> bool:
 
 def check_sizes(recipe: Trained, batch: int | None, sequence: int | None) -> None:
     """Raise InputError for a sequence too short for a prompt and an answer, or a batch that grpo cannot fill."""
-    prompt = recipe.prompt if isinstance(recipe, Grpo) else 1
-    if sequence is not None and sequence < max(prompt, 1) + 2:
-        raise InputError(f"--seq {sequence}", expected="a prompt and an answer of two tokens", do="Lengthen it")
+    prompt, answer = (recipe.prompt, 4) if isinstance(recipe, Grpo) else (1, 2)
+    if sequence is not None and sequence < max(prompt, 1) + answer:
+        tokens = f"a prompt and an answer of {answer} tokens"
+        raise InputError(f"--seq {sequence}", expected=tokens, do="Lengthen it")
     if (
         isinstance(recipe, Grpo)
         and batch is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
@@ -29,8 +29,9 @@ class _Period:
     """Storages allocated in it, in the period before, and so on: each at the same place. At least two periods."""
     batches: int
     last_batch: tuple[int, int]
-    """Ticks ``start < tick <= end`` of the part of the last batch, if that was loaded in it and repeats nothing; else
-    (0, 0)."""
+    """Ticks ``start < tick <= end`` of the part that uses the last batch, if it comes after the period; else (0, 0)."""
+    loads_ahead: bool
+    """Whether that part uses a batch which was loaded before it began."""
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -153,14 +154,28 @@ def _period_at(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan, last: in
         return None
     after = active[last - size] if last >= size else -1
     batches = sum(after < number <= active[last] for number in span.batches)
-    repeats_nothing = last < len(active) - 1 and not parts[active[-1]].exhausted
+    is_ahead = parts[active[-1]].exhausted and len(active) == len(span.batches)  # the request that finds none is early
+    repeats_nothing = last < len(active) - 1 and (is_ahead or not parts[active[-1]].exhausted)
     last_batch = (trace.steps[active[-1]], _end(trace, active[-1])) if repeats_nothing else (0, 0)
-    return _Period(ticks[1], ticks[0], tuple(alike), max(batches, 1), last_batch)
+    return _Period(ticks[1], ticks[0], tuple(alike), max(batches, 1), last_batch, is_ahead)
 
 
 def _end(trace: Trace, part: int) -> int:
     """Return the tick at which a part ends."""
     return trace.steps[part + 1] if part + 1 < len(trace.steps) else trace.end
+
+
+def _of_last_load(trace: Trace, start: int, end: int) -> Iterator[Storage]:
+    """Yield the storages that were allocated while the last batch before ``end`` was loaded, and those computed
+    from them, all at ticks ``start < tick <= end``."""
+    batch = set[int]()
+    loads = [max((load for load in use.loads if load[1] <= end), default=(0, 0)) for use in trace.loaders]
+    for storage in _born(trace, start, end):
+        read = () if storage.op is None else trace.ops[storage.op].reads
+        is_loaded = any(begun < storage.born <= done for begun, done in loads)
+        if is_loaded or any(operand.storage in batch for operand in read):
+            batch.add(storage.id)
+            yield storage
 
 
 def _born(trace: Trace, start: int, end: int) -> tuple[Storage, ...]:
@@ -190,9 +205,12 @@ def _inserted(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> T
     if any(period.last_batch):
         last = _born(trace, *period.last_batch)
         kept = {storage.id for storage in last if _lives_after(storage, period.last_batch[1])}
-        for number, share in _last_shares(trace, span, last, kept).items():
-            storages[number] = replace(storages[number], bytes=round(storages[number].bytes * share))
-        smaller = {}
+        loaded = list(_of_last_load(trace, period.start, period.last_batch[0])) if period.loads_ahead else []
+        shares = _last_shares(trace, span, last, kept) | _last_shares(trace, span, loaded, set())
+        smaller = {number: share for number, share in shares.items() if trace.storages[number].born <= period.end}
+        for number, share in shares.items():
+            if number not in smaller:
+                storages[number] = replace(storages[number], bytes=round(storages[number].bytes * share))
     else:
         kept = {storage.id for place, storage in enumerate(period.storages) if period.is_kept(place)}
         smaller = _last_shares(trace, span, period.storages, kept, period.batches)
@@ -306,17 +324,25 @@ def _gathered(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> d
     ops = trace.ops[bisect_right(trace.ops, last, key=lambda op: op.end) :]
     made = {storage.op: storage for storage in trace.storages if storage.born > last and storage.op is not None}
     count = len(span.batches)
-    share = (count + repeats * period.batches - 1 + span.last_share) / count
+    further = repeats * period.batches - 1 + span.last_share
+    missing = round((span.batch_size or 0) * (1 - span.last_share))
     sizes = dict[int, int]()
+    shares = dict[int, float]()
     for op in ops:
         result = made.get(op.index)
         if result is None or not result.shape:
             continue
         pieces = {operand.storage for operand in op.reads}
-        whole = [trace.storages[number] for number in pieces & sizes.keys()]
+        whole = [number for number in pieces & shares.keys() if trace.storages[number].shape[:1] == result.shape[:1]]
         joined = [trace.storages[operand.storage] for operand in op.reads]
         rows = sum(storage.shape[0] for storage in joined if storage.shape)
-        joins = len(pieces & kept.keys()) >= min(count, 2) and result.shape[0] in (rows, len(joined))
-        if joins or any(storage.shape and storage.shape[0] == result.shape[0] for storage in whole):
-            sizes[result.id] = round(result.bytes * share)
+        joins = len(pieces & kept.keys()) >= min(count, 2)
+        if whole:
+            shares[result.id] = shares[whole[0]]
+        elif joins and result.shape[0] in (rows, len(joined)):
+            shares[result.id] = (count + further) / count
+        elif joins and result.shape[0] == rows - missing:  # the script cut the last batch, as Accelerate does
+            shares[result.id] = (count + further) / (count - 1 + span.last_share)
+        if result.id in shares:
+            sizes[result.id] = round(result.bytes * shares[result.id])
     return sizes

@@ -113,16 +113,10 @@ def record_point(subject: Subject, target: Target, settings: str | None = None, 
         keep: whether to return the trace.
     """
     try:
-        trace = record_for(subject.build(on_card=target.card is not None), target)
-        if subject.changes:  # building first makes the original layers, which a model written that way would not
-            trace = without_build_temporaries(trace)
+        trace = record_trace(subject, target)
         explanation = explain_trace(trace, card=target.card, settings=settings)
     except MemplanError as error:
         return Outcome(error=error)
-    except SystemExit as error:  # the user's code
-        return Outcome(
-            error=InputError(f"{subject.title} called sys.exit({error.code!r})", expected="code that returns")
-        )
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}
     for cause, counted in _OF_RANKS.items():
         causes[counted] += explanation.by_cause[cause]
@@ -146,6 +140,17 @@ def record_point(subject: Subject, target: Target, settings: str | None = None, 
     )  # fmt: skip
     planned = _planned_workspaces(trace, timeline.peak_tick)
     return Outcome(figures, None, notes, trace if keep else None, planned)
+
+
+def record_trace(subject: Subject, target: Target) -> Trace:
+    """Record a point. Raises MemplanError."""
+    try:
+        trace = record_for(subject.build(on_card=target.card is not None), target)
+    except SystemExit as error:  # the user's code
+        raise InputError(f"{subject.title} called sys.exit({error.code!r})", expected="code that returns") from error
+    if subject.changes:  # building first makes the original layers, which a model written that way would not
+        return without_build_temporaries(trace)
+    return trace
 
 
 def _planned_workspaces(trace: Trace, peak_tick: int) -> tuple[PlannedWorkspace, ...]:

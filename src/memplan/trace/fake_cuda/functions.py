@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.devices import Device
+from memplan.devices import Device, catalogue
 from memplan.errors import StepError
 from memplan.trace.fake_cuda.graphs import Graphs
 from memplan.trace.fake_cuda.residence import Card, card_of_rank
@@ -35,12 +35,13 @@ _UNCHANGED = frozenset(
 """Not replaced: plain Python without a GPU, or replaced separately below."""
 
 
-def emulated_functions(card: Card, device: Device) -> dict[str, Answer]:
-    """The emulated functions of `torch.cuda`, by name."""
+def emulated_functions(card: Card, device: Device, differing: set[str]) -> dict[str, Answer]:
+    """The emulated functions of `torch.cuda`, by name. ``differing`` gets the names of the catalogue's cards for which
+    one that was called answers otherwise."""
     return {
         **dict.fromkeys(_NO_OPS, _no_op),
-        **_properties(device),
-        **_memory(card, device),
+        **{name: _compared(name, card, device, differing) for name in _properties(card, device)},
+        **_memory(card),
         **_streams(card),
         **Graphs(card).functions(),
         "is_available": lambda: True,
@@ -63,7 +64,20 @@ def _no_op(*_: Any, **__: Any) -> None:
     return None
 
 
-def _properties(device: Device) -> dict[str, Answer]:
+def _compared(name: str, card: Card, device: Device, differing: set[str]) -> Answer:
+    """The function of `_properties` of this name, which adds the cards with another answer to ``differing``."""
+    answers = {other.name: _properties(card, other)[name] for other in catalogue()}
+    own = _properties(card, device)[name]
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        differing.update(other for other, its in answers.items() if its(*args, **kwargs) != result)
+        return result
+
+    return answer
+
+
+def _properties(card: Card, device: Device) -> dict[str, Answer]:
     """The functions that answer with properties of the card, by name."""
     major, minor = device.architecture
     properties = SimpleNamespace(
@@ -78,10 +92,12 @@ def _properties(device: Device) -> dict[str, Answer]:
         "get_arch_list": lambda: [f"sm_{major}{minor}"],
         "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
         "is_tf32_supported": lambda: major >= 8,
+        "mem_get_info": lambda device_=None: (device.capacity - card.ledger.level, device.capacity),
+        "get_memory_info": lambda device_=None: (device.capacity - card.ledger.level, device.capacity),
     }
 
 
-def _memory(card: Card, device: Device) -> dict[str, Answer]:
+def _memory(card: Card) -> dict[str, Answer]:
     """The memory functions, by name. All count the bytes of live tensors: reserved bytes are only known after a
     simulation."""
     ledger = card.ledger
@@ -106,8 +122,6 @@ def _memory(card: Card, device: Device) -> dict[str, Answer]:
         "max_memory_allocated": peak, "max_memory_reserved": peak, "max_memory_cached": peak,
         "reset_peak_memory_stats": reset_peak, "reset_max_memory_allocated": reset_peak,
         "memory_stats": stats, "memory_summary": lambda *_, **__: "(recorded without a GPU)",
-        "mem_get_info": lambda device_=None: (device.capacity - current(), device.capacity),
-        "get_memory_info": lambda device_=None: (device.capacity - current(), device.capacity),
         "empty_cache": lambda: card.call("empty_cache"),
         "synchronize": lambda device=None: card.call("synchronize"),
     }  # fmt: skip
@@ -128,10 +142,10 @@ def _streams(card: Card) -> dict[str, Answer]:
 
 
 @contextmanager
-def installed(card: Card, device: Device) -> Iterator[None]:
+def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]:
     """Replace the public functions of `torch.cuda` and `torch.accelerator`, and what else asks for a GPU, by emulations
-    or by errors that name the function."""
-    known = emulated_functions(card, device)
+    or by errors that name the function. ``differing`` is that of `emulated_functions`."""
+    known = emulated_functions(card, device, differing)
     accelerator = known | {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": known["current_device"], "current_device_idx": known["current_device"],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 
 from memplan import _torch
 
@@ -29,22 +30,65 @@ def without_mode(profile: _torch.Profile) -> _torch.Profile:
     return _torch.Profile(events, calls, profile.ranges)
 
 
-def matched_calls(first: Sequence[_torch.Call], second: Sequence[_torch.Call]) -> dict[int, int]:
+def matched_calls(first: _torch.Profile, second: _torch.Profile) -> dict[int, int]:
     """Match the calls of two runs as trees: children of matched calls match by name, in order.
+
+    Those that allocate match first, with the same bytes before others. A view, such as `detach`, is called more often
+    under a mode, and would make neighbours of calls that have nothing to do with each other; and of tensors that only
+    the first run of a process makes, the name alone does not say which these are.
 
     Returns call of the first run -> call of the second.
     """
-    children_of_first, children_of_second = _children(first), _children(second)
+    children_of_first, children_of_second = _children(first.calls), _children(second.calls)
+    bytes_in_first, bytes_in_second = _allocated_bytes(first), _allocated_bytes(second)
     matched = {_ROOT: _ROOT}
     stack = [(_ROOT, _ROOT)]
     while stack:
         parent, other_parent = stack.pop()
         children, others = children_of_first[parent], children_of_second[other_parent]
-        names = [first[call].name for call in children], [second[call].name for call in others]
-        pairs = [(children[i], others[j]) for i, j in aligned(*names)]
+        keys = _keys(first, children, bytes_in_first)
+        pairs = [(children[i], others[j]) for i, j in _aligned_in_turn(keys, _keys(second, others, bytes_in_second))]
         matched.update(pairs)
         stack.extend(pairs)
     return matched
+
+
+def _allocated_bytes(run: _torch.Profile) -> dict[int, int]:
+    """Return call -> bytes of the allocations in it and in the calls within; calls that allocate nothing are absent."""
+    allocated: dict[int, int] = {}
+    for _, size, _, _, call in run.events:
+        while size > 0 and call >= 0:
+            allocated[call] = allocated.get(call, 0) + size
+            call = run.calls[call].parent
+    return allocated
+
+
+def _keys(run: _torch.Profile, calls: Sequence[int], allocated: Mapping[int, int]) -> list[list[Hashable]]:
+    """Return three keys of each call, by which calls match in turn; None: it has none."""
+    names = [run.calls[call].name for call in calls]
+    named = list(zip(names, calls, strict=True))
+    return [
+        [(name, allocated[call]) if call in allocated else None for name, call in named],
+        [name if call in allocated else None for name, call in named],
+        list(names),
+    ]
+
+
+def _aligned_in_turn(
+    first: Sequence[Sequence[Hashable]], second: Sequence[Sequence[Hashable]]
+) -> list[tuple[int, int]]:
+    """Align two sequences by several keys of each item: by the first keys, then by the next ones what lies between two
+    pairs. Items whose key is None take no part."""
+    pairs: list[tuple[int, int]] = []
+    for keys, others in zip(first, second, strict=True):
+        ends = (len(keys), len(others))
+        for (i, j), (i_next, j_next) in pairwise([(-1, -1), *pairs, ends]):
+            left = [n for n in range(i + 1, i_next) if keys[n] is not None]
+            right = [n for n in range(j + 1, j_next) if others[n] is not None]
+            found = aligned([keys[n] for n in left], [others[n] for n in right])
+            pairs.extend((left[k], right[m]) for k, m in found)
+        pairs.sort()
+    return pairs
 
 
 def _children(calls: Sequence[_torch.Call]) -> dict[int, list[int]]:

@@ -64,6 +64,7 @@ def trace_of(
     assumptions: tuple[Assumption, ...] = (),
     calls: tuple[Call, ...] = (),
     other_kernels: tuple[str, ...] = (),
+    alike: tuple[str, ...] = (),
     counters: tuple[Counters, ...] = (),
     collected: tuple[int, ...] = (),
     loaders: tuple[LoaderUse, ...] = (),
@@ -73,7 +74,7 @@ def trace_of(
     return Trace(
         **{part.name: getattr(parts, part.name) for part in fields(parts)}, origin=origin, device=device,
         torch=torch.__version__, notes=notes, assumptions=assumptions, calls=calls, other_kernels=other_kernels,
-        counters=counters, collected=collected, loaders=loaders, host=host,
+        alike=alike, counters=counters, collected=collected, loaders=loaders, host=host,
     )  # fmt: skip
 
 

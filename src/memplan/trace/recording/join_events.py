@@ -47,7 +47,7 @@ def join(
     a library's workspace.
     """
     named = without_mode(named)
-    calls = matched_calls(named.calls, plain.calls)
+    calls = matched_calls(named, plain)
     named_events, events = _Events(named), _Events(plain)
     same = _same_allocations(named_events, named, events, plain, calls)
     in_named = _allocation_numbers(entries, _on_clock(parts.ops, named_events, named.ranges), named_events)

@@ -1,4 +1,4 @@
-/* One element of a result: a and b are elements of the operands, p to s numbers. */
+/* One element of a result: a, b and c are elements of the operands, p to s numbers. */
 
 static float add(float a, float b, float p) { return a + p * b; }
 
@@ -116,3 +116,59 @@ static float softplus_gradient(float a, float b, float p, float q)
 {
     return b * p > q ? a : a * expf(b * p) / (1 + expf(b * p));
 }
+
+static float equal(float a, float b) { return a == b; }
+
+static float equal_number(float a, float p) { return a == p; }
+
+static float different(float a, float b) { return a != b; }
+
+static float different_number(float a, float p) { return a != p; }
+
+static float less(float a, float b) { return a < b; }
+
+static float less_number(float a, float p) { return a < p; }
+
+static float at_most(float a, float b) { return a <= b; }
+
+static float at_most_number(float a, float p) { return a <= p; }
+
+static float more(float a, float b) { return a > b; }
+
+static float more_number(float a, float p) { return a > p; }
+
+static float at_least(float a, float b) { return a >= b; }
+
+static float at_least_number(float a, float p) { return a >= p; }
+
+static float is_zero(float a) { return a == 0; }
+
+static float is_not_zero(float a) { return a != 0; }
+
+static float both(float a, float b) { return a != 0 && b != 0; }
+
+static float either(float a, float b) { return a != 0 || b != 0; }
+
+static float choose(float a, float b, float c) { return a != 0 ? b : c; }
+
+static float round_down(float a) { return floorf(a); }
+
+static float round_up(float a) { return ceilf(a); }
+
+static float round_to_zero(float a) { return truncf(a); }
+
+static float error_function(float a) { return erff(a); }
+
+static float exponential_less_1(float a) { return expm1f(a); }
+
+static float hyperbolic_sine(float a) { return sinhf(a); }
+
+static float hyperbolic_cosine(float a) { return coshf(a); }
+
+static float angle(float a, float b) { return atan2f(a, b); }
+
+static float is_nan(float a) { return a != a; }
+
+static float is_infinite(float a) { return a - a != 0 && a == a; }
+
+static float shrink_gradient(float a, float b, float p) { return b >= -p && b <= p ? 0 : a; }

@@ -1,7 +1,9 @@
 /* A row beyond the table reads as zeros. */
-static void embedding(float *y, const float *table, const int32_t *rows, int n, int size, int count)
+static void KERNEL(float *y, const float *table, const INDEX *rows, int n, int size, int count)
 {
-    for (int k = 0; k < n; k++, y += size)
+    for (int k = 0; k < n; k++, y += size) {
+        const int row = (int)rows[k];
         for (int j = 0; j < size; j++)
-            y[j] = rows[k] >= 0 && rows[k] < count ? table[rows[k] * size + j] : 0;
+            y[j] = row >= 0 && row < count ? table[row * size + j] : 0;
+    }
 }

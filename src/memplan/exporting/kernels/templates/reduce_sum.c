@@ -1,8 +1,4 @@
-/* y[i, j] = scale * sum of x over two more loops; y is contiguous. */
-typedef struct {
-    int size[5], step[5];
-} reduction;
-
+/* y[i, j] = scale * sum of x over three more loops; y is contiguous. */
 static void reduce_sum(float *y, const float *x, float scale, const reduction *r)
 {
     for (int i = 0; i < r->size[0]; i++)

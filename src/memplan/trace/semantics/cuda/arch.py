@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,29 @@ class Arch:
     def shared_memory(self) -> int:
         """KiB of shared memory that one block can opt in to, from the same table."""
         major, minor = self.capability
+        if major < 7:
+            return 48
         if major == 7:
             return 64 if minor == 5 else 96
         if major == 8:
             return 163 if minor in (0, 7) else 99
         return 99 if major == 12 else 227
+
+
+class WatchedArch(Arch):
+    """An Arch that notes whether a formula reads it."""
+
+    read = False
+
+    def forget(self) -> None:
+        """Take it as not read yet."""
+        object.__setattr__(self, "read", False)
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute, and note that it was read."""
+        if name in ("capability", "multiprocessors"):
+            object.__setattr__(self, "read", True)
+        return object.__getattribute__(self, name)
 
 
 A100 = Arch((8, 0), 108)

@@ -237,6 +237,8 @@ class _Table:
         """Say why cuDNN does not run a recurrent network (native/RNN.cpp, use_cudnn); None if it does."""
         if not torch.backends.cudnn.enabled:
             return "cuDNN is switched off"
+        if x.dtype is torch.bfloat16:
+            self.differing |= {other for other in self._others if (other < (8, 0)) != (self._arch < (8, 0))}
         if x.dtype is torch.bfloat16 and self._arch < (8, 0):
             return "cuDNN takes bfloat16 from sm_80 on"
         return None if x.numel() else "the input is empty"

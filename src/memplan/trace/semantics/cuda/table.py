@@ -12,10 +12,10 @@ import torch
 
 from memplan.cudnn.questions import Question
 from memplan.cudnn.recurrent import RecurrentQuestion
-from memplan.devices import Device
+from memplan.devices import Device, catalogue
 from memplan.trace.semantics.cpu import sparse, sparse_results
 from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
-from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.arch import Arch, WatchedArch
 from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace, operand_copies
 from memplan.trace.semantics.cuda.cudnn_questions import questions
 from memplan.trace.semantics.kinds import Arguments, Asked, Extra, Keywords, Semantics
@@ -31,7 +31,11 @@ _INDEXED = frozenset(
 
 
 def semantics(
-    device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool = False
+    device: Device,
+    stream: Callable[[], int],
+    on_card: Callable[[torch.Tensor], bool],
+    asks: bool = False,
+    differing: set[str] | None = None,
 ) -> Semantics:
     """The semantics of one recording for a card. It is stateful: it remembers which workspaces exist already.
 
@@ -40,8 +44,11 @@ def semantics(
         stream: returns the id of the current stream.
         on_card: whether a tensor lies on the card.
         asks: whether cuDNN is queried for the workspaces of convolutions after the recording.
+        differing: gets the names of the catalogue's cards on which an op allocates otherwise.
     """
-    extras = _Kernels(device, stream, on_card, asks).extras
+    kernels = partial(_Kernels, stream=stream, on_card=on_card, asks=asks)
+    own = kernels(Arch(device.architecture, device.multiprocessors))
+    extras = own.extras if differing is None else _Compared(device, kernels, differing).extras
     return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed, results.ORDER)
 
 
@@ -67,21 +74,48 @@ _CUDA_SPECIFIC = (
 )
 
 
+class _Compared:
+    """The allocations of a card's kernels, compared with those on the other cards of the catalogue."""
+
+    def __init__(self, card: Device, kernels: Callable[[Arch], _Kernels], differing: set[str]) -> None:
+        self._arch = WatchedArch(card.architecture, card.multiprocessors)
+        self._kernels = kernels(self._arch)
+        self._others = {
+            other.name: kernels(Arch(other.architecture, other.multiprocessors))
+            for other in catalogue()
+            if (other.architecture, other.multiprocessors) != (card.architecture, card.multiprocessors)
+        }
+        self._differing = differing
+
+    def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
+        """The allocations that the kernel of an op makes beyond its results."""
+        self._arch.forget()
+        extras = self._kernels.extras(name, args, kwargs, result, in_backward)
+        if self._arch.read:
+            for card, other in list(self._others.items()):
+                if other.extras(name, args, kwargs, result, in_backward) != extras:
+                    del self._others[card]
+                    self._differing.add(card)
+        return extras
+
+
 class _Kernels:
     """Allocations of kernels during one recording. Remembers which cached workspaces exist."""
 
     def __init__(
-        self, device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool
+        self, arch: Arch, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool
     ) -> None:
+        self._arch = arch
         self._asks = asks
         self._benchmarked: set[tuple[Question, bool]] = set()
         """Convolutions that a thread (forward's or backward's) has tried all plans for."""
-        self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
         self._on_card = on_card
         self._has_dropout_states = False
+        self._called: set[tuple[cublas.Library, bool, int]] = set()
+        """(library, whether in backward's thread, stream) of the calls for which all workspaces exist."""
         self._cached_workspaces: set[tuple[cublas.Library, bool, int]] = set()
-        """(library, whether in backward's thread, stream) of the workspaces that exist."""
+        """The same of the workspaces themselves."""
         self._library_extras: dict[str, Callable[[Arguments, Any, bool], list[Extra]]] = {
             "aten.convolution.default": partial(self._convolution_extras, backward=False),
             "aten.convolution_backward.default": partial(self._convolution_extras, backward=True),
@@ -142,6 +176,10 @@ class _Kernels:
         """
         # read when a real handle would be created: importing a library may have set it (MONAI sets :4096:8)
         cached = cublas.caches_workspaces(os.environ)
+        call = library, in_backward, self._stream()
+        if cached and call in self._called:
+            return
+        self._called.add(call)
         for owner, size in cublas.workspaces(library, self._arch.capability, os.environ).items():
             key = owner, in_backward, self._stream()
             if not cached or key not in self._cached_workspaces:

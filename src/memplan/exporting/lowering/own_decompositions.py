@@ -1,0 +1,96 @@
+"""Decompositions of ops for which torch has none, or one into ops without kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan.planning.graph.op_schema import overload
+
+
+def _var(x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    dims = [d % x.dim() for d in dim] if dim else list(range(x.dim()))
+    rest = math.prod(x.shape[d] for d in dims) - (1 if correction is None else correction)
+    difference = x - x.mean(dims, keepdim=True)
+    return (difference * difference).sum(dims, keepdim=keepdim) / max(rest, 0)
+
+
+def _std(x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+    most = x.amax(dim, keepdim=True)
+    most = torch.where(most.abs() == torch.inf, 0.0, most)
+    total = (x - most).exp().sum(dim, keepdim=True).log() + most
+    return total if keepdim else total.squeeze([d % x.dim() for d in dim])
+
+
+def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        at = -shift % x.shape[dim]
+        x = torch.cat([x.narrow(dim, at, x.shape[dim] - at), x.narrow(dim, 0, at)], dim) if at else x
+    return x.clone()
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.expand(x.shape).clone()
+
+
+def _slice_scatter(
+    x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    if step != 1:
+        return NotImplemented
+    size = x.shape[dim]
+    first, last, _ = slice(start, end).indices(size)
+    parts = [x.narrow(dim, 0, first), source, x.narrow(dim, last, size - last)]
+    return torch.cat([part for part in parts if part.shape[dim]], dim)
+
+
+def _mv(a: Tensor, v: Tensor) -> Tensor:
+    return torch.mm(a, v.unsqueeze(1)).squeeze(1)
+
+
+def _trilinear(
+    a: Tensor, b: Tensor, c: Tensor, expand_a: Sequence[int], expand_b: Sequence[int], expand_c: Sequence[int],
+    summed: Sequence[int], unroll: int = 1,
+) -> Tensor:  # fmt: skip
+    for dim in expand_a:
+        a = a.unsqueeze(dim)
+    for dim in expand_b:
+        b = b.unsqueeze(dim)
+    for dim in expand_c:
+        c = c.unsqueeze(dim)
+    return (a * b * c).sum(list(summed)) if summed else a * b * c
+
+
+def _weight_norm_backward(g: Tensor, v: Tensor, scale: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Salimans, Kingma, 2016, equation 3."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (g * v).sum(others, keepdim=True) / norms
+    return scale / norms * (g - v * (along / norms)), along
+
+
+def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    parts = [x.narrow(dim, 0, 1)]
+    for k in range(1, x.shape[dim]):
+        parts.append(parts[-1] + x.narrow(dim, k, 1))
+    return torch.cat(parts, dim)
+
+
+def own_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Return functions of the ops' arguments that call other ops, by op."""
+    functions: dict[str, Callable[..., Any]] = {
+        "var.correction": _var, "std.correction": _std, "logsumexp.default": _logsumexp, "roll.default": _roll,
+        "copy.default": _copy, "slice_scatter.default": _slice_scatter, "mv.default": _mv,
+        "_trilinear.default": _trilinear, "_weight_norm_interface_backward.default": _weight_norm_backward,
+        "cumsum.default": _cumsum,
+    }  # fmt: skip
+    return {overload(f"aten.{name}"): function for name, function in functions.items()}

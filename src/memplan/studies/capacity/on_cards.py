@@ -1,0 +1,217 @@
+"""A step on each card of the catalogue: what it needs there, and the largest batch or sequence that fits
+(``--device all``).
+
+A recording is the same for all cards with the same kernels and workspaces (`Trace.alike`): they share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from memplan._json import Saved
+from memplan.devices import Device, find
+from memplan.errors import InputError, MemplanError
+from memplan.explanation.card import verdicts_on
+from memplan.explanation.model import Verdict
+from memplan.studies.axes.axes import axis_of, without_data
+from memplan.studies.axes.subject import Subject
+from memplan.studies.capacity.extrapolation import Sample, extrapolate_need
+from memplan.studies.sweeps.points import record_trace
+from memplan.trace.recording.session import Target
+from memplan.trace.trace import Trace
+
+_FIRST = {"batch": 1, "sequence": 128}
+"""Axis -> the smallest value that is tried."""
+_MOST = {"batch": 1 << 16, "sequence": 1 << 20}
+_GUESSES = 4
+"""Values that a prediction chooses for a card before the search bisects."""
+
+TargetOf = Callable[[Device], Target]
+"""Card -> what to record a step for."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CardRow:
+    """A step on a card: as it is, or at the largest value that fits. Sizes are bytes."""
+
+    name: str
+    capacity: int
+    fits: bool
+    peak: int
+    """Allocated at most, at ``value``; at the smallest value tried where none fits."""
+    need: int
+    """What it then needs from the card: reserved bytes and the CUDA context."""
+    value: int | None = None
+    """The largest value tried that fits, 0 if none does; None for a step as it is."""
+    end: int | None = None
+    """The next value tried, which does not fit; None if ``value`` is the last one, or 0."""
+    end_peak: int | None = None
+    """Allocated at most there; None if it cannot be recorded."""
+
+
+@dataclass(frozen=True)
+class OnCards(Saved):
+    """A row for each card, the smallest first, and how many recordings they took."""
+
+    FORMAT: ClassVar[str] = "memplan.on_cards"
+
+    title: str
+    axis: str
+    """What the values are of; empty for a step as it is."""
+    rows: tuple[CardRow, ...]
+    recordings: int
+    failed: str = ""
+    """Why the smallest value that cannot be recorded is none; empty if there is no such value."""
+
+
+def step_on_cards(
+    subject: Subject, cards: Sequence[Device], target_of: TargetOf, settings: str | None = None,
+    progress: Progress = lambda text: None,
+) -> OnCards:  # fmt: skip
+    """Return what a step needs on each card. Raises MemplanError if it cannot be recorded."""
+
+    def record(value: int, target: Target) -> Trace:
+        progress(f"on {target.name}")
+        return record_trace(subject, target)
+
+    recorder = _Recorder(record, target_of, settings)
+    rows = [
+        CardRow(card.name, card.capacity, verdict.answer == "fits", peak, verdict.high)
+        for card in _by_capacity(cards)
+        for peak, verdict in [recorder.on(card, 0)]
+    ]
+    return OnCards(subject.title, "", tuple(rows), recorder.recordings)
+
+
+def largest_on_cards(
+    subject: Subject, name: str, cards: Sequence[Device], target_of: TargetOf, *, most: int | None = None,
+    settings: str | None = None, progress: Progress = lambda text: None,
+) -> OnCards:  # fmt: skip
+    """Return the largest of `tried_values` that fits each card. It and the next are recorded, for the card or one that
+    is alike; values beyond the next are taken not to fit.
+
+    Raises:
+        InputError: another axis than batch or sequence, or the step has no such axis.
+        MemplanError: the smallest value cannot be recorded.
+    """
+    if name not in _FIRST:
+        raise InputError(f"--axis {name} with --device all", expected="batch or sequence", do="Name one of them")
+    axis, subject = axis_of(name, subject), without_data(subject)
+    values = tried_values(name, most)
+    axis.at(subject, values[0])  # raises where the step has no such axis
+
+    def record(value: int, target: Target) -> Trace:
+        progress(f"{name} {value} on {target.name}")
+        return record_trace(axis.at(subject, value), target)
+
+    recorder = _Recorder(record, target_of, settings)
+    rows: list[CardRow] = []
+    samples: list[Sample] = []
+    for card in _by_capacity(cards):
+        rows.append(_largest_on(card, values, recorder, samples))
+        samples = recorder.samples(card)
+    failed = recorder.failed
+    reason = "" if failed is None else f"{name} {failed[0]} cannot be recorded: {failed[1].found}"
+    return OnCards(subject.title, name, tuple(rows), recorder.recordings, reason)
+
+
+def tried_values(axis: str, most: int | None = None) -> list[int]:
+    """Return powers of two times 1, 1.25, 1.5 and 1.75, from a batch of 1 or 128 tokens up to ``most``, which is the
+    last.
+
+    Example:
+        >>> tried_values("batch", 11)
+        [1, 2, 3, 4, 5, 6, 7, 8, 10, 11]
+    """
+    first, last = _FIRST[axis], _MOST[axis] if most is None else most
+    powers = [first << exponent for exponent in range(last.bit_length())]
+    steps = {power * quarters // 4 for power in powers for quarters in (4, 5, 6, 7)}
+    return sorted({value for value in steps if value < last} | {last})
+
+
+def _by_capacity(cards: Sequence[Device]) -> list[Device]:
+    return sorted(cards, key=lambda card: (card.capacity, card.name))
+
+
+class _Recorder:
+    """The verdicts of all recordings so far."""
+
+    def __init__(self, record: Callable[[int, Target], Trace], target_of: TargetOf, settings: str | None) -> None:
+        self._record = record
+        self._target_of = target_of
+        self._settings = settings
+        self._known: dict[str, dict[int, tuple[int, Verdict]]] = {}
+        """Card -> value -> allocated peak, and verdict."""
+        self.recordings = 0
+        self.failed: tuple[int, MemplanError] | None = None
+        """The smallest value that cannot be recorded, and why."""
+
+    def on(self, card: Device, value: int) -> tuple[int, Verdict]:
+        """Return the allocated peak of a value and its verdict on a card. Raises MemplanError."""
+        known = self._known.setdefault(card.name, {})
+        if value not in known:
+            if self.failed is not None and value >= self.failed[0]:
+                raise self.failed[1]
+            self.recordings += 1
+            try:
+                trace = self._record(value, self._target_of(card))
+            except MemplanError as error:
+                self.failed = value, error
+                raise
+            peak, verdicts = verdicts_on(trace, [card, *map(find, trace.alike)], self._settings)
+            for verdict in verdicts:
+                self._known.setdefault(verdict.device, {})[value] = peak, verdict
+        return known[value]
+
+    def samples(self, card: Device) -> list[Sample]:
+        """Return the allocated peak with the context at the values recorded for a card: the least that it needs."""
+        return [
+            Sample(value, value, peak + card.context[0], verdict.answer == "fits")
+            for value, (peak, verdict) in self._known.get(card.name, {}).items()
+        ]
+
+
+def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: list[Sample]) -> CardRow:
+    """Return a card's row. ``others``: what another card needs, to begin with."""
+
+    def fits(index: int) -> bool:
+        """Record a value unless it is known; return whether it fits."""
+        try:
+            return recorder.on(card, values[index])[1].answer == "fits"
+        except MemplanError:
+            if recorder.failed is None or recorder.failed[0] <= values[0]:
+                raise
+            return False
+
+    low, high = -1, len(values)
+    for sample in recorder.samples(card):
+        index = values.index(sample.position)
+        low, high = (max(low, index), high) if sample.fits else (low, min(high, index))
+    guesses = 0
+    while high - low > 1:
+        own = recorder.samples(card)
+        index = _guess(own if len(own) > 1 else others, values, card.capacity) if guesses < _GUESSES else None
+        if index is None:
+            begins = not own and not any(sample.fits for sample in others)
+            index = 0 if begins else (low + high) // 2
+        guesses += 1
+        index = min(max(index, low + 1), high - 1)
+        low, high = (index, high) if fits(index) else (low, index)
+    peak, verdict = recorder.on(card, values[max(low, 0)])
+    row = CardRow(card.name, card.capacity, low >= 0, peak, verdict.high, values[low] if low >= 0 else 0)
+    if low < 0 or high == len(values):
+        return row
+    failed = recorder.failed is not None and recorder.failed[0] <= values[high]
+    return replace(row, end=values[high], end_peak=None if failed else recorder.on(card, values[high])[0])
+
+
+def _guess(samples: list[Sample], values: list[int], capacity: int) -> int | None:
+    """Return the index of the largest value that fits by what others need; None without two of them."""
+    if len(samples) < 2:
+        return None
+    nearest_last = sorted(samples, key=lambda sample: -abs(sample.need - capacity))
+    predicted = extrapolate_need(nearest_last, capacity, float)
+    return None if predicted is None else sum(value <= predicted for value in values) - 1

@@ -1,0 +1,108 @@
+"""Exports compile without a warning: by whatever compilers are there, as C of each year and as C++."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.microcontroller_networks import NETWORKS
+from torch.nn import functional as F
+
+import memplan
+
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+STRICT = (*WARNINGS, "-Wpedantic", "-Wvla", "-Wdouble-promotion")
+LEVELS = ("-O0", "-O1", "-O2", "-O3", "-Os")
+C, CXX = ("c99", "c11", "c17", "c2x"), ("c++11", "c++17", "c++20")
+CROSS: dict[str, list[str]] = {
+    "arm-none-eabi-gcc": ["-mcpu=cortex-m4", "-mthumb", "-mfpu=fpv4-sp-d16", "-mfloat-abi=hard"],
+    "riscv64-unknown-elf-gcc": ["-march=rv32imac", "-mabi=ilp32", "--specs=picolibc.specs"],
+    "avr-gcc": ["-mmcu=atmega2560"],
+}
+SMALL = ("mlp", "lenet", "sensor_cnn", "gru", "transformer", "segmenter", "denoiser")
+
+
+def commands() -> dict[str, list[str]]:
+    """The compilers of this machine, by name. The wheel `ziglang` brings a whole clang."""
+    names = [f"{one}{version}" for one in ("gcc", "clang") for version in ("", *(f"-{k}" for k in range(9, 24)))]
+    found = {name: [name] for name in (*names, *CROSS) if shutil.which(name)}
+    if importlib.util.find_spec("ziglang"):
+        found["zig"] = [sys.executable, "-m", "ziglang", "cc"]
+    return found
+
+
+def exported(name: str, folder: Path, optimizer: str = "sgd:lr=0.05") -> Path:
+    make, inputs, targets, loss = NETWORKS[name]
+    torch.manual_seed(0)
+    step: dict[str, Any] = {"loss": getattr(F, loss), "optimizer": optimizer, "budget": "100 MiB", "name": "net"}
+    memplan.export(make(), *inputs, targets=targets, folder=folder, verify=False, **step)
+    return folder
+
+
+def warnings_of(command: list[str], folder: Path, file: str = "net.c") -> str:
+    """What the compiler says of a file of the export."""
+    build = [*command, "-c", file, "-o", "compiled.o"]
+    done = subprocess.run(build, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stderr if done.returncode else ""
+
+
+def variants(name: str, command: list[str]) -> Iterator[list[str]]:
+    """Each compiler by each standard that it knows, at each level."""
+    if name in CROSS:
+        yield from ([*command, *CROSS[name], "-std=c99", level, *WARNINGS] for level in LEVELS)
+        return
+    for standard in (*C, *CXX):
+        flags = [f"-std={standard}", *(["-x", "c++"] if "++" in standard else []), *STRICT]
+        probe = [*command, *flags, "-E", "-"]
+        if subprocess.run(probe, input="int a;", capture_output=True, text=True, check=False).returncode == 0:
+            yield from ([*command, *flags, level] for level in LEVELS)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd:lr=0.1,momentum=0.9", "adam"])
+def test_a_small_network_compiles_without_warnings(optimizer: str, tmp_path: Path) -> None:
+    found = commands()
+    folder = exported("sensor_cnn", tmp_path, optimizer)
+    for name in sorted({"gcc", "clang", "zig"} & set(found)):
+        for flags in (["-std=c99"], ["-std=c2x"], ["-std=c++11", "-x", "c++"]):
+            for file in ("net.c", "test_net.c"):
+                assert warnings_of([*found[name], *flags, "-O2", *STRICT], folder, file) == ""
+
+
+@pytest.mark.parametrize("core", CROSS)
+def test_the_flags_of_the_makefile_suit_cross_compilers(core: str, tmp_path: Path) -> None:
+    if shutil.which(core) is None:
+        pytest.skip(f"no {core}")
+    folder = exported("mlp" if core == "avr-gcc" else "sensor_cnn", tmp_path)
+    compiler = " ".join((core, *CROSS[core]))
+    subprocess.run(["make", "net.o", f"CC={compiler}"], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_program_in_cpp_links(tmp_path: Path) -> None:
+    if shutil.which("g++") is None or shutil.which("cc") is None:
+        pytest.skip("no C++ compiler")
+    folder = exported("mlp", tmp_path)
+    (folder / "main.cpp").write_text(
+        '#include "net.h"\nstatic net_state state;\nint main() { net_init(&state); return state.rate == 1 ? 0 : 1; }\n'
+    )
+    subprocess.run(["cc", "-std=c99", "-c", "net.c"], cwd=folder, check=True)
+    subprocess.run(["g++", *WARNINGS, "main.cpp", "net.o", "-lm", "-o", "main"], cwd=folder, check=True)
+    subprocess.run(["./main"], cwd=folder, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", commands())
+@pytest.mark.parametrize("network", SMALL)
+def test_networks_compile_by_every_compiler(network: str, name: str, tmp_path: Path) -> None:
+    if name == "avr-gcc" and network != "mlp":
+        pytest.skip("a microcontroller of eight bits has no room for it")
+    folder = exported(network, tmp_path)
+    said = {" ".join(command): warnings_of(command, folder) for command in variants(name, commands()[name])}
+    assert said, "the compiler knows a standard"
+    assert {command: text for command, text in said.items() if text} == {}
