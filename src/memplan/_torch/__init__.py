@@ -22,6 +22,7 @@ from memplan._torch.cuda import (
     raw_streams_of_cuda,
     tensor_devices_reported,
 )
+from memplan._torch.dispatch import OpsHandled
 from memplan._torch.distributed import (
     COMPOSABLE_STATES,
     TORCHRUN_VARIABLES,

@@ -135,6 +135,18 @@ def op_of(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, space), base, None), overload or "default", None)
 
 
+class OpsHandled(TorchDispatchMode):
+    """A function that every op goes through: it runs the op and returns the result."""
+
+    def __init__(self, handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """``handle(op, args, kwargs)``."""
+        super().__init__()
+        self._handle = handle
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._handle(func, args, kwargs or {})
+
+
 class _CastProbe(TorchDispatchMode):
     """Notes the dtypes of an op's arguments and results, as autocast's kernel calls it.
 

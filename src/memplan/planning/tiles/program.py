@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan import _torch
 from memplan.planning.graph.joint_graph import Ref, refs
@@ -113,7 +112,7 @@ class Recorder:
             stack.enter_context(self._mode)
             stack.enter_context(torch.no_grad())
             args, kwargs = _torch.tree_map(inner, (args, kwargs))
-            with _Recording(self):
+            with _torch.OpsHandled(self.record):
                 return func(*args, **kwargs)
 
     def record(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -180,17 +179,6 @@ class Recorder:
 
     def _reference(self, leaf: Any) -> Any:
         return Ref(self._value[id(leaf)]) if isinstance(leaf, Tensor) else leaf
-
-
-class _Recording(TorchDispatchMode):
-    """Hands each op to a recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.record(func, args, kwargs or {})
 
 
 def _functional(op: Any) -> str | None:
