@@ -119,7 +119,10 @@ class _Pointwise(Rule):
         }
         if len(found) != 1:
             raise NotTileable(f"{call.node.name} combines different axes")
-        return found.pop()
+        along = found.pop()
+        if any(call.shapes[v][call.axes[v].dim] != call.result[along.dim] for v in call.node.reads if v in call.axes):
+            raise NotTileable(f"{call.node.name} repeats a single element of the axis")
+        return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
         along, result = self.placed(call), call.result
@@ -157,6 +160,24 @@ class _Rows(Rule):
             for name in self._operands
             if isinstance(call[name], Ref)
         }
+
+
+class _Reduction(Rule):
+    """A reduction of other dimensions than that of the axis."""
+
+    def placed(self, call: Call) -> Along:
+        along, rank = call.along("self"), len(call.shape("self"))
+        dims = call["dim"]
+        dims = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}  # none: all
+        if along is None or along.dim in dims:
+            raise NotTileable(f"{call.node.name} mixes elements of the axis")
+        before = 0 if call["keepdim"] else sum(dim < along.dim for dim in dims)
+        return Along(along.dim - before, along.unit)
+
+    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+        along = call.along("self")
+        assert along is not None
+        return {call["self"].value: (along.dim, elements(along, window))}
 
 
 class _Sized(_Rows):
@@ -223,7 +244,10 @@ class _Expand(Rule):
     def placed(self, call: Call) -> Along:
         along = call.along("self")
         assert along is not None
-        return Along(len(call.result) - len(call.shape("self")) + along.dim, along.unit)
+        dim = len(call.result) - len(call.shape("self")) + along.dim
+        if call.result[dim] != call.shape("self")[along.dim]:
+            raise NotTileable("expand repeats a single element of the axis")
+        return Along(dim, along.unit)
 
     needs = _View.needs
 
@@ -423,11 +447,19 @@ class _Upsample(Rule):
             raise NotTileable(f"{call.node.name} combines different axes")
         if along.dim >= 2:
             size, result = self._operand_shape(call)[along.dim], call.result[along.dim]
-            if result % size or call["align_corners"]:
+            if result % size or call["align_corners"] or not self._has_scales_of_sizes(call):
                 raise NotTileable(f"{call.node.name} scales by a fraction, or aligns corners, along the axis")
         elif along.dim == 1:
             raise NotTileable(f"{call.node.name} has channels as its axis")
         return along
+
+    def _has_scales_of_sizes(self, call: Call) -> bool:
+        """Return whether the factors that positions are computed with, where given, are those of the sizes."""
+        space = len(call.result) - 2
+        names = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[3 - space :]
+        given = call["scale_factors"] or [call[name] for name in names]
+        sizes = zip(self._operand_shape(call)[2:], call.result[2:], strict=True)
+        return all(scale is None or scale * size == result for scale, (size, result) in zip(given, sizes, strict=True))
 
     def _operand(self, call: Call) -> int:
         return (call["self"] or call["input"]).value
@@ -447,19 +479,16 @@ class _Upsample(Rule):
         return {self._operand(call): (along.dim, part)}
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        along, part = self.placed(call), tensors(self._operand(call))
-        space = len(call.result) - 2
-        sizes = list(call.result[2:])
-        scale = 1
-        if along.dim >= 2:
-            scale = call.result[along.dim] // self._operand_shape(call)[along.dim]
-            sizes[along.dim - 2] = part.shape[along.dim] * scale
+        along = self.placed(call)
+        if along.dim < 2:
+            return super().run(call, window, tensors)
+        part, space, sizes = tensors(self._operand(call)), len(call.result) - 2, list(call.result[2:])
+        scale = call.result[along.dim] // self._operand_shape(call)[along.dim]
+        sizes[along.dim - 2] = part.shape[along.dim] * scale
         name = {"upsample_nearest": "nearest", "_upsample_nearest_exact": "nearest-exact"}.get(call.node.name[:-2])
         mode = name or {1: "linear", 2: "bilinear", 3: "trilinear"}[space]
         align = {} if name else {"align_corners": bool(call["align_corners"])}
         result = F.interpolate(part, size=sizes, mode=mode, **align)
-        if along.dim < 2:
-            return result
         begin = self._part(call, along, window)[0] * scale
         return result.narrow(along.dim, window[0] - begin, window[1] - window[0])
 
@@ -496,6 +525,8 @@ class _Product(Rule):
             raise NotTileable(f"{call.node.name} sums over the axis")
         if call.along("self") is not None and self._first != "self":
             raise NotTileable(f"{call.node.name} adds a tensor along the axis")
+        if self._first != "self" and len(shape := call.shape("self")) == len(call.result) and shape[0] != 1:
+            raise NotTileable(f"{call.node.name} adds a row for each element of the axis")
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
@@ -527,6 +558,17 @@ def _first_dim(call: Call, dim: int) -> bool:
     return dim == 0
 
 
+def _any_mask(call: Call, dim: int) -> bool:
+    """Return whether an attention is apart along the batch: its mask is the same for all samples."""
+    mask = call["attn_mask"]
+    return dim == 0 and (mask is None or len(call.shapes[mask.value]) < 3 or call.shapes[mask.value][0] == 1)
+
+
+def _counts_nothing(call: Call, dim: int) -> bool:
+    """Return whether the derivative of an embedding does not depend on how often an index occurs in the batch."""
+    return not call["scale_grad_by_freq"]
+
+
 _COPIES = "clone.default _to_copy.default contiguous.default alias.default detach.default lift_fresh_copy.default"
 _UPSAMPLES = {f"{kind}{n}d": 0 for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)}
 _UPSAMPLES |= {"upsample_linear1d": 1, "upsample_bilinear2d": 1, "upsample_trilinear3d": 1}
@@ -537,9 +579,7 @@ RULES: Mapping[str, Rule] = {
     **{f"aten.{name}.default": _View() for name in ("view", "_unsafe_view", "reshape", "_reshape_alias")},
     **{f"aten.{name}{overload}": _Upsample(reach=reach) for name, reach in _UPSAMPLES.items()
        for overload in (".default", ".vec")},
-    **{f"aten.{name}.{kind}": _Rows(keeps=_not_in("dim")) for name in ("mean", "sum", "amax", "amin")
-       for kind in ("dim", "dim_IntList", "default") if (name, kind) in
-       {("mean", "dim"), ("sum", "dim_IntList"), ("amax", "default"), ("amin", "default")}},
+    **{f"aten.{name}": _Reduction() for name in ("mean.dim", "sum.dim_IntList", "amax.default", "amin.default")},
     **{f"aten.{name}.default": _Rows(keeps=_not_in("dim")) for name in ("_softmax", "_log_softmax")},
     "aten.convolution.default": _Convolution("input"),
     "aten.max_pool2d_with_indices.default": _Sliding("self", -math.inf),
@@ -559,12 +599,12 @@ RULES: Mapping[str, Rule] = {
     "aten.transpose.int": _Moved(lambda call, rank: _swapped(rank, call["dim0"], call["dim1"])),
     "aten.t.default": _Moved(lambda call, rank: list(reversed(range(rank)))),
     "aten.unsqueeze.default": _Moved(lambda call, rank: _inserted(rank, call["dim"])),
-    "aten.squeeze.dim": _Moved(lambda call, rank: [d for d in range(rank) if d != call["dim"] % rank]),
+    "aten.squeeze.dim": _Moved(lambda call, rank: _squeezed(call.shape("self"), call["dim"])),
     "aten.mm.default": _Product("self", "mat2"),
     "aten.addmm.default": _Product("mat1", "mat2"),
     "aten.bmm.default": _Product("self", "mat2", batched=True),
-    "aten.embedding.default": _Rows("indices"),
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": _Rows("query", "key", "value", keeps=_first_dim),
+    "aten.embedding.default": _Rows("indices", keeps=_counts_nothing),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _Rows("query", "key", "value", keeps=_any_mask),
 }  # fmt: skip
 """Rules by the target of an op. Norms over the axis are `memplan.planning.tiles.norms`."""
 
@@ -579,3 +619,7 @@ def _inserted(rank: int, dim: int) -> list[int]:
     order = list(range(rank))
     order.insert(dim % (rank + 1), -1)
     return order
+
+
+def _squeezed(shape: Sequence[int], dim: int) -> list[int]:
+    return [d for d in range(len(shape)) if d != dim % len(shape) or shape[d] != 1]

@@ -86,7 +86,8 @@ class Tiled:
         if value in self.program.static or len(shape) <= dim:
             return
         if dim:
-            self.along[value] = Along(dim)
+            if shape[dim] > 1:  # a single element is read by each piece
+                self.along[value] = Along(dim)
         elif shape[0] and shape[0] % self.axis.samples == 0:
             self.along[value] = Along(0, shape[0] // self.axis.samples)
 
@@ -116,8 +117,8 @@ class Tiled:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the axis in the smallest result."""
-        return min(self._size(value) for value in self.program.outputs)
+        """Elements of the axis in the smallest result, or input of a norm over the axis: each piece has some of all."""
+        return min(self._size(value) for value in (*self.program.outputs, *self._normed))
 
     def runs(self, backward: bool) -> list[float]:
         """Return how often each op runs in a forward or backward pass, in whole ops; a derivative counts as two.

@@ -1,0 +1,96 @@
+"""Ops in pieces, beside the same ops as a whole in float64: what is run is equal, all else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.planning.tiles.recorded_segments import differentiated, recorded
+from torch import Tensor
+
+from memplan.planning.ops.tile import TracedTile, register
+from memplan.planning.tiles.program import NotTileable
+from memplan.planning.tiles.tiled import Axis
+
+IMAGE = (4, 4, 15, 16)
+MATRIX, MASK = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 1, 3, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dim"),
+    [
+        (lambda x: x.sum(1), IMAGE, 2),
+        (lambda x: x.sum((2, 3)), IMAGE, 0),
+        (lambda x: x.mean(-1, keepdim=True), IMAGE, 2),
+        (lambda x: x.squeeze(1) * 2, IMAGE, 2),
+        (lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"), IMAGE, 0),
+        (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), IMAGE, 2),
+        (lambda x: x * x[:, :, :1].sum(2, keepdim=True).sigmoid(), IMAGE, 0),
+        (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (2, 2, 8, 5, 6), 2),
+    ],
+)
+def test_equal_to_the_whole(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int) -> None:
+    """Results and gradients of ops that move, keep or stretch dimensions."""
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    whole = function(x)
+    program, tensors = recorded(function, [x])
+    tiled, key = register(program, Axis(dim, shape[0] if dim == 0 else 0), 2)
+    (result,) = TracedTile.apply(key, *tensors)
+    torch.testing.assert_close(result, whole)
+    torch.testing.assert_close(differentiated([result], [x]), differentiated([whole], [x]))
+    assert tiled.pieces == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dim"),
+    [
+        (lambda x: x.mean(-4), IMAGE, 0),
+        (lambda x: x.amax(-3), (4, 4, 4), 0),
+        (lambda x: F.interpolate(x, scale_factor=2.1), (4, 2, 5, 8), 2),
+        (lambda x: F.interpolate(x, scale_factor=(2.0, 1.5), mode="bilinear"), (4, 4, 16, 15), 2),
+        (lambda x: F.avg_pool2d(x, (15, 16)).sigmoid().expand(-1, -1, 15, 16) * x, IMAGE, 2),
+        (lambda x: x * F.avg_pool2d(x, (15, 16)).sigmoid(), IMAGE, 2),
+        (lambda x: torch.addmm(MATRIX, x, MATRIX), (4, 4), 0),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=MASK), (4, 2, 3, 8), 0),
+    ],
+)
+def test_refused(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int) -> None:
+    """What reads other samples or rows than its own, by a negative dimension, a broadcast, or a fractional factor."""
+    program, _ = recorded(function, [torch.randn(shape, dtype=torch.float64)], [MATRIX, MASK])
+    with pytest.raises(NotTileable):
+        register(program, Axis(dim, shape[0] if dim == 0 else 0), 2)
+
+
+def test_a_norm_has_elements_in_each_piece() -> None:
+    """Four rows at the lowest level are too few for eight pieces, though the result has 32."""
+    program, _ = recorded(
+        lambda x: F.interpolate(F.batch_norm(F.avg_pool2d(x, 8), None, None, training=True), scale_factor=8),
+        [torch.randn(2, 4, 32, 32)],
+    )
+    with pytest.raises(NotTileable, match="4 elements for 8 pieces"):
+        register(program, Axis(2), 8)
+
+
+def test_a_gate_of_one_row_is_read_by_each_piece() -> None:
+    """What has a single element along the axis is computed as a whole."""
+    x, gate = (torch.randn(4, 4, rows, 1, dtype=torch.float64, requires_grad=True) for rows in (16, 1))
+    program, tensors = recorded(lambda x, gate: x * gate.sigmoid(), [x, gate])
+    tiled, key = register(program, Axis(2), 4)
+    (result,) = TracedTile.apply(key, *tensors)
+    whole = x * gate.sigmoid()
+    torch.testing.assert_close(differentiated([result], [x, gate]), differentiated([whole], [x, gate]))
+    assert tiled.pieces == 4
+
+
+def test_an_embedding_that_counts_its_indices_is_refused() -> None:
+    """Its derivative divides by how often an index occurs in the whole batch."""
+    table, indices = torch.randn(5, 3), torch.randint(5, (4, 6))
+    for counts in (False, True):
+        program, _ = recorded(lambda i, c=counts: F.embedding(i, table, scale_grad_by_freq=c), [indices], [table])
+        if not counts:
+            assert register(program, Axis(0, 4), 2)
+            continue
+        with pytest.raises(NotTileable):
+            register(program, Axis(0, 4), 2)
