@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memplan._interrupts import safe_point
-from memplan.errors import BudgetError
+from memplan.errors import BudgetError, RecordingError
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import STEEP
 from memplan.planning.segments import MOST_PIECES, Segments, hot_ops
@@ -49,7 +49,7 @@ def planned_in_tiles(
         try:
             tried = captured(tiles)
             return tried.planned(settings, budget)
-        except NotTileable as reason:  # what the trace alone shows
+        except (NotTileable, RecordingError) as reason:  # what the trace alone shows
             _log.info("a segment cannot run piece by piece: %s", reason)
             break
         except BudgetError as lower:

@@ -120,3 +120,60 @@ def test_calls_in_place_are_known() -> None:
     relus = [op.call for op in found.graph.forward_ops if op.target == "aten.relu.default"]
     assert relus[0] in found.in_place_calls
     assert relus[1] not in found.in_place_calls
+
+
+class Stem(nn.Module):
+    """Two convolutions with a batch norm between them, called by a function."""
+
+    def __init__(self, function: Callable[[Stem, Tensor], Tensor | tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return what the function returns."""
+        return self.function(self, x)
+
+
+def hook_inside(m: Stem, x: Tensor) -> Tensor:
+    first = m.first(x)
+    first.register_hook(lambda gradient: gradient * 2)
+    return m.last(F.relu(m.norm(first)))
+
+
+def hook_behind(m: Stem, x: Tensor) -> Tensor:
+    first = m.first(x)
+    second = F.relu(m.norm(first))
+    first.register_hook(lambda gradient: gradient * 2)  # of its whole gradient, through the norm, too
+    return m.last(second) + first.mean()
+
+
+def asks_for_gradient(m: Stem, x: Tensor) -> Tensor:
+    first = m.first(x)
+    return m.last(F.relu(first * (2 if first.requires_grad else 3)))
+
+
+def norm_of_other_samples(m: Stem, x: Tensor) -> Tensor:
+    single = x[:1] * 2  # not along the batch: it would be normalized as a whole, and its statistics lost
+    return m.last(F.relu(m.first(x) + m.norm(F.conv2d(single, m.first.weight, padding=1))))
+
+
+@pytest.mark.parametrize("function", [hook_inside, hook_behind, asks_for_gradient, norm_of_other_samples])
+def test_what_a_segment_would_change_is_refused(function: Callable[[Stem, Tensor], Tensor]) -> None:
+    """Hooks on a part of a gradient, a branch on whether there is one, running statistics of what is not in pieces."""
+    with pytest.raises(NotTileable):
+        captured(Stem(function), torch.randn(4, 2, 8, 8), "aten.relu.default")
+
+
+def test_results_may_be_returned_or_lead_nowhere() -> None:
+    """A value of the middle of a segment as output of the model; a norm that only updates its statistics."""
+
+    def function(m: Stem, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = m.first(x)
+        m.norm(first)
+        return first, m.last(F.relu(first))
+
+    plain, tiled = captured(Stem(function), torch.randn(4, 2, 8, 8), "aten.relu.default")
+    shapes = [[g.values[value].shape for value in g.outputs] for g in (plain.graph, tiled.graph)]
+    assert shapes[0] == shapes[1]
+    assert len(tiled.graph.mutations) == len(plain.graph.mutations)

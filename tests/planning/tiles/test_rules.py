@@ -94,3 +94,33 @@ def test_an_embedding_that_counts_its_indices_is_refused() -> None:
             continue
         with pytest.raises(NotTileable):
             register(program, Axis(0, 4), 2)
+
+
+def test_what_is_written_in_place_keeps_its_dtype() -> None:
+    """A sum of bfloat16 and float32 that is written to a bfloat16 tensor is rounded."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x.to(torch.bfloat16) * 2
+        y += x
+        return y * 3
+
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    program, tensors = recorded(function, [x])
+    tiled, key = register(program, Axis(0, 4), 2)
+    (result,) = TracedTile.apply(key, *tensors)
+    assert torch.equal(result, function(x))
+    assert tiled.pieces == 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2).unsqueeze(3).expand(-1, -1, -1, 3),
+        lambda x: F.pad(F.avg_pool1d(x, 3, 1), (8, 8)),
+        lambda x: F.instance_norm(x, x.new_zeros(2), x.new_ones(2)),
+    ],
+)
+def test_results_that_repeat_pieces_of_padding_and_computed_statistics(function: Callable[[Tensor], Tensor]) -> None:
+    """Refused, and nothing fails later."""
+    with pytest.raises(NotTileable):
+        register(recorded(function, [torch.randn(4, 2, 16)])[0], Axis(2), 8)

@@ -312,6 +312,7 @@ def _trace(
 
     def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Cast outputs to the dtypes of the plain step, and undo channels last. Equal tensors stay the same object."""
+        outputs = outputs if tiling is None else tiling.returned(outputs)
         dtypes_expected = [output.dtype for output in outputs] if dtypes is None else dtypes
         converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for output, dtype in zip(outputs, dtypes_expected, strict=True):

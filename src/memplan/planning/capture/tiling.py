@@ -21,6 +21,9 @@ from memplan.planning.ops.tile import TILE, TILE_BACKWARD, TracedTile, register,
 from memplan.planning.tiles.program import NotTileable, Recorder
 from memplan.planning.tiles.tiled import Tile, Tiled
 
+_HOOKS = frozenset(("register_hook", "retain_grad"))
+_QUESTIONS = frozenset(("requires_grad", "requires_grad_", "grad_fn", "is_leaf"))
+
 
 class Tiling:
     """The segments of a trace, in each of its passes.
@@ -59,6 +62,7 @@ class Tiling:
         """Run a call of a torch function of the traced model, or record it as part of a segment."""
         if _changes_operand(func, args, kwargs):
             self.in_place.add(number)
+        self._refuse_questions_of_autograd(func, args)
         at = next((at for at, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
         if at is None:
@@ -66,11 +70,22 @@ class Tiling:
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         static = self._static_tensors()
         if all(id(tensor) in static for tensor in tensors):
+            if self._recorder is not None and number in self.in_place and self._recorder.reads(tensors[0]):
+                raise NotTileable("the segment changes a buffer that it read before")
             result = func(*args, **kwargs)
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
             result = self._recorded(func, args, kwargs)
         return self._finish(at, result) if number == self._tiles[at].last else result
+
+    def _refuse_questions_of_autograd(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Raise NotTileable for a hook on a tensor of a segment, which has only a part of its gradient, and for a
+        question of whether it needs one, which tensors without data would deny."""
+        tensor, name = args[0] if args else None, getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        inside = isinstance(tensor, Tensor) and self._recorder is not None and self._recorder.owns(tensor)
+        if (name in _HOOKS and (inside or id(tensor) in self._replacements)) or (name in _QUESTIONS and inside):
+            raise NotTileable(f"{name} of a tensor of the segment")
 
     def _recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -98,6 +113,11 @@ class Tiling:
         self._results = []
         program = recorder.program([tensor for _, tensor in wanted])
         tiled, key = register(program, tile.axis, tile.pieces)
+        updated = {id(source): at for at, (sources, _) in recorder.running.items() for source in sources}
+        if not tiled.norms.keys() >= set(updated.values()):
+            raise NotTileable("a batch norm updates statistics that are not over the axis")
+        if any(id(source) in updated for source in recorder.sources.values()):
+            raise NotTileable("the segment reads running statistics that it updates")
         self.registered.append(tiled)
         outputs = TracedTile.apply(key, *recorder.sources.values())
         for (position, tensor), output in zip(wanted, outputs, strict=False):
@@ -114,6 +134,10 @@ class Tiling:
             with torch.no_grad():
                 for source, new in zip(running, (mean, variance * (count / max(count - 1, 1))), strict=False):
                     source.mul_(1 - momentum).add_(new.reshape(-1).to(source.dtype), alpha=momentum)
+
+    def returned(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the traced model returns, with the results of segments in place of those of their calls."""
+        return [self._replaced(output) for output in outputs]
 
     def _replaced(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or id(leaf) not in self._replacements:

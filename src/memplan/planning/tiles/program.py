@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memplan import _torch
 from memplan.planning.graph.joint_graph import Ref, refs
-from memplan.planning.graph.op_schema import arguments_of
+from memplan.planning.graph.op_schema import arguments_of, overload
 from memplan.planning.graph.tensor_like import Like
 
 BATCH_NORMS = frozenset(
@@ -93,6 +93,10 @@ class Recorder:
         """Return whether a tensor was made by a recorded call."""
         return id(tensor) in self._value
 
+    def reads(self, tensor: Tensor) -> bool:
+        """Return whether a recorded call read a tensor from outside."""
+        return id(tensor) in self._replacements
+
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any, is_static: Callable[[Tensor], bool]) -> Any:
         """Run a function and record its ops. ``is_static``: whether a tensor from outside depends on no data."""
 
@@ -121,6 +125,8 @@ class Recorder:
         if any(not self.owns(leaf) for leaf in leaves):
             raise NotTileable("it reads a tensor that its calls do not name")
         arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
+        functional = _functional(op)
+        promoted = None if functional is None else overload(functional)(*args, **kwargs)
         result = op(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, (tuple, list)) else []
         mutated = [
@@ -136,6 +142,8 @@ class Recorder:
             named = arguments_of(str(op), args, kwargs)
             if named.get("training", True) is True:  # whoever runs the program updates the running statistics
                 running = [named[name] for name in _RUNNING if isinstance(named.get(name), Tensor)]
+                if any(self._value[id(tensor)] not in self.sources for tensor in running):
+                    raise NotTileable(f"{op} updates running statistics that are computed")
                 sources = tuple(self.sources[self._value[id(tensor)]] for tensor in running)
                 self.running[len(self._nodes)] = sources, named["momentum"]
                 pairs = zip(named, arguments, strict=True)
@@ -145,14 +153,20 @@ class Recorder:
             self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
             return result
         (changed,) = mutated if len(mutated) == 1 else (None,)
-        functional = _functional(op)
         if changed is None or functional is None or self._value[id(changed)] in self.sources:
             raise NotTileable(f"{op} changes a tensor from outside of the segment")
         if self._storages[_torch.storage_key(changed.untyped_storage())] > 1:
             raise NotTileable(f"{op} changes a tensor that has views")
-        value = self._value[id(changed)] = len(self._likes)
+        value = len(self._likes)
         self._likes[value] = Like.of(changed)
         self._nodes.append(Node(functional, arguments, keywords, (value,)))
+        if promoted is not None and promoted.dtype != changed.dtype:  # what is written in place keeps its dtype
+            self._likes[value] = Like.of(promoted)
+            value += 1
+            self._likes[value] = Like.of(changed)
+            cast = "aten._to_copy.default", (Ref(value - 1),), {"dtype": changed.dtype}
+            self._nodes.append(Node(*cast, (value,)))
+        self._value[id(changed)] = value
         return result
 
     def release(self) -> None:

@@ -73,6 +73,8 @@ class Tiled:
         second = [node.name for node in program.nodes if read.intersection(node.outputs[1:])]
         if second:
             raise NotTileable(f"something reads the second result of {second[0]}")
+        if any(0 in self._strides_of_many(value) for value in program.outputs):
+            raise NotTileable("a result of the segment repeats its elements")
         missing = [value for value in program.outputs if value not in self.along]
         if missing:
             raise NotTileable("a result of the segment does not lie along the axis")
@@ -80,6 +82,9 @@ class Tiled:
             raise NotTileable("nothing reads a result of the segment")
         if pieces > self.elements:
             raise NotTileable(f"there are {self.elements} elements for {pieces} pieces")
+        ends = (0, pieces - 1) if axis.dim else ()
+        if any(low >= high for at in ends for low, high in self._windows(self._goals(at)).values()):
+            raise NotTileable("a piece would read nothing but padding")
 
     def _place_input(self, value: int) -> None:
         shape, dim = self._shapes[value], self.axis.dim
@@ -104,6 +109,11 @@ class Tiled:
             raise NotTileable(f"{node.name} has no rule to run piece by piece")
         call = self._calls[at] = Call(node, self._shapes, self.along)
         self.along[node.outputs[0]] = rule.placed(call)
+
+    def _strides_of_many(self, value: int) -> list[int]:
+        """Return the strides of the dimensions of a value that have more than one element."""
+        like = self.program.likes[value]
+        return [stride for size, stride in zip(like.shape, like.stride, strict=True) if size > 1]
 
     def _size(self, value: int) -> int:
         """Return the number of elements of the axis in a value."""
@@ -254,6 +264,8 @@ class Tiled:
         norm, total = self.norms[at], None
         for piece in pieces or range(self.pieces):
             run = _Run(self, tensors, known, self._goals(piece), piece, sums)
+            if not run.reads(norm.output):
+                continue
             with torch.no_grad():
                 run.until(at)
                 x = run.normed(at)
@@ -315,6 +327,10 @@ class _Run:
         """Return the part of an input, or of its gradient, that the piece reads."""
         window = self._windows.get(value)
         return tensor if window is None else self._tiled._part(tensor, value, window)
+
+    def reads(self, value: int) -> bool:
+        """Return whether a result of the piece depends on a value along the axis."""
+        return value in self._windows
 
     def leaves(self, needed: Sequence[bool]) -> dict[int, Tensor]:
         """Return the parts of the inputs that need a gradient, by position, as leaves of autograd."""
