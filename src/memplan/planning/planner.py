@@ -10,7 +10,7 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._interrupts import safe_point
-from memplan.errors import BudgetError
+from memplan.errors import BudgetError, UsageError
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.precision import EXACT, Precision
@@ -22,6 +22,7 @@ from memplan.planning.request import Request
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study, _with_costs
 from memplan.planning.tile_search import planned_in_tiles, with_tile_remedy
+from memplan.planning.tiles.program import NotTileable
 from memplan.planning.tiles.tiled import Tile
 
 _log = logging.getLogger("memplan")
@@ -107,7 +108,14 @@ class Planner:
         tiles = settings.plan.tiles if settings.plan is not None else ()
         if tiles:
             plain = self.study(call, replace(settings, plan=None, precision=precision), key, captured)
-            return self._tiled(plain, call, settings, tiles)
+            try:
+                return self._tiled(plain, call, settings, tiles)
+            except NotTileable as reason:
+                raise UsageError(
+                    f"The plan is for another model, or for other inputs: of its segments in pieces, {reason}",
+                    expected="the model and the inputs that it was made for",
+                    do="Plan this step again",
+                ) from None
         study = self._studies.get((key, precision)) if key is not None else None
         if study is None:
             exact_study = self._studies.get((key, EXACT)) if precision.lossy else None

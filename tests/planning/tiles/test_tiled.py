@@ -178,3 +178,10 @@ def test_runs_are_counted_as_they_happen(monkeypatch: pytest.MonkeyPatch) -> Non
     tiled.backward(tensors, statistics, [torch.ones_like(results[0])], [t.requires_grad for t in tensors])
     # a derivative counts as two runs more: one in the last pass
     assert calls[0] == tiled.runs(backward=True)[0] - 2 == 3
+
+
+def test_the_largest_piece_has_a_row_more_and_two_borders() -> None:
+    """Ten rows in four pieces of 2, 3, 2 and 3: with a border on each side the second reads five, the last four."""
+    model = nn.Conv2d(1, 1, 3, padding=1)
+    program, _ = recorded(model, [torch.randn(1, 1, 10, 4)], model.parameters())
+    assert Tiled(program, Axis(2), 4).largest_piece == 1

@@ -111,6 +111,10 @@ def test_a_plan_with_tiles_is_saved_and_used_again(tmp_path: Path) -> None:
     assert fitted.plan.tiles == made.tiles
     with pytest.raises(UsageError, match="allow='reordered'"):
         memplan.fit(model, images, targets=labels, budget=budget, plan=loaded, **QUICK)
+    for samples in (12, 16):  # one that does not divide into the plan's samples, and one that does
+        model, images, labels = step(samples)
+        with pytest.raises(UsageError, match="other inputs"):
+            memplan.fit(model, images, targets=labels, budget=2 * budget, allow="reordered", plan=loaded, **QUICK)
 
 
 def test_an_exact_plan_that_does_not_fit_says_what_would() -> None:

@@ -165,7 +165,7 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])
-        pieces = sorted({0, tiled.pieces // 2, tiled.pieces - 1})  # the others are as large
+        pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})  # the first and the last pad, too
         arguments, run = arguments[:-1], tiled.forward if target == TILE else tiled.backward
         with allocations.span("op"):
             results = run(*arguments, pieces)  # pyright: ignore[reportCallIssue]

@@ -141,6 +141,15 @@ class Tiled:
             return [1.0 + sum(at < norm for norm in self.norms) for at in range(count)]
         return [3.0 + sum(1.0 if at < norm else 3.0 for norm in self.norms) for at in range(count)]
 
+    @cached_property
+    def largest_piece(self) -> int:
+        """The piece that computes most: with the borders on both sides, and a row more where pieces do not divide."""
+        return max(range(self.pieces), key=self._computed_bytes)
+
+    def _computed_bytes(self, piece: int) -> int:
+        windows, likes = self._windows(self._goals(piece)), self.program.likes
+        return sum(likes[value].bytes * (high - low) // self._size(value) for value, (low, high) in windows.items())
+
     def overlap(self, pieces: int) -> list[float]:
         """Return for each node how often a run in so many pieces computes an element of its result, on average."""
         tiled = self if pieces == self.pieces else Tiled(self.program, self.axis, pieces)
