@@ -177,3 +177,27 @@ def test_results_may_be_returned_or_lead_nowhere() -> None:
     shapes = [[g.values[value].shape for value in g.outputs] for g in (plain.graph, tiled.graph)]
     assert shapes[0] == shapes[1]
     assert len(tiled.graph.mutations) == len(plain.graph.mutations)
+
+
+def written_result(m: Stem, x: Tensor) -> Tensor:
+    first = m.first(x) + 1
+    part = first[:, :2]
+    second = F.relu(first + 1)
+    first.mul_(2)  # and so the part
+    return m.last(second) + part + first.mean()
+
+
+def written_operand(m: Stem, x: Tensor) -> Tensor:
+    x = x * 1
+    y = m.first(x + 0)
+    flat = x.view(4, -1)
+    second = F.relu(y)
+    x.mul_(5)
+    return m.last(second) + flat.mean()
+
+
+@pytest.mark.parametrize("function", [written_result, written_operand])
+def test_results_with_memory_of_others_are_refused(function: Callable[[Stem, Tensor], Tensor]) -> None:
+    """A view that leaves the segment would not see what is written behind it."""
+    with pytest.raises(NotTileable, match="view"):
+        captured(Stem(function), torch.randn(4, 2, 8, 8), "aten.relu.default")

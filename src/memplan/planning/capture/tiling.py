@@ -111,6 +111,8 @@ class Tiling:
             if recorder.owns(tensor) and (self._first_pass or (at, position) in self._read)
         ]
         self._results = []
+        if not self._first_pass and recorder.share_memory([tensor for _, tensor in wanted]):
+            raise NotTileable("a result is a view of another, or of what the segment reads: writes would not reach it")
         program = recorder.program([tensor for _, tensor in wanted])
         tiled, key = register(program, tile.axis, tile.pieces)
         updated = {id(source): at for at, (sources, _) in recorder.running.items() for source in sources}

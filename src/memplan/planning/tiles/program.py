@@ -97,6 +97,11 @@ class Recorder:
         """Return whether a recorded call read a tensor from outside."""
         return id(tensor) in self._replacements
 
+    def share_memory(self, results: Sequence[Tensor]) -> bool:
+        """Return whether results are views of each other or of tensors from outside."""
+        keys = [_torch.storage_key(t.untyped_storage()) for t in (*results, *self._replacements.values())]
+        return len(set(keys)) < len(keys)
+
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any, is_static: Callable[[Tensor], bool]) -> Any:
         """Run a function and record its ops. ``is_static``: whether a tensor from outside depends on no data."""
 
