@@ -201,3 +201,21 @@ def test_results_with_memory_of_others_are_refused(function: Callable[[Stem, Ten
     """A view that leaves the segment would not see what is written behind it."""
     with pytest.raises(NotTileable, match="view"):
         captured(Stem(function), torch.randn(4, 2, 8, 8), "aten.relu.default")
+
+
+def written_buffer(m: Stem, x: Tensor) -> Tensor:
+    scale = m.norm.running_var
+    assert scale is not None
+    scaled = F.relu(x.exp() * scale[:2].view(2, 1, 1) + 1)
+    scale.mul_(0.5)
+    return m.last(m.first(F.relu(scaled)))
+
+
+def test_a_buffer_written_behind_its_reader_is_refused() -> None:
+    """The segment runs as a whole behind the write."""
+    model, x = Stem(written_buffer), torch.randn(4, 2, 8, 8)
+    relus = [op.call for op in capture(model, call_of((x,), {})).graph.forward_ops if op.target == "aten.relu.default"]
+    assert relus[0] is not None
+    assert relus[1] is not None
+    with pytest.raises(NotTileable, match="buffer"):
+        capture(model, call_of((x,), {}), tiles=[Tile(0, relus[1], Axis(0, 4), 2)])

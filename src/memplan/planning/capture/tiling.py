@@ -118,7 +118,7 @@ class Tiling:
         updated = {id(source): at for at, (sources, _) in recorder.running.items() for source in sources}
         if not tiled.norms.keys() >= set(updated.values()):
             raise NotTileable("a batch norm updates statistics that are not over the axis")
-        if any(id(source) in updated for source in recorder.sources.values()):
+        if any(id(_torch.viewed(source)) in updated for source in recorder.sources.values()):
             raise NotTileable("the segment reads running statistics that it updates")
         self.registered.append(tiled)
         outputs = TracedTile.apply(key, *recorder.sources.values())

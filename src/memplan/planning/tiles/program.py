@@ -94,8 +94,8 @@ class Recorder:
         return id(tensor) in self._value
 
     def reads(self, tensor: Tensor) -> bool:
-        """Return whether a recorded call read a tensor from outside."""
-        return id(tensor) in self._replacements
+        """Return whether a recorded call read a tensor from outside, or a view of the same one."""
+        return any(_torch.viewed(tensor) is _torch.viewed(source) for source in self.sources.values())
 
     def share_memory(self, results: Sequence[Tensor]) -> bool:
         """Return whether results are views of each other or of tensors from outside."""
