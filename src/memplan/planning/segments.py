@@ -169,26 +169,24 @@ class Segments:
         return min(fitting, key=lambda known: known[:2])[2] if fitting else best[1]
 
     def _options(self, call: int, taken: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
-        """Yield the segments around a call that overlap no tile, with their axis and most pieces."""
+        """Yield the segments around a call, with their axis and most pieces. They hold other tiles as a whole or not at
+        all."""
         if call not in self.calls:
             return
         at = self.calls.index(call)
         for axis in self.axes:
             for begin in range(at, max(-1, at - MAX_CALLS), -1):
-                if self._is_taken(self.calls[begin], taken) or self.segment(self.calls[begin], call, axis, 2) is None:
+                if self.segment(self.calls[begin], call, axis, 2) is None:
                     break
                 if self.calls[begin] in self._in_place:
                     continue
                 for end in range(at, min(len(self.calls), begin + MAX_CALLS)):
                     first, last = self.calls[begin], self.calls[end]
-                    segment = None if self._is_taken(last, taken) else self.segment(first, last, axis, 2)
+                    segment = self.segment(first, last, axis, 2)
                     if segment is None:
                         break
-                    yield segment, axis, axis.samples or segment.tiled.elements // LEAST_ELEMENTS
-
-    @staticmethod
-    def _is_taken(call: int, taken: Sequence[Tile]) -> bool:
-        return any(tile.first <= call <= tile.last for tile in taken)
+                    if not any(_cuts(tile, first, last) for tile in taken):
+                        yield segment, axis, axis.samples or segment.tiled.elements // LEAST_ELEMENTS
 
     def _expected(self, segment: Segment, hot: Hot, pieces: int) -> int:
         """Return the bytes that are expected to be live at a hot op if a segment around it runs piece by piece."""
@@ -198,6 +196,13 @@ class Segments:
         operands = max(0, segment.operand_bytes - live)  # some are live already
         inner = int(KEPT * segment.inner_bytes / pieces)
         return others + operands + segment.operand_bytes + segment.result_bytes + inner
+
+
+def _cuts(tile: Tile, first: int, last: int) -> bool:
+    """Return whether a range of calls overlaps a tile without being larger than it."""
+    overlaps = first <= tile.last and tile.first <= last
+    larger = first <= tile.first and tile.last <= last and (first, last) != (tile.first, tile.last)
+    return overlaps and not larger
 
 
 def hot_ops(graph: JointGraph, schedule: Any, outside_memory: Any, target: int) -> list[Hot]:

@@ -79,13 +79,17 @@ def _more_tiles(
     chosen, new = list(tiles), 0
     for hot in hot_ops(search.graph, nearest, search.outside_memory, budget):
         at = next((at for at, tile in enumerate(chosen) if tile.first <= hot.call <= tile.last), None)
-        if at is None and new < AT_ONCE:
-            tile = segments.around(hot, budget, chosen)
-            if tile is not None:
-                chosen.append(tile)
-                new += 1
-        elif at is not None and hot.tile and chosen[at] in tiles and chosen[at].pieces < MOST_PIECES:
+        if at is not None and chosen[at] not in tiles:
+            continue  # chosen for an op that is higher
+        if at is not None and hot.tile and chosen[at].pieces < MOST_PIECES:
             finer = replace(chosen[at], pieces=chosen[at].pieces * 2)
             if segments.segment(finer.first, finer.last, finer.axis, finer.pieces) is not None:
                 chosen[at] = finer
+                continue
+        if new < AT_ONCE:
+            larger = segments.around(hot, budget, chosen)
+            if larger is not None:
+                chosen = [tile for tile in chosen if not larger.first <= tile.first <= larger.last]
+                chosen.append(larger)
+                new += 1
     return tuple(sorted(chosen, key=lambda tile: tile.first))
