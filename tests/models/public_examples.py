@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -81,6 +82,9 @@ def written_weights(folder: Path, model: nn.Module) -> None:
 def names(folder: Path) -> dict[str, Any]:
     """Return the names that docstrings use, and write the snapshot that they read."""
     write_snapshot(folder / "snapshot.pickle", memplan.simulate(memplan.record(build, device="h100")), {})
+    (folder / "snapshots").mkdir()
+    for rank in range(2):
+        shutil.copy(folder / "snapshot.pickle", folder / "snapshots" / f"rank{rank}.pickle")
     (folder / "train.py").write_text(TRAINING, encoding="utf-8")
     torch.manual_seed(0)
     model = nn.Sequential(

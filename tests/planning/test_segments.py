@@ -87,7 +87,7 @@ def test_hot_ops_are_above_the_target(stem: Captured) -> None:
 
 
 def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: Captured) -> None:
-    """The choice lowers the level, and overlaps no tile."""
+    """The choice lowers the level; beside a tile, it is none or one that takes the tile in."""
     graph, segments = with_costs(stem.graph, how="roofline"), segments_of(stem)
     hot = hot_ops(graph, schedule(graph, Choices()), OutsideMemory(), 0)[0]
     tile = segments.around(hot, hot.level // 2, [])
@@ -95,4 +95,4 @@ def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: 
     assert tile.first <= hot.call <= tile.last
     assert tile.first not in stem.in_place_calls
     other = segments.around(hot, hot.level // 2, [tile])
-    assert other is None
+    assert other is None or (other.first <= tile.first and tile.last <= other.last)

@@ -26,6 +26,7 @@ from memplan.simulation.snapshots.write import write_snapshot
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import find_largest
 from memplan.studies.capacity.limit import Room
+from memplan.studies.capacity.on_cards import CardRow, OnCards
 from memplan.studies.guarding.outcome import compare_with
 from memplan.trace.recording.session import Target
 from memplan.trace.step import StepOptions
@@ -144,6 +145,11 @@ def guarded() -> str:
     return compare_with(before, now, "1%").to_json()
 
 
+def on_cards() -> str:
+    rows = CardRow("t4", 16 << 30, False, 20 << 30, 21 << 30, 0), CardRow(EVIL, 80 << 30, True, 9, 10, 64, 80, 11)
+    return OnCards(f"net {EVIL}", "batch", rows, 5).to_json()
+
+
 @cache
 def every() -> dict[str, str]:
     """One of each kind."""
@@ -162,6 +168,7 @@ def every() -> dict[str, str]:
         "snapshots of ranks": snapshots_of_ranks(),
         "comparison": compared(),
         "largest": found_largest(),
+        "cards": on_cards(),
         "watched run": watched(),
         "guard": guarded(),
         "devices": Catalogue(catalogue()).to_json(),

@@ -92,7 +92,8 @@ def explain(
 
     Example:
         >>> print(memplan.explain(resnet18, "32x3x224x224", optimizer=torch.optim.AdamW, device="h100"))
-        44.6 MiB of weights -> 901.9 MiB peak: ...
+        resnet18: training step on h100
+        44.6 MiB of weights -> 917.3 MiB peak: ...
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     if isinstance(what, Trace):

@@ -173,6 +173,8 @@ def test_it_holds_what_is_said() -> None:
 
 def test_the_arguments_that_planning_knows_are_the_ops() -> None:
     for target, names in op_schema.OWN.items():
+        if target == "memplan.is_not_zero.default":  # of exports alone: it is C, and torch has none
+            continue
         assert names == tuple(argument.name for argument in _torch.arguments(op_schema.overload(target)))
 
 

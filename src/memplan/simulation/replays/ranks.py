@@ -99,8 +99,8 @@ def replay_ranks(
         InputError: fewer than two, two of the same rank, or of different steps by their names.
 
     Example:
-        >>> memplan.replay_ranks("snapshots/iteration_10").odd[0].rank
-        3
+        >>> memplan.replay_ranks("snapshots").odd
+        ()
     """
     files = _files(paths)
     _check_steps(files)

@@ -224,7 +224,7 @@ def largest(
 
     Example:
         >>> memplan.largest(model, "batch", images, optimizer=torch.optim.AdamW, device="rtx4090")
-        82096
+        209152
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(refuse_trace(what), options, window=window.checked() if window is not None else None)

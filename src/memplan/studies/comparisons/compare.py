@@ -82,9 +82,9 @@ def compare(
 
     Example:
         >>> print(memplan.compare(resnet18, resnet18, "32x3x224x224", device="h100", b_options={"autocast": "bf16"}))
-        A: resnet18
-        B: resnet18 with autocast=bf16
-        808.9 MiB -> 531.0 MiB peak: 277.9 MiB less, -34 % (saved activations -278.7 MiB, ...
+        A: resnet18 (recorded, training step, h100)
+        B: resnet18 with autocast=bf16 (recorded, training step, h100)
+        824.7 MiB -> 535.3 MiB peak: 289.3 MiB less, -35 % (saved activations ...
     """
     common = {
         "inputs": inputs, "kwargs": kwargs, "targets": targets, "loss": loss, "optimizer": optimizer,

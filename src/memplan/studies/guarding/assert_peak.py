@@ -66,7 +66,7 @@ def assert_peak(
 
     Example:
         >>> memplan.assert_peak(model, images, optimizer=torch.optim.AdamW, at_most="80 MiB", device="h100")
-        <Explanation of 'Sequential' on h100: 65.8 MiB peak, 10 layers>
+        <Explanation of 'Sequential' on h100: 65.9 MiB peak, 10 layers>
     """
     __tracebackhide__ = True  # pytest then shows the failure at the user's line
     limits = {"allocated": at_most, "reserved": reserved}

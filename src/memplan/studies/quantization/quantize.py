@@ -57,6 +57,7 @@ def quantize(
     Example:
         >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
         >>> print(memplan.quantize(model, "8x1024", weights="int8"))
+        Quantized: inference on the CPU, by Int8WeightOnlyConfig
         Weights 8.0 MiB -> 2.0 MiB: 6.0 MiB less, -75 % (2 of 2 layers with weights quantized).
         Peak of inference 8.1 MiB -> 6.1 MiB: 2.0 MiB less, -25 %.
         ...

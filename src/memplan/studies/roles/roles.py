@@ -114,7 +114,7 @@ def roles(
     Example:
         >>> ranks = memplan.roles(build, device="h100", world=8)
         >>> [role.ranks for role in ranks.roles]
-        [(0, 1, 2, 3, 4, 5, 6), (7,)]
+        [(0, 1, 2, 3, 4, 5, 6, 7)]
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, True, dtype).checked()
     target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, 0)

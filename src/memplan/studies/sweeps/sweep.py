@@ -173,7 +173,8 @@ def sweep(
 
     Example:
         >>> print(memplan.sweep(model, {"batch": [8, 16, 32]}, images, device="h100"))
-        Sequential on h100: 3 points of batch; ...
+        Sequential on h100: 3 points of batch
+        ...
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(refuse_trace(what), options)
