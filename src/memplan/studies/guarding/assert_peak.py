@@ -49,8 +49,9 @@ def assert_peak(
         inputs: what the module is called with.
         at_most: the limit of allocated bytes: "2 GiB", or a number of bytes.
         reserved: the limit of bytes reserved by the caching allocator. At least one of the two limits is required.
-        kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume, cudnn,
-            world, rank: as for `memplan.explain`. The test depends on the machine unless it names a device.
+        kwargs, targets, loss, optimizer, device, autocast, train, dtype: as for `memplan.explain`. The test depends on
+            the machine unless it names a device.
+        settings, assume, cudnn, world, rank: as for `memplan.explain`.
 
     Returns:
         The Explanation of the step.
