@@ -57,7 +57,16 @@ def stem() -> nn.Module:
     )
 
 
+def nnunet_block() -> nn.Module:
+    """Instance norm and an activation in place, which changes a view of the norm's own result."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, 2, 1), nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True),
+    )  # fmt: skip
+
+
 SEGMENTS = {
+    "nnunet": (nnunet_block, (4, 2, 20, 21)),
     "stem": (stem, (4, 3, 37, 41)),
     "residual": (lambda: Residual(4, 1), (4, 4, 20, 21)),
     "strided": (lambda: Residual(4, 2), (4, 4, 21, 20)),

@@ -79,8 +79,10 @@ class Recorder:
         self._alive = list[Tensor]()
         """All tensors, whose ids so stay unique."""
         self._likes: dict[int, Like] = {}
-        self._storages: dict[int, int] = {}
-        """Number of values in each storage."""
+        self._storages: dict[int, set[int]] = {}
+        """Ids of the tensors in each storage."""
+        self._stale = set[int]()
+        """Ids of the tensors of which another view was changed."""
         self.sources: dict[int, Tensor] = {}
         """Tensors from outside by value."""
         self._replacements: dict[int, Tensor] = {}
@@ -160,8 +162,10 @@ class Recorder:
         (changed,) = mutated if len(mutated) == 1 else (None,)
         if changed is None or functional is None or self._value[id(changed)] in self.sources:
             raise NotTileable(f"{op} changes a tensor from outside of the segment")
-        if self._storages[_torch.storage_key(changed.untyped_storage())] > 1:
-            raise NotTileable(f"{op} changes a tensor that has views")
+        others = self._storages[_torch.storage_key(changed.untyped_storage())] - {id(changed)}
+        if any(self._value[other] in self.sources for other in others):
+            raise NotTileable(f"{op} changes a view of a tensor from outside of the segment")
+        self._stale |= others
         value = len(self._likes)
         self._likes[value] = Like.of(changed)
         self._nodes.append(Node(functional, arguments, keywords, (value,)))
@@ -184,7 +188,7 @@ class Recorder:
         self.sources = {value: tensor for value, tensor in self.sources.items() if value in read}
         return Program(
             tuple(self._nodes), tuple(self.sources), frozenset(self._static & read),
-            tuple(self._value[id(output)] for output in outputs), dict(self._likes),
+            tuple(map(self._current, outputs)), dict(self._likes),
         )  # fmt: skip
 
     def _add(self, tensor: Tensor) -> int:
@@ -193,11 +197,17 @@ class Recorder:
         self._likes[value] = Like.of(tensor)
         self._alive.append(tensor)
         key = _torch.storage_key(tensor.untyped_storage())
-        self._storages[key] = self._storages.get(key, 0) + 1
+        self._storages.setdefault(key, set()).add(id(tensor))
         return value
 
     def _reference(self, leaf: Any) -> Any:
-        return Ref(self._value[id(leaf)]) if isinstance(leaf, Tensor) else leaf
+        return Ref(self._current(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    def _current(self, tensor: Tensor) -> int:
+        """Return the value of a tensor. Raises NotTileable if another view of its memory was changed."""
+        if id(tensor) in self._stale:
+            raise NotTileable("it changes a tensor that has views, which are read again")
+        return self._value[id(tensor)]
 
 
 def _functional(op: Any) -> str | None:
