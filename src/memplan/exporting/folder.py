@@ -71,7 +71,7 @@ def _is_export(folder: Path, name: str) -> bool:
 def replace_files(folder: Path, name: str, contents: Mapping[str, str | bytes]) -> None:
     """Write the files of an export in place of those that one of this name wrote before: all, or none.
 
-    The new ones are complete before the first old one is moved away; after an error the old ones are moved back.
+    All new files are written before the first old file is moved away; after an error the old files are moved back.
 
     Raises:
         OSError: they cannot be written.

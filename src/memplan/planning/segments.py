@@ -8,14 +8,19 @@ their gradients, and what its ops make in a piece.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
+import torch
+
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Value
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.graph.tensor_like import Like
+from memplan.planning.ops.tile import TILE_OPS
 from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.tiles.program import Node, NotTileable, Program
 from memplan.planning.tiles.tiled import Axis, Tile, Tiled
 
@@ -61,11 +66,10 @@ class Hot:
 
     call: int
     """Number of the call that it is part of, or whose derivative it computes."""
-    excess: int
-    """Bytes above the target."""
     level: int
-    live: Mapping[int, tuple[tuple[tuple[int, ...], int], ...]]
-    """Live values, as shape and bytes, by the call that they belong to."""
+    """Live bytes."""
+    live: Mapping[int, int]
+    """Bytes of live values by the call that they belong to; -1 for those of none."""
     scratch: int
     tile: bool
     """Whether it is a tile already."""
@@ -190,9 +194,9 @@ class Segments:
 
     def _expected(self, segment: Segment, hot: Hot, pieces: int) -> int:
         """Return the bytes that are expected to be live at a hot op if a segment around it runs piece by piece."""
-        inside = [v for call, held in hot.live.items() if segment.first <= call <= segment.last for v in held]
-        others = hot.level - sum(size for _, size in inside) - hot.scratch
-        live = sum(size for call, held in hot.live.items() if call < segment.first for _, size in held)
+        inside = sum(size for call, size in hot.live.items() if segment.first <= call <= segment.last)
+        others = hot.level - inside - hot.scratch
+        live = sum(size for call, size in hot.live.items() if call < segment.first)
         operands = max(0, segment.operand_bytes - live)  # some are live already
         inner = int(KEPT * segment.inner_bytes / pieces)
         return others + operands + segment.operand_bytes + segment.result_bytes + inner
@@ -205,7 +209,7 @@ def _cuts(tile: Tile, first: int, last: int) -> bool:
     return overlaps and not larger
 
 
-def hot_ops(graph: JointGraph, schedule: Any, outside_memory: Any, target: int) -> list[Hot]:
+def hot_ops(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory, target: int) -> list[Hot]:
     """Return the ops of a schedule at which more than ``target`` bytes are live, the highest first."""
     counted, live, found = levels(schedule, outside_memory), set[int](), dict[int, Hot]()
     actions = zip((*counted.forward, *counted.backward), (*schedule.forward, *schedule.backward), strict=True)
@@ -213,30 +217,18 @@ def hot_ops(graph: JointGraph, schedule: Any, outside_memory: Any, target: int) 
         live.update(action.makes)
         if level > target and action.op is not None:
             op = graph.ops[action.op]
-            call = _call(graph, op)
+            call = graph.call_of(op)
             if call is not None and (call not in found or found[call].level < level):
-                held: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+                sizes: Counter[int] = Counter()
                 for value in live:
                     maker = graph.values[value].op
-                    of = None if maker is None else _call(graph, graph.ops[maker])
-                    held.setdefault(-1 if of is None else of, []).append(
-                        (graph.values[value].shape, graph.values[value].bytes)
-                    )
-                found[call] = Hot(
-                    call, level - target, level, {c: tuple(v) for c, v in held.items()}, max(0, op.scratch),
-                    op.target.startswith("memplan.tile"),
-                )  # fmt: skip
+                    of = None if maker is None else graph.call_of(graph.ops[maker])
+                    sizes[-1 if of is None else of] += graph.values[value].bytes
+                found[call] = Hot(call, level, sizes, max(0, op.scratch), op.target in TILE_OPS)
         live.difference_update(action.frees)
         if action.into is not None:
             live.discard(action.into)
     return sorted(found.values(), key=lambda hot: -hot.level)
-
-
-def _call(graph: JointGraph, op: GraphOp) -> int | None:
-    """Return the call that an op is part of, for a derivative that of its forward op."""
-    if op.phase == "forward":
-        return op.call
-    return None if op.gradient_of is None else graph.ops[op.gradient_of].call
 
 
 def _node(op: GraphOp) -> Node:
@@ -247,7 +239,5 @@ def _node(op: GraphOp) -> Node:
     return Node(target, args, op.kwargs, tuple(value for value in op.outputs if value is not None))
 
 
-def _like(value: Any) -> Like:
-    import torch
-
+def _like(value: Value) -> Like:
     return Like(value.shape, value.stride, getattr(torch, value.dtype), torch.device(value.place))

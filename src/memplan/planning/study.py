@@ -316,7 +316,7 @@ class _Planning:
             seconds=planned.seconds + in_pieces,
             tiles=self._study.tiles,
             step_seconds=step_seconds(plain) or None,
-            lower_bound_seconds=bounds.seconds,
+            lower_bound_seconds=bounds.seconds + in_pieces,
             resident=_resident(graph, settings, outside_memory),
             program=program(planned),
             notes=self._notes(planned, bounds),

@@ -262,6 +262,12 @@ class JointGraph:
         digest.update(repr((self.outputs, self.gradients, self.mutations)).encode())
         return digest.hexdigest()
 
+    def call_of(self, op: GraphOp) -> int | None:
+        """Return the call of a torch function that an op is part of, for a derivative that of its forward op."""
+        if op.phase == "forward":
+            return op.call
+        return None if op.gradient_of is None else self.ops[op.gradient_of].call
+
     def base(self, value: int) -> int:
         """Return the id of the value that owns the memory of ``value``."""
         return self.values[value].base

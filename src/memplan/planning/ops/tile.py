@@ -22,7 +22,7 @@ from memplan.planning.ops.custom_ops import define
 from memplan.planning.tiles.program import Program
 from memplan.planning.tiles.tiled import Axis, Tiled
 
-TILE, TILE_BACKWARD = "memplan.tile.default", "memplan.tile_backward.default"
+TILE, TILE_BACKWARD = TILE_OPS = "memplan.tile.default", "memplan.tile_backward.default"
 
 _TILES: weakref.WeakValueDictionary[str, Tiled] = weakref.WeakValueDictionary()
 """Tiles by key, the last argument of their ops."""

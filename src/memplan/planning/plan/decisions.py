@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, SavedForm, Value, recomputable
 from memplan.planning.graph.op_schema import short
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import GradientUse, Reason
 from memplan.planning.levers.registry import RECOMPUTE, TILE
+from memplan.planning.ops.tile import TILE_OPS
 from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.tiles.tiled import Tile as TileOfStep
 
 _STEP = Scope("step")
-_TILE = "memplan.tile"
-"""Beginning of the names of the ops of a tile."""
 
 
 def decide(graph: JointGraph, schedule: Schedule) -> tuple[Decision, ...]:
@@ -41,7 +40,7 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
     for tile in tiles:
         ops = [op for op in plain.forward_ops if op.call is not None and tile.first <= op.call <= tile.last]
         made = [value for op in ops for value in op.makes]
-        in_pieces = [op for op in graph.ops if op.target.startswith(_TILE) and _call_of(graph, op) == tile.last]
+        in_pieces = [op for op in graph.ops if op.target in TILE_OPS and graph.call_of(op) == tile.last]
         forward = [op for op in in_pieces if op.phase == "forward"]
         indices = {op.index for op in ops}
         before = sum(op.seconds for op in plain.ops if op.index in indices or op.gradient_of in indices)
@@ -51,17 +50,13 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
         )  # fmt: skip
         layers = list(dict.fromkeys(op.layer for op in ops if op.layer))
         layer = layers[0] if len(layers) < 2 else f"{layers[0]} to {layers[-1]}"
-        names = tuple(plain.values[v].name for v in (made[0], made[-1])) if made else ()
+        names = plain.values[made[0]].name, plain.values[made[-1]].name
         seconds = sum(op.seconds for op in in_pieces) - before
         decisions.append(Decision(
             TILE.name, Scope("segment", names), TILE.grade(), reason.bytes, max(0.0, seconds), layer,
-            ops[0].where if ops else None, reason.text, reason.details,
+            ops[0].where, reason.text, reason.details,
         ))  # fmt: skip
     return decisions
-
-
-def _call_of(graph: JointGraph, op: GraphOp) -> int | None:
-    return op.call if op.gradient_of is None else graph.ops[op.gradient_of].call
 
 
 class _Decider:

@@ -53,7 +53,7 @@ class Plan(Saved, Displayed):
     floor: int
     """Smallest budget that the search could meet."""
     lower_bound: int
-    """Bytes: no schedule of these ops, with their in-place variants and encodings, has a lower peak."""
+    """Bytes: no schedule of these ops, with their in-place variants, encodings and pieces, has a lower peak."""
     seconds: float
     """Predicted seconds that the plan adds to the step."""
     step_seconds: float | None
@@ -168,7 +168,8 @@ class Plan(Saved, Displayed):
         before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
         budget = f"the budget of {format_bytes(self.budget)}"
         least = "The least looked at" if self.choices.fused else "The least found to be enough"
-        floor = f"{least} is {format_bytes(self.floor)}, no less than {format_bytes(self.lower_bound)} can be."
+        floor = f"{least} is {format_bytes(self.floor)}, no less than {format_bytes(self.lower_bound)} can be"
+        floor += " with these pieces." if self.tiles else "."
         if self.changes_nothing:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
@@ -176,10 +177,12 @@ class Plan(Saved, Displayed):
         levers = Counter(decision.lever for decision in self.decisions if decision.scope.kind == "value")
         values = [lever.counted(levers[lever.name], self.host_bytes) for lever in LEVERS]
         updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
-        counts = ", ".join(filter(None, (*values, updated)))
+        in_pieces = f"{len(self.tiles)} segment{'' if len(self.tiles) == 1 else 's'} in pieces" if self.tiles else ""
+        counts = ", ".join(filter(None, (in_pieces, *values, updated)))
         bound = ""
         if not self.choices.fused:  # unknown for fused kernels
-            bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
+            which = "No plan of these pieces" if self.tiles else "No plan"
+            bound = f"{which} in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
             bound += f"(gap {format_seconds(self.gap)}). "
         return (
             f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
