@@ -96,4 +96,4 @@ class Allocations:
         return list(accumulate((size for when, size in self._events if start <= when <= end), initial=0))
 
 
-_SEMANTICS = Semantics(cpu.SEMANTICS.extras, RESULTS, INSTEAD)
+_SEMANTICS = Semantics(cpu.SEMANTICS.temporaries, RESULTS, INSTEAD)

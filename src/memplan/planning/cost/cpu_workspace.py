@@ -23,7 +23,7 @@ from memplan.planning.graph.op_schema import CHUNKED, NUMBERS
 from memplan.planning.levers.chunk_convolutions import CONVOLUTION, meta_tensor
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
 from memplan.trace.records import HOST
-from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
+from memplan.trace.semantics.kinds import Arguments, Keywords, Semantics, Temporary
 
 LIMIT = 3.0
 """Approximate limit in seconds on measuring a graph's calls: the remaining calls go by the formulas."""
@@ -71,16 +71,18 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
     """
     spent = 0.0
 
-    def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+    def temporaries(
+        name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
+    ) -> Sequence[Temporary]:
         nonlocal spent
         begin = time.perf_counter()
         size = measured(name, args, kwargs, measure_new=spent < limit)
         spent += time.perf_counter() - begin
         if size is None:
-            return semantics.extras(name, args, kwargs, result, in_backward)
-        return (Extra(size),) if size else ()
+            return semantics.temporaries(name, args, kwargs, result, in_backward)
+        return (Temporary(size),) if size else ()
 
-    return replace(semantics, extras=extras)
+    return replace(semantics, temporaries=temporaries)
 
 
 def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, measure_new: bool = True) -> int | None:

@@ -25,7 +25,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.placement import Home
 from memplan.planning.levers.chunk_convolutions import meta_tensor
 from memplan.trace.semantics.cuda import table as cuda
-from memplan.trace.semantics.kinds import Asked, Extra
+from memplan.trace.semantics.kinds import Asked, Temporary
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,29 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     library = find_cudnn(None)
     semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
     declare_scratch = [op.target.startswith("memplan.") for op in graph.ops]  # these declare their scratch themselves
-    workspaces = [
-        () if declares_scratch or op.is_view else _extras_of(graph, op, semantics.extras)
+    temporaries_of_ops = [
+        () if declares_scratch or op.is_view else _temporaries_of(graph, op, semantics.temporaries)
         for op, declares_scratch in zip(graph.ops, declare_scratch, strict=True)
     ]
-    all_extras = [extra for extras in workspaces for extra in extras]
-    cudnn_bytes, models = ({}, {}) if library is None else _cudnn_bytes(library, device, all_extras)
-    persistent = sum(round_to_blocks(extra.bytes) for extra in all_extras if extra.held)
+    all_temporaries = [temporary for temporaries in temporaries_of_ops for temporary in temporaries]
+    cudnn_bytes, models = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
+    persistent = sum(round_to_blocks(temporary.bytes) for temporary in all_temporaries if temporary.held)
     ops, expected = list[GraphOp](), dict[int, ExpectedScratch]()
-    for op, declares_scratch, extras in zip(graph.ops, declare_scratch, workspaces, strict=True):
-        other = sum(round_to_blocks(extra.bytes) for extra in extras if not extra.held and extra.asked is None)
-        scratch = op.scratch if declares_scratch else other + _cudnn_scratch(graph, op, extras, cudnn_bytes)
+    for op, declares_scratch, temporaries in zip(graph.ops, declare_scratch, temporaries_of_ops, strict=True):
+        other = sum(
+            round_to_blocks(temporary.bytes)
+            for temporary in temporaries
+            if not temporary.held and temporary.asked is None
+        )
+        scratch = op.scratch if declares_scratch else other + _cudnn_scratch(graph, op, temporaries, cudnn_bytes)
         ops.append(replace(op, scratch=scratch))
-        if possible := {extra.asked: models[extra.asked] for extra in extras if extra.asked in models}:
+        if possible := {
+            temporary.asked: models[temporary.asked] for temporary in temporaries if temporary.asked in models
+        }:
             probabilities = defaultdict[int, float](float)
             for chosen in product(*(zip(one.sizes, one.probabilities, strict=True) for one in possible.values())):
                 sizes = dict(zip(possible, (size for size, _ in chosen), strict=True))
-                scratch_of = other + _cudnn_scratch(graph, op, extras, {**cudnn_bytes, **sizes})
+                scratch_of = other + _cudnn_scratch(graph, op, temporaries, {**cudnn_bytes, **sizes})
                 probabilities[scratch_of] += prod(probability for _, probability in chosen)
             ordered = sorted(probabilities)
             sizes = ExpectedWorkspace(scratch, tuple(ordered), tuple(probabilities[size] for size in ordered))
@@ -84,11 +90,11 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
 
 
 def _cudnn_bytes(
-    library: Cudnn, device: Device, extras: Sequence[Extra]
+    library: Cudnn, device: Device, temporaries: Sequence[Temporary]
 ) -> tuple[dict[Asked, int], dict[Asked, ExpectedWorkspace]]:
     """Return the workspaces that cuDNN reports, in bytes: that of its first plan, with benchmark the largest; else the
     expected ones, and what else these may be."""
-    requests = dict.fromkeys(extra.asked for extra in extras if extra.asked is not None)
+    requests = dict.fromkeys(temporary.asked for temporary in temporaries if temporary.asked is not None)
     answers = ask(library, device, (request.question for request in requests))
     workspaces, expected = dict[Asked, int](), dict[Asked, ExpectedWorkspace]()
     for request in requests:
@@ -104,15 +110,17 @@ def _cudnn_bytes(
     return workspaces, expected
 
 
-def _cudnn_scratch(graph: JointGraph, op: GraphOp, extras: Sequence[Extra], cudnn_bytes: Mapping[Asked, int]) -> int:
+def _cudnn_scratch(
+    graph: JointGraph, op: GraphOp, temporaries: Sequence[Temporary], cudnn_bytes: Mapping[Asked, int]
+) -> int:
     """Return the bytes that an op's cuDNN workspaces add to its peak: each is freed before the next result is
     allocated."""
     peak = 0
-    for extra in extras:
-        if extra.asked is not None:
-            later = (op.outputs[number] for number in range((extra.after or 0) + 1, len(op.outputs)))
+    for temporary in temporaries:
+        if temporary.asked is not None:
+            later = (op.outputs[number] for number in range((temporary.after or 0) + 1, len(op.outputs)))
             later_bytes = sum(round_to_blocks(graph.values[value].bytes) for value in later if value is not None)
-            peak = max(peak, round_to_blocks(cudnn_bytes.get(extra.asked, extra.bytes)) - later_bytes)
+            peak = max(peak, round_to_blocks(cudnn_bytes.get(temporary.asked, temporary.bytes)) - later_bytes)
     return peak
 
 
@@ -156,13 +164,13 @@ def _workspace(place: str, call: KernelCall) -> int:
     return workspace_on(place, lambda: call.run(args, kwargs))
 
 
-def _extras_of(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:
-    """Return the workspaces of an op by the formulas ``extras``, called with meta tensors; empty where none applies."""
+def _temporaries_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:
+    """Return an op's temporaries by the formulas ``formulas``, called with meta tensors; empty where none applies."""
     args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
     kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))
     outputs = [None if value is None else meta_tensor(graph.values[value]) for value in op.outputs]
     result = outputs if op.multiple else outputs[0]
     try:  # a planned backward pass runs in the caller's thread, so both passes share a library's handle
-        return extras(op.target, tuple(args), dict(kwargs), result, False)
+        return formulas(op.target, tuple(args), dict(kwargs), result, False)
     except Exception:  # the formula needs a result that no op reads, so that the graph lacks its shape
         return ()

@@ -18,7 +18,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.op_schema import overload
 from memplan.planning.graph.placement import Home
 from memplan.planning.inductor.max_pool import POOLS
-from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
+from memplan.trace.semantics.kinds import Arguments, Keywords, Semantics, Temporary
 
 
 class Kernels(Protocol):
@@ -48,15 +48,17 @@ class OnCPU:
         """See `Kernels`."""
         measured = cpu_workspace.known(semantics)
 
-        def workspaces(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+        def workspaces(
+            name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
+        ) -> Sequence[Temporary]:
             name = _ATEN_POOLS.get(name, name)
             if not _is_opaque(name):
-                return measured.extras(name, args, kwargs, result, in_backward)
+                return measured.temporaries(name, args, kwargs, result, in_backward)
             call = args[-1]
             size = self._opaque_workspaces.get((name, call), 0)
-            return (Extra(size),) if size else ()
+            return (Temporary(size),) if size else ()
 
-        return replace(semantics, extras=workspaces)
+        return replace(semantics, temporaries=workspaces)
 
     def measure(self) -> bool:
         """See `Kernels`: nothing is left to measure."""
@@ -79,17 +81,19 @@ class OnCard:
         """See `Kernels`."""
         measured = cuda_workspace.known(self._place)
 
-        def workspaces(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+        def workspaces(
+            name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
+        ) -> Sequence[Temporary]:
             call = KernelCall.of(name, args, kwargs)
             size = self._opaque_workspaces.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
             if size is not None:
-                return (Extra(size),) if size else ()
+                return (Temporary(size),) if size else ()
             if call.key not in measured and _is_measurable(call.name):
                 self._unknown[call.key] = call
-            extras = semantics.extras(call.name, args, kwargs, result, in_backward)
-            return [extra for extra in extras if not extra.held]
+            temporaries = semantics.temporaries(call.name, args, kwargs, result, in_backward)
+            return [temporary for temporary in temporaries if not temporary.held]
 
-        return replace(semantics, extras=workspaces)
+        return replace(semantics, temporaries=workspaces)
 
     def measure(self) -> bool:
         """See `Kernels`."""

@@ -14,7 +14,7 @@ import torch
 from memplan import _torch
 from memplan.trace.recording.ledger import Entry, Ledger
 from memplan.trace.semantics.cpu.scalar_operands import wrapped
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 
 _OPS = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "mul_", "div_"))
 """Ops whose derivative by the first operand reads the second (derivatives.yaml)."""
@@ -68,15 +68,20 @@ class HeldScalars:
             self._running_node = sequence
 
     def without_held(
-        self, workspaces: Sequence[Extra], name: str, args: tuple[Any, ...], sequence: int | None
-    ) -> Sequence[Extra]:
-        """Return a backward op's workspaces without the scalar that its autograd node already holds.
+        self, temporaries: Sequence[Temporary], name: str, args: tuple[Any, ...], sequence: int | None
+    ) -> Sequence[Temporary]:
+        """Return a backward op's temporaries without the scalar that its autograd node already holds.
 
         The formula of such an op (`semantics.cpu.scalar_operands`) counts a single workspace: that scalar.
         """
-        if not workspaces or name not in _OPS or isinstance(args[1], torch.Tensor) or sequence not in self._by_sequence:
-            return workspaces
-        return (Extra(workspaces[0].bytes - wrapped(args[1]).itemsize),)
+        if (
+            not temporaries
+            or name not in _OPS
+            or isinstance(args[1], torch.Tensor)
+            or sequence not in self._by_sequence
+        ):
+            return temporaries
+        return (Temporary(temporaries[0].bytes - wrapped(args[1]).itemsize),)
 
     def _attach(self, reference: weakref.ref[torch.Tensor], entry: Entry) -> None:
         """Let the result's autograd node own a scalar; free it if there is no such node."""

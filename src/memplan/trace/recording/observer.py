@@ -22,7 +22,7 @@ from memplan.trace.recording.place import Place, format_frame, user_frame
 from memplan.trace.recording.values.known_indices import Positions
 from memplan.trace.recording.values.ranges import ValueRanges
 from memplan.trace.records import HOST, ON_CARD, Phase
-from memplan.trace.semantics.kinds import NONE, Extra, Semantics
+from memplan.trace.semantics.kinds import NONE, Semantics, Temporary
 
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
@@ -248,14 +248,16 @@ class Observer:
         result = result if correct is None else correct(args, kwargs, result)
         form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
         if form is None:
-            workspaces = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
-            workspaces = self._scalars.without_held(workspaces, signature.name, args, note.sequence)
+            temporaries = semantics.temporaries(signature.name, args, kwargs, result, _torch.in_backward())
+            temporaries = self._scalars.without_held(temporaries, signature.name, args, note.sequence)
         else:
-            workspaces = tuple(map(Extra, form.temporaries(args, result)))
+            temporaries = tuple(map(Temporary, form.temporaries(args, result)))
         if signature.name == _LIFT:
             ledger.register_lifted(args[0], result, index)
         absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
-        self.ownership.workspaces.update(_allocations(result, workspaces, ledger, index, note, absent, semantics.order))
+        self.ownership.workspaces.update(
+            _allocations(result, temporaries, ledger, index, note, absent, semantics.order)
+        )
         old_parts.clear()
         if self.card is None and note.grad_enabled and "self" in needs:
             self._scalars.save(signature.name, args, result, index)
@@ -434,66 +436,66 @@ def _outside_error(tensor: torch.Tensor) -> StepError:
 
 def _allocations(
     result: Any,
-    workspaces: Sequence[Extra],
+    temporaries: Sequence[Temporary],
     ledger: Ledger,
     index: int,
     note: Note,
     absent: bool,
     order: Mapping[str, tuple[int, ...]],
 ) -> Iterator[int]:
-    """Allocate an op's results and workspaces in the kernel's order, and free the workspaces that end with it.
+    """Allocate an op's results and temporaries in the kernel's order, and free the temporaries that end with it.
 
     Yields:
         Ids of the entries that are workspaces.
     """
-    allocated = [(workspace, _allocate(workspace, ledger, index)) for workspace in workspaces if workspace.first]
-    if any(workspace.after is not None or workspace.until is not None for workspace in workspaces):
-        yield from _allocate_between_results(result, workspaces, allocated, ledger, index, note.writes, absent)
+    allocated = [(temporary, _allocate(temporary, ledger, index)) for temporary in temporaries if temporary.first]
+    if any(temporary.after is not None or temporary.until is not None for temporary in temporaries):
+        yield from _allocate_between_results(result, temporaries, allocated, ledger, index, note.writes, absent)
         return
     _allocate_results(result, ledger, index, note.writes, absent, order.get(note.name))
-    for workspace in workspaces:
-        if not workspace.first:
-            allocated.append((workspace, _allocate(workspace, ledger, index)))
+    for temporary in temporaries:
+        if not temporary.first:
+            allocated.append((temporary, _allocate(temporary, ledger, index)))
             for later, (earlier, entry) in enumerate(reversed(allocated)):
                 if earlier.followed == later:  # it lives for so many more allocations only
                     ledger.free(entry)
-    yield from _free([(workspace, entry) for workspace, entry in allocated if workspace.followed is None], ledger)
-    yield from (entry.id for workspace, entry in allocated if workspace.followed is not None and workspace.workspace)
+    yield from _free([(temporary, entry) for temporary, entry in allocated if temporary.followed is None], ledger)
+    yield from (entry.id for temporary, entry in allocated if temporary.followed is not None and temporary.workspace)
 
 
 def _allocate_between_results(
-    result: Any, workspaces: Sequence[Extra], allocated: list[tuple[Extra, Entry]], ledger: Ledger, index: int,
+    result: Any, temporaries: Sequence[Temporary], allocated: list[tuple[Temporary, Entry]], ledger: Ledger, index: int,
     writes: list[int], absent: bool,
 ) -> Iterator[int]:  # fmt: skip
-    """Like `_allocations`, for kernels that allocate and free workspaces between their results."""
+    """Like `_allocations`, for kernels that allocate and free temporaries between their results."""
     for number, part in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
-        yield from _free([(workspace, entry) for workspace, entry in allocated if workspace.until == number], ledger)
+        yield from _free([(temporary, entry) for temporary, entry in allocated if temporary.until == number], ledger)
         _allocate_results(part, ledger, index, writes, absent)
-        between = [workspace for workspace in workspaces if workspace.after == number]
-        short = [workspace for workspace in between if workspace.until is None]
-        long = [workspace for workspace in between if workspace.until is not None]
-        yield from _free([(workspace, _allocate(workspace, ledger, index)) for workspace in short], ledger)
-        allocated += [(workspace, _allocate(workspace, ledger, index)) for workspace in long]
-    allocated = [(workspace, entry) for workspace, entry in allocated if entry.died is None]
-    last = [workspace for workspace in workspaces if not workspace.first and workspace.after is None]
-    allocated += [(workspace, _allocate(workspace, ledger, index)) for workspace in last]
+        between = [temporary for temporary in temporaries if temporary.after == number]
+        short = [temporary for temporary in between if temporary.until is None]
+        long = [temporary for temporary in between if temporary.until is not None]
+        yield from _free([(temporary, _allocate(temporary, ledger, index)) for temporary in short], ledger)
+        allocated += [(temporary, _allocate(temporary, ledger, index)) for temporary in long]
+    allocated = [(temporary, entry) for temporary, entry in allocated if entry.died is None]
+    last = [temporary for temporary in temporaries if not temporary.first and temporary.after is None]
+    allocated += [(temporary, _allocate(temporary, ledger, index)) for temporary in last]
     yield from _free(allocated, ledger)
 
 
-def _allocate(workspace: Extra, ledger: Ledger, index: int) -> Entry:
-    """Allocate a workspace of the op ``index`` in the ledger."""
+def _allocate(temporary: Temporary, ledger: Ledger, index: int) -> Entry:
+    """Allocate a temporary of the op ``index`` in the ledger."""
     return ledger.allocate_hidden(
-        workspace.bytes, index, low=workspace.low, owner=workspace.owner, asked=workspace.asked
+        temporary.bytes, index, low=temporary.low, owner=temporary.owner, asked=temporary.asked
     )
 
 
-def _free(allocated: list[tuple[Extra, Entry]], ledger: Ledger) -> Iterator[int]:
+def _free(allocated: list[tuple[Temporary, Entry]], ledger: Ledger) -> Iterator[int]:
     """Free temporaries in reverse order, as the locals of a C++ function, unless they are freed with a result or never.
     Yields the ids of library workspaces."""
-    for workspace, entry in reversed(allocated):
-        if not workspace.held and workspace.owner is None:
+    for temporary, entry in reversed(allocated):
+        if not temporary.held and temporary.owner is None:
             ledger.free(entry)
-        if workspace.workspace:
+        if temporary.workspace:
             yield entry.id
 
 

@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class Temporary:
     """One allocation of `bytes` bytes besides an op's results. By default it is freed when the op returns."""
 
     bytes: int
@@ -58,7 +58,7 @@ class Extra:
 class Semantics:
     """What a device's kernels do that fake tensors do not show.
 
-    ``extras(name, args, kwargs, result, in_backward)``: the allocations of a kernel besides its results.
+    ``temporaries(name, args, kwargs, result, in_backward)``: the allocations of a kernel besides its results.
     ``results``: overload name -> ``(args, kwargs, result) -> result`` with the device's sizes and strides.
     ``instead``: for ops that fake tensors refuse or are slow at: overload name -> ``(args, kwargs) -> result``, or
     NotImplemented to use the fake tensors' result.
@@ -68,7 +68,7 @@ class Semantics:
     exact. ``answered``: whether ``instead`` computed the result.
     """
 
-    extras: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Extra]]
+    temporaries: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Temporary]]
     results: Mapping[str, Callable[[Arguments, Keywords, Any], Any]]
     instead: Mapping[str, Callable[[Arguments, Keywords], Any]]
     assumed: Callable[[str, Arguments, Any, bool], str | None] = lambda name, args, result, answered: None

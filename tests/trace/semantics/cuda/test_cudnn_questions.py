@@ -132,15 +132,17 @@ def test_copies_lie_around_the_results() -> None:
     """Sizes in float32: x 12,845,056 bytes, w 294,912, y 6,422,528."""
     last = torch.channels_last
     x, w, y = (empty(*SIZES[name]) for name in "xwy")
-    extras = operand_copies(_backward(y.expand(SIZES["y"]), x, w.to(memory_format=last), *OPTIONS), H100, backward=True)
-    copies = [(one.bytes, one.first, one.after, one.until) for one in extras if one.after != 2]
+    temporaries = operand_copies(
+        _backward(y.expand(SIZES["y"]), x, w.to(memory_format=last), *OPTIONS), H100, backward=True
+    )
+    copies = [(one.bytes, one.first, one.after, one.until) for one in temporaries if one.after != 2]
     assert copies == [(12845056, True, None, 2), (6422528, True, None, 2)]
     spread = empty(1, 1, 1, 1).expand(SIZES["y"])
-    extras = operand_copies(_backward(spread, x, w, *OPTIONS), H100, backward=True)
-    copies = [(one.bytes, one.first, one.after, one.until) for one in extras if one.after != 2]
+    temporaries = operand_copies(_backward(spread, x, w, *OPTIONS), H100, backward=True)
+    copies = [(one.bytes, one.first, one.after, one.until) for one in temporaries if one.after != 2]
     assert copies == [(6422528, False, 0, None), (6422528, False, 0, 2)], "contiguous for each of the two gradients"
-    extras = operand_copies(_backward(spread, x, w, *OPTIONS, mask=(False, True, False)), H100, backward=True)
-    assert [(one.bytes, one.after, one.until) for one in extras] == [(6422528, 0, 2)]
+    temporaries = operand_copies(_backward(spread, x, w, *OPTIONS, mask=(False, True, False)), H100, backward=True)
+    assert [(one.bytes, one.after, one.until) for one in temporaries] == [(6422528, 0, 2)]
     swapped = empty(56, 56, 16, 64).permute(2, 3, 0, 1)
     options = (swapped, w, None, *OPTIONS[:4], [0], 1)
     assert [(one.bytes, one.first, one.until) for one in operand_copies(options, H100, backward=False)] == [

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memplan.trace.semantics.cuda import kernels, results
 from memplan.trace.semantics.cuda.arch import A100, Arch
 from memplan.trace.semantics.cuda.attention_kernels import flash_splits
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 
 MIB = 1 << 20
 T4, H100, RTX4090 = Arch((7, 5), 40), Arch((9, 0), 132), Arch((8, 9), 128)
@@ -29,11 +29,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def taken(op: Any, *args: Any, result: Any = None, arch: Arch = A100, **kwargs: Any) -> tuple[int, ...]:
-    found = extras(op, *args, result=result, arch=arch, **kwargs)
-    return tuple(size.bytes if isinstance(size, Extra) else size for size in found)
+    found = temporaries(op, *args, result=result, arch=arch, **kwargs)
+    return tuple(size.bytes if isinstance(size, Temporary) else size for size in found)
 
 
-def extras(op: Any, *args: Any, result: Any = None, arch: Arch = A100, **kwargs: Any) -> tuple[int | Extra, ...]:
+def temporaries(
+    op: Any, *args: Any, result: Any = None, arch: Arch = A100, **kwargs: Any
+) -> tuple[int | Temporary, ...]:
     formula = kernels.FORMULAS.get(str(op))
     return () if formula is None else formula(args, kwargs, result, arch)
 
@@ -59,7 +61,7 @@ def rounded(sizes: tuple[int, ...]) -> int:
     ],
 )
 def test_embedding_backward_takes_what_was_published(rows: int, width: int, dtype: torch.dtype, mib: float) -> None:
-    found = extras(
+    found = temporaries(
         aten.embedding_dense_backward.default,
         empty(32, 512, width, dtype=dtype),
         empty(32, 512, dtype=torch.int64),
@@ -68,7 +70,7 @@ def test_embedding_backward_takes_what_was_published(rows: int, width: int, dtyp
         False,
     )
     # what the sort took is given back before the result is made
-    sizes = [one.bytes if isinstance(one, Extra) else one for one in found if getattr(one, "until", None) is None]
+    sizes = [one.bytes if isinstance(one, Temporary) else one for one in found if getattr(one, "until", None) is None]
     assert rounded(tuple(sizes)) == pytest.approx(mib * MIB, abs=0.001 * MIB)
 
 
@@ -243,8 +245,9 @@ def test_efficient_backward_in_float32_has_its_product_no_longer_when_the_worksp
     """As a real H100 did it: a contiguous gradient, three results, product, sums, sums; then the first two go."""
     q, gradient = empty(4, 1024, 16, 64).transpose(1, 2), empty(4, 16, 1024, 64)
     args = (gradient, q, q, q, None, q, empty(1), empty(), empty(), 0.0, [True, True, True, False])
-    assert extras(aten._scaled_dot_product_efficient_attention_backward.default, *args) == (
-        Extra(16_777_216, first=True), Extra(16_777_216, followed=2), Extra(262_144, followed=1), 262_144, 16_793_600
+    assert temporaries(aten._scaled_dot_product_efficient_attention_backward.default, *args) == (
+        Temporary(16_777_216, first=True), Temporary(16_777_216, followed=2),
+        Temporary(262_144, followed=1), 262_144, 16_793_600
     )  # fmt: skip
 
 

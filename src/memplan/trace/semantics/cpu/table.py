@@ -19,7 +19,7 @@ from memplan.trace.semantics.cpu import (
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
 from memplan.trace.semantics.cpu.temporaries import indexing, losses, resampling
-from memplan.trace.semantics.kinds import Arguments, Extra, Formula, Keywords, Semantics
+from memplan.trace.semantics.kinds import Arguments, Formula, Keywords, Semantics, Temporary
 
 _FORMULAS: dict[str, Formula] = {
     "aten.convolution.default": convolution.transient,
@@ -45,13 +45,13 @@ def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], re
     return 0 if formula is None else max(0, formula(args, kwargs, result))
 
 
-def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> tuple[Extra, ...]:
+def _temporaries(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> tuple[Temporary, ...]:
     temporaries = transient_bytes(name, args, kwargs, result) + scalar_operands.transient_bytes(name, args)
-    return (Extra(temporaries),) if temporaries else ()
+    return (Temporary(temporaries),) if temporaries else ()
 
 
 def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
     return indexing.assumed(name, args) or sparse_results.assumed(name, args, result, answered)
 
 
-SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE, **sparse_results.INSTEAD}, _assumed)
+SEMANTICS = Semantics(_temporaries, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE, **sparse_results.INSTEAD}, _assumed)

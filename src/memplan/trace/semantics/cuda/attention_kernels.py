@@ -12,7 +12,7 @@ import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import Formula, nonzero
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 from memplan.trace.semantics.layout import bytes_of, copied, padded
 
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -156,14 +156,14 @@ def efficient_backward(heads_first: bool) -> Formula:
     of them, of which the first two are freed before the workspace is allocated.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Extra, ...]:
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Temporary, ...]:
         gradient, q, k, v = (_by_length(t, heads_first) for t in args[:4])
         sums = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
         workspace = _efficient_workspace(q, k, v, arch)
-        copies = [Extra(size, first=True) for size in nonzero(copied(gradient))]
+        copies = [Temporary(size, first=True) for size in nonzero(copied(gradient))]
         if q.dtype in _REDUCED:
             return (*copies, sums, workspace)
-        return (*copies, Extra(sums * v.shape[-1], followed=2), Extra(sums, followed=1), sums, workspace)
+        return (*copies, Temporary(sums * v.shape[-1], followed=2), Temporary(sums, followed=1), sums, workspace)
 
     return formula
 

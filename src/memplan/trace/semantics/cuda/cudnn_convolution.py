@@ -17,7 +17,7 @@ import torch
 
 from memplan.trace.semantics.cuda import reductions
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 from memplan.trace.semantics.layout import bytes_of, copied_to, padded, space, suggests_channels_last
 
 Backend = Literal["cudnn", "depthwise", "slow", "empty"]
@@ -289,7 +289,7 @@ def copies(backward: bool) -> Any:
     return formula
 
 
-def operand_copies(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Extra]:
+def operand_copies(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Temporary]:
     """The copies that a convolution makes of its operands (see `copies`), with their lifetimes, and the staging buffer
     of the bias gradient.
 
@@ -300,22 +300,22 @@ def operand_copies(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list
     x, weight = args[1:3] if backward else args[:2]
     last = in_channels_last(x, weight)
     before = [x, weight] if not backward or args[10][1] else [weight]
-    after = list[Extra]()
+    after = list[Temporary]()
     if backward:
         grad = args[0]
         if grad.dim() > 3 and suggests_channels_last(grad) != last:
             before.append(grad)
         else:
             size = copied_operand(grad, last)
-            for_input, for_weight = Extra(size, after=0), Extra(size, after=0, until=_BIAS)
+            for_input, for_weight = Temporary(size, after=0), Temporary(size, after=0, until=_BIAS)
             after = [
                 copy for copy, wanted in zip((for_input, for_weight), args[10], strict=False) if size and wanted
             ]  # the weight gradient's copy is made before that result is allocated
         if args[10][_BIAS]:
             summed = reductions.staging_buffer(grad, [0, *range(2, grad.dim())], max(4, grad.element_size()), arch)
-            after += [Extra(size, after=_BIAS) for size in summed if size]
+            after += [Temporary(size, after=_BIAS) for size in summed if size]
     sizes = [copied_operand(operand, last) for operand in before]
-    return [*(Extra(size, first=True, until=_BIAS) for size in sizes if size), *after]
+    return [*(Temporary(size, first=True, until=_BIAS) for size in sizes if size), *after]
 
 
 FORMULAS = {"aten.convolution.default": copies(False), "aten.convolution_backward.default": copies(True)}

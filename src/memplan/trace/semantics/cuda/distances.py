@@ -10,7 +10,7 @@ import torch
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import Formula
 from memplan.trace.semantics.cuda.reductions import staging_buffer
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 
 
 def _buffer_and_sum(like: torch.Tensor, shape: tuple[int, ...], dim: int, arch: Arch) -> tuple[int, ...]:
@@ -43,11 +43,11 @@ def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
     return _buffer_and_sum(x, (*batched, y.shape[-2], x.shape[-2], x.shape[-1]), len(batched), arch)
 
 
-def euclidean_dist(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+def euclidean_dist(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (Distance.cpp, _euclidean_dist): operands with two more columns, so that one product yields squared
     distances."""
     sizes = [x.numel() // x.shape[-1] * (x.shape[-1] + 2) * x.element_size() for x in args[:2] if x.shape[-1]]
-    return tuple(Extra(size, first=True) for size in sizes if size)
+    return tuple(Temporary(size, first=True) for size in sizes if size)
 
 
 def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:

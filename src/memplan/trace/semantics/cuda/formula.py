@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
-"""(args, kwargs, result, arch) -> allocations within the kernel: an `Extra`, or bytes alone."""
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Temporary, ...]]
+"""(args, kwargs, result, arch) -> allocations within the kernel: a `Temporary`, or bytes alone."""
 
 
 def nonzero(*sizes: int) -> tuple[int, ...]:

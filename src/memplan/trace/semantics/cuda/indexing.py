@@ -10,7 +10,7 @@ import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import Formula, nonzero
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 from memplan.trace.semantics.layout import bytes_of, copied, padded
 
 _FEW_INDICES = 3072
@@ -55,14 +55,14 @@ def radix_sort_bytes(count: int, key: int, value: int, arch: Arch, bits: int | N
     return sum(padded(part, 256) for part in parts) + 255
 
 
-def embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+def embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (Embedding.cpp): a contiguous copy of the indices, if they are not."""
-    return tuple(Extra(size, first=True) for size in nonzero(copied(args[1])))
+    return tuple(Temporary(size, first=True) for size in nonzero(copied(args[1])))
 
 
 def embedding_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
-) -> tuple[int | Extra, ...]:
+) -> tuple[int | Temporary, ...]:
     """Temporaries (Embedding.cu, EmbeddingBackwardKernel.cu): nothing up to 3072 indices, else a sort and sums by
     segment.
 
@@ -72,7 +72,7 @@ def embedding_backward(
     segment per ten indices and one per distinct row.
     """
     gradient, indices, rows, by_frequency = args[0], args[1], args[2], args[4]
-    copies = tuple(Extra(size, first=True) for size in nonzero(copied(indices), copied(gradient)))
+    copies = tuple(Temporary(size, first=True) for size in nonzero(copied(indices), copied(gradient)))
     if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
     return copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
@@ -80,7 +80,7 @@ def embedding_backward(
 
 def _segment_sums(
     gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, arch: Arch
-) -> tuple[int | Extra, ...]:
+) -> tuple[int | Temporary, ...]:
     """Allocations of an embedding's gradient by sorted indices: see `embedding_backward`."""
     count, itemsize, accumulator = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
@@ -89,15 +89,15 @@ def _segment_sums(
     segment_arrays = [count * itemsize, *[segments * itemsize] * 2, itemsize, itemsize, partial * itemsize]
     during_sort = count * itemsize, radix_sort_bytes(count, itemsize, itemsize, arch)
     return (
-        *(Extra(size, first=True) for size in nonzero(count * itemsize, count * itemsize)),
-        *(Extra(size, first=True, until=0) for size in nonzero(*during_sort)),
+        *(Temporary(size, first=True) for size in nonzero(count * itemsize, count * itemsize)),
+        *(Temporary(size, first=True, until=0) for size in nonzero(*during_sort)),
         *nonzero(*segment_arrays, count_bytes, partial * gradient.shape[-1] * accumulator),
     )
 
 
 def embedding_bag_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
-) -> tuple[int | Extra, ...]:
+) -> tuple[int | Temporary, ...]:
     """Temporaries (EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg): those of
     `embedding_backward`, for any number of indices; none in mode max."""
     return _bag_gradient(args[0], args[1], args[5], args[6], args[7], arch)
@@ -105,14 +105,14 @@ def embedding_bag_backward(
 
 def _bag_gradient(
     gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, mode: int, arch: Arch
-) -> tuple[int | Extra, ...]:
-    copies = tuple(Extra(size, first=True) for size in nonzero(copied(gradient)))
+) -> tuple[int | Temporary, ...]:
+    copies = tuple(Temporary(size, first=True) for size in nonzero(copied(gradient)))
     return copies if mode == _MAXIMUM else copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
 
 
 def embedding_bag_backward_by_offsets(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
-) -> tuple[int | Extra, ...]:
+) -> tuple[int | Temporary, ...]:
     """Temporaries (EmbeddingBag.cpp, _embedding_bag_backward_symint): the kernel of dense gradients. Sparse gradients:
     nothing."""
     if result.layout is not torch.strided:
@@ -195,7 +195,7 @@ def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
     return transposed + _sort_temporaries(x.numel() // length, length, x.element_size(), arch)
 
 
-def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (Sorting.cpp, median_impl): without a dimension, a copy of the input is sorted before the result is
     allocated."""
     x = args[0]
@@ -204,8 +204,8 @@ def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arc
         pairs = nonzero(count * _INDEX if count > 1 else 0)
     else:
         pairs = _sort_temporaries(1, count, x.element_size(), arch)
-    sorting = (Extra(size, first=True, until=0) for size in nonzero(count * _INDEX, *pairs))
-    return (Extra(bytes_of(x), first=True), *sorting) if count else ()
+    sorting = (Temporary(size, first=True, until=0) for size in nonzero(count * _INDEX, *pairs))
+    return (Temporary(bytes_of(x), first=True), *sorting) if count else ()
 
 
 def topk(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -293,11 +293,13 @@ def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return nonzero(bytes_of(result))
 
 
-def histogram(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+def histogram(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (SummaryOps.cu, _histc_cuda_template): minimum and maximum of the input, if no range was passed."""
     low, high = (*args[2:4], *(kwargs.get(name, 0) for name in ("min", "max")[len(args[2:4]) :]))
     size = args[0].element_size()
-    return (Extra(size, first=True, until=0), Extra(size, first=True)) if low == high and args[0].numel() else ()
+    return (
+        (Temporary(size, first=True, until=0), Temporary(size, first=True)) if low == high and args[0].numel() else ()
+    )
 
 
 def flattened_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import Formula, nonzero
 from memplan.trace.semantics.cuda.norms import copies_of
 from memplan.trace.semantics.cuda.reductions import FORMULAS as REDUCTIONS
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Temporary
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
 
 _REDUCED = (torch.bfloat16, torch.float16)
@@ -132,14 +132,14 @@ def grid_sample(grid: int) -> Formula:
     ``grid`` is the position of that argument.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Extra, ...]:
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Temporary, ...]:
         x = args[grid - 1]
         mode, padding, corners = args[grid + 1 : grid + 4]
         supported = x.dtype in (torch.float32, torch.float64, torch.float16) and x.shape[1] <= _MOST_CHANNELS
         if not (torch.backends.cudnn.enabled and supported and corners and mode == padding == 0):
             return ()
         expanded = [bytes_of(tensor) for tensor in args[:grid] if 0 in tensor.stride() and tensor.numel()]
-        return tuple(Extra(size, first=True) for size in nonzero(*expanded, copied(args[grid])))
+        return tuple(Temporary(size, first=True) for size in nonzero(*expanded, copied(args[grid])))
 
     return formula
 

@@ -18,7 +18,7 @@ from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kerne
 from memplan.trace.semantics.cuda.arch import Arch, WatchedArch
 from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace, operand_copies
 from memplan.trace.semantics.cuda.cudnn_questions import questions
-from memplan.trace.semantics.kinds import Arguments, Asked, Extra, Keywords, Semantics
+from memplan.trace.semantics.kinds import Arguments, Asked, Keywords, Semantics, Temporary
 from memplan.trace.semantics.layout import bytes_of, is_dense
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
@@ -48,8 +48,10 @@ def semantics(
     """
     kernels = partial(_Kernels, stream=stream, on_card=on_card, asks=asks)
     own = kernels(Arch(device.architecture, device.multiprocessors))
-    extras = own.extras if differing is None else _Compared(device, kernels, differing).extras
-    return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed, results.ORDER)
+    temporaries = own.temporaries if differing is None else _Compared(device, kernels, differing).temporaries
+    return Semantics(
+        temporaries, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed, results.ORDER
+    )
 
 
 def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
@@ -87,16 +89,18 @@ class _Compared:
         }
         self._differing = differing
 
-    def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
+    def temporaries(
+        self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
+    ) -> list[Temporary]:
         """The allocations that the kernel of an op makes beyond its results."""
         self._arch.forget()
-        extras = self._kernels.extras(name, args, kwargs, result, in_backward)
+        temporaries = self._kernels.temporaries(name, args, kwargs, result, in_backward)
         if self._arch.read:
             for card, other in list(self._others.items()):
-                if other.extras(name, args, kwargs, result, in_backward) != extras:
+                if other.temporaries(name, args, kwargs, result, in_backward) != temporaries:
                     del self._others[card]
                     self._differing.add(card)
-        return extras
+        return temporaries
 
 
 class _Kernels:
@@ -116,18 +120,20 @@ class _Kernels:
         """(library, whether in backward's thread, stream) of the calls for which all workspaces exist."""
         self._cached_workspaces: set[tuple[cublas.Library, bool, int]] = set()
         """The same of the workspaces themselves."""
-        self._library_extras: dict[str, Callable[[Arguments, Any, bool], list[Extra]]] = {
-            "aten.convolution.default": partial(self._convolution_extras, backward=False),
-            "aten.convolution_backward.default": partial(self._convolution_extras, backward=True),
+        self._library_temporaries: dict[str, Callable[[Arguments, Any, bool], list[Temporary]]] = {
+            "aten.convolution.default": partial(self._convolution_temporaries, backward=False),
+            "aten.convolution_backward.default": partial(self._convolution_temporaries, backward=True),
             "aten.native_batch_norm.default": self._batch_norm,
             "aten.native_batch_norm_backward.default": self._batch_norm_backward,
             "aten._cudnn_rnn.default": self._recurrent,
             "aten._cudnn_rnn_backward.default": self._recurrent_backward,
         }
 
-    def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
+    def temporaries(
+        self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
+    ) -> list[Temporary]:
         """The allocations that the kernel of an op makes beyond its results."""
-        extras: list[Extra] = []
+        temporaries: list[Temporary] = []
         if name.endswith(".out"):  # the kernel of the functional op, whose result is there before
             name = f"{name.removesuffix('.out')}.default"
         if name in encoder_fast_path.OPS or self._is_product_loop(name, args):
@@ -135,28 +141,34 @@ class _Kernels:
         else:
             blas = cublas.library(name, args, kwargs, result)
         if blas is not None:
-            extras += self._cublas_workspaces(blas, in_backward)
+            temporaries += self._cublas_workspaces(blas, in_backward)
         if name in encoder_fast_path.OPS:
-            extras.append(Extra(encoder_fast_path.temporaries(name, args, kwargs, result, self._arch.capability)))
-        library = self._library_extras.get(name)
+            temporaries.append(
+                Temporary(encoder_fast_path.temporaries(name, args, kwargs, result, self._arch.capability))
+            )
+        library = self._library_temporaries.get(name)
         if library is not None:
-            extras += [extra for extra in library(args, result, in_backward) if extra.bytes or extra.asked]
+            temporaries += [
+                temporary for temporary in library(args, result, in_backward) if temporary.bytes or temporary.asked
+            ]
         if name in _COPIES:
-            extras += self._transfer_copy(args, result)
+            temporaries += self._transfer_copy(args, result)
         if name in _INDEXED:  # TensorAdvancedIndexing.cpp: indices in the host's memory are copied first
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
-            extras += [Extra(bytes_of(i), first=True) for i in on_host]
+            temporaries += [Temporary(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
-        if formula is not None and not any(extra.asked for extra in extras):  # `operand_copies` counted its copies
+        if formula is not None and not any(
+            temporary.asked for temporary in temporaries
+        ):  # `operand_copies` counted its copies
             sizes = formula(args, kwargs, result, self._arch)
-            extras += [size if isinstance(size, Extra) else Extra(size) for size in sizes if size]
-        return extras
+            temporaries += [size if isinstance(size, Temporary) else Temporary(size) for size in sizes if size]
+        return temporaries
 
     def _is_product_loop(self, name: str, args: Arguments) -> bool:
         """cuda/GroupedBlas.cpp, _grouped_mm_cuda: one cuBLAS product per group, except bfloat16 on sm_90 and sm_100."""
         return name == _GROUPED and not (self._arch.capability[0] in (9, 10) and args[0].dtype is torch.bfloat16)
 
-    def _transfer_copy(self, args: Arguments, target: torch.Tensor) -> list[Extra]:
+    def _transfer_copy(self, args: Arguments, target: torch.Tensor) -> list[Temporary]:
         """The temporary of a copy between host and card that changes layout or dtype (Copy.cu,
         copy_requires_temporaries)."""
         in_place = args[0] is target
@@ -167,9 +179,9 @@ class _Kernels:
         if to_card == from_card or (same_layout and source.dtype is target.dtype):
             return []
         on_card = target if to_card else source
-        return [] if on_card.is_contiguous() else [Extra(on_card.numel() * on_card.element_size(), first=True)]
+        return [] if on_card.is_contiguous() else [Temporary(on_card.numel() * on_card.element_size(), first=True)]
 
-    def _cublas_workspaces(self, library: cublas.Library, in_backward: bool) -> Iterator[Extra]:
+    def _cublas_workspaces(self, library: cublas.Library, in_backward: bool) -> Iterator[Temporary]:
         """The workspaces that a call allocates: with caching, only the first call per thread and stream.
 
         The backward pass runs in a thread, and so with a handle, of its own.
@@ -184,9 +196,11 @@ class _Kernels:
             key = owner, in_backward, self._stream()
             if not cached or key not in self._cached_workspaces:
                 self._cached_workspaces.add(key)
-                yield Extra(size, held=cached, workspace=True)
+                yield Temporary(size, held=cached, workspace=True)
 
-    def _convolution_extras(self, args: Arguments, result: Any, in_backward: bool, *, backward: bool) -> list[Extra]:
+    def _convolution_temporaries(
+        self, args: Arguments, result: Any, in_backward: bool, *, backward: bool
+    ) -> list[Temporary]:
         """The workspace of a convolution: by a query to cuDNN after the recording, or as an interval.
 
         ``in_backward``: whether autograd's thread runs it; ``backward``: whether it is a convolution's derivative.
@@ -197,11 +211,13 @@ class _Kernels:
         queries = questions(args, result, backward=backward) if workspace.cudnn and self._asks else []
         if queries:
             return operand_copies(args, self._arch, backward=backward) + [
-                Extra(workspace.high, low=low, workspace=True, asked=self._query(question, in_backward), after=position)
+                Temporary(
+                    workspace.high, low=low, workspace=True, asked=self._query(question, in_backward), after=position
+                )
                 for position, question in queries
             ]
-        extra = Extra(workspace.high, low=low, workspace=True)
-        return [*(self._cublas_workspaces("cublas", in_backward) if workspace.product else ()), extra]
+        temporary = Temporary(workspace.high, low=low, workspace=True)
+        return [*(self._cublas_workspaces("cublas", in_backward) if workspace.product else ()), temporary]
 
     def _query(self, question: Question, in_backward: bool) -> Asked:
         """The query to cuDNN for a workspace. With benchmark, a thread tries all plans once and remembers the fastest
@@ -212,7 +228,7 @@ class _Kernels:
         self._benchmarked.add((question, in_backward))
         return Asked(question, "any" if benchmarked else "largest")
 
-    def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+    def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
         """cuDNN batch norm: a reserve that lives as long as the statistics, and a workspace. Native: nothing."""
         x, weight, bias, mean, variance, training, _, epsilon = args
         enabled = torch.backends.cudnn.enabled
@@ -220,9 +236,9 @@ class _Kernels:
             return []
         low, high = cudnn.batch_norm_reserve_bytes(x, training, self._arch)
         workspace_low, workspace_high = cudnn.batch_norm_workspace_bytes(x, training, self._arch)
-        return [Extra(high, low=low, owner=result[2]), Extra(workspace_high, low=workspace_low, workspace=True)]
+        return [Temporary(high, low=low, owner=result[2]), Temporary(workspace_high, low=workspace_low, workspace=True)]
 
-    def _batch_norm_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+    def _batch_norm_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
         """The workspace of cuDNN batch norm, which runs if the training forward used cuDNN."""
         x, weight, mean, variance = args[1:5]
         training, epsilon = args[7:9]
@@ -230,9 +246,9 @@ class _Kernels:
         if not training or not cudnn.uses_batch_norm(x, weight, weight, mean, variance, True, epsilon, enabled).cudnn:
             return []
         workspace_low, workspace_high = cudnn.batch_norm_workspace_bytes(x, True, self._arch, backward=True)
-        return [Extra(workspace_high, low=workspace_low, workspace=True)]
+        return [Temporary(workspace_high, low=workspace_low, workspace=True)]
 
-    def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+    def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
         """The allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a workspace;
         and a reserve, freed with the (empty) fake one. Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn."""
         question = cudnn.recurrent_question(args, self._arch)
@@ -243,13 +259,13 @@ class _Kernels:
             self._has_dropout_states = True
             states = cudnn.dropout_state_bytes(self._arch)
         return [
-            Extra(states, held=True, first=True, workspace=True),
-            Extra(copy, first=True),
+            Temporary(states, held=True, first=True, workspace=True),
+            Temporary(copy, first=True),
             self._recurrent_workspace(question),
-            Extra(high, low=low if low != high else None, owner=result[3]),
+            Temporary(high, low=low if low != high else None, owner=result[3]),
         ]
 
-    def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+    def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
         """The allocations of the derivative: first the gradients of input and states, then that of the weights, each
         with its workspace. Both read a copy of the input. Source: cudnn/RNN.cpp, _cudnn_rnn_backward."""
         question = cudnn.recurrent_question((*args[:6], *args[10:19]), self._arch, backward=True)
@@ -258,12 +274,12 @@ class _Kernels:
         zeros, gradient = cudnn.gradient_copies(args, batch_first=batch_first)
         workspace = self._recurrent_workspace(question)
         return [
-            *(Extra(size, first=True) for size in (*zeros, copy)),
-            Extra(gradient, first=True, until=_OF_WEIGHTS),
+            *(Temporary(size, first=True) for size in (*zeros, copy)),
+            Temporary(gradient, first=True, until=_OF_WEIGHTS),
             replace(workspace, after=_OF_WEIGHTS - 1),
             *([workspace] if args[21][_OF_WEIGHTS] else []),
         ]
 
-    def _recurrent_workspace(self, question: RecurrentQuestion) -> Extra:
+    def _recurrent_workspace(self, question: RecurrentQuestion) -> Temporary:
         low, high = cudnn.workspace_of(question)
-        return Extra(high, low=low, workspace=True, asked=Asked(question, "first") if self._asks else None)
+        return Temporary(high, low=low, workspace=True, asked=Asked(question, "first") if self._asks else None)
