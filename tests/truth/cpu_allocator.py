@@ -14,13 +14,17 @@ from torch._C._profiler import _EventType  # the profiler's raw events have no p
 @contextmanager
 def _garbage_left() -> Iterator[None]:
     """What is garbage before is not freed in here. To collect it first would take a second, with all that is loaded."""
-    enabled = gc.isenabled()
+    enabled, freezes = gc.isenabled(), not gc.get_freeze_count()  # unfreezing would also thaw older objects
     gc.disable()
-    gc.freeze()
+    if freezes:
+        gc.freeze()
+    else:
+        gc.collect()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -25,6 +25,12 @@ MODEL = nn.Linear(256, 256, bias=False)  # 256 KiB
 KEPT: list[torch.Tensor] = []
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _unfrozen(_older_objects_frozen: None) -> None:
+    """A session finds the tensors that Python's collector knows: frozen ones are unknown to it."""
+    MODEL.weight = nn.Parameter(MODEL.weight.detach().clone())
+
+
 @memplan.profile
 def forward_and_back(x: torch.Tensor) -> None:
     y = MODEL(x)

@@ -25,6 +25,13 @@ ROOT = Path(__file__).resolve().parents[3]
 MODEL = nn.Linear(1000, 1000)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _unfrozen(_older_objects_frozen: None) -> None:
+    """A session finds the tensors that Python's collector knows: frozen ones are unknown to it."""
+    MODEL.weight = nn.Parameter(MODEL.weight.detach().clone())
+    MODEL.bias = nn.Parameter(MODEL.bias.detach().clone())
+
+
 def test_peak_and_end_of_a_stretch() -> None:
     session = Session()
     session.begin()

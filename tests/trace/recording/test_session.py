@@ -211,9 +211,10 @@ def test_what_a_build_sets_of_cudnn_is_put_back(together: bool) -> None:
     assert (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cudnn.conv.fp32_precision) == before
 
 
-def test_a_recording_leaves_no_device_with_accelerate() -> None:
+def test_a_recording_leaves_no_device_with_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate keeps the first device that it sees as long as the process lives."""
     state = pytest.importorskip("accelerate.state")
+    monkeypatch.setattr(state.PartialState, "_shared_state", {})  # another test has it see one
     seen: list[str] = []
 
     def build() -> Callable[[], None]:
