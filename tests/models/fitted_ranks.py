@@ -60,11 +60,18 @@ WAYS: dict[str, tuple[Fit, Callable[[Transformer], Any]]] = {
 }
 
 
-def trained(rank: int, store: str, way: str, results: str) -> None:
-    """Train both models for three steps, and write whether all gradients were equal, the peaks, the calls and whether
-    the collective operations were the same."""
+def trained(rank: int, ways: tuple[str, ...], folder: str) -> None:
+    """Train both models of each way, and write what `_compared` returns to a file named by way and rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for way in ways:
+        Path(folder, f"{way}.{rank}").write_text(json.dumps(_compared(rank, way)))
+    dist.destroy_process_group()
+
+
+def _compared(rank: int, way: str) -> dict[str, Any]:
+    """Train both models for three steps, and return whether all gradients were equal, the peaks, the calls and whether
+    the collective operations were the same."""
     torch.manual_seed(0)
     model = Transformer()
     twin = copy.deepcopy(model)
@@ -81,14 +88,11 @@ def trained(rank: int, store: str, way: str, results: str) -> None:
     kept = not later or resident + peak <= (fitted[0].proof.budget or 0) < resident + unfitted
     equal = all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
     stats = [one.stats for one in fitted]
-    Path(results, str(rank)).write_text(
-        json.dumps({
-            "equal": equal, "peak": peak, "unfitted": unfitted, "kept": kept, "sent": sent == also_sent and any(sent),
-            "planned": sum(one.planned for one in stats), "unplanned": sum(one.unplanned for one in stats),
-            "plans": [note for one in fitted for note in one.notes if "on all ranks" in note],
-        })
-    )  # fmt: skip
-    dist.destroy_process_group()
+    return {
+        "equal": equal, "peak": peak, "unfitted": unfitted, "kept": kept, "sent": sent == also_sent and any(sent),
+        "planned": sum(one.planned for one in stats), "unplanned": sum(one.unplanned for one in stats),
+        "plans": [note for one in fitted for note in one.notes if "on all ranks" in note],
+    }  # fmt: skip
 
 
 def _steps(model: Any, tokens: Tensor, labels: Tensor) -> tuple[int, list[Tensor], list[str]]:

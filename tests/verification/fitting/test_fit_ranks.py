@@ -28,11 +28,24 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was 
 QUICK = "DDP", "FSDP of blocks", "FSDP, then fitted"
 
 
+def trained_by_two(folder: Path, ways: tuple[str, ...]) -> Path:
+    spawn(trained, (ways, str(folder)), nprocs=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all quick ways: two processes take most of their time to import torch."""
+    return trained_by_two(tmp_path_factory.mktemp("quick"), QUICK)
+
+
 @pytest.mark.parametrize("way", [*QUICK, *slow(*(way for way in WAYS if way not in QUICK))])
-def test_gradients_of_ranks_are_equal_bit_for_bit_and_the_peak_is_lower(way: str, tmp_path: Path) -> None:
-    spawn(trained, (str(tmp_path / "store"), way, str(tmp_path)), nprocs=2)
+def test_gradients_of_ranks_are_equal_bit_for_bit_and_the_peak_is_lower(
+    way: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue("quick") if way in QUICK else trained_by_two(tmp_path, (way,))
     by_block = "of the whole" not in way and way not in ("DDP", "DDP with views")
-    ranks = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    ranks = [json.loads((folder / f"{way}.{rank}").read_text()) for rank in range(2)]
     assert ranks[0]["plans"] == ranks[1]["plans"]
     assert bool(ranks[0]["plans"]) == way.endswith("then fitted")
     for one in ranks:
