@@ -35,9 +35,12 @@ LONG = (
     "fit",
     "guard",
     "largest",
+    "layouts",
     "quantize",
     "sweep",
     "verify",
+    "WholeRun",
+    "whole_run",
 )
 """Of steps on real networks: seconds each."""
 

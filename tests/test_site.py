@@ -97,7 +97,11 @@ def printed(cell: Any) -> str:
     return re.sub(r"\d+\.py", "cell.py", "".join(texts))
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "fit")) for path in NOTEBOOKS],  # as docs/fit.md's
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_and_prints_what_it_shows(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`jupyter execute --inplace docs/notebooks/*.ipynb` makes them anew. A cell of the tag "varies" has times."""
     client = pytest.importorskip("nbclient")

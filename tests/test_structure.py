@@ -33,6 +33,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _trees_are_dropped() -> Iterator[None]:
+    """Millions of nodes, which each later collection of this process would search."""
+    yield
+    tree_of.cache_clear()
+
+
 def shown(path: Path) -> str:
     return str(path.relative_to(SRC))
 

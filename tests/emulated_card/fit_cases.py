@@ -122,7 +122,8 @@ def test_a_step_fits_in_less_with_the_same_bits_and_takes_what_was_predicted() -
     assert abs(predicted - taken) <= 0.01 * taken
 
 
-@pytest.mark.parametrize("early", [*slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [False, True])
 def test_the_optimizer_is_part_of_it(early: bool) -> None:
     model, (x, y) = language_model(), words()
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "early": early}
@@ -306,7 +307,7 @@ def test_norms_that_are_torchs_own_in_the_plan_alone_are_proven_beside_torchs_ow
 
 
 @pytest.mark.parametrize("share", [0.5, *slow(1.0)])  # the larger error is easier to see
-@pytest.mark.parametrize("made", ["OtherNorms", "Cancelling"])
+@pytest.mark.parametrize("made", [*slow("OtherNorms"), "Cancelling"])
 def test_a_wrong_plan_is_refused_where_bits_are_not_eager_modes(
     made: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +358,8 @@ class Cancelling(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("fits", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fits", [False, True])
 def test_what_tf32_would_hide_is_compared_without(fits: bool) -> None:
     torch.manual_seed(0)
     model, x = Cancelling().cuda(), torch.randn(8192, 64, device="cuda")

@@ -294,7 +294,7 @@ model.share_memory(); batch = torch.randn(8, 64).share_memory_()
 
 @pytest.mark.parametrize(
     ("kernel", "options"),
-    [(None, []), (NO_NAMESPACES, []), *slow((None, ["--measure"]), (NO_NAMESPACES, ["--measure"]))],
+    [(NO_NAMESPACES, []), *slow((None, []), (None, ["--measure"]), (NO_NAMESPACES, ["--measure"]))],
 )
 def test_what_processes_would_share_is_there(
     tmp_path: Path, kernel: Callable[[], None] | None, options: list[str]
@@ -427,6 +427,7 @@ def test_a_script_works_in_a_folder_that_it_made(tmp_path: Path, kernel: Callabl
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+@pytest.mark.slow
 def test_deep_folders_cost_no_more_than_flat_ones(tmp_path: Path) -> None:
     deep = "import os\nfor _ in range(1500): os.mkdir('deeper'); os.chdir('deeper')\nos.chdir('/')\n"
     done = _command(tmp_path, deep + LOOP, "--limit", "30")
@@ -438,8 +439,10 @@ def test_deep_folders_cost_no_more_than_flat_ones(tmp_path: Path) -> None:
     ("code", "said"),
     [
         ("os.closerange(3, 1024)", ""),
-        ("import ctypes; [ctypes.CDLL(None).close(number) for number in range(3, 99)]", "closed the descriptor"),
-        *slow(("[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]", "")),
+        *slow(
+            ("import ctypes; [ctypes.CDLL(None).close(number) for number in range(3, 99)]", "closed the descriptor"),
+            ("[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]", ""),
+        ),
     ],
 )
 def test_a_script_may_close_all_descriptors(tmp_path: Path, code: str, said: str) -> None:
@@ -469,7 +472,7 @@ def test_a_script_that_writes_too_much_is_told_what_to_do(tmp_path: Path, monkey
         run_script(Request(_written(tmp_path, LOOP), device="cpu"))
 
 
-@pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), (["--allow-writes"], "--measure")])
+@pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), *slow((["--allow-writes"], "--measure"))])
 def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[str], way_out: str) -> None:
     done = _command(tmp_path, "open('here', 'w')\n" + LOOP, *options, kernel=NEITHER)
     assert (done.returncode, done.stdout) == (2, "")
@@ -561,7 +564,7 @@ KINDS = [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,), (s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the supervisor is Linux's")
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n in (1, 2) else pytest.mark.slow) for n in range(100)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n == 1 else pytest.mark.slow) for n in range(100)])
 def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
     chosen, kinds = random.Random(seed), KINDS[seed % len(KINDS)]
     scratch, mark = tmp_path / "tmp", f"memplan-test-{uuid.uuid4()}"
@@ -597,7 +600,7 @@ def _marked(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("text", [LOOP, "while True: pass\n"])
+@pytest.mark.parametrize("text", [LOOP, *slow("while True: pass\n")])
 def test_without_a_supervisor_it_runs_only_unprotected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
