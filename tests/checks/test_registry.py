@@ -77,8 +77,9 @@ CASES = [
 ]
 LONG = (
     *("t5", "unetr", "llama", "llama_gradient_checkpointing", "llama_lora", "bert", "segresnet", "basic_unet3d"),
+    *("zero_grad_after_step", "checkpoint_reentrant", "autocast_conv"),
     *("gradient_accumulation", "resnet18_inference", "gpt2_inference", "frozen_backbone", "loss_logging"),
-    *(name for name in QUIET if name not in ("sdpa_transformer", "checkpoint_reentrant", "autocast_conv")),
+    *(name for name in QUIET if name != "sdpa_transformer"),
 )
 """Take long, and have kin among the others."""
 

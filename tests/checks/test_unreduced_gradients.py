@@ -32,12 +32,11 @@ def test_bytes_are_what_real_tensors_take_less_if_each_pass_reduces(way: str) ->
 
 def test_gradients_are_whole_in_float32_whatever_the_world_is() -> None:
     """As verl's users saw with ``reduce_dtype`` float32: 4 bytes a parameter."""
-    for world in (2, 8):
-        (finding,) = memplan.check(step_of("fsdp bf16, twice"), world=world)
-        assert (finding.details["held"], finding.details["dtypes"]) == (PARAMETERS, ["float32"])
-        assert finding.details["shards"] == world
+    (finding,) = memplan.check(step_of("fsdp bf16, twice"), world=8)
+    assert (finding.details["held"], finding.details["dtypes"]) == (PARAMETERS, ["float32"])
+    assert finding.details["shards"] == 8
 
 
-@pytest.mark.parametrize("way", ["fsdp, twice reduced", "fsdp1, twice reduced", "fsdp1", "ddp, twice", "tensor"])
+@pytest.mark.parametrize("way", ["fsdp, twice reduced", "fsdp1, twice reduced", "ddp, twice", *slow("fsdp1", "tensor")])
 def test_a_rank_that_reduces_or_copies_has_no_finding(way: str) -> None:
     assert ID not in {finding.id for finding in memplan.check(step_of(way), world=4)}

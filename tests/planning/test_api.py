@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memplan
-from memplan.errors import InputError, RecordingError
-from memplan.planning.api import plan
+from memplan.errors import BudgetError, InputError, RecordingError
+from memplan.planning import planner
+from memplan.planning.api import plan, plan_or_floor
+from memplan.planning.capture.capture import Captured
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.graph.precision import EXACT, Precision
+from memplan.trace.step import StepOptions
 
 
 def convolutions() -> nn.Module:
@@ -67,7 +73,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["convolutions", "half", "tied", *slow("frozen", "recurrent", "weight norm")])
 def test_what_makes_a_model_is_planned_as_the_model(name: str) -> None:
     make, inputs = CASES[name]
     inputs = memplan.spec(inputs)
@@ -144,3 +150,23 @@ def test_a_model_without_data_cannot_be_made_to_fit() -> None:
         model = convolutions()
     with pytest.raises(InputError, match=r"without data.*memplan\.plan"):
         memplan.fit(model, IMAGES, budget="1 GiB")
+
+
+def test_where_only_the_smallest_budget_is_asked_for_nothing_else_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = StepOptions((memplan.spec(IMAGES),))
+    floor = plan_or_floor(convolutions, step, 1, None)
+    with pytest.raises(BudgetError) as caught:
+        plan(convolutions, memplan.spec(IMAGES), budget=floor - 1, costs="roofline")
+    assert caught.value.lower_by, "planned in fewer bits"
+    captured = list[Precision]()
+    capture = planner.capture
+
+    def noted(model: nn.Module, call: Call, precision: Precision, *rest: Any) -> Captured:
+        captured.append(precision)
+        return capture(model, call, precision, *rest)
+
+    monkeypatch.setattr(planner, "capture", noted)
+    assert plan_or_floor(convolutions, step, floor - 1, None) == floor == caught.value.smallest_budget
+    found = plan_or_floor(convolutions, step, floor, None)
+    assert found == plan(convolutions, memplan.spec(IMAGES), budget=floor, costs="roofline")
+    assert set(captured) == {EXACT}

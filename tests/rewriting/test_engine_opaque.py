@@ -135,6 +135,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gru 3": lambda: Recurrent(nn.GRU, 3, bidirectional=True, dropout=0.2),
 }
 
+NAMES = [*FUNCTIONS, "lstm 3, dropout", "gru 3", *slow("lstm", "lstm 3", "gru")]
+
 
 def case(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
@@ -156,7 +158,7 @@ def planned(model: nn.Module, x: Tensor, choice: str) -> tuple[Callable[[], Tens
 
 
 @pytest.mark.parametrize("choice", ["encoded", *slow("all dropped")])
-@pytest.mark.parametrize("name", [*FUNCTIONS, *LAYERS])
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_are_those_of_eager_mode(name: str, choice: str) -> None:
     model, x = case(name)
     reference = copy.deepcopy(model)
@@ -170,7 +172,7 @@ def test_bits_are_those_of_eager_mode(name: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["all dropped", *slow("all kept")])
-@pytest.mark.parametrize("name", [*FUNCTIONS, *LAYERS])
+@pytest.mark.parametrize("name", NAMES)
 def test_measured_is_predicted(name: str, choice: str) -> None:
     model, x = case(name)
     run, predicted = planned(model, x, choice)
@@ -186,7 +188,7 @@ def test_measured_is_predicted(name: str, choice: str) -> None:
     assert predicted * 0.99 <= measured <= predicted
 
 
-@pytest.mark.parametrize("name", ["argument saved", "both hidden", "memory of its own", "lstm", "gru 3"])
+@pytest.mark.parametrize("name", ["argument saved", "gru 3", *slow("both hidden", "memory of its own", "lstm")])
 def test_backward_twice_where_the_graph_is_kept(name: str) -> None:
     model, x = case(name)
     reference = copy.deepcopy(model)

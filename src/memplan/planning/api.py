@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memplan.errors import BudgetError
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
@@ -15,7 +16,7 @@ from memplan.planning.request import request
 from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.recording.session import public, recording_suspended, undisturbed
+from memplan.trace.recording.session import called, public, recording_suspended, undisturbed
 from memplan.trace.step import StepOptions
 
 
@@ -74,9 +75,36 @@ def plan(
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(), costs=costs,
         host_memory=True,
     )  # fmt: skip
+    return _planned(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options)
+
+
+def plan_or_floor(model: Any, step: StepOptions, budget: int, device: str | None) -> Plan | int:
+    """Return the cheapest exact plan of a step by the costs of a roofline, or the smallest budget that has one.
+
+    Other ways to meet the budget are not looked for, which takes most of the time of a `plan` that ends in an error.
+
+    Args:
+        model: as for `plan`.
+        step: inputs, loss, optimizer and autocast.
+        budget: bytes.
+        device: the card; None for this machine.
+
+    Raises:
+        UsageError, RecordingError: as for `plan`.
+    """
+    options = PlanOptions(budget=budget, device=device, costs="roofline", host_memory=True)
+    with called("memplan.plan"):
+        try:
+            return _planned(model, step, options, remedies=False)
+        except BudgetError as error:
+            return error.smallest_budget
+
+
+def _planned(model: Any, step: StepOptions, options: PlanOptions, *, remedies: bool = True) -> Plan:
+    """Plan a step. ``remedies``: as for `Planner.planned`."""
     with recording_suspended(), undisturbed(cuda=is_on_card(model)):
-        checked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)
+        checked = request(model, step, options, fake=True)
         with checked.under_autocast():
             planner = Planner(checked.step)
             checked = planner.bounded(checked, key=0)
-            return planner.planned(checked.call, checked.settings, checked.bytes, key=0).plan
+            return planner.planned(checked.call, checked.settings, checked.bytes, key=0, remedies=remedies).plan

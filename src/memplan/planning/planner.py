@@ -36,7 +36,14 @@ class Planner:
         self._studies: dict[tuple[Hashable, Precision], Study] = {}
 
     def planned(
-        self, call: Call, settings: Settings, budget: int, key: Hashable = None, captured: Captured | None = None
+        self,
+        call: Call,
+        settings: Settings,
+        budget: int,
+        key: Hashable = None,
+        captured: Captured | None = None,
+        *,
+        remedies: bool = True,
     ) -> Planned:
         """Return the fastest plan that the search finds within the budget, in the fastest precision if lossy plans are
         allowed and the settings leave the precision open.
@@ -47,6 +54,7 @@ class Planner:
             budget: limit in bytes of all memory on the device.
             key: identifies this kind of call and state; calls with the same key are captured once.
             captured: the captured call, if it was captured before.
+            remedies: whether an error names other settings that meet the budget, each of which is planned.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -56,7 +64,7 @@ class Planner:
         try:
             return self._plan_once(call, settings, budget, key, captured)
         except BudgetError as error:
-            if settings.plan is not None or captured is not None:
+            if settings.plan is not None or captured is not None or not remedies:
                 raise
             if settings.engine == "inductor":
                 error = with_graph_remedy(error, lambda graph: self._plan_once(call, graph, budget, key), settings)

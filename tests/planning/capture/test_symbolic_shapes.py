@@ -17,7 +17,7 @@ from memplan.planning.capture.capture import Captured, SymbolicError, capture, c
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.capture.symbolic_shapes import Shapes
-from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.reuse_choices import translate_choices
 from memplan.planning.schedule.scheduler import schedule
@@ -71,7 +71,7 @@ def test_a_transformers_graph_is_the_captured_one(gpt: nn.Module, monkeypatch: A
     shapes.known(tokens(4, 24))
     shapes.captured(tokens(3, 19))
     count = Counted(monkeypatch)
-    for sizes in ((4, 23), (2, 2), (6, 40), (3, 19)):
+    for sizes in ((2, 2), (6, 40)):
         found, alone = shapes.captured(tokens(*sizes)), capture(gpt, tokens(*sizes))
         assert content(found) == content(alone)
         assert (found.returned.order, found.differentiable) == (alone.returned.order, alone.differentiable)
@@ -84,11 +84,10 @@ def test_a_convolutional_networks_graph_is_the_captured_one(monkeypatch: Any) ->
     shapes.known(call_of((torch.randn(8, 3, 16, 16),), {}))
     shapes.captured(call_of((torch.randn(6, 3, 16, 16),), {}))
     count = Counted(monkeypatch)
-    for batch in (2, 9):
-        call = call_of((torch.randn(batch, 3, 16, 16),), {})
-        found = shapes.captured(call)
-        assert count.alone == 0
-        assert content(found) == content(capture(model, call))
+    call = call_of((torch.randn(2, 3, 16, 16),), {})
+    found = shapes.captured(call)
+    assert count.alone == 0
+    assert content(found) == content(capture(model, call))
 
 
 @needs_sizes_as_symbols
@@ -198,8 +197,13 @@ def test_layouts_and_states_are_kinds_of_their_own() -> None:
 # -- decisions
 
 
-def test_choices_name_the_same_values_and_ops(gpt: nn.Module) -> None:
-    large, small = capture(gpt, tokens(4, 24)).graph, capture(gpt, tokens(2, 9)).graph
+@pytest.fixture(scope="module")
+def large(gpt: nn.Module) -> JointGraph:
+    return capture(gpt, tokens(4, 24)).graph
+
+
+def test_choices_name_the_same_values_and_ops(gpt: nn.Module, large: JointGraph) -> None:
+    small = capture(gpt, tokens(2, 9)).graph
     again = sorted(recomputable(large))
     pieces = frozenset(op.index for op in large.backward_ops[::5])
     encoded = frozenset((one.lever, one.value) for one in large.forms)
@@ -216,13 +220,8 @@ def test_choices_name_the_same_values_and_ops(gpt: nn.Module) -> None:
     validate(small, schedule(small, taken))
 
 
-def test_nothing_is_taken_over_by_a_larger_call_or_another_step(gpt: nn.Module) -> None:
-    one = capture(gpt, tokens(4, 24)).graph
-    assert translate_choices(Choices(), one, one) == Choices()
-    assert translate_choices(Choices(), one, capture(gpt, tokens(4, 25)).graph) is None
-    assert (
-        translate_choices(Choices(), one, capture(with_loss(SmallGPT(layers=2), token_loss), tokens(2, 9)).graph)
-        is None
-    )
+def test_nothing_is_taken_over_by_a_larger_call_or_another_step(gpt: nn.Module, large: JointGraph) -> None:
+    assert translate_choices(Choices(), large, large) == Choices()
+    assert translate_choices(Choices(), large, capture(gpt, tokens(4, 25)).graph) is None
     without = with_loss(SmallGPT(layers=1, p=0.0), token_loss)
-    assert translate_choices(Choices(), one, capture(without, tokens(2, 9)).graph) is None
+    assert translate_choices(Choices(), large, capture(without, tokens(2, 9)).graph) is None

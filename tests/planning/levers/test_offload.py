@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.graphs import Tape, kept, random_graph, residual, transformer
@@ -296,7 +297,7 @@ def test_each_mistake_is_refused(wrong: Schedule, why: str) -> None:
 # -- what a search makes of it
 
 
-@pytest.mark.parametrize("make", [residual, transformer])
+@pytest.mark.parametrize("make", [transformer, *slow(residual)])
 def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(make: Any) -> None:
     graph = make()
     fast, slow = with_offloads(graph, linked(1e13)), with_offloads(graph, linked(1e6))

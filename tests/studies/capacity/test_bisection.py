@@ -130,7 +130,7 @@ def steps_in_a_budget(draw: st.DrawFn) -> tuple[list[Law], int, int]:
     return laws, draw(st.integers(10**7, 10**11)), draw(st.sampled_from([1, 2, 8, 32, 100, 128, 1000, 1024]))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(steps_in_a_budget(), st.sampled_from([in_segments, lambda size: size, lambda size: -(-size // 512) * 512]))
 def test_steps_lead_to_the_last_place_in_few_recordings(
     case: tuple[list[Law], int, int], rounded: Callable[[int], int]
@@ -202,7 +202,7 @@ def recorded(loop: Looped, limit: int, start: int, total: Total) -> int:
     return len(found.samples)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_model_that_runs_in_chunks_has_an_answer_that_is_right(data: st.DataObject) -> None:
     case = a_loop(lambda low, high: data.draw(st.integers(low, high)), lambda some: data.draw(st.sampled_from(some)))
@@ -269,7 +269,7 @@ def test_two_places_on_a_plateau_are_not_taken_for_nothing_that_grows() -> None:
     assert found.last == last_of(lambda n: law(n) <= 20 << 30)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 200), st.integers(1, 30), st.integers(0, 3))
 def test_the_step_in_which_places_work_is_found(step: int, times: int, lowest: int) -> None:
     asked: set[int] = set()
@@ -284,7 +284,7 @@ def test_the_step_in_which_places_work_is_found(step: int, times: int, lowest: i
     assert len(asked) <= 4 * start.bit_length()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(2, 100), st.integers(1, 20), st.integers(10, 10**6))
 def test_only_multiples_that_work_are_answers(step: int, times: int, limit: int) -> None:
     law = lambda n: 3 * n + 7  # noqa: E731

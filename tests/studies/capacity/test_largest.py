@@ -69,7 +69,6 @@ def test_it_is_what_trying_them_all_finds(
     axis = axis_of(name, of)
     around = range(max(1, found.value - 3), found.value + 4)
     assert [value for value in around if fits(of, axis, value, room)] == list(range(around[0], found.value + 1))
-    assert memplan.largest(make, name, given, device="cpu", budget=budget, **options) == found.value
 
 
 def test_the_answer_really_fits_and_the_next_one_does_not() -> None:
@@ -268,7 +267,7 @@ def runs(what: Callable[[], nn.Module], *shape: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("budget", [70_000, 600_000, 30 << 20])
+@pytest.mark.parametrize("budget", [70_000, 30 << 20, *slow(600_000)])
 def test_where_only_some_sizes_work_the_answer_is_the_largest_of_them(budget: int) -> None:
     of, room = subject(Skips, "2x2x24x24"), room_of("cpu", budget)
     axis, found = axis_of("size", of), find_largest(of, "size", room)
@@ -279,7 +278,6 @@ def test_where_only_some_sizes_work_the_answer_is_the_largest_of_them(budget: in
     assert found.failed
     assert not any(runs(Skips, 2, 2, one.value, one.value) for one in found.failed)
     assert all("Sizes of tensors must match" in one.reason for one in found.failed)
-    assert memplan.largest(Skips, "size", "2x2x24x24", device="cpu", budget=budget) == found.value
 
 
 def test_an_input_of_a_size_that_does_not_work_is_no_end() -> None:
@@ -362,7 +360,7 @@ class Windows(nn.Module):
 
 
 @pytest.mark.parametrize("size", [512, *slow(1, 1000)])
-@pytest.mark.parametrize(("card", "budget"), [("t4", None), ("t4", "2 GiB"), ("h100", None), ("cpu", "1 GiB")])
+@pytest.mark.parametrize(("card", "budget"), [("t4", "2 GiB"), ("cpu", "1 GiB"), *slow(("t4", None), ("h100", None))])
 def test_millions_of_tokens_take_few_recordings(size: int, card: str, budget: str | None) -> None:
     of, room = subject(Windows, "1x1024:int64<64", optimizer=torch.optim.SGD), room_of(card, budget)
     of = of.with_arguments(size=size)

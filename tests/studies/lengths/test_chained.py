@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import cycle, product
 from typing import Any
@@ -63,12 +64,14 @@ def build_of(lengths: tuple[int, ...], optimizer: str, device: str, *, zero: str
     return build
 
 
-def chain_of(order: tuple[int, ...], optimizer: str, device: str, zero: str) -> Trace:
+@functools.cache
+def recorded(length: int, optimizer: str, device: str, zero: str) -> Trace:
     place = "cpu" if device == "cpu" else "cuda"
-    traces = {
-        length: memplan.record(build_of((length,), optimizer, place, zero=zero), device=device) for length in set(order)
-    }
-    return chained(traces, order)
+    return memplan.record(build_of((length,), optimizer, place, zero=zero), device=device)
+
+
+def chain_of(order: tuple[int, ...], optimizer: str, device: str, zero: str) -> Trace:
+    return chained({length: recorded(length, optimizer, device, zero) for length in set(order)}, order)
 
 
 def levels(trace: Trace) -> list[tuple[int, int]]:
@@ -94,8 +97,13 @@ def test_the_chain_is_the_run_that_goes_through_the_lengths(device: str, optimiz
         assert (step.peak_allocated, step.peak_reserved) == (expected.peak_allocated, expected.peak_reserved)
 
 
-@pytest.mark.parametrize("zero", ["before", "after"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "zero"),
+    [
+        *(("sgd", "before"), ("momentum", "after"), ("adamw", "before")),
+        *slow(("sgd", "after"), ("momentum", "before"), ("adamw", "after")),
+    ],
+)
 def test_the_chain_has_the_peak_of_the_real_allocator(optimizer: str, zero: str) -> None:
     build = build_of(ORDER, optimizer, "cpu", zero=zero)
 
@@ -107,8 +115,8 @@ def test_the_chain_has_the_peak_of_the_real_allocator(optimizer: str, zero: str)
     assert simulate(chain_of(ORDER, optimizer, "cpu", zero)).peak_allocated == peak_of(allocations(run))
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(order=st.lists(st.sampled_from([8, 24, 40, 57]), min_size=2, max_size=9).map(tuple))
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(order=st.lists(st.sampled_from([8, 24, 40, 57]), min_size=2, max_size=6).map(tuple))
 def test_any_order_is_the_run_in_this_order(order: tuple[int, ...]) -> None:
     real = memplan.record(build_of(order, "adamw", "cuda", zero="before"), device="h100", steps=len(order))
     if len(set(order)) > 1:

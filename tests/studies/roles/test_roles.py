@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,11 @@ pytestmark = [
 ]
 
 
+@functools.cache
+def of_shards(way: str, world: int) -> memplan.Roles:
+    return memplan.roles(step_of(way), world=world)
+
+
 @pytest.mark.parametrize(
     ("way", "world", "expected"),
     [
@@ -46,7 +52,7 @@ pytestmark = [
 def test_sharded_ranks_are_what_they_are_with_real_tensors(
     way: str, world: int, expected: list[tuple[int, ...]]
 ) -> None:
-    found = memplan.roles(step_of(way), world=world)
+    found = of_shards(way, world)
     assert [role.ranks for role in found.roles] == expected
     for role in found.roles:
         for rank in {role.ranks[0], role.ranks[len(role.ranks) // 2], role.ranks[-1]}:
@@ -119,7 +125,7 @@ def test_ranks_that_send_to_single_others_are_all_recorded() -> None:
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
-    found = memplan.roles(step_of("fsdp"), world=3)
+    found = of_shards("fsdp", 3)
     found.save(tmp_path / "roles.json")
     assert memplan.Roles.load(tmp_path / "roles.json").to_json() == found.to_json()
     damaged = json.loads(found.to_json())

@@ -169,7 +169,7 @@ class Model(nn.Module):
         return x
 model = Model()
 opt = torch.optim.SGD(model.parameters(), 0.1)
-data = DataLoader(TensorDataset(torch.randint(0, 100, (60, 8))), 6)
+data = DataLoader(TensorDataset(torch.randint(0, 100, (36, 8))), 6)
 for epoch in range(2):
     for (prompt,) in data:
         tokens = model.generate(prompt, 12)
@@ -214,8 +214,8 @@ def test_predictions_that_an_evaluation_keeps(tmp_path: Path, monkeypatch: pytes
 
 def test_batches_beyond_the_most_storages_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(extended, "_MOST", 60)
-    text = BEGIN + PREDICTIONS_KEPT.format(train=42, batch=8, val=400, val_batch=8)
+    monkeypatch.setattr(extended, "_MOST", 30)
+    text = BEGIN + PREDICTIONS_KEPT.format(train=42, batch=8, val=200, val_batch=8)
     recorded, real = followed(tmp_path, text, really=False), followed(tmp_path, text, really=True)
     assert recorded.allocated == pytest.approx(real_peak(tmp_path, text), abs=_LAST)
     assert [p.stays for p in recorded.phases] == pytest.approx([p.stays for p in real.phases], abs=_LAST)
@@ -227,7 +227,7 @@ def test_boxes_that_each_sample_of_a_smaller_last_batch_leaves(tmp_path: Path) -
     assert recorded.phases[-1].stays == pytest.approx(real.phases[-1].stays, abs=_LAST)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     train=st.integers(33, 90), batch=st.integers(3, 8), val=st.integers(1, 120), val_batch=st.integers(2, 9)
 )  # fmt: skip
@@ -290,11 +290,11 @@ def test_rollouts(tmp_path: Path) -> None:
 def test_what_each_epoch_keeps(tmp_path: Path) -> None:
     text = BEGIN + "data, kept = loader(48, 8), []\nfor epoch in range({}):\n    train(data)\n    kept.append({})\n"
     sample = "net(torch.zeros(400, 48, device=dev)).detach()"
-    recorded = followed(tmp_path, text.format(9, sample), really=False)
+    recorded = followed(tmp_path, text.format(6, sample), really=False)
     assert recorded.ending == "passes"
-    two, nine = (followed(tmp_path, text.format(epochs, sample), really=True).allocated for epochs in (2, 9))
-    assert recorded.allocated + 7 * recorded.per_epoch == pytest.approx(nine, abs=_LAST)
-    assert nine - two == 7 * recorded.per_epoch
+    two, six = (followed(tmp_path, text.format(epochs, sample), really=True).allocated for epochs in (2, 6))
+    assert recorded.allocated + 4 * recorded.per_epoch == pytest.approx(six, abs=_LAST)
+    assert six - two == 4 * recorded.per_epoch
 
 
 STREAM = """

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from memplan.errors import BudgetError, MemplanError
-from memplan.planning.api import plan
+from memplan.errors import MemplanError
+from memplan.planning.api import plan_or_floor
 from memplan.planning.plan.plan import Plan
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
@@ -83,13 +83,8 @@ class Remaker:
         if not options.train:
             return None
         try:
-            return plan(
-                self._changed_build(change, None), *options.inputs, kwargs=options.kwargs, targets=options.targets,
-                loss=options.loss, budget=budget, optimizer=options.optimizer, autocast=options.autocast,
-                costs="roofline", device=None if self.target.name == HOST else self.target.name,
-            )  # fmt: skip
-        except BudgetError as error:
-            return error.smallest_budget
+            device = None if self.target.name == HOST else self.target.name
+            return plan_or_floor(self._changed_build(change, None), options, budget, device)
         except Exception:  # a build that names CUDA, a model that cannot be captured: then no plan is reported
             return None
 

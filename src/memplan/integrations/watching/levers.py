@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from memplan.errors import BudgetError
 from memplan.integrations.described_calls import copy_without_hooks, optimizer_factory, options_of
 from memplan.integrations.watching.inputs import LastInputs
 from memplan.integrations.watching.prediction import Prediction
 from memplan.integrations.watching.window import Subject
-from memplan.planning.api import plan
+from memplan.planning.api import plan_or_floor
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
 from memplan.trace.records import HOST
@@ -36,14 +35,14 @@ def levers_for(subject: Subject, inputs: LastInputs, budget: int) -> dict[str, A
     """
     try:
         args, kwargs = inputs.specs()
-        step_plan = plan(
-            _build_copy(subject), *args, kwargs=kwargs, budget=budget, optimizer=_optimizer(subject), costs="roofline",
-            device=None if subject.card is None else subject.card.name,
-        )  # fmt: skip
-    except BudgetError as error:
-        return {"fits": False, "budget": budget, "smallest_budget": error.smallest_budget}
+        step = StepOptions(args, kwargs, optimizer=_optimizer(subject))
+        step_plan = plan_or_floor(
+            _build_copy(subject), step, budget, None if subject.card is None else subject.card.name
+        )
     except Exception as error:  # such as a model that cannot be captured
         return {"fits": None, "budget": budget, "why_not": f"{type(error).__name__}: {str(error).splitlines()[0]:.300}"}
+    if isinstance(step_plan, int):
+        return {"fits": False, "budget": budget, "smallest_budget": step_plan}
     levers: dict[str, dict[str, int]] = defaultdict(lambda: {"values": 0, "bytes": 0})
     for decision in step_plan.decisions:
         if decision.lever != "keep":

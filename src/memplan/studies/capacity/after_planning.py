@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.errors import BudgetError, InputError
-from memplan.planning.api import plan
+from memplan.errors import InputError
+from memplan.planning.api import plan_or_floor
 from memplan.studies.axes.subject import Maker, Subject
 from memplan.trace.recording.session import Target
 
@@ -40,12 +40,8 @@ def plan_step(subject: Subject, target: Target, budget: int) -> PlanFigures:
             do="Leave fit (--fit) out",
         )
     make = Maker(subject.what, subject.arguments, subject.changes)
-    try:
-        result = plan(
-            subject.what if make.plain else make, *options.inputs, kwargs=options.kwargs, targets=options.targets,
-            loss=options.loss, budget=budget, optimizer=options.optimizer, autocast=options.autocast,
-            device=None if target.card is None else target.name, costs="roofline",
-        )  # fmt: skip
-    except BudgetError as error:
-        return PlanFigures(error.smallest_budget, False)
+    device = None if target.card is None else target.name
+    result = plan_or_floor(subject.what if make.plain else make, options, budget, device)
+    if isinstance(result, int):
+        return PlanFigures(result, False)
     return PlanFigures(min(result.floor, result.peak), True, result.peak, result.seconds, result.step_seconds)
