@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memplan._bytes import format_bytes_as_torch
+from memplan._bytes import format_bytes_as_torch, signed
 from memplan._text import counted
 from memplan.reports.document import (
     Document,
@@ -78,8 +78,7 @@ def _sum_of_changes(owners: Sequence[OwnerRow]) -> str:
 
 
 def _change(size: int) -> str:
-    sign = "+" if size > 0 else "-" if size < 0 else ""
-    return f"{sign}{format_bytes_as_torch(abs(size))}"
+    return signed(size, format_bytes_as_torch)
 
 
 def _place(frame: Frame | None) -> str:

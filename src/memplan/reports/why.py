@@ -12,7 +12,7 @@ def report(why: Why) -> Document:
     title, total = headline(why.message), why.message.total
     fields = [
         name_field("Where the memory was", lambda part: part.name, from_left=False),
-        number_field("bytes", lambda part: part.bytes, format_signed),
+        number_field("bytes", lambda part: part.bytes, format_bytes_as_torch),
     ]
     if total:
         fields.append(number_field("share", lambda part: part.bytes, lambda size: f"{100 * size / total:.1f} %"))
@@ -23,8 +23,3 @@ def report(why: Why) -> Document:
         [why.reason],
         Section(tuple(Line(f"- {advice}", indent=2) for advice in why.advice), "What helps"),
     )
-
-
-def format_signed(size: int) -> str:
-    """Return bytes as torch prints them; they may be negative."""
-    return f"-{format_bytes_as_torch(-size)}" if size < 0 else format_bytes_as_torch(size)
