@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan._bytes import format_bytes_as_torch, signed
-from memplan._text import counted
+from memplan._text import counted, ranks_text
 from memplan.explanation.model import LABELS
 from memplan.reports import explain
 from memplan.reports.document import Document, Field, Part, document, name_field, number_field, table_of
 from memplan.studies.roles.grouping import ALL
-from memplan.studies.roles.roles import Role, Roles, ranks_text
+from memplan.studies.roles.roles import Role, Roles
 
 _DIFFERENCES = 3
 
