@@ -13,7 +13,8 @@ from memplan._display import Displayed, Printed
 from memplan.simulation.replays.exact import Mismatch
 
 NAMES = ("Comparison", "Explanation", "Exported", "Finding", "Fitted", "Layouts", "LineProfile", "Plan", "Proof",
-         "Quantized", "RankSnapshots", "Replay", "Roles", "Sweep", "Timeline", "Trace", "WholeRun", "Why")  # fmt: skip
+         "Quantized", "RankReasons", "RankSnapshots", "Replay", "Roles", "Sweep", "Timeline", "Trace",
+         "WatchedRanks", "WholeRun", "Why")  # fmt: skip
 
 
 def test_every_public_result_is_displayed() -> None:

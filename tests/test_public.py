@@ -37,12 +37,14 @@ PUBLIC = [
     "Plan",
     "Proof",
     "Quantized",
+    "RankReasons",
     "RankSnapshots",
     "Replay",
     "Roles",
     "Sweep",
     "Timeline",
     "Trace",
+    "WatchedRanks",
     "WholeRun",
     "Why",
     "__version__",
@@ -68,8 +70,10 @@ PUBLIC = [
     "sweep",
     "verify",
     "watch",
+    "watched_ranks",
     "whole_run",
     "why",
+    "why_ranks",
     "with_loss",
 ]
 
@@ -113,6 +117,13 @@ def watched() -> Any:
             model(data).sum().backward()
             optimizer.step()
     return seen
+
+
+def watched_folder(folder: Path) -> Path:
+    """Where a rank of one has written what its watch saw."""
+    with memplan.watch(make(), quiet=True, folder=folder / "ranks") as seen:
+        seen.end_step()
+    return folder / "ranks"
 
 
 def exported(folder: Path) -> nn.Module:
@@ -160,8 +171,10 @@ CALLS: dict[str, Callable[[Path], bool]] = {
     "sweep": lambda _: len(memplan.sweep(make, {"batch": [1, 2]}, "256x64", **STEP).rows) == 2,
     "verify": lambda _: memplan.verify(model := make(), model, "256x64", pairs=0, **LOSS).ok,
     "watch": lambda _: len(watched().rows) == 4,
+    "watched_ranks": lambda folder: memplan.watched_ranks(watched_folder(folder)).odd == (),
     "whole_run": lambda folder: memplan.whole_run(script(folder), device="cpu").allocated > 512 * 10 * 16,
     "why": lambda _: memplan.why("CUDA error: out of memory").verdict == "no figures",
+    "why_ranks": lambda _: memplan.why_ranks({0: "", 1: "CUDA error: out of memory"}).first.rank == 1,
     "with_loss": lambda _: isinstance(memplan.with_loss(make(), F.cross_entropy), nn.Module),
 }
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from memplan.explanation.model import Explanation as Explanation
     from memplan.explanation.why import Why as Why
     from memplan.explanation.why import why as why
+    from memplan.explanation.why_ranks import RankReasons as RankReasons
+    from memplan.explanation.why_ranks import why_ranks as why_ranks
     from memplan.exporting.export import export as export
     from memplan.exporting.exported import Exported as Exported
     from memplan.exporting.weights_file import load_weights as load_weights
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from memplan.studies.runs.whole_run import WholeRun as WholeRun
     from memplan.studies.sweeps.sweep import Sweep as Sweep
     from memplan.studies.sweeps.sweep import sweep as sweep
+    from memplan.studies.watched.watched import WatchedRanks as WatchedRanks
+    from memplan.studies.watched.watched import watched_ranks as watched_ranks
     from memplan.trace.measure import measure as measure
     from memplan.trace.record import record as record
     from memplan.trace.spec import spec as spec
@@ -73,12 +77,14 @@ _HOMES = {
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
+    "RankReasons": "memplan.explanation.why_ranks",
     "RankSnapshots": "memplan.simulation.replays.ranks",
     "Replay": "memplan.simulation.replays.replayed",
     "Roles": "memplan.studies.roles.roles",
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
+    "WatchedRanks": "memplan.studies.watched.watched",
     "WholeRun": "memplan.studies.runs.whole_run",
     "Why": "memplan.explanation.why",
     "assert_peak": "memplan.studies.guarding.assert_peak",
@@ -104,8 +110,10 @@ _HOMES = {
     "sweep": "memplan.studies.sweeps.sweep",
     "verify": "memplan.verification.proof.verify",
     "watch": "memplan.integrations.watching.watch",
+    "watched_ranks": "memplan.studies.watched.watched",
     "whole_run": "memplan.integrations.scripts.followed",
     "why": "memplan.explanation.why",
+    "why_ranks": "memplan.explanation.why_ranks",
     "with_loss": "memplan.planning.capture.loss_module",
 }
 """Modules by the public names in them; the imports above are the same, for type checkers."""

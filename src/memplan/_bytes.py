@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import SupportsIndex
 
@@ -113,13 +114,23 @@ def format_bytes_as_torch(number: int) -> str:
     """Write a number of bytes as torch's allocator does in its own messages (format_size, c10/cuda).
 
     Args:
-        number: bytes, 0 or more.
+        number: bytes; a difference may be negative.
 
     Example:
-        >>> format_bytes_as_torch(1024), format_bytes_as_torch(20 << 20), format_bytes_as_torch(66592964608)
-        ('1024 bytes', '20.00 MiB', '62.02 GiB')
+        >>> format_bytes_as_torch(1024), format_bytes_as_torch(-20 << 20), format_bytes_as_torch(66592964608)
+        ('1024 bytes', '-20.00 MiB', '62.02 GiB')
     """
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number > 1024**power:
+        if abs(number) > 1024**power:
             return f"{number / 1024**power:.2f} {unit}"
     return f"{number} bytes"
+
+
+def signed(size: int, show: Callable[[int], str] = format_bytes) -> str:
+    """Write a difference in bytes with its sign, none for 0; ``show`` writes sizes.
+
+    Example:
+        >>> signed(1536), signed(-1536), signed(0)
+        ('+1.5 KiB', '-1.5 KiB', '0 B')
+    """
+    return f"{'+' if size > 0 else ''}{show(size)}"

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
@@ -81,6 +82,27 @@ def counted(number: int, thing: str) -> str:
         ('1 step', '1,200 steps')
     """
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as people write them.
+
+    Example:
+        >>> ranks_text((0, 1, 2, 5)), ranks_text((7,)), ranks_text(range(0, 64, 8))
+        ('ranks 0-2, 5', 'rank 7', 'ranks 0-56 by 8')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    step = ranks[1] - ranks[0]
+    if len(ranks) > 2 and step > 1 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, step)):
+        return f"ranks {ranks[0]}-{ranks[-1]} by {step}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return "ranks " + ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def format_share(part: float, whole: float) -> str:

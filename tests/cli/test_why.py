@@ -47,7 +47,7 @@ def test_a_text_without_a_message_is_one_line(text: str) -> None:
 
 
 def test_a_folder_and_the_tail_of_a_long_log(tmp_path: Path) -> None:
-    assert "cannot be read (Is a directory)" in run(tmp_path).stderr
+    assert "has no logs. Expected files of .log" in run(tmp_path).stderr
     assert run(text="step\n" * 2_000_000 + TEXT).exit_code == 0
 
 

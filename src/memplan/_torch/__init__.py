@@ -40,6 +40,7 @@ from memplan._torch.distributed import (
     rank_groups,
     ranks,
     sharded_modules,
+    started_rank,
 )
 from memplan._torch.dry_card import (
     HistoryEvent,

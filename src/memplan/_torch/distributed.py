@@ -149,6 +149,16 @@ def ranks() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
 
 
+def started_rank() -> tuple[int, int]:
+    """Return this rank and how many there are: of the default process group, else as torchrun's variables have them;
+    (0, 1) without either."""
+    if has_process_group():
+        return ranks()
+    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    started = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
+    return (int(rank), int(world)) if started else (0, 1)
+
+
 def gathered(value: Any) -> list[Any]:
     """Return the value of every rank of the default process group, in their order. Every rank has to call it."""
     if not has_process_group():

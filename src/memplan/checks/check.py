@@ -69,11 +69,7 @@ def check(
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     ignores = [parse_ignore(text, IDS) for text in ((ignore,) if isinstance(ignore, str) else ignore)]
     if isinstance(what, Trace):
-        if replace(options, train=True) != StepOptions():
-            raise InputError(
-                "a Trace and inputs or other options of a module's step",
-                expected="a Trace alone: its step is already recorded",
-            )
+        options.refuse_with_trace()
         return check_trace(what, context=context, ignores=ignores)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, rank)
     remaker = Remaker(what, options, target)

@@ -13,7 +13,7 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.devices import Device, find
-from memplan.errors import DeviceError, InputError
+from memplan.errors import DeviceError
 from memplan.explanation.by_line import line_profiles
 from memplan.explanation.card import card_use, context_of, levels_at
 from memplan.explanation.grad import with_eager_note, with_training_note
@@ -97,7 +97,7 @@ def explain(
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     if isinstance(what, Trace):
-        _refuse_options(options)
+        options.refuse_with_trace()
         room = read_host(host, measured=what.origin != "recorded")
         return explain_trace(what, settings=settings, host=room)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, rank)
@@ -220,15 +220,6 @@ def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
     by_cause = _by_cause(trace, timeline.reserved_tick)
     allocated, reserved = levels_at(timeline, timeline.reserved_tick)
     return by_cause | {"rounding": allocated - sum(by_cause.values()), "fragmentation": reserved - allocated}
-
-
-def _refuse_options(options: StepOptions) -> None:
-    """Raise InputError if options of a module's step were given with a Trace."""
-    if replace(options, train=True) != StepOptions():
-        raise InputError(
-            "a Trace and inputs or other options of a module's step",
-            expected="a Trace alone: its step is already recorded",
-        )
 
 
 def _title(what: Any) -> str:

@@ -94,7 +94,7 @@ def _free(message: OutOfMemoryMessage) -> int | None:
     return None
 
 
-def _memory_by_process(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+def memory_by_process(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tuple[int, int], ...]]:
     """Return the bytes of this process, or None, and (PID, bytes) of the other processes.
 
     In a container torch does not know its own PID and lists itself among the others. It is the process with the least
@@ -119,7 +119,7 @@ def _parts(message: OutOfMemoryMessage) -> list[Part]:
         parts += [Part("allocated by PyTorch in private pools (CUDA graphs)", pools)] if pools else []
     if unallocated is not None:
         parts.append(Part("reserved by PyTorch, in no tensor", unallocated))
-    own, others = _memory_by_process(message)
+    own, others = memory_by_process(message)
     if own is not None and reserved is not None and own > reserved:
         parts.append(Part("this process beside PyTorch's allocator (context, libraries)", own - reserved))
     parts += [Part(f"process {number}", size) for number, size in others]
@@ -158,7 +158,7 @@ def _verdict(message: OutOfMemoryMessage) -> tuple[Verdict, int | None]:
         return "refused", lack
     if lack <= 0:
         return "fragmentation", lack
-    by_others = sum(size for _, size in _memory_by_process(message)[1]) + (message.beside or 0)
+    by_others = sum(size for _, size in memory_by_process(message)[1]) + (message.beside or 0)
     return ("others" if by_others >= lack else "need"), lack
 
 
@@ -204,7 +204,7 @@ def _advice(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> 
     """Return what the user can do, the most specific first."""
     advice: list[str] = []
     if verdict == "others":
-        numbers = ", ".join(str(number) for number, _ in _memory_by_process(message)[1])
+        numbers = ", ".join(str(number) for number, _ in memory_by_process(message)[1])
         advice.append(
             f"End the other processes, if they are yours: {numbers}" if numbers else "Close what else uses it"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
-from memplan._bytes import format_bytes
+from memplan._bytes import format_bytes, signed
 from memplan._text import format_seconds
 from memplan.reports.document import (
     Document,
@@ -28,7 +28,6 @@ from memplan.studies.comparisons.comparison import (
     headline,
     remarks,
     seconds_sentence,
-    signed,
 )
 from memplan.studies.comparisons.measured import Beside, Peak
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from memplan._bytes import format_bytes_as_torch
+from memplan._bytes import format_bytes_as_torch, signed
 from memplan._text import counted
 from memplan.reports.document import (
     Document,
@@ -18,7 +18,7 @@ from memplan.reports.document import (
     number_field,
     table_of,
 )
-from memplan.simulation.replays.ranks import OwnerRow, RankRow, RankSnapshots
+from memplan.simulation.replays.ranks import RankRow, RankSnapshots
 from memplan.simulation.snapshots.read import Frame
 from memplan.simulation.snapshots.safe_pickle import shown
 
@@ -65,21 +65,14 @@ def _head(result: RankSnapshots) -> Iterator[Part]:
 def _owners(row: RankRow, top: int) -> Table:
     fields = [
         name_field(f"Rank {row.rank} beyond the median", lambda owner: _place(owner.frame)),
-        Field(
-            "more", lambda owner: _change(owner.beyond), _sum_of_changes, right=True, number=lambda owner: owner.beyond
-        ),
+        number_field("more", lambda owner: owner.beyond, _change),
         number_field("bytes", lambda owner: owner.bytes, format_bytes_as_torch),
     ]
     return table_of(row.owners, fields, top)
 
 
-def _sum_of_changes(owners: Sequence[OwnerRow]) -> str:
-    return _change(sum(owner.beyond for owner in owners))
-
-
 def _change(size: int) -> str:
-    sign = "+" if size > 0 else "-" if size < 0 else ""
-    return f"{sign}{format_bytes_as_torch(abs(size))}"
+    return signed(size, format_bytes_as_torch)
 
 
 def _place(frame: Frame | None) -> str:

@@ -6,6 +6,7 @@ from memplan.checks.finding import Finding
 from memplan.explanation.line_profile import LineProfile
 from memplan.explanation.model import Explanation
 from memplan.explanation.why import Why
+from memplan.explanation.why_ranks import RankReasons
 from memplan.exporting.exported import Exported
 from memplan.planning.plan.plan import Plan
 from memplan.reports import (
@@ -25,6 +26,7 @@ from memplan.reports import (
     roles,
     sweep,
     terminal,
+    watched,
     whole_run,
     why,
 )
@@ -40,6 +42,7 @@ from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.roles.roles import Roles
 from memplan.studies.runs.whole_run import WholeRun
 from memplan.studies.sweeps.sweep import Sweep
+from memplan.studies.watched.watched import WatchedRanks
 from memplan.verification.fitting.fitted import Fitted
 
 
@@ -74,8 +77,12 @@ def document_of(result: object) -> Document:
             return replay.report(replay.Cases(result, result, (), None))
         case RankSnapshots():
             return rank_snapshots.report(result)
+        case WatchedRanks():
+            return watched.report(result)
         case Why():
             return why.report(result)
+        case RankReasons():
+            return why.ranks_report(result)
         case Exported():
             return export.report(result)
         case Finding():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan._bytes import format_bytes, format_bytes_as_torch
-from memplan._text import counted
+from memplan._bytes import format_bytes_as_torch, signed
+from memplan._text import counted, ranks_text
 from memplan.explanation.model import LABELS
 from memplan.reports import explain
 from memplan.reports.document import Document, Field, Part, document, name_field, number_field, table_of
 from memplan.studies.roles.grouping import ALL
-from memplan.studies.roles.roles import Role, Roles, ranks_text
+from memplan.studies.roles.roles import Role, Roles
 
 _DIFFERENCES = 3
 
@@ -81,7 +81,7 @@ def _beside(role: Role, first: Role) -> str:
     """Return how the causes at the peak differ from those of the first role, the largest difference first."""
     own, others = role.explanation.by_cause, first.explanation.by_cause
     changes = sorted(((own[cause] - others.get(cause, 0), cause) for cause in own), key=lambda row: -abs(row[0]))
-    texts = [f"{'+' if size > 0 else '-'}{format_bytes(abs(size))} {LABELS[cause]}" for size, cause in changes if size]
+    texts = [f"{signed(size)} {LABELS[cause]}" for size, cause in changes if size]
     return ", ".join(texts[:_DIFFERENCES]) or "the same peak"
 
 

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from memplan._bytes import format_bytes_as_torch
+from memplan._bytes import format_bytes_as_torch, signed
+from memplan._text import counted
 from memplan.explanation.why import Why, headline
-from memplan.reports.document import Document, Line, Section, document, name_field, number_field, table_of
+from memplan.explanation.why_ranks import RankReasons
+from memplan.reports.document import (
+    Document,
+    Field,
+    Line,
+    Section,
+    document,
+    name_field,
+    number_field,
+    size_or_dash,
+    table_of,
+)
 
 
 def report(why: Why) -> Document:
@@ -12,7 +24,7 @@ def report(why: Why) -> Document:
     title, total = headline(why.message), why.message.total
     fields = [
         name_field("Where the memory was", lambda part: part.name, from_left=False),
-        number_field("bytes", lambda part: part.bytes, format_signed),
+        number_field("bytes", lambda part: part.bytes, format_bytes_as_torch),
     ]
     if total:
         fields.append(number_field("share", lambda part: part.bytes, lambda size: f"{100 * size / total:.1f} %"))
@@ -25,6 +37,27 @@ def report(why: Why) -> Document:
     )
 
 
-def format_signed(size: int) -> str:
-    """Return bytes as torch prints them; they may be negative."""
-    return f"-{format_bytes_as_torch(-size)}" if size < 0 else format_bytes_as_torch(size)
+def ranks_report(reasons: RankReasons) -> Document:
+    """Return which rank is the odd one, all ranks, and then why the first ran out of memory."""
+    size = lambda row, name: "-" if row.why is None else _size(getattr(row.why.message, name))  # noqa: E731
+    fields = [
+        name_field("Rank", lambda row: str(row.rank), None),
+        Field("asked for", lambda row: size(row, "requested"), right=True),
+        Field("allocated", lambda row: size(row, "allocated"), right=True),
+        Field("beside the\nmedian", lambda row: "-" if row.why is None else _beyond(row.beyond), right=True),
+        Field("free", lambda row: size(row, "free"), right=True),
+        Field("other\nprocesses", lambda row: size_or_dash(row.others), right=True, drop=1),
+        Field("verdict", lambda row: "-" if row.why is None else row.why.verdict),
+    ]
+    head = [Line(sentence, "warning") for sentence in reasons.verdict]
+    text = document(f"Out of memory: {counted(len(reasons.rows), 'rank')}", head, [table_of(reasons.rows, fields)])
+    assert reasons.first.why is not None, "as checked where it was made"
+    return text + document(None, [Line(f"Rank {reasons.first.rank}", "bold")]) + report(reasons.first.why)
+
+
+def _size(size: int | None) -> str:
+    return "?" if size is None else format_bytes_as_torch(size)
+
+
+def _beyond(size: int) -> str:
+    return signed(size, format_bytes_as_torch)

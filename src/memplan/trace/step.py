@@ -63,6 +63,14 @@ class StepOptions:
             dtype=None if self.dtype is None else dtype_of(self.dtype),
         )
 
+    def refuse_with_trace(self) -> None:
+        """Raise InputError if there are any options besides ``train``: a Trace has its inputs and options."""
+        if replace(self, train=True) != StepOptions():
+            raise InputError(
+                "a Trace and inputs or other options of a module's step",
+                expected="a Trace alone: its step is already recorded",
+            )
+
     @property
     def callables(self) -> tuple[Callable[..., Any] | None, Callable[[Any], Any] | None]:
         """Loss and optimizer of checked options."""

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from truth.rank_peak import measured_peak_of_rank
 
 import memplan
+from memplan._text import ranks_text
 from memplan.cli import main
 from memplan.errors import FormatError, StepError, UsageError
-from memplan.studies.roles.roles import ranks_text
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),

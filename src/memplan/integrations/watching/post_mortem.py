@@ -61,6 +61,7 @@ def post_mortem(
     device: torch.device,
     folder: str | os.PathLike[str],
     inputs: LastInputs | None,
+    ranks: tuple[int, int] = (0, 1),
 ) -> Path:
     """Write a report of a step that ran out of memory, as JSON and as text of the same name.
 
@@ -75,6 +76,7 @@ def post_mortem(
         device: the device that ran out of memory.
         folder: folder for both files; it is created if missing.
         inputs: the inputs of the model's last call.
+        ranks: this rank, and how many there are.
 
     Returns:
         The path of the JSON file.
@@ -89,6 +91,8 @@ def post_mortem(
         "schema": SCHEMA,
         "error": f"{type(error).__name__}: {error}",
         "step": step,
+        "rank": ranks[0],
+        "world": ranks[1],
         "asked": requested_bytes(error),
         "device": str(device) if subject.card is None else subject.card.name,
         "torch": torch.__version__,
@@ -99,7 +103,7 @@ def post_mortem(
         "command": _fit_command(subject, inputs, memory["budget"]),
         "snapshot": None,
     }
-    path = _new_file(Path(folder))
+    path = _new_file(Path(folder), f"rank{ranks[0]}-" if ranks[1] > 1 else "")
     if device.type == "cuda" and _torch.history():
         snapshot = path.with_suffix(".pickle")
         _torch.dump_history(snapshot)
@@ -183,11 +187,11 @@ def _fit_command(subject: Subject, inputs: LastInputs | None, budget: int | None
     return " ".join(parts)
 
 
-def _new_file(folder: Path) -> Path:
-    """Create an empty JSON file with an unused name in the folder and return its path."""
+def _new_file(folder: Path, rank: str) -> Path:
+    """Create an empty JSON file with an unused name in the folder and return its path; ``rank`` is part of the name."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
-        path = folder / f"memplan-oom-{os.getpid()}-{number}.json"
+        path = folder / f"memplan-oom-{rank}{os.getpid()}-{number}.json"
         if path.with_suffix(".txt").exists() or path.with_suffix(".pickle").exists():
             continue
         try:
@@ -206,7 +210,12 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 def text_of(data: dict[str, Any]) -> str:
     """Return a post-mortem as text."""
     request = "memory" if data["asked"] is None else format_bytes(data["asked"])
-    lines = [f"Step {data['step']} on {data['device']} asked for {request} and there was no room.", data["error"], ""]
+    who = f" of rank {data['rank']}" if data["world"] > 1 else ""
+    lines = [
+        f"Step {data['step']}{who} on {data['device']} asked for {request} and there was no room.",
+        data["error"],
+        "",
+    ]
     if data["capacity"] is not None:
         lines.append(
             f"allocated {format_bytes(data['allocated'])}, reserved {format_bytes(data['reserved'])}, "

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memplan import _torch
 from memplan._display import Printed
 from memplan._interrupts import deferred
 from memplan._json import Written, named
@@ -24,10 +25,16 @@ from memplan.integrations.watching.follower import Follower, summary
 from memplan.integrations.watching.inputs import LastInputs
 from memplan.integrations.watching.live_line import LiveLine
 from memplan.integrations.watching.post_mortem import is_out_of_memory, post_mortem
+from memplan.integrations.watching.rank_file import RankFile
 from memplan.integrations.watching.rows import Growth, Leak, Row
 from memplan.integrations.watching.window import Subject
+from memplan.studies.watched.watched import Held, Owner, RankWatch, State
 from memplan.trace.recording.session import own_card
 
+_LONGEST = 300
+"""Characters of an error in a rank's file."""
+_OWNERS = 1000
+"""Rows in a rank's file of what is alive at the peak, the largest."""
 _running = threading.Lock()
 _watching_thread = 0
 """Identifier of the thread whose watch runs."""
@@ -40,6 +47,7 @@ def watch(
     *,
     quiet: bool = False,
     post_mortem: str | os.PathLike[str] | None = ".",
+    folder: str | os.PathLike[str] | None = None,
 ) -> Watch:
     """Watch a running training: measured and predicted peak of each step, leaks by line, a post-mortem.
 
@@ -53,6 +61,10 @@ def watch(
         quiet: print nothing. Otherwise leaks, drifts and the post-mortem's path are printed to stderr, and a status
             line if that is a terminal.
         post_mortem: folder for a post-mortem if a step runs out of memory; None: none is written.
+        folder: where each rank of several writes what it has seen, in a file that is named by its rank
+            (``rank3.json``): when the watch begins, after its third step, at most every 10 s, and at its end. The last
+            rank to end says which one holds more than the others; so does ``memplan why FOLDER``, also where a rank
+            was killed. None: no rank writes one.
 
     Returns:
         A context manager whose ``rows``, ``leaks`` and ``drifts`` are up to date within it and stay after its end.
@@ -60,6 +72,7 @@ def watch(
     Raises:
         InputError: ``model`` has no module, or ``optimizer`` is no optimizer of torch.
         DeviceError: a card is named, and the model is on the CPU, or this machine has no card.
+        OSError: on entering: ``folder`` cannot be made.
         UsageError: on entering: another watch runs in this thread, or this watch has run already. If a watch runs in
             another thread, the new one watches nothing and adds a note that says so.
 
@@ -70,7 +83,7 @@ def watch(
         ()
     """
     models, optimizers = _models(model), _optimizers(optimizer)
-    return Watch(models, optimizers, device, quiet=quiet, post_mortem=post_mortem)
+    return Watch(models, optimizers, device, quiet=quiet, post_mortem=post_mortem, folder=folder)
 
 
 class Watch(Written, Printed):
@@ -86,12 +99,19 @@ class Watch(Written, Printed):
         *,
         quiet: bool,
         post_mortem: str | os.PathLike[str] | None,
+        folder: str | os.PathLike[str] | None,
     ) -> None:
         self.post_mortem: Path | None = None
         """Path of the post-mortem's JSON file, with the text next to it; None: no step ran out of memory."""
         self._device, self._card = _device_of(models, device)
         self._subject = Subject(models, optimizers, self._card)
-        self._folder = post_mortem
+        self.rank, self.world = _torch.started_rank()
+        """This process's rank, and how many there are; 0 of 1 without others."""
+        self._post_mortems = post_mortem
+        self._folder = folder
+        self._file: RankFile | None = None
+        self._ended: State = "running"
+        self._error = ""
         self._follows_model = device is None
         self._quiet = quiet
         self._line = LiveLine(quiet=quiet)
@@ -146,10 +166,14 @@ class Watch(Written, Printed):
             self._say(f"memplan: {self._follower.notes[-1]}")
             return
         self._stack.callback(_running.release)
+        self.rank, self.world = _torch.started_rank()
         self._state, self._thread = "running", threading.get_ident()
         _watching_thread = self._thread
         try:
             self._set_hooks()
+            if self._folder is not None:
+                self._file = RankFile(Path(self._folder), self.rank)
+                self._file.write(self._of_rank, now=True)
             self._follower.begin()
         except BaseException:
             self._close()
@@ -162,10 +186,12 @@ class Watch(Written, Printed):
         try:
             with deferred(span=True):
                 try:
-                    if error is not None and self._folder is not None and is_out_of_memory(error):
+                    self._note_end(error)
+                    if error is not None and self._post_mortems is not None and is_out_of_memory(error):
                         self._write_post_mortem(error)
                 finally:
                     self._close()
+                    self._write_last()
         except BaseException:
             with deferred(span=True):  # a second Ctrl-C can come before the first `deferred` is in force
                 self._close()
@@ -183,8 +209,12 @@ class Watch(Written, Printed):
         try:
             if self._follower.is_observing and self._restart_if_moved():
                 return
+            before = self._follower.is_observing, self._follower.prediction
             row = self._follower.end_step()
-            if self._line.is_shown:
+            if self._file is not None:
+                news = before != (self._follower.is_observing, self._follower.prediction)
+                self._file.write(self._of_rank, now=news)
+            if self._line.is_shown and self.rank == 0:  # else the ranks write over each other's line
                 self._line.show(row, len(self.leaks))
         except Exception as error:  # an error of ours must not end the training
             self._follower.notes.append(f"the watch ended at step {self._follower.steps}: {error!r}")
@@ -196,6 +226,8 @@ class Watch(Written, Printed):
         return named(self, "rows", "leaks", "drifts", "notes") | {
             "torch": torch.__version__,
             "device": str(self._device) if self._card is None else self._card.name,
+            "rank": self.rank,
+            "world": self.world,
             "steps": self._follower.steps,
             "predicted": self._follower.prediction and self._follower.prediction.peak,
             "post_mortem": None if self.post_mortem is None else str(self.post_mortem),
@@ -203,7 +235,7 @@ class Watch(Written, Printed):
 
     def __str__(self) -> str:
         follower = self._follower
-        lines = [summary(follower.steps, follower.rows, follower.prediction)]
+        lines = [f"{self._of}{summary(follower.steps, follower.rows, follower.prediction)}"]
         lines += [*map(str, self.leaks), *map(str, self.drifts), *(f"note: {note}" for note in self.notes)]
         if self.post_mortem is not None:
             lines.append(f"out of memory: {self.post_mortem}")
@@ -213,6 +245,37 @@ class Watch(Written, Printed):
         follower = self._follower
         text = f"{summary(follower.steps, follower.rows, follower.prediction)}, {len(self.leaks)} leak(s)"
         return f"<Watch, {self._state}: {text}>"
+
+    @property
+    def _of(self) -> str:
+        """Return whose messages they are: the rank if there are several."""
+        return f"rank {self.rank}: " if self.world > 1 else ""
+
+    def _of_rank(self) -> RankWatch:
+        """Return what has been seen so far, as the rank's file has it."""
+        follower, prediction = self._follower, self._follower.prediction
+        measured = [row.peak for row in follower.rows if row.peak is not None]
+        rows = () if prediction is None else prediction.holders()
+        return RankWatch(
+            self.rank, self.world, str(self._device) if self._card is None else self._card.name, self._ended,
+            follower.steps, max(measured, default=None), None if prediction is None else prediction.peak,
+            tuple(Held(Owner(row.where, row.layer, row.cause), row.bytes) for row in rows[:_OWNERS]),
+            tuple(map(str, self.leaks)), self.notes, self._error,
+            None if self.post_mortem is None else str(self.post_mortem),
+        )  # fmt: skip
+
+    def _note_end(self, error: BaseException | None) -> None:
+        """Note how the training ended, with the error's first line."""
+        self._ended = "over" if error is None else "out of memory" if is_out_of_memory(error) else "failed"
+        if error is not None:
+            self._error = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST]
+
+    def _write_last(self) -> None:
+        """Write the rank's file for the last time; say how the ranks compare, if all others have ended."""
+        if self._file is not None:
+            self._file.write(self._of_rank, now=True)
+            for sentence in [] if self._quiet else self._file.others():
+                self._line.say(sentence)
 
     def _set_hooks(self) -> None:
         """Register the hooks of the whole watch: torch does not allow changes to hooks while it iterates over them.
@@ -262,11 +325,12 @@ class Watch(Written, Printed):
         follower = self._follower
         prediction, is_failed_step = follower.at_failure()
         follower.close()
-        assert self._folder is not None
+        follower.prediction = prediction
+        assert self._post_mortems is not None
         try:
             self.post_mortem = post_mortem(
                 error, follower.steps + 1, self._subject, prediction, is_failed_step=is_failed_step,
-                device=self._device, folder=self._folder, inputs=self._inputs,
+                device=self._device, folder=self._post_mortems, inputs=self._inputs, ranks=(self.rank, self.world),
             )  # fmt: skip
         except Exception as failure:  # the user's error is raised, not ours
             self._say(f"out of memory, and no post-mortem could be written: {failure}")
@@ -285,7 +349,7 @@ class Watch(Written, Printed):
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            self._line.say(text)
+            self._line.say(f"{self._of}{text}")
 
 
 def _models(target: Any) -> tuple[nn.Module, ...]:

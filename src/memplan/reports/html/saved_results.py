@@ -20,6 +20,7 @@ from memplan.errors import BudgetError, InputError, MemplanError
 from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import LABELS, Explanation, verdict_sentence
+from memplan.explanation.why_ranks import RankReasons
 from memplan.planning.plan.plan import Plan
 from memplan.reports import (
     cache,
@@ -34,6 +35,8 @@ from memplan.reports import (
     rank_snapshots,
     roles,
     sweep,
+    watched,
+    why,
 )
 from memplan.reports import plan as plans
 from memplan.reports.document import (
@@ -63,6 +66,7 @@ from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.roles.roles import Roles
 from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Sweep
+from memplan.studies.watched.watched import WatchedRanks, summary
 from memplan.trace.trace import Trace
 from memplan.verification.fitting import outcome as fitting
 from memplan.verification.fitting.frontier import Frontier, Point
@@ -522,6 +526,19 @@ def _rank_snapshots(plain: Any, source: str) -> Result:
     return Result("replay", text.heading, f"{verdict[:1].upper()}{verdict[1:]}", "bad" if saved.odd else "good", text)
 
 
+def _rank_reasons(plain: Any, source: str) -> Result:
+    saved = RankReasons.from_dict(plain, source)
+    text = why.ranks_report(saved)
+    return Result("out of memory", text.heading, " ".join(saved.verdict), "bad", text)
+
+
+def _watched_ranks(plain: Any, source: str) -> Result:
+    saved = WatchedRanks.from_dict(plain, source)
+    text, verdict = watched.report(saved, 0), "; ".join(summary(saved))
+    mood = "bad" if saved.odd or saved.ended_badly else "good"
+    return Result("watched ranks", text.heading, f"{verdict[:1].upper()}{verdict[1:]}.", mood, text)
+
+
 def _roles(plain: Any, source: str) -> Result:
     """Return the page content of the ranks of a step: the table of all; their steps follow it."""
     saved = Roles.from_dict(plain, source)
@@ -548,6 +565,8 @@ READERS: Mapping[str, Reader] = {
     "memplan.findings": _findings,
     "memplan.roles": _roles,
     "memplan.rank_snapshots": _rank_snapshots,
+    "memplan.rank_reasons": _rank_reasons,
+    "memplan.watched_ranks": _watched_ranks,
     "memplan.replay": _by_fields(_replay),
     "memplan.post_mortem": _by_fields(_post_mortem),
     "memplan.devices": _by_fields(_devices),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +12,14 @@ from typing import Any, ClassVar
 from memplan._display import Displayed
 from memplan._json import Saved, SignedInt, Unreadable
 from memplan.errors import InputError, SnapshotFormatError, TargetError
+from memplan.simulation.odd_ranks import beyond_median, is_odd, median, rank_in_name
 from memplan.simulation.replays.out_of_memory import innermost
 from memplan.simulation.replays.replay import replay
 from memplan.simulation.replays.replayed import Replay
 from memplan.simulation.snapshots.read import Frame
 
-_RANK = re.compile(r"rank[_-]?(\d{1,6})", re.IGNORECASE)
 _STEP = re.compile(r"(?:iteration|iter|step)[_-]?(\d{1,9})", re.IGNORECASE)
 _SUFFIXES = (".pickle", ".pkl", ".json", ".pickle.gz", ".pkl.gz", ".json.gz")
-_LEAST, _SHARE = 1 << 20, 0.01
-"""A rank is odd that holds at least so many bytes more than the median, and so large a share of that."""
 _EVENTS = 0.1
 """Numbers of events that differ by more than this share are noted."""
 
@@ -114,7 +111,7 @@ def replay_ranks(
         rank = _rank_of(file, replayed)
         if rank in found:
             other = found[rank][0]
-            by = "" if _RANK.search(file.name) else " (of their GPUs, as the names have no rank)"
+            by = "" if rank_in_name(file) is not None else " (of their GPUs, as the names have no rank)"
             raise InputError(
                 f"{other} and {file} are both of rank {rank}{by}", expected="one snapshot for each rank",
                 do="Leave one out, or write the ranks in the names: rank0.pickle",
@@ -123,28 +120,16 @@ def replay_ranks(
     at_peak = all(replayed.has_history for _, replayed in found.values())
     held = {rank: _held(replayed, at_peak=at_peak) for rank, (_, replayed) in found.items()}
     allocated = {rank: _allocated(replayed, at_peak=at_peak) for rank, (_, replayed) in found.items()}
-    usual = {frame: _median([own.get(frame, 0) for own in held.values()]) for own in held.values() for frame in own}
-    median = _median(list(allocated.values()))
-    rows: list[RankRow] = []
-    for rank, (file, replayed) in found.items():
-        owners = [
-            OwnerRow(frame, held[rank].get(frame, 0), held[rank].get(frame, 0) - size) for frame, size in usual.items()
-        ]
-        beyond = allocated[rank] - median
-        rows.append(
-            RankRow(
-                rank, str(file), len(replayed.snapshot.entries), allocated[rank], _reserved(replayed, at_peak=at_peak),
-                beyond, beyond >= max(_LEAST, _SHARE * median),
-                tuple(sorted((row for row in owners if row.beyond), key=lambda row: (-row.beyond, str(row.frame)))),
-            )
-        )  # fmt: skip
+    owners, usual = beyond_median(held), median(list(allocated.values()))
+    rows = [
+        RankRow(
+            rank, str(file), len(replayed.snapshot.entries), allocated[rank], _reserved(replayed, at_peak=at_peak),
+            allocated[rank] - usual, is_odd(allocated[rank], usual), tuple(OwnerRow(*row) for row in owners[rank]),
+        )
+        for rank, (file, replayed) in found.items()
+    ]  # fmt: skip
     rows.sort(key=lambda row: (-row.allocated, row.rank))
-    return RankSnapshots(at_peak, median, tuple(rows), tuple(_notes(rows, found)))
-
-
-def _median(sizes: Sequence[int]) -> int:
-    """Return the lower median: of two ranks the smaller one, so that the other is the odd one."""
-    return statistics.median_low(sizes)
+    return RankSnapshots(at_peak, usual, tuple(rows), tuple(_notes(rows, found)))
 
 
 def _files(paths: Any) -> list[Path]:
@@ -185,8 +170,8 @@ def _check_steps(files: Sequence[Path]) -> None:
 
 
 def _rank_of(file: Path, replayed: Replay) -> int:
-    numbers = _RANK.findall(file.name)
-    return int(numbers[-1]) if numbers else replayed.snapshot.gpu
+    named = rank_in_name(file)
+    return replayed.snapshot.gpu if named is None else named
 
 
 def _allocated(replayed: Replay, *, at_peak: bool) -> int:

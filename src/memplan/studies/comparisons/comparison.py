@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from memplan._bytes import format_bytes
+from memplan._bytes import format_bytes, signed
 from memplan._display import Displayed
 from memplan._json import Saved
 from memplan._text import format_seconds
@@ -241,11 +241,6 @@ def change_text(a: int, b: int) -> str:
         return "the same"
     share = f", {100 * (b - a) / a:+.0f} %" if a and abs(b - a) >= _CHANGE * a else ""
     return f"{format_bytes(abs(b - a))} {'less' if b < a else 'more'}{share}"
-
-
-def signed(size: int) -> str:
-    """Return bytes with their sign: ``+1.2 MiB``."""
-    return ("+" if size > 0 else "") + format_bytes(size)
 
 
 def remarks(comparison: Comparison) -> Iterator[str]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
-from memplan._bytes import format_bytes, parse_bytes
+from memplan._bytes import format_bytes, parse_bytes, signed
 from memplan._display import Printed
 from memplan._json import Saved
 from memplan.errors import BaselineError, UnitError, UsageError
-from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison, signed
+from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import UPDATE, Baseline, Figures
 from memplan.studies.guarding.taken import KernelChoice, RecordedFigures, limit_in_band

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import torch
 from memplan import _torch
 from memplan._display import Displayed
 from memplan._json import Saved, Unreadable
+from memplan._text import ranks_text
 from memplan.errors import RecordingError
 from memplan.explanation.explain import device_of, explain_trace
 from memplan.explanation.host import read_host
@@ -175,24 +176,3 @@ def _fingerprint(trace: Trace) -> str:
     """Return what is equal for ranks that allocate and free the same, at the same ops."""
     rows = [(s.bytes, s.low, s.cause, s.born, s.died, s.stream, s.used_on) for s in trace.counted]
     return hashlib.sha256(repr((trace.steps, trace.end, rows)).encode()).hexdigest()
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as people write them.
-
-    Example:
-        >>> ranks_text((0, 1, 2, 5)), ranks_text((7,)), ranks_text(range(0, 64, 8))
-        ('ranks 0-2, 5', 'rank 7', 'ranks 0-56 by 8')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    step = ranks[1] - ranks[0]
-    if len(ranks) > 2 and step > 1 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, step)):
-        return f"ranks {ranks[0]}-{ranks[-1]} by {step}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return "ranks " + ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.serialization import config
 
 from memplan import _torch
+from memplan._bytes import format_bytes
+from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.records import HOST
 
 _KNOWN = 1024
@@ -24,12 +26,21 @@ class _Storages:
 
     Args:
         place_of: address of a real storage -> its device.
+        own: device of this rank's card. What is loaded to another card lies on the host here: it does not count.
         mapped: if the file is mapped, the address of its first storage, and the bytes of the file, of which its
             storages on the host are parts.
     """
 
-    def __init__(self, place_of: Callable[[int], str | torch.device], mapped: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        place_of: Callable[[int], str | torch.device],
+        mapped: tuple[int, int] | None = None,
+        own: torch.device | None = None,
+    ) -> None:
         self._place_of = place_of
+        self._own = own
+        self.elsewhere: dict[torch.device, int] = {}
+        """Bytes that went to other cards than this rank's."""
         self._first, size = mapped or (0, 0)
         self._file = torch.empty(size, dtype=torch.uint8) if mapped else None
         self._made: dict[int, torch.Tensor] = {}
@@ -52,7 +63,7 @@ class _Storages:
             is_integral = not dtype.is_floating_point and not dtype.is_complex
             values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
             address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
-        device = self._place_of(address)
+        device = self._here(self._place_of(address), size if address not in self._made else 0)
         if values is not None and self._file is None:
             return torch.tensor(values, dtype=dtype, device=device)
         if not size:
@@ -63,6 +74,14 @@ class _Storages:
         view = content.as_strided(shape, strides, content.storage_offset() + offset)
         is_parameter = isinstance(leaf, nn.Parameter)
         return nn.Parameter(view.detach(), needs_grad) if is_parameter else view.requires_grad_(needs_grad)
+
+    def _here(self, device: str | torch.device, size: int) -> str | torch.device:
+        """Return the place of a storage in the recording, and count its bytes if it goes to another rank's card."""
+        target = torch.device(device)
+        if self._own is None or target.type != "cuda" or target.index in (None, self._own.index):
+            return device
+        self.elsewhere[target] = self.elsewhere.get(target, 0) + size
+        return HOST
 
     def _make(self, address: int, size: int, device: str | torch.device) -> torch.Tensor:
         """Return the bytes of a storage: loaded to the host, or mapped there, and copied to a card if that is its
@@ -120,9 +139,34 @@ def place_of(storage: Any, location: str, map_location: Any) -> str | torch.devi
     return location if map_location is None else map_location
 
 
+class Elsewhere(NamedTuple):
+    """A call of `torch.load` that puts tensors on the card of another rank."""
+
+    device: torch.device
+    bytes: int
+    where: str | None
+    """``file:line``."""
+
+
+_elsewhere: list[list[Elsewhere]] = []
+
+
 @contextmanager
-def loads_recorded(is_recorded: Callable[[], bool]) -> Iterator[None]:
+def loads_elsewhere() -> Iterator[list[Elsewhere]]:
+    """Yield a list that gets the recorded calls of `torch.load` that put tensors on another rank's card."""
+    found: list[Elsewhere] = []
+    _elsewhere.append(found)
+    try:
+        yield found
+    finally:
+        _elsewhere.remove(found)
+
+
+@contextmanager
+def loads_recorded(is_recorded: Callable[[], bool], report: Callable[[str], None], own: torch.device) -> Iterator[None]:
     """Within this context `torch.load` returns tensors of the recording, where ``is_recorded()`` is true.
+
+    What it puts on another card than ``own`` is not counted, and reported.
 
     Of a file on the disk no values are read but those of small integers. Bytes are those of the file's storages, or, if
     it is mapped (``mmap=True``), of the whole file, as torch's allocator counts them.
@@ -144,7 +188,16 @@ def loads_recorded(is_recorded: Callable[[], bool]) -> Iterator[None]:
         with _torch.no_modes():
             loaded = plain(f, locate, pickle_module, mmap=is_mapped or _is_zip(f), **kwargs)
         mapped = (min(places, default=0), os.path.getsize(f)) if is_mapped else None
-        return _torch.tree_map(_Storages(lambda address: places.get(address, HOST), mapped).tensor_of, loaded)
+        storages = _Storages(lambda address: places.get(address, HOST), mapped, own)
+        result = _torch.tree_map(storages.tensor_of, loaded)
+        for device, size in storages.elsewhere.items():
+            report(
+                f"torch.load PUTS {format_bytes(size)} ON {device}, and this rank's card is {own}: "
+                "they are NOT COUNTED; map_location says where tensors go"
+            )
+            for found in _elsewhere:
+                found.append(Elsewhere(device, size, format_frame(user_frame())))
+        return result
 
     with ExitStack() as stack:
         for module in (torch, torch.serialization):

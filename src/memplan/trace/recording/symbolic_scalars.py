@@ -228,7 +228,12 @@ class ScalarPolicy:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.fakes_dressed())
             stack.enter_context(_torch.files_mapped_without_data())
-            stack.enter_context(loads_recorded(lambda: _torch.is_dispatched() and not mode.suspended))
+            stack.enter_context(
+                loads_recorded(
+                    lambda: _torch.is_dispatched() and not mode.suspended,
+                    partial(self.assumed.add, "host"), torch.device("cuda", _torch.current_rank().local_rank),
+                )
+            )  # fmt: skip
             stack.enter_context(_torch.lazy_layers_with_fake_parameters(mode, mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(_torch.lengths_as_tensors())

@@ -1,0 +1,111 @@
+"""Check: a rank that holds more than the others that train the same, or puts its tensors on another rank's card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from memplan import _torch
+from memplan._bytes import format_bytes
+from memplan._text import ranks_text
+from memplan.checks.finding import Finding, Severity, Subject
+from memplan.checks.mended.savings import live_at_peak, matters, peak_of
+from memplan.explanation.model import LABELS
+from memplan.simulation.odd_ranks import beyond_median, is_odd
+from memplan.trace.recording.loads import Elsewhere, loads_elsewhere
+from memplan.trace.trace import Trace
+
+ID = "uneven-ranks"
+TITLE = "A rank holds more than the others, or puts its tensors on another rank's card"
+
+_ALL = 4
+"""Of so many ranks all are recorded; of more the first two and the last."""
+_SHARDS = ("weight", "optimizer_state", "parameter_gradient")
+_Owner = tuple[str, str, str | None]
+
+
+def find(subject: Subject) -> list[Finding]:
+    """Return a finding about loads onto another card, and one about the rank that holds the most; [] for one rank."""
+    remaker = subject.remaker
+    world = None if remaker is None else remaker.target.world
+    if remaker is None or world is None or not subject.trace.groups:
+        return []
+    traces = {remaker.target.rank: subject.trace}
+    loads: dict[int, Sequence[Elsewhere]] = {}
+    own_loads = any("torch.load PUTS" in assumption.text for assumption in subject.trace.assumptions)
+    for rank in (*_others(subject.trace, world, remaker.target.rank), *([remaker.target.rank] if own_loads else [])):
+        with loads_elsewhere() as found:
+            trace = replace(remaker, target=replace(remaker.target, rank=rank)).record()
+        if isinstance(trace, Trace):
+            traces[rank] = trace
+            loads |= {rank: list(found)} if found else {}
+    return [*_elsewhere(loads, world), *_holds_more(traces)]
+
+
+def _others(trace: Trace, world: int, rank: int) -> list[int]:
+    """Return the ranks to compare with: of those that train the same stage, the first two and the last."""
+    alike = set(range(world))
+    for piped in (set(group.ranks) for group in trace.groups if group.piped):
+        alike &= set[int]().union(*(set(g.ranks) for g in trace.groups if set(g.ranks) & piped == {rank}), {rank})
+    ordered = sorted(alike - {rank})
+    return ordered if len(alike) <= _ALL else sorted({*ordered[:2], ordered[-1]})
+
+
+def _elsewhere(loads: dict[int, Sequence[Elsewhere]], world: int) -> Iterator[Finding]:
+    """Yield a finding about calls of `torch.load` that put tensors on the card of another rank."""
+    if not loads:
+        return
+    rank, calls = min(loads.items())
+    size, first = sum(call.bytes for call in calls), calls[0]
+    others = _torch.Rank(0, world).local_world - 1
+    message = (
+        f"torch.load puts {format_bytes(size)} of rank {rank} on {first.device}, and not on its own "
+        f"card: the {others} other ranks of a machine put {format_bytes(others * size)} there, beside a CUDA "
+        "context each"
+    )
+    advice = (
+        "Load to the host, torch.load(path, map_location='cpu'), or to the rank's own card, "
+        "map_location=f'cuda:{local_rank}'",
+    )
+    details = {"kind": "elsewhere", "ranks": sorted(loads), "bytes_per_rank": size, "device": str(first.device)}
+    yield Finding(ID, "warning", "", first.where, others * size, message, advice, details)
+
+
+def _holds_more(traces: dict[int, Trace]) -> Iterator[Finding]:
+    """Yield a finding about the rank with the highest peak, if that is much above the lowest."""
+    peaks = {rank: peak_of(trace) for rank, trace in traces.items()}
+    most, least = (choose(peaks, key=lambda rank: (peaks[rank], -rank)) for choose in (max, min))
+    size = peaks[most] - peaks[least]
+    if not matters(traces[most], size) or not is_odd(peaks[most], peaks[least]):
+        return
+    rows = beyond_median({rank: _owners(traces[rank]) for rank in (most, least)})[most]
+    (cause, layer, where), _, beyond = rows[0] if rows else (("", "", None), 0, 0)
+    uneven = cause in _SHARDS
+    severity: Severity = "info" if uneven else "warning"
+    place = (f" of {layer}" if layer else "") + (f" at {where}" if where else "")
+    message = f"rank {most} holds {format_bytes(size)} more at its peak than {_names(peaks, least)}"
+    if beyond > 0:
+        message += f": {format_bytes(beyond)} of it are {LABELS.get(cause, cause)}{place}"
+    advice = (
+        "A weight that the ranks do not divide is sharded unevenly: make its first dimension a multiple of their "
+        "number (pad the vocabulary), or shard another one (fully_shard(..., shard_placement_fn=...))"
+        if uneven
+        else "Free it after its use, or keep it on the host: a full state dict by get_model_state_dict with "
+        "StateDictOptions(full_state_dict=True, cpu_offload=True), outputs by .cpu()"
+    )
+    details = {"kind": "shards" if uneven else "holds", "peaks": {str(rank): peak for rank, peak in peaks.items()}}
+    yield Finding(ID, severity, layer, where, size, message, (advice,), details)
+
+
+def _names(peaks: dict[int, int], least: int) -> str:
+    return ranks_text([rank for rank in sorted(peaks) if peaks[rank] == peaks[least]])
+
+
+def _owners(trace: Trace) -> dict[_Owner, int]:
+    """Return the bytes that are live at the peak, by cause, layer and line."""
+    sizes: dict[_Owner, int] = {}
+    for storage in live_at_peak(trace):
+        op = None if storage.op is None else trace.ops[storage.op]
+        owner = storage.cause, "" if op is None else op.layer, None if op is None else op.where
+        sizes[owner] = sizes.get(owner, 0) + storage.bytes
+    return sizes

@@ -1,0 +1,1 @@
+"""What `memplan.watch` saw on several ranks, put side by side."""
