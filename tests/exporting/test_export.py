@@ -98,12 +98,13 @@ def test_optimizers_do_as_torch_does(name: str, tmp_path: Path) -> None:
     done = network("mlp", tmp_path, optimizer=OPTIMIZERS[name])
     assert done.verdict.proven
     assert done.state == 4 * (
-        done.trained * (2 if name in ("momentum", "nesterov", "rmsprop") else 3) + 3 + _corrections(name)
+        done.trained * (2 if name in ("momentum", "nesterov", "rmsprop") else 3) + 3 + _numbers(name)
     )
 
 
-def _corrections(name: str) -> int:
-    return {"adam": 2, "adamw, two groups": 4}.get(name, 0)
+def _numbers(name: str) -> int:
+    """Return the number of bias corrections, and of learning rates of groups."""
+    return {"adam": 2, "adamw, two groups": 4 + 2}.get(name, 0)
 
 
 @needs_compiler

@@ -10,6 +10,7 @@ import click
 from memplan.cli.files import write
 from memplan.cli.options import (
     StepArguments,
+    Whole,
     describe,
     json_option,
     remove_parameters,
@@ -45,6 +46,12 @@ operation without a C kernel.
 @step_options
 @click.option("--budget", metavar="SIZE", required=True, help="256KiB, 1MiB: RAM of the device.")
 @click.option("--folder", metavar="FOLDER", required=True, help="Where the files go.")
+@click.option(
+    "--accumulate", type=Whole(min=1), default=1, show_default=True, metavar="N",
+    help="Calls of the step whose gradients are summed for one update.",
+)  # fmt: skip
+@click.option("--clip-norm", type=float, metavar="X", help="Bound of the norm of all gradients before an update.")
+@click.option("--clip-value", type=float, metavar="X", help="Bound of each element of the gradients.")
 @click.option("--name", metavar="NAME", help="Of files and functions. Default: the model's class.")
 @click.option(
     "--search-update",
@@ -71,6 +78,9 @@ operation without a C kernel.
 def command(
     budget: str,
     folder: str,
+    accumulate: int,
+    clip_norm: float | None,
+    clip_value: float | None,
     name: str | None,
     batches: str | None,
     frozen_weights: Literal["float32", "int8"],
@@ -101,7 +111,8 @@ def command(
             data = None if batches is None else _batches(batches)
             exported = export(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
-                folder=folder, name=name, search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
+                accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value, folder=folder, name=name,
+                search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:

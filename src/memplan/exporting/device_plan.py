@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,11 +33,11 @@ from memplan.exporting.tiling.tilings import tilings
 from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import GradientUse
+from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.request import Request
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.byte_levels import base_level, levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.search import Found, Heuristics, Search
 from memplan.planning.validation.validate import validate
@@ -48,8 +48,6 @@ QUICK = Heuristics(pairs=False, shakes=0)
 """A quick search, for steps whose many values are in groups of channels."""
 Narrow = Literal["float32", "int8"]
 
-EARLY = GradientUse(updates=True)
-"""Each weight is updated as soon as its gradient is complete."""
 Inputs = Mapping[int, str]
 """Name of the C argument of each tensor of the call, by its position."""
 
@@ -106,8 +104,9 @@ def planned_step(
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
     inputs = _argument_names(request)
     surroundings = _surroundings(memory.floats("trained"), rules, stored)
-    outside_arena = _outside_arena(device, surroundings)
-    step, tiles = _step_within(device, surroundings, request.bytes, inputs)
+    use = rules.gradients.use
+    outside_arena = _outside_arena(device, surroundings, use)
+    step, tiles = _step_within(device, surroundings, request.bytes, inputs, use)
     infer_pass = _infer_pass(infer_device, step.placement.bytes, inputs)
     infer_bytes = infer_pass.placement.bytes + outside_arena
     if infer_bytes > request.bytes:  # `infer` recomputes nothing, so it can take more than the step
@@ -115,29 +114,35 @@ def planned_step(
         raise _for_device(error.but(smallest_budget=infer_bytes))
     output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
     layout = StepLayout(name, memory, rules, step, infer_pass, output, stored.file)
-    fused = tiles[0].device
-    variants = [
-        ("everything kept, gradients until the update", device, Choices(in_place=False)),
-        ("results in the place of what dies", device, Choices()),
-        ("each weight updated as its gradient is made", device, Choices(gradients=EARLY)),
-        ("element by element, where that takes less", fused, Choices(gradients=EARLY)),
-    ]
-    levers = [
-        (words, levels(schedule(variant.graph, choices), surroundings).peak - outside_arena)
-        for words, variant, choices in variants
-    ]
-    levers.append(("results made again, signs as bits: at most", tiles[0].live - outside_arena))
-    if tiles[1:]:
-        levers.append(("a few channels of large values at a time: at most", tiles[-1].live - outside_arena))
+    levers = tuple((words, peak - outside_arena) for words, peak in _peaks(device, tiles, surroundings, use))
     narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
-    return DevicePlan(layout, surroundings, tuple(levers), min(tile.bytes for tile in tiles), could_be_int8)
+    return DevicePlan(layout, surroundings, levers, min(tile.bytes for tile in tiles), could_be_int8)
+
+
+def _peaks(
+    device: DeviceGraph, tiles: Sequence[_TiledStep], surroundings: OutsideMemory, use: GradientUse
+) -> Iterator[tuple[str, int]]:
+    """Yield the memory techniques, each on top of those before, with the most bytes of RAM then live."""
+
+    def peak(variant: DeviceGraph, **choices: Any) -> int:
+        return levels(schedule(variant.graph, Choices(**choices)), surroundings).peak
+
+    stays = use if use.adds else STAYS
+    yield "everything kept, gradients until the update", peak(device, in_place=False, gradients=stays)
+    yield "results in the place of what dies", peak(device, gradients=stays)
+    if use.updates:
+        yield "each weight updated as its gradient is made", peak(device, gradients=use)
+    yield "element by element, where that takes less", peak(tiles[0].device, gradients=use)
+    yield "results made again, signs as bits: at most", tiles[0].live
+    if tiles[1:]:
+        yield "a few channels of large values at a time: at most", tiles[-1].live
 
 
 def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> OutsideMemory:
-    """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters."""
-    numbers = 3 + sum(len(group.logarithms) for group in rules.groups) + stored.file
-    return OutsideMemory(state=4 * (trained * rules.floats + numbers))
+    """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters. Gradients
+    that are kept are the schedule's."""
+    return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.file))
 
 
 def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
@@ -146,28 +151,26 @@ def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, sto
     Its arguments are the names of these parameters, and whether to search with all memory techniques. The bytes are
     those live at once; the arena can be a little larger.
     """
-    graph = _with_user_paths(captured.graph, request)
+    graph, use = _with_user_paths(captured.graph, request), rules.gradients.use
 
     def ram(paths: Collection[str], levers: bool) -> int:
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         device = lowered(
             replace(graph, gradients=gradients), captured.constants, {parameter: True for parameter, _ in gradients}
         )
-        fused = with_fused_updates(device, worth_fusing(device.graph))
+        fused = with_fused_updates(device, worth_fusing(device.graph, use), use)
         trained = sum(math.prod(graph.values[parameter].shape) for parameter, _ in gradients)
         surroundings = _surroundings(trained, rules, stored)
         if levers:
-            return Search(fused.graph, surroundings, gradients=EARLY).floor_peak
-        return levels(schedule(fused.graph, Choices(gradients=EARLY)), surroundings).peak
+            return Search(fused.graph, surroundings, gradients=rules.gradients.use).floor_peak
+        return levels(schedule(fused.graph, Choices(gradients=rules.gradients.use)), surroundings).peak
 
     return ram
 
 
-def _outside_arena(device: DeviceGraph, surroundings: OutsideMemory) -> int:
+def _outside_arena(device: DeviceGraph, surroundings: OutsideMemory, use: GradientUse) -> int:
     """Return the bytes of RAM outside of the arena."""
-    return surroundings.held_bytes + sum(
-        v.bytes for v in device.graph.values if v.kind in ("parameter", "buffer", "input")
-    )
+    return base_level(device.graph, Choices(gradients=use), surroundings)
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ class _TiledStep:
 
 
 def _step_within(
-    device: DeviceGraph, surroundings: OutsideMemory, budget: int, inputs: Inputs
+    device: DeviceGraph, surroundings: OutsideMemory, budget: int, inputs: Inputs, use: GradientUse
 ) -> tuple[Pass, list[_TiledStep]]:
     """Return the pass of the coarsest tiling that fits a budget, and all tilings, each smaller than the one before.
 
@@ -192,8 +195,8 @@ def _step_within(
         BudgetError: no tiling fits.
     """
     tiles = list[_TiledStep]()
-    for tiled in tilings(device):
-        search = Search(tiled.graph, surroundings, gradients=EARLY, heuristics=QUICK if tiles else None)
+    for tiled in tilings(device, use):
+        search = Search(tiled.graph, surroundings, gradients=use, heuristics=QUICK if tiles else None)
         if tiles and search.floor_peak >= tiles[-1].live:
             break
         tiles.append(_planned_tiling(tiled, search, budget, inputs, all(tile.fastest is None for tile in tiles)))
@@ -201,7 +204,7 @@ def _step_within(
         if tile.fastest is not None:
             return tile.fastest, tiles
     smallest = min(tiles, key=lambda tile: tile.bytes)
-    search = Search(smallest.device.graph, surroundings, gradients=EARLY, heuristics=QUICK)
+    search = Search(smallest.device.graph, surroundings, gradients=use, heuristics=QUICK)
     error = budget_error(schedule(smallest.device.graph, search.within(0).choices), surroundings, budget)
     raise _for_device(error.but(smallest_budget=smallest.bytes))
 
@@ -211,7 +214,7 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
 
     The arena can be larger than the live bytes that the search bounds, so the search repeats with a smaller target.
     """
-    outside_arena, target = _outside_arena(device, search.outside_memory), budget
+    outside_arena, target = _outside_arena(device, search.outside_memory, search.gradients), budget
     least = (
         _placed_pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside_arena
     )
@@ -230,7 +233,7 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
 def _infer_pass(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
     """Return the pass of the model without loss in the coarsest tiling that fits the step's arena, or the smallest."""
     best: Pass | None = None
-    for tiled in tilings(device):
+    for tiled in tilings(device, STAYS):
         infer = _placed_pass(tiled, schedule(tiled.graph, Choices()), inputs)
         if best is None or infer.placement.bytes < best.placement.bytes:
             best = infer
@@ -259,7 +262,9 @@ def _placed_pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
 
 
 def _check_fused(device: DeviceGraph, order: Schedule) -> None:
-    """Assert that no weight is read after its fused update."""
+    """Assert that no weight is read after its fused update, where gradients are not added up."""
+    if order.choices.gradients.adds:
+        return
     parameter_of = {device.graph.base(gradient): param for param, gradient in device.graph.gradients}
     updated = set[int]()
     for action in (*order.forward, *order.backward):

@@ -23,7 +23,7 @@ from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
 from memplan.exporting.lowering.unrolled_recurrence import unrolled_gru, unrolled_lstm
-from memplan.exporting.optimizer_rules import update_rules
+from memplan.exporting.optimizer_rules import Gradients, update_rules
 from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
 from memplan.exporting.source.companion_files import Recorded
@@ -59,6 +59,7 @@ class _Options:
     verify: bool | None
     device: str | None
     force: bool
+    gradients: Gradients
 
 
 @public
@@ -68,6 +69,9 @@ def export(
     targets: Any = (),
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
     budget: Any = "256 KiB",
     folder: str | Path,
     name: str | None = None,
@@ -88,6 +92,10 @@ def export(
         model: a module with parameters in float32, or a callable that returns one.
         inputs, targets, loss: as for `memplan.explain`. The exported step has their shapes.
         optimizer: SGD, Adam, AdamW or RMSprop of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
+        accumulate: calls of the C step whose gradients are summed for one update, as `backward()` does. For their mean,
+            divide the loss by it.
+        clip_norm, clip_value: bounds of the gradients before an update, as for `torch.nn.utils.clip_grad_norm_` and
+            `torch.nn.utils.clip_grad_value_`.
         budget: bytes of RAM for trained weights, optimizer state, running statistics, inputs and the arena.
         folder: where to write the files; created if missing.
         name: name of files and functions; None: the name of the model's class.
@@ -120,7 +128,8 @@ def export(
         types = " or ".join(map(repr, get_args(Narrow)))
         raise UsageError(f"frozen_weights={frozen_weights!r}", expected=types, do="Leave it out")
     stored = Stored(frozen_weights, weights_file)
-    options = _Options(budget, name, stored, bound, search_update, verify, device, force)
+    gradients = Gradients(accumulate, clip_norm, clip_value)
+    options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients)
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
 
 
@@ -162,7 +171,7 @@ def _planned(
     request: Request, name: str, optimizer: Any, options: _Options
 ) -> tuple[DevicePlan, UpdateChoice | None]:  # fmt: skip
     """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
-    rules = update_rules(optimizer, request.model)
+    rules = update_rules(optimizer, request.model, options.gradients)
     _train_only(request.model, rules.group_of)
     if options.batches is None:
         return planned_step(name, request, *_captured(request), rules, options.stored), None
@@ -170,7 +179,7 @@ def _planned(
     ram = cache(lambda: ram_of_updates(request, _captured(request)[0], rules, options.stored))
     choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
     _train_only(request.model, [candidate.path for candidate in choice.trained])
-    rules = update_rules(optimizer, request.model)
+    rules = update_rules(optimizer, request.model, options.gradients)
     return planned_step(name, request, *_captured(request), rules, options.stored), choice
 
 

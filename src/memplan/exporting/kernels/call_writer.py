@@ -106,7 +106,7 @@ class CallWriter:
             raise refusal(op, " with these arguments")
         form, operands, numbers = match
         output = Ref(output_of(op))
-        self._add_element_function(form.function)
+        self.element_function(form.function)
         names = "pqrs"[: len(numbers)]
         letters = "abc"[: len(operands)]
         defines = {
@@ -124,12 +124,12 @@ class CallWriter:
         strides = [_broadcast_strides(value, result.shape) for value in values]
         return self._strided_call(name, result.shape, strides, pointers, numbers)
 
-    def _add_element_function(self, function: str) -> None:
+    def element_function(self, function: str) -> None:
         """Add the C function that computes one element, after those that it calls."""
         functions = element_functions()
         for called in re.findall(r"\b(\w+)\(", functions[function].partition(")")[2]):
             if called in functions and called != function:
-                self._add_element_function(called)
+                self.element_function(called)
         self.kernels.setdefault(function, functions[function])
 
     def _strided_call(
@@ -152,7 +152,7 @@ class CallWriter:
 
         The copy has the shape and strides of `like`.
         """
-        self._add_element_function("copy")
+        self.element_function("copy")
         name = self.instance("strided1", "strided_copy", {"RESULT(a)": "copy(a)", "PARAMETERS": ""})
         return self._strided_call(
             name, like.shape, (like.stride, strides), (f"{to} + {start}" if start else to, source)

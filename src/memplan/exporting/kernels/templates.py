@@ -30,6 +30,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "batch_norm_statistics": ("sum_of", "moment"),
     "batch_norm_sums": ("sum_of", "moment"),
     "channel_sum": ("sum_of",),
+    "clip_norm": ("dot",),
     "row_norm_statistics": ("sum_of", "moment"),
 }
 """By template: the templates that must come before it."""

@@ -37,16 +37,15 @@ def header_text(layout: StepLayout) -> str:
     """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
     trained, statistics = memory.floats("trained"), memory.floats("statistics")
-    corrections = sum(len(group.logarithms) for group in rules.groups)
     members = [
         f"    float weights[{trained}];    /* trained parameters, one after another */",
-        *([f"    float momentum[{trained}];"] if rules.momentum else []),
-        *([f"    float squares[{trained}];"] if rules.squares else []),
+        *(f"    float {member}[{trained}];" for member in rules.members),
         *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
-        *([f"    float correction[{corrections}];"] if corrections else []),
+        *([f"    float correction[{rules.corrections}];"] if rules.corrections else []),
         *(["    const float *flash;    /* what init was given */"] if layout.weights_file else []),
         "    float rate;    /* factor on the learning rates; 1 at first */",
-        "    uint32_t step, random;",
+        *([f"    float rates[{rules.rates}];    /* the same for each parameter group */"] if rules.rates else []),
+        f"    uint32_t step, random{', calls' if rules.gradients.kept else ''};",
         f"    float arena[{upper}_ARENA_BYTES / 4];",
     ]
     lines = [
@@ -66,6 +65,7 @@ def header_text(layout: StepLayout) -> str:
         f"enum {{ {', '.join(f'{upper}_{status} = {k}' for k, (status, _) in enumerate(STATUS, 1))} }};",
         f"int {name}_check({layout.step.parameters});    /* 0 if all is well */",
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
+        *_update_declaration(layout),
         f"int {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
         f"void {name}_set_weights({name}_state *s, const float *weights);", "",
@@ -83,6 +83,19 @@ def _init_declaration(layout: StepLayout) -> list[str]:
         f"#define {name.upper()}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
         f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
         f"void {name}_init({name}_state *s, const float *flash);",
+    ]
+
+
+def _update_declaration(layout: StepLayout) -> list[str]:
+    """Return the declaration of `update`, where gradients are kept until then."""
+    name, gradients = layout.name, layout.rules.gradients
+    if not gradients.kept:
+        return []
+    when = "each call" if gradients.accumulate == 1 else f"every {gradients.accumulate}th call"
+    return [
+        f"/* {name}_step adds its gradients to s->gradients, and calls {name}_update at {when}, which updates",
+        "   the weights by them and sets them to zero. Call it yourself for the last gradients of an epoch. */",
+        f"void {name}_update({name}_state *s);",
     ]
 
 

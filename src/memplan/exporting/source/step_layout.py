@@ -142,8 +142,8 @@ class StepLayout:
         """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters and, with a
         weights file, the pointer to it (four bytes)."""
         trained, statistics = self.memory.floats("trained"), self.memory.floats("statistics")
-        numbers = 3 + sum(len(group.logarithms) for group in self.rules.groups)
-        return 4 * (trained * (1 + self.rules.floats) + statistics + numbers + self.weights_file)
+        floats = trained * (1 + len(self.rules.members)) + statistics + self.rules.numbers + self.weights_file
+        return 4 * floats
 
     @property
     def constants(self) -> int:

@@ -93,17 +93,20 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
             for weight in model.parameters():
                 noise = 2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype) - 1
                 weight.mul_(1 + FEW_ROUNDINGS * noise)
-    optimizer = optimizer_of([parameter for parameter in model.parameters() if parameter.requires_grad])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, gradients = optimizer_of(trained), layout.rules.gradients
     inputs = [tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
     losses, random, rolled = list[float](), _DeviceRandom(), inputs
     for k in range(steps):
         rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in inputs]
         args, kwargs = request.call.rebuild(rolled)
-        optimizer.zero_grad()
         with _torch.DrawsReplaced(random.dropout_mask):
             loss = default_loss(step(*args, **kwargs))
         loss.backward()
-        optimizer.step()
+        if (k + 1) % gradients.accumulate == 0:
+            gradients.clip(trained)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     prefix = "" if request.step is request.model else "model."
