@@ -243,18 +243,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "theirs" / "notes.txt").read_text() == "mine"
     with pytest.raises(InputError, match="needs a gradient"):
         memplan.export(nn.Linear(4, 3).requires_grad_(False), "2x4", folder=tmp_path / "a", **STEP)
-    loss = lambda output, target: F.cross_entropy(output["x"], target)  # noqa: E731
-    mapped: dict[str, Any] = STEP | {"loss": loss}
-    with pytest.raises(InputError, match="returns a dict"):
-        memplan.export(Mapped(), "2x4", folder=tmp_path / "a", **mapped)
-
-
-class Mapped(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 3)
-
-    def forward(self, input: torch.Tensor) -> Any:
-        return {"x": super().forward(input)}
 
 
 @needs_compiler

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from memplan._bytes import format_bytes
-from memplan.errors import BudgetError, InputError
+from memplan.errors import BudgetError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
@@ -21,16 +20,17 @@ from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.step_layout import (
+    INPUT,
+    TARGET,
     Memory,
     Pass,
     PersistentTensor,
     StepLayout,
     laid_out,
-    name_of,
     tensors_of,
 )
+from memplan.exporting.step_outputs import CapturedStep
 from memplan.exporting.tiling.tilings import tilings
-from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
@@ -78,7 +78,7 @@ class DevicePlan:
 
 
 def planned_step(
-    name: str, request: Request, captured: Captured, infer: Captured, rules: UpdateRules, stored: Stored
+    name: str, request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
 ) -> DevicePlan:
     """Plan both passes of an export within the budget of the request.
 
@@ -86,7 +86,7 @@ def planned_step(
         name: a C identifier for files and functions.
         request: the step and its budget.
         captured: the captured step.
-        infer: the captured model in evaluation mode, without the loss.
+        infer: its forward pass in evaluation mode.
         rules: the optimizer's update rules.
         stored: how weights are stored in flash.
 
@@ -94,13 +94,12 @@ def planned_step(
         BudgetError: no plan fits.
         RecordingError: an op has no kernel.
     """
-    graph = _with_user_paths(captured.graph, request)
+    graph = captured.graph
     trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
-    device = lowered(graph, captured.constants, trained)
+    device = lowered(graph, captured.constants, trained, captured.written)
     paths = {graph.values[parameter].path for parameter in trained}
-    infer_graph = _forward_only(infer)
-    infer_trained = {value.id: value.path in paths for value in infer_graph.values if value.kind == "parameter"}
-    infer_device = lowered(infer_graph, infer.constants, infer_trained)
+    infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
+    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
     inputs = _argument_names(request)
     surroundings = _surroundings(memory.floats("trained"), rules, stored)
@@ -112,8 +111,7 @@ def planned_step(
     if infer_bytes > request.bytes:  # `infer` recomputes nothing, so it can take more than the step
         error = budget_error(infer_pass.schedule, surroundings, request.bytes)
         raise _for_device(error.but(smallest_budget=infer_bytes))
-    output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
-    layout = StepLayout(name, memory, rules, step, infer_pass, output, stored.file)
+    layout = StepLayout(name, memory, rules, step, infer_pass, captured.outputs, infer.outputs, stored.file)
     levers = tuple((words, peak - outside_arena) for words, peak in _peaks(device, tiles, surroundings, use))
     narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
@@ -145,22 +143,21 @@ def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> OutsideMe
     return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.file))
 
 
-def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
+def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
     """Return a function that gives the bytes of RAM of a step that trains only some of the parameters.
 
     Its arguments are the names of these parameters, and whether to search with all memory techniques. The bytes are
     those live at once; the arena can be a little larger.
     """
-    graph, use = _with_user_paths(captured.graph, request), rules.gradients.use
+    graph, use = captured.graph, rules.gradients.use
 
     def ram(paths: Collection[str], levers: bool) -> int:
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
-        device = lowered(
-            replace(graph, gradients=gradients), captured.constants, {parameter: True for parameter, _ in gradients}
-        )
+        trained = {parameter: True for parameter, _ in gradients}
+        device = lowered(replace(graph, gradients=gradients), captured.constants, trained, captured.written)
         fused = with_fused_updates(device, worth_fusing(device.graph, use), use)
-        trained = sum(math.prod(graph.values[parameter].shape) for parameter, _ in gradients)
-        surroundings = _surroundings(trained, rules, stored)
+        count = sum(math.prod(graph.values[parameter].shape) for parameter in trained)
+        surroundings = _surroundings(count, rules, stored)
         if levers:
             return Search(fused.graph, surroundings, gradients=rules.gradients.use).floor_peak
         return levels(schedule(fused.graph, Choices(gradients=rules.gradients.use)), surroundings).peak
@@ -272,46 +269,12 @@ def _check_fused(device: DeviceGraph, order: Schedule) -> None:
         updated |= {parameter_of[value] for value in action.makes if value in device.fused}
 
 
-def _forward_only(captured: Captured) -> JointGraph:
-    """Return the forward graph of the model. Raises InputError if the model does not return a single tensor."""
-    graph, order = captured.graph, captured.returned.order
-    if len(order) != 1:
-        raise InputError(
-            f"the model returns {len(order)} tensors",
-            expected="a model that returns one",
-            do="Wrap it in one that does",
-        )
-    tensor = torch.empty(0)
-    returned = captured.returned.structure.rebuild([tensor])
-    if returned is not tensor:
-        raise InputError(
-            f"the model returns a {type(returned).__name__}",
-            expected="a model that returns a tensor",
-            do="Wrap it in one that does",
-        )
-    ops = tuple(op for op in graph.ops if op.phase == "forward")
-    values = tuple(replace(v, op=None) if v.op is not None and v.op >= len(graph.ops) else v for v in graph.values)
-    return replace(
-        graph, values=values, ops=ops, outputs=(graph.outputs[order[0]],), gradients=(), mutations=(), forms=()
-    )
-
-
-def _with_user_paths(graph: JointGraph, request: Request) -> JointGraph:
-    """Return the graph with parameters and buffers under their names in the user's model."""
-    if request.step is request.model:
-        return graph
-    named = ("parameter", "buffer")
-    return replace(
-        graph, values=tuple(replace(v, path=name_of(v.path)) if v.kind in named else v for v in graph.values)
-    )
-
-
 def _argument_names(request: Request) -> dict[int, str]:
     """Return the C name of each tensor of the call, by its position: x for an input, y for a target, or x0, x1, ..."""
     targets = getattr(request.step, "targets", 0)
     inputs = len(request.call.tensors) - targets
-    names = [f"x{k}" if inputs > 1 else "x" for k in range(inputs)]
-    return dict(enumerate([*names, *(f"y{k}" if targets > 1 else "y" for k in range(targets))]))
+    names = [f"{INPUT}{k}" if inputs > 1 else INPUT for k in range(inputs)]
+    return dict(enumerate([*names, *(f"{TARGET}{k}" if targets > 1 else TARGET for k in range(targets))]))
 
 
 def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: Stored) -> Memory:

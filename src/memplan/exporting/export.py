@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memplan._bytes import parse_bytes
 from memplan._text import write_whole
 from memplan._torch.recurrent import recurrent_replaced
-from memplan.errors import InputError, UsageError
+from memplan.errors import InputError, RecordingError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
@@ -30,12 +30,13 @@ from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_bytes, weights_text
+from memplan.exporting.step_outputs import CapturedStep, capture_step
 from memplan.exporting.trials.cortex import run_on_core
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import run_reference_steps
 from memplan.exporting.update_search import UpdateChoice, chosen_update
-from memplan.planning.capture.capture import Captured, capture
-from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.flat_call import Call, call_of
+from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.request import Request
 from memplan.planning.request import request as make_request
 from memplan.planning.settings import PlanOptions
@@ -176,7 +177,7 @@ def _planned(
     if options.batches is None:
         return planned_step(name, request, *_captured(request), rules, options.stored), None
     # Capturing waits until the first set is planned: by then the batches are checked.
-    ram = cache(lambda: ram_of_updates(request, _captured(request)[0], rules, options.stored))
+    ram = cache(lambda: ram_of_updates(_captured(request)[0], rules, options.stored))
     choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
     _train_only(request.model, [candidate.path for candidate in choice.trained])
     rules = update_rules(optimizer, request.model, options.gradients)
@@ -236,14 +237,22 @@ def _copy_of(model: Any) -> Any:
     return copied
 
 
-def _captured(request: Request) -> tuple[Captured, Captured]:
-    """Capture the step, and the model in evaluation mode without the loss."""
-    model, targets = request.model, getattr(request.step, "targets", 0)
+def _captured(request: Request) -> tuple[CapturedStep, CapturedStep]:
+    """Capture the step, and its forward pass in evaluation mode: without the loss, where the model itself returns it,
+    or where it cannot be computed of what the model returns then."""
     with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(unrolled_lstm, unrolled_gru):
-        step = capture(request.step, request.call)
-        args, kwargs = request.call.rebuild(request.call.tensors)
-        with _evaluating(model):
-            return step, capture(model, call_of(args[: len(args) - targets], kwargs))
+        step = capture_step(request.step, request.call)
+        with _evaluating(request.model):
+            if isinstance(request.step, WithLoss):
+                with suppress(RecordingError):
+                    return step, capture_step(request.step, request.call).forward_only(loss=True)
+            return step, capture_step(request.model, _model_call(request)).forward_only(loss=False)
+
+
+def _model_call(request: Request) -> Call:
+    """Return the call of the model without the loss."""
+    args, kwargs = request.call.rebuild(request.call.tensors)
+    return call_of(args[: len(args) - getattr(request.step, "targets", 0)], kwargs)
 
 
 @contextmanager

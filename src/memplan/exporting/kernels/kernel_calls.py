@@ -12,9 +12,9 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.kernels.product_calls import PRODUCTS, Emit, gradient_kernel
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import FILL, INSERT, TO_FLOAT, output_of, refusal
+from memplan.exporting.lowering.device_graph import FILL, INSERT, TO_FLOAT, WRITE, output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
-from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
+from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous, short
 from memplan.planning.passes.split_dropout import MASK
 
 DROPOUT = "memplan.masked_scale.default"
@@ -424,6 +424,16 @@ def _to_float(w: CallWriter, op: GraphOp) -> list[str]:
     return [w.call(w.kernel("to_float"), Ref(output_of(op)), op.args[0], math.prod(w.shape(op.args[0])))]
 
 
+def _write_output(w: CallWriter, op: GraphOp) -> list[str]:
+    """Copy a value to the caller's `output`, where that is no null pointer."""
+    x, start = w.value(op.args[0]), op.args[1]
+    if is_contiguous(x):
+        copy = f"output[{f'{start} + ' if start else ''}k] = ({w.pointer(x.id)})[k];"
+        return [f"for (int k = 0; output && k < {math.prod(x.shape)}; k++)", f"    {copy}"]
+    like = replace(x, stride=conv.contiguous(x.shape))
+    return ["if (output)", f"    {w.strided_copy('output', like, start, w.pointer(x.id), x.stride)}"]
+
+
 def _flip(w: CallWriter, op: GraphOp) -> list[str]:
     """Copy the input from its last element on, backwards in the dimensions that are flipped."""
     x, dims = w.value(op.args[0]), {dim % len(w.shape(op.args[0])) for dim in op.args[1]}
@@ -558,5 +568,6 @@ CALLS: Mapping[str, Emit] = {
     TO_FLOAT: _to_float,
     "aten.flip.default": _flip,
     INSERT: _insert,
+    WRITE: _write_output,
 }
 """For each op, the function that writes its call."""

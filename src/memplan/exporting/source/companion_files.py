@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from memplan.exporting.c_text import c_name, comment
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.input_checks import STATUS
@@ -25,9 +25,15 @@ class Recorded:
     roll: int
     losses: Sequence[float]
     loss_bounds: Sequence[float]
+    step_output: np.ndarray
+    """What the model returned in the last step."""
+    step_output_bound: float
     output: np.ndarray
-    """Output of `infer` after the last step."""
+    """What it returns in evaluation mode after the last step."""
     output_bound: float
+    evaluated: float
+    """The loss in evaluation mode after the last step; 0 if it cannot be computed."""
+    evaluated_bound: float
     weights: np.ndarray
     """Weights and statistics after the last step, as `get_weights` writes them."""
     weight_bounds: np.ndarray
@@ -53,20 +59,24 @@ def header_text(layout: StepLayout) -> str:
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stdint.h>", "",
         f"#define {upper}_ARENA_BYTES {layout.arena}",
         f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
-        f"#define {upper}_OUTPUTS {math.prod(layout.output)}    /* floats that infer writes */", "",
+        *_output_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         "/* All that changes. The caller gives it memory; a program may have several. */",
         "typedef struct {", *members, f"}} {name}_state;", "",
         *_init_declaration(layout),
         f"void {name}_seed({name}_state *s, uint32_t seed);",
-        f"/* {name}_check looks through the data: a pointer may be null. Where it finds something, {name}_step returns",
-        f"   NAN and {name}_infer what was found, and nothing has changed. Where the loss is not finite, {name}_step",
+        f"/* {name}_check looks through the data: a pointer may be null. Where it finds something, {name}_infer",
+        "   returns what was found, the others NAN, and nothing has changed. Where the loss is not finite, a step",
         "   returns it and updates no weight. */",
         f"enum {{ {', '.join(f'{upper}_{status} = {k}' for k, (status, _) in enumerate(STATUS, 1))} }};",
         f"int {name}_check({layout.step.parameters});    /* 0 if all is well */",
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
+        "/* The same; also writes what the model returned in this step, where output is no null pointer. */",
+        f"float {name}_step_to({name}_state *s, {layout.step.parameters}, float *output);",
         *_update_declaration(layout),
-        f"int {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
+        "/* What the model returns in evaluation mode. */",
+        f"int {name}_infer({name}_state *s, {layout.infer.model_parameters}, float *output);",
+        *_evaluate_declaration(layout),
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
         f"void {name}_set_weights({name}_state *s, const float *weights);", "",
         "#ifdef __cplusplus", "}", "#endif", "", "#endif",
@@ -83,6 +93,34 @@ def _init_declaration(layout: StepLayout) -> list[str]:
         f"#define {name.upper()}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
         f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
         f"void {name}_init({name}_state *s, const float *flash);",
+    ]
+
+
+def _output_lines(layout: StepLayout) -> list[str]:
+    """Return the macros that say where each tensor of the model's output begins."""
+    upper, modes = layout.name.upper(), {"OUTPUT": layout.outputs}
+    if layout.step_outputs != layout.outputs:
+        modes["STEP_OUTPUT"] = layout.step_outputs
+    lines = list[str]()
+    for prefix, tensors in modes.items():
+        function = "step_to" if prefix == "STEP_OUTPUT" else "infer"
+        size = sum(tensor.size for tensor in tensors)
+        lines.append(f"#define {upper}_{prefix}S {size}    /* floats that {function} writes */")
+        for position, tensor in enumerate(tensors if len(tensors) > 1 else ()):
+            name = f"{upper}_{prefix}_{position}_{c_name(tensor.path).upper()}"
+            about = comment(f"{'x'.join(map(str, tensor.shape)) or 'a number'}: {tensor.path}")
+            lines.append(f"#define {name} {tensor.offset}    {about}")
+    return lines
+
+
+def _evaluate_declaration(layout: StepLayout) -> list[str]:
+    """Return the declaration of `evaluate`, where the loss can be computed in evaluation mode."""
+    if not layout.evaluates:
+        return []
+    name = layout.name
+    return [
+        "/* Returns the loss in evaluation mode, and changes nothing; output may be a null pointer. */",
+        f"float {name}_evaluate({name}_state *s, {layout.infer.parameters}, float *output);",
     ]
 
 
@@ -116,7 +154,16 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "ARRAYS": "\n".join(arrays),
         "ROLLS": "\n        ".join(rolls),
         "ARGUMENTS": ", ".join(layout.step.inputs.values()),
-        "INFER": ", ".join(layout.infer.inputs.values()),
+        "INFER": ", ".join(layout.infer.model_inputs),
+        "EVALUATE": f"{layout.name}_evaluate(&memory.state, {', '.join(layout.infer.inputs.values())}, 0)"
+        if layout.evaluates
+        else "0",
+        "EVALUATED": number(recorded.evaluated),
+        "EVALUATED_BOUND": number(recorded.evaluated_bound),
+        "MADE": str(recorded.step_output.size),
+        "STEP_OUTPUT": ", ".join(map(number, recorded.step_output.reshape(-1)[:4])),
+        "STEP_OUTPUT_BOUND": number(recorded.step_output_bound),
+        "STEP_CHECKED": str(min(4, recorded.step_output.size)),
         "LOSSES": ", ".join(map(number, recorded.losses)),
         "LOSS_BOUNDS": ", ".join(map(number, recorded.loss_bounds)),
         "OUTPUT": ", ".join(map(number, recorded.output.reshape(-1)[:4])),

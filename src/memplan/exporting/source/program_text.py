@@ -10,12 +10,12 @@ from dataclasses import replace
 from memplan.exporting.c_text import comment
 from memplan.exporting.kernels.call_writer import CallWriter, number
 from memplan.exporting.kernels.kernel_calls import calls_of
-from memplan.exporting.lowering.device_graph import output_of
+from memplan.exporting.lowering.device_graph import WRITE, output_of
 from memplan.exporting.source.input_checks import check_of, check_text
 from memplan.exporting.source.step_layout import Pass, StepLayout
 from memplan.exporting.source.stored_weights import pointers
 from memplan.planning.graph.joint_graph import Ref, Value
-from memplan.planning.graph.op_schema import arguments_of, is_contiguous, short
+from memplan.planning.graph.op_schema import arguments_of, short
 from memplan.planning.levers.encode import DIRECT
 from memplan.planning.schedule.actions import Action
 
@@ -71,7 +71,12 @@ class _ProgramWriter:
             lines += ["s->calls++;", f"if (s->calls >= {limit})", INDENT + call]
         loss = self._pointer(run, len(run.lifetimes.buffer_of) - 1, output)
         lines.append(f"return ({loss})[0];")
-        return f"float {self.name}_step({self.name}_state *s, {run.parameters})\n{{\n" + _indented(lines) + "}"
+        name = self.name
+        return (
+            f"float {name}_step_to({name}_state *s, {run.parameters}, float *output)\n{{\n{_indented(lines)}}}\n\n"
+            f"float {name}_step({name}_state *s, {run.parameters})\n{{\n"
+            f"{INDENT}return {name}_step_to(s, {', '.join(run.inputs.values())}, 0);\n}}"
+        )
 
     def update(self) -> str:
         """Return the C function that updates the weights by the gradients that are kept."""
@@ -91,17 +96,39 @@ class _ProgramWriter:
         return f"void {self.name}_update({self.name}_state *s)\n{{\n" + _indented(lines) + "}"
 
     def infer(self) -> str:
-        """Return the C function of the model in evaluation mode, which copies its output to the caller's memory."""
-        run = self.layout.infer
-        body = self._body(run, 0, len(run.lifetimes.buffer_of))
-        lines = [f"const int status = {check_of(self.layout, run)};", "if (status)", f"{INDENT}return status;", *body]
-        result = run.schedule.graph.values[run.schedule.graph.outputs[0]]
-        assert is_contiguous(result), "the lowering made it so"
-        source = self._pointer(run, len(run.lifetimes.buffer_of) - 1, result.id)
-        lines += [f"for (int k = 0; k < {math.prod(result.shape)}; k++)", f"{INDENT}output[k] = ({source})[k];"]
-        lines.append("return 0;")
-        head = f"int {self.name}_infer({self.name}_state *s, {run.parameters}, float *output)"
-        return f"{head}\n{{\n" + _indented(lines) + "}"
+        """Return the C functions of the model in evaluation mode: its output, and its loss where that can be
+        computed."""
+        run, name = self.layout.infer, self.name
+        check = [f"const int status = {check_of(self.layout, run)};", "if (status)", f"{INDENT}return status;"]
+        end = len(run.lifetimes.buffer_of)
+        if not self.layout.evaluates:
+            lines = [*check, *self._body(run, 0, end), "return 0;"]
+            head = f"int {name}_infer({name}_state *s, {run.model_parameters}, float *output)"
+            return f"{head}\n{{\n{_indented(lines)}}}"
+        model = 1 + max(at for at, action in enumerate(run.schedule.forward) if self._is_write(run, action))
+        loss = self._pointer(run, end - 1, run.schedule.graph.outputs[0])
+        lines = [
+            *check, *self._body(run, 0, model), "if (!loss)", f"{INDENT}return 0;", *self._body(run, model, end),
+            f"*loss = ({loss})[0];", "return 0;",
+        ]  # fmt: skip
+        given = [name if name in run.model_inputs else "0" for name in run.inputs.values()]
+        return f"""static int evaluated({name}_state *s, {run.parameters}, float *output, float *loss)
+{{
+{_indented(lines)}}}
+
+int {name}_infer({name}_state *s, {run.model_parameters}, float *output)
+{{
+    return evaluated(s, {", ".join(given)}, output, 0);
+}}
+
+float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
+{{
+    float loss;
+    return evaluated(s, {", ".join(run.inputs.values())}, output, &loss) ? NAN : loss;
+}}"""
+
+    def _is_write(self, run: Pass, action: Action) -> bool:
+        return action.op is not None and action.called(run.schedule.graph).target == WRITE
 
     def _corrections(self) -> list[str]:
         """Return the lines that update Adam's bias corrections."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,12 +39,16 @@ def name_of(path: str) -> str:
     return path.removeprefix("model.") if path.startswith("model.") else path.replace("loss.", "(loss).", 1)
 
 
+TARGET, INPUT = "y", "x"
+"""First letters of the names of C arguments: targets of the loss, and inputs of the model."""
+
+
 @dataclass(frozen=True, slots=True)
 class PersistentTensor:
-    """A tensor that lives from step to step."""
+    """A tensor that lives from step to step, or an output of the model."""
 
     path: str
-    """Name in the model."""
+    """Name in the model, or in its output."""
     shape: tuple[int, ...]
     offset: int
     """Elements of tensors of the same kind before it."""
@@ -112,10 +116,24 @@ class Pass:
 
     @property
     def parameters(self) -> str:
-        """C declarations of the inputs."""
-        kinds = {"int32": "int32_t"}
-        values = self.device.graph.values
-        return ", ".join(f"const {kinds.get(values[v].dtype, 'float')} *{name}" for v, name in self.inputs.items())
+        """C declarations of the inputs and targets."""
+        return self._declared(self.inputs.values())
+
+    @property
+    def model_inputs(self) -> list[str]:
+        """Names of the C arguments that are no targets."""
+        return [name for name in self.inputs.values() if not name.startswith(TARGET)]
+
+    @property
+    def model_parameters(self) -> str:
+        """C declarations of the inputs without targets."""
+        return self._declared(self.model_inputs)
+
+    def _declared(self, names: Collection[str]) -> str:
+        kinds, values = {"int32": "int32_t"}, self.device.graph.values
+        return ", ".join(
+            f"const {kinds.get(values[v].dtype, 'float')} *{name}" for v, name in self.inputs.items() if name in names
+        )
 
 
 @dataclass(frozen=True)
@@ -127,10 +145,18 @@ class StepLayout:
     rules: UpdateRules
     step: Pass
     infer: Pass
-    output: tuple[int, ...]
-    """Shape of what `infer` writes."""
+    """The model in evaluation mode, with its loss if the graph has an output."""
+    step_outputs: tuple[PersistentTensor, ...]
+    """Tensors that the model returns in training mode."""
+    outputs: tuple[PersistentTensor, ...]
+    """Tensors that the model returns in evaluation mode, as `infer` writes them."""
     weights_file: bool = False
     """Whether weights are in NAME.bin, which the caller reads, instead of NAME_weights.h."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the loss can be computed in evaluation mode."""
+        return bool(self.infer.device.graph.outputs)
 
     @property
     def arena(self) -> int:

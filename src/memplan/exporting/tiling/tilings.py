@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
 from memplan.exporting.lower import seconds, with_bits, work
-from memplan.exporting.lowering.device_graph import DeviceGraph
+from memplan.exporting.lowering.device_graph import ALIASES, DeviceGraph
 from memplan.exporting.tiling.channel_components import components
 from memplan.exporting.tiling.channel_groups import in_groups
 from memplan.planning.graph.editor import Rebuild
@@ -52,7 +52,7 @@ def _without_aliases(graph: JointGraph) -> JointGraph:
         return Ref(source.get(value, value))
 
     for op in graph.ops:
-        if op.target in _ALIASES:
+        if op.target in ALIASES:
             source.update((output, resolved(op.args[0].value).value) for output in op.outputs if output is not None)
         else:
             without_origin = replace(op, gradient_of=None)  # it can be an alias that is removed
@@ -61,9 +61,6 @@ def _without_aliases(graph: JointGraph) -> JointGraph:
     gradients = tuple((of, source.get(gradient, gradient)) for of, gradient in graph.gradients)
     mutations = tuple((target, source.get(new, new)) for target, new in graph.mutations)
     return replace(rebuild.finished(), outputs=outputs, gradients=gradients, mutations=mutations)
-
-
-_ALIASES = ("aten.alias.default", "aten.detach.default")
 
 
 def _fused(device: DeviceGraph, use: GradientUse) -> DeviceGraph:

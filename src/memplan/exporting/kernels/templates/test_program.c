@@ -8,7 +8,7 @@
 @ARRAYS@
 
 static const float losses[@STEPS@] = {@LOSSES@}, loss_bounds[@STEPS@] = {@LOSS_BOUNDS@};
-static const float expected[@CHECKED@] = {@OUTPUT@};
+static const float expected[@CHECKED@] = {@OUTPUT@}, expected_in_step[@STEP_CHECKED@] = {@STEP_OUTPUT@};
 static const struct {
     int at;
     float value, bound;
@@ -21,7 +21,7 @@ static struct {
     @NAME@_state state;
     unsigned char after[64];
 } memory;
-static float weights[@UPPER@_WEIGHTS], output[@UPPER@_OUTPUTS];
+static float weights[@UPPER@_WEIGHTS], output[@UPPER@_OUTPUTS], made[@MADE@];
 
 #ifdef TICKS
 uint32_t ticks(void); /* 24 bits of a clock */
@@ -46,19 +46,22 @@ int main(void)
     for (int k = 0; k < @STEPS@; k++) {
         @ROLLS@
         uint32_t before = ticks();
-        float loss = @NAME@_step(&memory.state, @ARGUMENTS@);
+        float loss = @NAME@_step_to(&memory.state, @ARGUMENTS@, made);
         uint32_t spent = (ticks() - before) & 0xFFFFFF;
         if (spent)
             printf("ticks %lu\n", (unsigned long)spent);
         printf("step %d loss %.9g\n", k, (double)loss);
         failures += differs("loss", k, loss, losses[k], loss_bounds[k]);
     }
+    for (int k = 0; k < @STEP_CHECKED@; k++)
+        failures += differs("output of the step", k, made[k], expected_in_step[k], @STEP_OUTPUT_BOUND@);
     @NAME@_get_weights(&memory.state, weights);
     for (unsigned k = 0; k < sizeof samples / sizeof *samples; k++)
         failures += differs("weight", samples[k].at, weights[samples[k].at], samples[k].value, samples[k].bound);
     @NAME@_infer(&memory.state, @INFER@, output);
     for (int k = 0; k < @CHECKED@; k++)
         failures += differs("output", k, output[k], expected[k], @OUTPUT_BOUND@);
+    failures += differs("evaluated loss", 0, @EVALUATE@, @EVALUATED@, @EVALUATED_BOUND@);
     for (int k = 0; k < 64; k++)
         failures += memory.before[k] != 0xA5 || memory.after[k] != 0xA5;
 #ifdef WEIGHTS_FILE
