@@ -52,6 +52,10 @@ operation without a C kernel.
 )  # fmt: skip
 @click.option("--clip-norm", type=float, metavar="X", help="Bound of the norm of all gradients before an update.")
 @click.option("--clip-value", type=float, metavar="X", help="Bound of each element of the gradients.")
+@click.option(
+    "--normalize", metavar="MEAN/STD",
+    help="Of inputs in uint8 or int8: 127.5/58, or a number for each channel, 124,116,104/58,57,57.",
+)  # fmt: skip
 @click.option("--name", metavar="NAME", help="Of files and functions. Default: the model's class.")
 @click.option(
     "--search-update",
@@ -81,6 +85,7 @@ def command(
     accumulate: int,
     clip_norm: float | None,
     clip_value: float | None,
+    normalize: str | None,
     name: str | None,
     batches: str | None,
     frozen_weights: Literal["float32", "int8"],
@@ -111,7 +116,8 @@ def command(
             data = None if batches is None else _batches(batches)
             exported = export(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
-                accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value, folder=folder, name=name,
+                accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
+                normalize=None if normalize is None else _numbers(normalize), folder=folder, name=name,
                 search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
@@ -128,6 +134,15 @@ def command(
     if json_file != "-":
         show(report(exported))
     return 0
+
+
+def _numbers(text: str) -> tuple[tuple[float, ...], ...]:
+    """Return mean and deviation, of one channel or several. Raises InputError for anything else."""
+    try:
+        mean, std = (tuple(map(float, part.split(","))) for part in text.split("/"))
+    except ValueError as error:
+        raise InputError(f"--normalize {text}", expected="MEAN/STD", do="Give such as 127.5/58") from error
+    return mean, std
 
 
 def _batches(target: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -30,13 +30,12 @@ from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_bytes, weights_text
-from memplan.exporting.step_outputs import CapturedStep, capture_step
+from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization, capture_step, device_step
 from memplan.exporting.trials.cortex import run_on_core
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import run_reference_steps
 from memplan.exporting.update_search import UpdateChoice, chosen_update
-from memplan.planning.capture.flat_call import Call, call_of
-from memplan.planning.capture.loss_module import WithLoss
+from memplan.planning.capture.flat_call import call_of
 from memplan.planning.request import Request
 from memplan.planning.request import request as make_request
 from memplan.planning.settings import PlanOptions
@@ -61,6 +60,7 @@ class _Options:
     device: str | None
     force: bool
     gradients: Gradients
+    normalization: Normalization | None
 
 
 @public
@@ -73,6 +73,7 @@ def export(
     accumulate: int = 1,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    normalize: Any = None,
     budget: Any = "256 KiB",
     folder: str | Path,
     name: str | None = None,
@@ -97,6 +98,8 @@ def export(
             divide the loss by it.
         clip_norm, clip_value: bounds of the gradients before an update, as for `torch.nn.utils.clip_grad_norm_` and
             `torch.nn.utils.clip_grad_value_`.
+        normalize: ``(mean, std)`` of inputs in uint8 or int8, such as ``"1x3x64x64:uint8<256"``: numbers, or one for
+            each channel. The model sees ``(x - mean) / std``. None: it reads the bytes, and may cast them itself.
         budget: bytes of RAM for trained weights, optimizer state, running statistics, inputs and the arena.
         folder: where to write the files; created if missing.
         name: name of files and functions; None: the name of the model's class.
@@ -130,7 +133,8 @@ def export(
         raise UsageError(f"frozen_weights={frozen_weights!r}", expected=types, do="Leave it out")
     stored = Stored(frozen_weights, weights_file)
     gradients = Gradients(accumulate, clip_norm, clip_value)
-    options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients)
+    seen = None if normalize is None else Normalization.of(normalize)
+    options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients, seen)
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
 
 
@@ -153,6 +157,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
             raise UsageError(
                 f"budget={options.budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
             )
+        request = replace(request, step=DeviceStep.of(request.step, options.normalization))
         plan, choice = _planned(request, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
@@ -240,19 +245,17 @@ def _copy_of(model: Any) -> Any:
 def _captured(request: Request) -> tuple[CapturedStep, CapturedStep]:
     """Capture the step, and its forward pass in evaluation mode: without the loss, where the model itself returns it,
     or where it cannot be computed of what the model returns then."""
+    whole = device_step(request)
     with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(unrolled_lstm, unrolled_gru):
-        step = capture_step(request.step, request.call)
+        step = capture_step(whole, request.call)
         with _evaluating(request.model):
-            if isinstance(request.step, WithLoss):
+            if whole.has_loss:
                 with suppress(RecordingError):
-                    return step, capture_step(request.step, request.call).forward_only(loss=True)
-            return step, capture_step(request.model, _model_call(request)).forward_only(loss=False)
-
-
-def _model_call(request: Request) -> Call:
-    """Return the call of the model without the loss."""
-    args, kwargs = request.call.rebuild(request.call.tensors)
-    return call_of(args[: len(args) - getattr(request.step, "targets", 0)], kwargs)
+                    return step, capture_step(whole, request.call).forward_only(loss=True)
+            args, kwargs = request.call.rebuild(request.call.tensors)
+            alone = DeviceStep(request.model, None, 0, whole.normalization)
+            call = call_of(args[: len(args) - whole.targets], kwargs)
+            return step, capture_step(alone, call).forward_only(loss=False)
 
 
 @contextmanager

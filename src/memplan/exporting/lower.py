@@ -13,6 +13,7 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE, form_of
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
+from memplan.exporting.lowering.byte_inputs import BYTES, normalization, with_direct_reads
 from memplan.exporting.lowering.decomposing import decomposed
 from memplan.exporting.lowering.device_graph import (
     COPY,
@@ -38,7 +39,8 @@ from memplan.planning.passes.split_dropout import MASK, scale_of
 
 WINDOW = 255
 """Most elements of a max pool's window: an index is one byte."""
-_NARROW = {"int64": "int32", "int32": "int32", "float32": "float32"}
+_NARROW = {"int64": "int32"}
+"""Types of inputs on the device, where they are others than in PyTorch."""
 
 MAX_POOL = "aten.max_pool2d_with_indices.default"
 Rule = Callable[[Lowering, GraphOp], None]
@@ -68,6 +70,7 @@ def lowered(
     _write(low, graph, written)
     changed = {target: source for target, source in low.mutations.items() if low.values[target].dtype == "float32"}
     live = without_dead(replace(with_early_writes(low.finished()), mutations=tuple(changed.items())))
+    live = without_dead(with_direct_reads(live, low))
     _check_dtypes(live, low)
     delayed = with_delayed_ops(live)
     read = {v for op in delayed.ops for v in refs((op.args, op.kwargs))} | set(delayed.outputs)
@@ -126,6 +129,7 @@ def _set_resident_bytes(low: Lowering, trained: Mapping[int, bool]) -> None:
         elif value.kind == "buffer":
             low.change(value.id, bytes=size if value.id in changed and value.dtype == "float32" else 0)
         elif value.kind == "input":
+            size = words(math.prod(value.shape)) if value.dtype in BYTES else size
             low.change(value.id, bytes=size, dtype=_NARROW.get(value.dtype, value.dtype))
         elif value.kind == "tangent":
             low.make_constant(value.id, torch.ones(value.shape))
@@ -141,7 +145,7 @@ def _check_dtypes(graph: JointGraph, low: Lowering) -> None:
             if number is None or number in low.known:
                 continue
             dtype = graph.values[number].dtype
-            if dtype not in ("float32", "int32", "bool", "uint8"):
+            if dtype not in ("float32", "int32", "bool", *BYTES):
                 raise refusal(op, f" in {dtype}", near="the same in float32")
             made = dtype in ("float32", "bool", "uint8") or op.is_view
             if number in op.outputs and not made:
@@ -179,7 +183,7 @@ def _lower(low: Lowering, op: GraphOp) -> None:
     if op.target in ZEROS:
         value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
         low.call(op, FILL, (value,), (output_of(op),))
-    elif low.fold(op):
+    elif low.fold(op) or normalization(low, op):
         pass
     elif op.is_view:
         low.view(op)

@@ -14,6 +14,8 @@ from memplan.exporting.lowering.device_graph import output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import is_dense
 
+C_BYTES = {"uint8": "unsigned char", "int8": "signed char"}
+"""C types of inputs of eight bits."""
 LOOPS = 4
 """Nested loops of kernels for strided operands."""
 
@@ -93,6 +95,20 @@ class CallWriter:
             return number(argument)
         return self.pointer(argument) if isinstance(argument, Ref) or argument is None else str(int(argument))
 
+    def byte_input(self, op: GraphOp) -> tuple[str, dict[str, str], tuple[Any, ...]]:
+        """Return how a kernel reads the input of an op, which may be bytes: suffix of its name, macros, arguments."""
+        constants = op.kwargs.get("bytes")
+        if constants is None:
+            return "", {"INPUT": "float", "CONSTANTS": "", "FLOATS": "1", "VALUE(v, channel)": "(v)"}, ()
+        kind = next(v.dtype for v in map(self.value, filter(_is_ref, op.args)) if v.dtype in C_BYTES)
+        by_channel = math.prod(self.shape(constants[0])) > 1
+        at = "channel" if by_channel else "0"
+        macros = {
+            "INPUT": C_BYTES[kind], "CONSTANTS": ", const float *gain, const float *offset", "FLOATS": "0",
+            "VALUE(v, channel)": f"(gain[{at}] * (float)(v) + offset[{at}])",
+        }  # fmt: skip
+        return f"_of_{kind}{'_channels' if by_channel else ''}", macros, constants
+
     # -- elementwise
 
     def elementwise(self, op: GraphOp) -> str:
@@ -157,6 +173,10 @@ class CallWriter:
         return self._strided_call(
             name, like.shape, (like.stride, strides), (f"{to} + {start}" if start else to, source)
         )
+
+
+def _is_ref(argument: Any) -> bool:
+    return isinstance(argument, Ref)
 
 
 def with_macros(text: str, macros: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "matmul": ("axpy", "dot", "product"),
     "matmul_gradient": ("product",),
     "matmul_int8": ("product",),
+    "matmul_bytes": ("product",),
     "convolution_gather": ("axpy", "convolution"),
     "convolution_scatter": ("axpy", "convolution"),
     "convolution_weight_gradient": ("dot", "convolution"),

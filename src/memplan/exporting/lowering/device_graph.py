@@ -87,6 +87,8 @@ class Lowering(Rebuild):
         self.offsets: dict[int, int] = {}
         self.dtypes: dict[int, str] = {value.id: value.dtype for value in graph.values}
         """The dtype that each value has in PyTorch: computed flags and integers are floats on the device."""
+        self.affine: dict[int, Any] = {}
+        """Values that are normalized bytes of inputs (see byte_inputs.py)."""
         self.mutations = dict(graph.mutations)
         for value, tensor in constants.items():
             self.make_constant(value, tensor)

@@ -129,9 +129,9 @@ def _update_declaration(layout: StepLayout) -> list[str]:
     name, gradients = layout.name, layout.rules.gradients
     if not gradients.kept:
         return []
-    when = "each call" if gradients.accumulate == 1 else f"every {gradients.accumulate}th call"
+    when = "after each call" if gradients.accumulate == 1 else f"after every {gradients.accumulate} calls"
     return [
-        f"/* {name}_step adds its gradients to s->gradients, and calls {name}_update at {when}, which updates",
+        f"/* {name}_step adds its gradients to s->gradients, and {when} calls {name}_update, which updates",
         "   the weights by them and sets them to zero. Call it yourself for the last gradients of an epoch. */",
         f"void {name}_update({name}_state *s);",
     ]
@@ -139,9 +139,9 @@ def _update_declaration(layout: StepLayout) -> list[str]:
 
 def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
     """Return the text of test_NAME.c, which repeats the recorded steps and compares the results with PyTorch's."""
-    graph, arrays, rolls = layout.step.device.graph, list[str](), list[str]()
+    arrays, rolls = list[str](), list[str]()
     for value, argument in layout.step.inputs.items():
-        kind = "int32_t" if graph.values[value].dtype == "int32" else "float"
+        kind = layout.step.c_type(value)
         array = recorded.inputs[argument].reshape(-1)
         arrays += [f"static const {kind} given_{argument}[{array.size}] = {{", *lines_of(array), "};",
                    f"static {kind} {argument}[{array.size}];"]  # fmt: skip

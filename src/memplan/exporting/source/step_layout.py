@@ -13,6 +13,7 @@ from memplan.errors import InputError
 from memplan.exporting.arena.lifetimes import Lifetimes
 from memplan.exporting.arena.offsets import Placement
 from memplan.exporting.kernels.frozen_weights import Quantized
+from memplan.exporting.lowering.byte_inputs import BYTES, buffered
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.planning.request import Request
@@ -130,10 +131,12 @@ class Pass:
         return self._declared(self.model_inputs)
 
     def _declared(self, names: Collection[str]) -> str:
-        kinds, values = {"int32": "int32_t"}, self.device.graph.values
-        return ", ".join(
-            f"const {kinds.get(values[v].dtype, 'float')} *{name}" for v, name in self.inputs.items() if name in names
-        )
+        return ", ".join(f"const {self.c_type(v)} *{name}" for v, name in self.inputs.items() if name in names)
+
+    def c_type(self, value: int) -> str:
+        """Return the C type of the elements of an input."""
+        dtype = self.device.graph.values[value].dtype
+        return "float" if dtype == "float32" else f"{dtype}_t"
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,14 @@ class StepLayout:
     def evaluates(self) -> bool:
         """Whether the loss can be computed in evaluation mode."""
         return bool(self.infer.device.graph.outputs)
+
+    @property
+    def byte_inputs(self) -> tuple[tuple[str, bool], ...]:
+        """C arguments of eight bits, and whether a buffer of each in floats is computed."""
+        runs = (self.step, self.infer)
+        names = [run.inputs[value] for run in runs for value in buffered(run.device.graph)]
+        values = self.step.device.graph.values
+        return tuple((name, name in names) for value, name in self.step.inputs.items() if values[value].dtype in BYTES)
 
     @property
     def arena(self) -> int:

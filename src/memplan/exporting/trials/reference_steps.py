@@ -19,7 +19,7 @@ from memplan import _torch
 from memplan.exporting.kernels.kernel_calls import threshold
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout, name_of
-from memplan.exporting.step_outputs import WithOutputs, flat_output
+from memplan.exporting.step_outputs import WithOutputs, device_step, flat_output
 from memplan.planning.request import Request
 
 ROLL = 7
@@ -82,7 +82,7 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int) -> Rec
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     array = tensor.detach().contiguous().numpy()
-    return array.astype(np.float32 if tensor.is_floating_point() else np.int32)
+    return array if array.dtype in (np.uint8, np.int8) else array.astype("f4" if tensor.is_floating_point() else "i4")
 
 
 def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
@@ -93,7 +93,7 @@ def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
 
 def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, seed: int = 0) -> _Run:
     """Run training steps of a copy of the model; a seed other than 0 changes the weights a little."""
-    step, optimizer_of = WithOutputs(copy.deepcopy(request.step)), request.settings.optimizer
+    step, optimizer_of = WithOutputs(copy.deepcopy(device_step(request))), request.settings.optimizer
     assert optimizer_of is not None, "an export has one"
     step.to(dtype)
     model = step.model
@@ -111,7 +111,7 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
     for k in range(steps):
         rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in inputs]
         args, kwargs = request.call.rebuild(rolled)
-        with _torch.DrawsReplaced(random.dropout_mask):
+        with _torch.DrawsReplaced(random.dropout_mask, dtype):
             loss, outputs = step(*args, **kwargs)
         loss.backward()
         if (k + 1) % gradients.accumulate == 0:
@@ -124,11 +124,11 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
     step_output = flat_output(outputs)
     model.eval()
     args, kwargs = request.call.rebuild(rolled)
-    with torch.no_grad():
+    with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype):
         if layout.evaluates:
             loss, outputs = step(*args, **kwargs)
         else:
-            loss, outputs = torch.zeros(()), model(*args[: len(args) - step.targets], **kwargs)
+            loss, outputs = torch.zeros(()), step.step[0].model_output(*args, **kwargs)
     return _Run(np.array(losses), weights, step_output, loss.double().numpy(), flat_output(outputs))
 
 
