@@ -71,6 +71,9 @@ operation without a C kernel.
     help="How weights lie in flash that are not trained. int8: a scale for each output channel.",
 )
 @click.option("--weights-file", is_flag=True, help="Write weights to NAME.bin, which the caller reads, not a header.")
+@click.option(
+    "--arena-apart", is_flag=True, help="Give the arena to NAME_init: it may lie in another bank than the state."
+)
 @click.option("--flash", metavar="SIZE", help="256KiB, 1MiB: refuse what takes more flash than that.")
 @click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
 @click.option(
@@ -90,6 +93,7 @@ def command(
     batches: str | None,
     frozen_weights: Literal["float32", "int8"],
     weights_file: bool,
+    arena_apart: bool,
     flash: str | None,
     verify: bool | None,
     core: str | None,
@@ -118,7 +122,7 @@ def command(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
                 normalize=None if normalize is None else _numbers(normalize), folder=folder, name=name,
-                search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
+                search_update=data, frozen_weights=frozen_weights, weights_file=weights_file, arena_apart=arena_apart,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:

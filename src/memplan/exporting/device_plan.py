@@ -54,12 +54,19 @@ Inputs = Mapping[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How weights are stored in flash."""
+    """Where weights and arena lie."""
 
     frozen: Narrow = "float32"
     """Type of the frozen weights, where kernels can read it."""
     file: bool = False
     """Whether weights are in a file instead of the program."""
+    arena_apart: bool = False
+    """Whether the caller gives memory for the arena besides that of the state."""
+
+    @property
+    def pointers(self) -> int:
+        """Number of pointers in the state."""
+        return self.file + self.arena_apart
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ def planned_step(
         captured: the captured step.
         infer: its forward pass in evaluation mode.
         rules: the optimizer's update rules.
-        stored: how weights are stored in flash.
+        stored: where weights and arena lie.
 
     Raises:
         BudgetError: no plan fits.
@@ -111,7 +118,9 @@ def planned_step(
     if infer_bytes > request.bytes:  # `infer` recomputes nothing, so it can take more than the step
         error = budget_error(infer_pass.schedule, surroundings, request.bytes)
         raise _for_device(error.but(smallest_budget=infer_bytes))
-    layout = StepLayout(name, memory, rules, step, infer_pass, captured.outputs, infer.outputs, stored.file)
+    layout = StepLayout(
+        name, memory, rules, step, infer_pass, captured.outputs, infer.outputs, stored.file, stored.arena_apart
+    )
     levers = tuple((words, peak - outside_arena) for words, peak in _peaks(device, tiles, surroundings, use))
     narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
@@ -140,7 +149,7 @@ def _peaks(
 def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> OutsideMemory:
     """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters. Gradients
     that are kept are the schedule's."""
-    return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.file))
+    return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.pointers))
 
 
 def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -> Callable[..., int]:

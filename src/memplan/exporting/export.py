@@ -80,6 +80,7 @@ def export(
     search_update: Any = None,
     frozen_weights: Narrow = "float32",
     weights_file: bool = False,
+    arena_apart: bool = False,
     flash: Any = None,
     verify: bool | None = None,
     device: str | None = None,
@@ -107,6 +108,7 @@ def export(
             budget.
         frozen_weights: ``"int8"`` stores weights that are not trained as int8, and measures the error.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
+        arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
         flash: most bytes of weights and code; None: no bound.
         verify: compile the files, run them under sanitizers and compare the results with PyTorch; None: if there is a C
             compiler.
@@ -131,7 +133,7 @@ def export(
     if frozen_weights not in get_args(Narrow):
         types = " or ".join(map(repr, get_args(Narrow)))
         raise UsageError(f"frozen_weights={frozen_weights!r}", expected=types, do="Leave it out")
-    stored = Stored(frozen_weights, weights_file)
+    stored = Stored(frozen_weights, weights_file, arena_apart)
     gradients = Gradients(accumulate, clip_norm, clip_value)
     seen = None if normalize is None else Normalization.of(normalize)
     options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients, seen)

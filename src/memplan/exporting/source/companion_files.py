@@ -52,7 +52,9 @@ def header_text(layout: StepLayout) -> str:
         "    float rate;    /* factor on the learning rates; 1 at first */",
         *([f"    float rates[{rules.rates}];    /* the same for each parameter group */"] if rules.rates else []),
         f"    uint32_t step, random{', calls' if rules.gradients.kept else ''};",
-        f"    float arena[{upper}_ARENA_BYTES / 4];",
+        "    float *arena;    /* what init was given */"
+        if layout.arena_apart
+        else f"    float arena[{upper}_ARENA_BYTES / 4];",
     ]
     lines = [
         f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
@@ -61,6 +63,9 @@ def header_text(layout: StepLayout) -> str:
         f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
         *_output_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
+        f"#ifdef {upper}_HOOK",
+        f"void {upper}_HOOK(void);    /* a function of yours: {name}.c calls it between its kernels */",
+        "#endif", "",
         "/* All that changes. The caller gives it memory; a program may have several. */",
         "typedef struct {", *members, f"}} {name}_state;", "",
         *_init_declaration(layout),
@@ -85,15 +90,27 @@ def header_text(layout: StepLayout) -> str:
 
 
 def _init_declaration(layout: StepLayout) -> list[str]:
-    """Return the declaration of `init`, with the size of the weights file that it takes."""
-    name = layout.name
-    if not layout.weights_file:
-        return [f"void {name}_init({name}_state *s);"]
-    return [
-        f"#define {name.upper()}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
-        f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
-        f"void {name}_init({name}_state *s, const float *flash);",
-    ]
+    """Return the declaration of `init`."""
+    name, upper, lines = layout.name, layout.name.upper(), list[str]()
+    if layout.weights_file:
+        lines = [
+            f"#define {upper}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
+            f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
+        ]
+    if layout.arena_apart:
+        lines.append(f"/* `arena`: {upper}_ARENA_BYTES bytes; between calls they hold nothing. */")
+    return [*lines, f"void {name}_init({name}_state *s{init_arguments(layout)});"]
+
+
+def init_arguments(layout: StepLayout) -> str:
+    """Return the C declarations of the arguments of `init` behind the state, each after a comma."""
+    return "".join(f", {kind}{name}" for kind, name in init_parameters(layout))
+
+
+def init_parameters(layout: StepLayout) -> list[tuple[str, str]]:
+    """Return types and names of the arguments of `init` behind the state."""
+    flash = [("const float *", "flash")] if layout.weights_file else []
+    return [*flash, ("float *", "arena")] if layout.arena_apart else flash
 
 
 def _output_lines(layout: StepLayout) -> list[str]:
@@ -154,6 +171,10 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "ARRAYS": "\n".join(arrays),
         "ROLLS": "\n        ".join(rolls),
         "ARGUMENTS": ", ".join(layout.step.inputs.values()),
+        "GIVEN": "".join(f", {'memory.arena' if name == 'arena' else name}" for _, name in init_parameters(layout)),
+        "ARENA": f"float arena[{layout.name.upper()}_ARENA_BYTES / 4];\n    unsigned char end[64];"
+        if layout.arena_apart
+        else "unsigned char end[64];",
         "INFER": ", ".join(layout.infer.model_inputs),
         "EVALUATE": f"{layout.name}_evaluate(&memory.state, {', '.join(layout.infer.inputs.values())}, 0)"
         if layout.evaluates
@@ -186,11 +207,10 @@ def _filled(name: str, replacements: Mapping[str, str]) -> str:
 def _weights_file_code(layout: StepLayout) -> dict[str, str]:
     """Return the C code with which the test reads a weights file and passes it to `init`; empty without such a file."""
     if not layout.weights_file:
-        return {"READ_FLASH": "", "IF_UNREAD": "", "FLASH": ""}
+        return {"READ_FLASH": "", "IF_UNREAD": ""}
     return {
         "READ_FLASH": _filled("test_flash", {"NAME": layout.name, "UPPER": layout.name.upper()}),
         "IF_UNREAD": template("test_flash_call"),
-        "FLASH": ", flash",
     }
 
 
@@ -210,13 +230,14 @@ def makefile_text() -> str:
 
 def readme_text(layout: StepLayout, verified: str) -> str:
     """Return the text of the README, with the verdict of verification."""
+    given = "".join(f", {f'{layout.name}_bin' if name == 'flash' else name}" for _, name in init_parameters(layout))
     replacements = {
         "VERIFIED": verified,
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
         "STATE": str(layout.state),
         "ARENA": str(layout.arena),
-        "INIT": f"init(&state, {layout.name}_bin);  " if layout.weights_file else "init(&state);        ",
+        "INIT": f"init(&state{given});".ljust(21),
         "FROM": f"{layout.memory.flash} bytes of {layout.name}.bin" if layout.weights_file else "flash",
     }
     return _filled("README.txt", replacements)

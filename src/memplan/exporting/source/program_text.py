@@ -11,6 +11,7 @@ from memplan.exporting.c_text import comment
 from memplan.exporting.kernels.call_writer import CallWriter, number
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.lowering.device_graph import WRITE, output_of
+from memplan.exporting.source.companion_files import init_arguments, init_parameters
 from memplan.exporting.source.input_checks import check_of, check_text
 from memplan.exporting.source.step_layout import Pass, StepLayout
 from memplan.exporting.source.stored_weights import pointers
@@ -153,7 +154,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
             if label != last_label:
                 lines.append(comment(label))
                 last_label = label
-            lines += calls
+            lines += [*calls, f"{self.name.upper()}_HOOK();"] if calls else []
         return lines
 
     def _writer(self, run: Pass) -> CallWriter:
@@ -272,6 +273,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
 
     def head(self) -> str:
         """Return the includes and definitions at the top of the file."""
+        upper = self.name.upper()
         lines = [
             f"/* {self.name}: a training step, written by memplan. See {self.name}.h for what to call. */",
             f'#include "{self.name}.h"',
@@ -281,11 +283,14 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
             "#if defined(__cplusplus) || defined(_MSC_VER)",
             "#define restrict __restrict",
             "#endif",
+            f"#ifndef {upper}_HOOK",
+            f"#define {upper}_HOOK() ((void)0)",
+            "#endif",
             f"#define STATE {self.name}_state",
-            "",
-            f"typedef char {self.name}_arena_is_whole",
-            f"    [sizeof(((STATE *)0)->arena) == {self.name.upper()}_ARENA_BYTES ? 1 : -1];",
         ]
+        if not self.layout.arena_apart:
+            whole = f"    [sizeof(((STATE *)0)->arena) == {upper}_ARENA_BYTES ? 1 : -1];"
+            lines += ["", f"typedef char {self.name}_arena_is_whole", whole]
         return "\n".join(lines)
 
     def parts(self) -> list[str]:
@@ -302,11 +307,9 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         """Return the C functions that initialize a device, seed it, and read and write its weights."""
         name, memory = self.name, self.layout.memory
         trained, statistics = memory.floats("trained"), memory.floats("statistics")
-        flash, set_flash = (
-            (", const float *flash", [f"{INDENT}s->flash = flash;"]) if self.layout.weights_file else ("", [])
-        )
         lines = [
-            f"void {name}_init({name}_state *s{flash})", "{", *set_flash,
+            f"void {name}_init({name}_state *s{init_arguments(self.layout)})", "{",
+            *(f"{INDENT}s->{given} = {given};" for _, given in init_parameters(self.layout)),
             f"    for (int k = 0; k < {trained}; k++) {{", f"        s->weights[k] = ({self.flash['trained']})[k];",
             *(f"        s->{member}[k] = 0;" for member in self.layout.rules.members),
             "    }",

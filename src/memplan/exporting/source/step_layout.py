@@ -155,6 +155,8 @@ class StepLayout:
     """Tensors that the model returns in evaluation mode, as `infer` writes them."""
     weights_file: bool = False
     """Whether weights are in NAME.bin, which the caller reads, instead of NAME_weights.h."""
+    arena_apart: bool = False
+    """Whether the state has a pointer to the arena, not the arena itself."""
 
     @property
     def evaluates(self) -> bool:
@@ -176,11 +178,11 @@ class StepLayout:
 
     @property
     def state(self) -> int:
-        """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters and, with a
-        weights file, the pointer to it (four bytes)."""
+        """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters, and pointers of
+        four bytes to a weights file and to an arena apart."""
         trained, statistics = self.memory.floats("trained"), self.memory.floats("statistics")
-        floats = trained * (1 + len(self.rules.members)) + statistics + self.rules.numbers + self.weights_file
-        return 4 * floats
+        floats = trained * (1 + len(self.rules.members)) + statistics + self.rules.numbers
+        return 4 * (floats + self.weights_file + self.arena_apart)
 
     @property
     def constants(self) -> int:

@@ -20,6 +20,7 @@ static struct {
     unsigned char before[64];
     @NAME@_state state;
     unsigned char after[64];
+    @ARENA@
 } memory;
 static float weights[@UPPER@_WEIGHTS], output[@UPPER@_OUTPUTS], made[@MADE@];
 
@@ -41,8 +42,8 @@ int main(void)
 {
     int failures = 0;
     for (int k = 0; k < 64; k++)
-        memory.before[k] = memory.after[k] = 0xA5;
-@IF_UNREAD@    @NAME@_init(&memory.state@FLASH@);
+        memory.before[k] = memory.after[k] = memory.end[k] = 0xA5;
+@IF_UNREAD@    @NAME@_init(&memory.state@GIVEN@);
     for (int k = 0; k < @STEPS@; k++) {
         @ROLLS@
         uint32_t before = ticks();
@@ -63,7 +64,7 @@ int main(void)
         failures += differs("output", k, output[k], expected[k], @OUTPUT_BOUND@);
     failures += differs("evaluated loss", 0, @EVALUATE@, @EVALUATED@, @EVALUATED_BOUND@);
     for (int k = 0; k < 64; k++)
-        failures += memory.before[k] != 0xA5 || memory.after[k] != 0xA5;
+        failures += memory.before[k] != 0xA5 || memory.after[k] != 0xA5 || memory.end[k] != 0xA5;
 #ifdef WEIGHTS_FILE
     FILE *file = fopen(WEIGHTS_FILE, "wb");
     if (!file || fwrite(weights, sizeof weights, 1, file) != 1 || fwrite(output, sizeof output, 1, file) != 1)
