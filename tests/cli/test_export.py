@@ -179,3 +179,23 @@ def test_without_a_compiler_it_is_written_but_not_verified(models: Path, monkeyp
     assert done.output.rstrip().endswith("Proof: not verified: no C compiler was found")
     assert "not verified: no C compiler was found" in (models / "device" / "sequential.md").read_text()
     assert run(*NET, "--verify").exit_code == 2
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_gradients_are_added_up_and_clipped_and_bytes_normalized(models: Path) -> None:
+    options = ("--accumulate", "2", "--clip-norm", "0.5", "--normalize", "1,2,3/4,5,6", "--name", "net")
+    done = run(*NET, "--input", "1x3x8:uint8<9", *options, "--json", "found.json")
+    assert done.exit_code == 2, "two inputs"
+    step = [argument if argument != "1x3x8" else "1x3x8:uint8<9" for argument in NET]
+    done = run(*step, *options, "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    found = json.loads((models / "found.json").read_text())
+    assert found["proven"]
+    assert found["byte_inputs"] == [{"name": "x", "buffer": False}]
+    assert "after every 2 calls" in (models / "device" / "net.h").read_text()
+    assert "normalized as it is read" in run(*step, *options, "--force", "--no-verify").output
+    for wrong in ("1", "1/2/3", "a/b", "1,/2"):
+        refused = run(*step, "--normalize", wrong)
+        assert refused.exit_code == 2
+        assert f"--normalize {wrong}" in refused.output
+    assert "clip_norm=-1.0" in run(*step, "--clip-norm", "-1").output

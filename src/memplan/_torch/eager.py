@@ -307,11 +307,14 @@ def _is_python_range(event: Any) -> bool:
 
 
 class DrawsReplaced(TorchDispatchMode):
-    """Makes dropout and `bernoulli_` take their masks from ``keep(elements, probability that one is kept)``."""
+    """Makes dropout and `bernoulli_` take their masks from ``keep(elements, probability that one is kept)``, and casts
+    to float32 make ``floats``."""
 
-    def __init__(self, keep: Callable[[int, float], torch.Tensor]) -> None:
+    def __init__(
+        self, keep: Callable[[int, float], torch.Tensor], floats: torch.dtype = torch.float32
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._keep = keep
+        self._keep, self._floats = keep, floats
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, with a mask of `keep` if it draws one."""
@@ -323,4 +326,6 @@ class DrawsReplaced(TorchDispatchMode):
             probability = 1 - args[1]
             kept = self._keep(args[0].numel(), probability).reshape(args[0].shape)
             return args[0] * kept * (1 / probability if probability else 0.0), kept
+        if func is aten._to_copy.default and kwargs and kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": self._floats}
         return func(*args, **(kwargs or {}))

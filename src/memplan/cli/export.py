@@ -10,6 +10,7 @@ import click
 from memplan.cli.files import write
 from memplan.cli.options import (
     StepArguments,
+    Whole,
     describe,
     json_option,
     remove_parameters,
@@ -45,6 +46,16 @@ operation without a C kernel.
 @step_options
 @click.option("--budget", metavar="SIZE", required=True, help="256KiB, 1MiB: RAM of the device.")
 @click.option("--folder", metavar="FOLDER", required=True, help="Where the files go.")
+@click.option(
+    "--accumulate", type=Whole(min=1), default=1, show_default=True, metavar="N",
+    help="Calls of the step whose gradients are summed for one update.",
+)  # fmt: skip
+@click.option("--clip-norm", type=float, metavar="X", help="Bound of the norm of all gradients before an update.")
+@click.option("--clip-value", type=float, metavar="X", help="Bound of each element of the gradients.")
+@click.option(
+    "--normalize", metavar="MEAN/STD",
+    help="Of inputs in uint8 or int8: 127.5/58, or a number for each channel, 124,116,104/58,57,57.",
+)  # fmt: skip
 @click.option("--name", metavar="NAME", help="Of files and functions. Default: the model's class.")
 @click.option(
     "--search-update",
@@ -60,6 +71,9 @@ operation without a C kernel.
     help="How weights lie in flash that are not trained. int8: a scale for each output channel.",
 )
 @click.option("--weights-file", is_flag=True, help="Write weights to NAME.bin, which the caller reads, not a header.")
+@click.option(
+    "--arena-apart", is_flag=True, help="Give the arena to NAME_init: it may lie in another bank than the state."
+)
 @click.option("--flash", metavar="SIZE", help="256KiB, 1MiB: refuse what takes more flash than that.")
 @click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
 @click.option(
@@ -71,10 +85,15 @@ operation without a C kernel.
 def command(
     budget: str,
     folder: str,
+    accumulate: int,
+    clip_norm: float | None,
+    clip_value: float | None,
+    normalize: str | None,
     name: str | None,
     batches: str | None,
     frozen_weights: Literal["float32", "int8"],
     weights_file: bool,
+    arena_apart: bool,
     flash: str | None,
     verify: bool | None,
     core: str | None,
@@ -101,7 +120,9 @@ def command(
             data = None if batches is None else _batches(batches)
             exported = export(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
-                folder=folder, name=name, search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
+                accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
+                normalize=None if normalize is None else _numbers(normalize), folder=folder, name=name,
+                search_update=data, frozen_weights=frozen_weights, weights_file=weights_file, arena_apart=arena_apart,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:
@@ -117,6 +138,15 @@ def command(
     if json_file != "-":
         show(report(exported))
     return 0
+
+
+def _numbers(text: str) -> tuple[tuple[float, ...], ...]:
+    """Return mean and deviation, of one channel or several. Raises InputError for anything else."""
+    try:
+        mean, std = (tuple(map(float, part.split(","))) for part in text.split("/"))
+    except ValueError as error:
+        raise InputError(f"--normalize {text}", expected="MEAN/STD", do="Give such as 127.5/58") from error
+    return mean, std
 
 
 def _batches(target: str) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from memplan._bytes import format_bytes
-from memplan.errors import BudgetError, InputError
+from memplan.errors import BudgetError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
@@ -21,23 +20,24 @@ from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.step_layout import (
+    INPUT,
+    TARGET,
     Memory,
     Pass,
     PersistentTensor,
     StepLayout,
     laid_out,
-    name_of,
     tensors_of,
 )
+from memplan.exporting.step_outputs import CapturedStep
 from memplan.exporting.tiling.tilings import tilings
-from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.levers.lever import GradientUse
+from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.request import Request
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.byte_levels import base_level, levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.search import Found, Heuristics, Search
 from memplan.planning.validation.validate import validate
@@ -48,20 +48,25 @@ QUICK = Heuristics(pairs=False, shakes=0)
 """A quick search, for steps whose many values are in groups of channels."""
 Narrow = Literal["float32", "int8"]
 
-EARLY = GradientUse(updates=True)
-"""Each weight is updated as soon as its gradient is complete."""
 Inputs = Mapping[int, str]
 """Name of the C argument of each tensor of the call, by its position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How weights are stored in flash."""
+    """Where weights and arena lie."""
 
     frozen: Narrow = "float32"
     """Type of the frozen weights, where kernels can read it."""
     file: bool = False
     """Whether weights are in a file instead of the program."""
+    arena_apart: bool = False
+    """Whether the caller gives memory for the arena besides that of the state."""
+
+    @property
+    def pointers(self) -> int:
+        """Number of pointers in the state."""
+        return self.file + self.arena_apart
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class DevicePlan:
 
 
 def planned_step(
-    name: str, request: Request, captured: Captured, infer: Captured, rules: UpdateRules, stored: Stored
+    name: str, request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
 ) -> DevicePlan:
     """Plan both passes of an export within the budget of the request.
 
@@ -88,86 +93,90 @@ def planned_step(
         name: a C identifier for files and functions.
         request: the step and its budget.
         captured: the captured step.
-        infer: the captured model in evaluation mode, without the loss.
+        infer: its forward pass in evaluation mode.
         rules: the optimizer's update rules.
-        stored: how weights are stored in flash.
+        stored: where weights and arena lie.
 
     Raises:
         BudgetError: no plan fits.
         RecordingError: an op has no kernel.
     """
-    graph = _with_user_paths(captured.graph, request)
+    graph = captured.graph
     trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
-    device = lowered(graph, captured.constants, trained)
+    device = lowered(graph, captured.constants, trained, captured.written)
     paths = {graph.values[parameter].path for parameter in trained}
-    infer_graph = _forward_only(infer)
-    infer_trained = {value.id: value.path in paths for value in infer_graph.values if value.kind == "parameter"}
-    infer_device = lowered(infer_graph, infer.constants, infer_trained)
+    infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
+    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
     inputs = _argument_names(request)
     surroundings = _surroundings(memory.floats("trained"), rules, stored)
-    outside_arena = _outside_arena(device, surroundings)
-    step, tiles = _step_within(device, surroundings, request.bytes, inputs)
+    use = rules.gradients.use
+    outside_arena = _outside_arena(device, surroundings, use)
+    step, tiles = _step_within(device, surroundings, request.bytes, inputs, use)
     infer_pass = _infer_pass(infer_device, step.placement.bytes, inputs)
     infer_bytes = infer_pass.placement.bytes + outside_arena
     if infer_bytes > request.bytes:  # `infer` recomputes nothing, so it can take more than the step
         error = budget_error(infer_pass.schedule, surroundings, request.bytes)
         raise _for_device(error.but(smallest_budget=infer_bytes))
-    output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
-    layout = StepLayout(name, memory, rules, step, infer_pass, output, stored.file)
-    fused = tiles[0].device
-    variants = [
-        ("everything kept, gradients until the update", device, Choices(in_place=False)),
-        ("results in the place of what dies", device, Choices()),
-        ("each weight updated as its gradient is made", device, Choices(gradients=EARLY)),
-        ("element by element, where that takes less", fused, Choices(gradients=EARLY)),
-    ]
-    levers = [
-        (words, levels(schedule(variant.graph, choices), surroundings).peak - outside_arena)
-        for words, variant, choices in variants
-    ]
-    levers.append(("results made again, signs as bits: at most", tiles[0].live - outside_arena))
-    if tiles[1:]:
-        levers.append(("a few channels of large values at a time: at most", tiles[-1].live - outside_arena))
+    layout = StepLayout(
+        name, memory, rules, step, infer_pass, captured.outputs, infer.outputs, stored.file, stored.arena_apart
+    )
+    levers = tuple((words, peak - outside_arena) for words, peak in _peaks(device, tiles, surroundings, use))
     narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
-    return DevicePlan(layout, surroundings, tuple(levers), min(tile.bytes for tile in tiles), could_be_int8)
+    return DevicePlan(layout, surroundings, levers, min(tile.bytes for tile in tiles), could_be_int8)
+
+
+def _peaks(
+    device: DeviceGraph, tiles: Sequence[_TiledStep], surroundings: OutsideMemory, use: GradientUse
+) -> Iterator[tuple[str, int]]:
+    """Yield the memory techniques, each on top of those before, with the most bytes of RAM then live."""
+
+    def peak(variant: DeviceGraph, **choices: Any) -> int:
+        return levels(schedule(variant.graph, Choices(**choices)), surroundings).peak
+
+    stays = use if use.adds else STAYS
+    yield "everything kept, gradients until the update", peak(device, in_place=False, gradients=stays)
+    yield "results in the place of what dies", peak(device, gradients=stays)
+    if use.updates:
+        yield "each weight updated as its gradient is made", peak(device, gradients=use)
+    yield "element by element, where that takes less", peak(tiles[0].device, gradients=use)
+    yield "results made again, signs as bits: at most", tiles[0].live
+    if tiles[1:]:
+        yield "a few channels of large values at a time: at most", tiles[-1].live
 
 
 def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> OutsideMemory:
-    """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters."""
-    numbers = 3 + sum(len(group.logarithms) for group in rules.groups) + stored.file
-    return OutsideMemory(state=4 * (trained * rules.floats + numbers))
+    """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters. Gradients
+    that are kept are the schedule's."""
+    return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.pointers))
 
 
-def ram_of_updates(request: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
+def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
     """Return a function that gives the bytes of RAM of a step that trains only some of the parameters.
 
     Its arguments are the names of these parameters, and whether to search with all memory techniques. The bytes are
     those live at once; the arena can be a little larger.
     """
-    graph = _with_user_paths(captured.graph, request)
+    graph, use = captured.graph, rules.gradients.use
 
     def ram(paths: Collection[str], levers: bool) -> int:
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
-        device = lowered(
-            replace(graph, gradients=gradients), captured.constants, {parameter: True for parameter, _ in gradients}
-        )
-        fused = with_fused_updates(device, worth_fusing(device.graph))
-        trained = sum(math.prod(graph.values[parameter].shape) for parameter, _ in gradients)
-        surroundings = _surroundings(trained, rules, stored)
+        trained = {parameter: True for parameter, _ in gradients}
+        device = lowered(replace(graph, gradients=gradients), captured.constants, trained, captured.written)
+        fused = with_fused_updates(device, worth_fusing(device.graph, use), use)
+        count = sum(math.prod(graph.values[parameter].shape) for parameter in trained)
+        surroundings = _surroundings(count, rules, stored)
         if levers:
-            return Search(fused.graph, surroundings, gradients=EARLY).floor_peak
-        return levels(schedule(fused.graph, Choices(gradients=EARLY)), surroundings).peak
+            return Search(fused.graph, surroundings, gradients=rules.gradients.use).floor_peak
+        return levels(schedule(fused.graph, Choices(gradients=rules.gradients.use)), surroundings).peak
 
     return ram
 
 
-def _outside_arena(device: DeviceGraph, surroundings: OutsideMemory) -> int:
+def _outside_arena(device: DeviceGraph, surroundings: OutsideMemory, use: GradientUse) -> int:
     """Return the bytes of RAM outside of the arena."""
-    return surroundings.held_bytes + sum(
-        v.bytes for v in device.graph.values if v.kind in ("parameter", "buffer", "input")
-    )
+    return base_level(device.graph, Choices(gradients=use), surroundings)
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ class _TiledStep:
 
 
 def _step_within(
-    device: DeviceGraph, surroundings: OutsideMemory, budget: int, inputs: Inputs
+    device: DeviceGraph, surroundings: OutsideMemory, budget: int, inputs: Inputs, use: GradientUse
 ) -> tuple[Pass, list[_TiledStep]]:
     """Return the pass of the coarsest tiling that fits a budget, and all tilings, each smaller than the one before.
 
@@ -192,8 +201,8 @@ def _step_within(
         BudgetError: no tiling fits.
     """
     tiles = list[_TiledStep]()
-    for tiled in tilings(device):
-        search = Search(tiled.graph, surroundings, gradients=EARLY, heuristics=QUICK if tiles else None)
+    for tiled in tilings(device, use):
+        search = Search(tiled.graph, surroundings, gradients=use, heuristics=QUICK if tiles else None)
         if tiles and search.floor_peak >= tiles[-1].live:
             break
         tiles.append(_planned_tiling(tiled, search, budget, inputs, all(tile.fastest is None for tile in tiles)))
@@ -201,7 +210,7 @@ def _step_within(
         if tile.fastest is not None:
             return tile.fastest, tiles
     smallest = min(tiles, key=lambda tile: tile.bytes)
-    search = Search(smallest.device.graph, surroundings, gradients=EARLY, heuristics=QUICK)
+    search = Search(smallest.device.graph, surroundings, gradients=use, heuristics=QUICK)
     error = budget_error(schedule(smallest.device.graph, search.within(0).choices), surroundings, budget)
     raise _for_device(error.but(smallest_budget=smallest.bytes))
 
@@ -211,7 +220,7 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
 
     The arena can be larger than the live bytes that the search bounds, so the search repeats with a smaller target.
     """
-    outside_arena, target = _outside_arena(device, search.outside_memory), budget
+    outside_arena, target = _outside_arena(device, search.outside_memory, search.gradients), budget
     least = (
         _placed_pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside_arena
     )
@@ -230,7 +239,7 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
 def _infer_pass(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
     """Return the pass of the model without loss in the coarsest tiling that fits the step's arena, or the smallest."""
     best: Pass | None = None
-    for tiled in tilings(device):
+    for tiled in tilings(device, STAYS):
         infer = _placed_pass(tiled, schedule(tiled.graph, Choices()), inputs)
         if best is None or infer.placement.bytes < best.placement.bytes:
             best = infer
@@ -259,7 +268,9 @@ def _placed_pass(device: DeviceGraph, order: Schedule, inputs: Inputs) -> Pass:
 
 
 def _check_fused(device: DeviceGraph, order: Schedule) -> None:
-    """Assert that no weight is read after its fused update."""
+    """Assert that no weight is read after its fused update, where gradients are not added up."""
+    if order.choices.gradients.adds:
+        return
     parameter_of = {device.graph.base(gradient): param for param, gradient in device.graph.gradients}
     updated = set[int]()
     for action in (*order.forward, *order.backward):
@@ -267,46 +278,12 @@ def _check_fused(device: DeviceGraph, order: Schedule) -> None:
         updated |= {parameter_of[value] for value in action.makes if value in device.fused}
 
 
-def _forward_only(captured: Captured) -> JointGraph:
-    """Return the forward graph of the model. Raises InputError if the model does not return a single tensor."""
-    graph, order = captured.graph, captured.returned.order
-    if len(order) != 1:
-        raise InputError(
-            f"the model returns {len(order)} tensors",
-            expected="a model that returns one",
-            do="Wrap it in one that does",
-        )
-    tensor = torch.empty(0)
-    returned = captured.returned.structure.rebuild([tensor])
-    if returned is not tensor:
-        raise InputError(
-            f"the model returns a {type(returned).__name__}",
-            expected="a model that returns a tensor",
-            do="Wrap it in one that does",
-        )
-    ops = tuple(op for op in graph.ops if op.phase == "forward")
-    values = tuple(replace(v, op=None) if v.op is not None and v.op >= len(graph.ops) else v for v in graph.values)
-    return replace(
-        graph, values=values, ops=ops, outputs=(graph.outputs[order[0]],), gradients=(), mutations=(), forms=()
-    )
-
-
-def _with_user_paths(graph: JointGraph, request: Request) -> JointGraph:
-    """Return the graph with parameters and buffers under their names in the user's model."""
-    if request.step is request.model:
-        return graph
-    named = ("parameter", "buffer")
-    return replace(
-        graph, values=tuple(replace(v, path=name_of(v.path)) if v.kind in named else v for v in graph.values)
-    )
-
-
 def _argument_names(request: Request) -> dict[int, str]:
     """Return the C name of each tensor of the call, by its position: x for an input, y for a target, or x0, x1, ..."""
     targets = getattr(request.step, "targets", 0)
     inputs = len(request.call.tensors) - targets
-    names = [f"x{k}" if inputs > 1 else "x" for k in range(inputs)]
-    return dict(enumerate([*names, *(f"y{k}" if targets > 1 else "y" for k in range(targets))]))
+    names = [f"{INPUT}{k}" if inputs > 1 else INPUT for k in range(inputs)]
+    return dict(enumerate([*names, *(f"{TARGET}{k}" if targets > 1 else TARGET for k in range(targets))]))
 
 
 def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: Stored) -> Memory:

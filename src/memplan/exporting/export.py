@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -16,25 +16,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memplan._bytes import parse_bytes
 from memplan._text import write_whole
 from memplan._torch.recurrent import recurrent_replaced
-from memplan.errors import InputError, UsageError
+from memplan.errors import InputError, RecordingError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
 from memplan.exporting.lowering.unrolled_recurrence import unrolled_gru, unrolled_lstm
-from memplan.exporting.optimizer_rules import update_rules
+from memplan.exporting.optimizer_rules import Gradients, update_rules
 from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_bytes, weights_text
+from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization, capture_step, device_step
 from memplan.exporting.trials.cortex import run_on_core
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import run_reference_steps
 from memplan.exporting.update_search import UpdateChoice, chosen_update
-from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.request import Request
 from memplan.planning.request import request as make_request
@@ -59,6 +59,8 @@ class _Options:
     verify: bool | None
     device: str | None
     force: bool
+    gradients: Gradients
+    normalization: Normalization | None
 
 
 @public
@@ -68,12 +70,17 @@ def export(
     targets: Any = (),
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    normalize: Any = None,
     budget: Any = "256 KiB",
     folder: str | Path,
     name: str | None = None,
     search_update: Any = None,
     frozen_weights: Narrow = "float32",
     weights_file: bool = False,
+    arena_apart: bool = False,
     flash: Any = None,
     verify: bool | None = None,
     device: str | None = None,
@@ -88,6 +95,12 @@ def export(
         model: a module with parameters in float32, or a callable that returns one.
         inputs, targets, loss: as for `memplan.explain`. The exported step has their shapes.
         optimizer: SGD, Adam, AdamW or RMSprop of torch, as a name ("sgd:lr=0.1") or a callable of the parameters.
+        accumulate: calls of the C step whose gradients are summed for one update, as `backward()` does. For their mean,
+            divide the loss by it.
+        clip_norm, clip_value: bounds of the gradients before an update, as for `torch.nn.utils.clip_grad_norm_` and
+            `torch.nn.utils.clip_grad_value_`.
+        normalize: ``(mean, std)`` of inputs in uint8 or int8, such as ``"1x3x64x64:uint8<256"``: numbers, or one for
+            each channel. The model sees ``(x - mean) / std``. None: it reads the bytes, and may cast them itself.
         budget: bytes of RAM for trained weights, optimizer state, running statistics, inputs and the arena.
         folder: where to write the files; created if missing.
         name: name of files and functions; None: the name of the model's class.
@@ -95,6 +108,7 @@ def export(
             budget.
         frozen_weights: ``"int8"`` stores weights that are not trained as int8, and measures the error.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
+        arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
         flash: most bytes of weights and code; None: no bound.
         verify: compile the files, run them under sanitizers and compare the results with PyTorch; None: if there is a C
             compiler.
@@ -119,8 +133,10 @@ def export(
     if frozen_weights not in get_args(Narrow):
         types = " or ".join(map(repr, get_args(Narrow)))
         raise UsageError(f"frozen_weights={frozen_weights!r}", expected=types, do="Leave it out")
-    stored = Stored(frozen_weights, weights_file)
-    options = _Options(budget, name, stored, bound, search_update, verify, device, force)
+    stored = Stored(frozen_weights, weights_file, arena_apart)
+    gradients = Gradients(accumulate, clip_norm, clip_value)
+    seen = None if normalize is None else Normalization.of(normalize)
+    options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients, seen)
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
 
 
@@ -143,6 +159,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
             raise UsageError(
                 f"budget={options.budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
             )
+        request = replace(request, step=DeviceStep.of(request.step, options.normalization))
         plan, choice = _planned(request, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
@@ -162,15 +179,15 @@ def _planned(
     request: Request, name: str, optimizer: Any, options: _Options
 ) -> tuple[DevicePlan, UpdateChoice | None]:  # fmt: skip
     """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
-    rules = update_rules(optimizer, request.model)
+    rules = update_rules(optimizer, request.model, options.gradients)
     _train_only(request.model, rules.group_of)
     if options.batches is None:
         return planned_step(name, request, *_captured(request), rules, options.stored), None
     # Capturing waits until the first set is planned: by then the batches are checked.
-    ram = cache(lambda: ram_of_updates(request, _captured(request)[0], rules, options.stored))
+    ram = cache(lambda: ram_of_updates(_captured(request)[0], rules, options.stored))
     choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
     _train_only(request.model, [candidate.path for candidate in choice.trained])
-    rules = update_rules(optimizer, request.model)
+    rules = update_rules(optimizer, request.model, options.gradients)
     return planned_step(name, request, *_captured(request), rules, options.stored), choice
 
 
@@ -227,14 +244,20 @@ def _copy_of(model: Any) -> Any:
     return copied
 
 
-def _captured(request: Request) -> tuple[Captured, Captured]:
-    """Capture the step, and the model in evaluation mode without the loss."""
-    model, targets = request.model, getattr(request.step, "targets", 0)
+def _captured(request: Request) -> tuple[CapturedStep, CapturedStep]:
+    """Capture the step, and its forward pass in evaluation mode: without the loss, where the model itself returns it,
+    or where it cannot be computed of what the model returns then."""
+    whole = device_step(request)
     with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(unrolled_lstm, unrolled_gru):
-        step = capture(request.step, request.call)
-        args, kwargs = request.call.rebuild(request.call.tensors)
-        with _evaluating(model):
-            return step, capture(model, call_of(args[: len(args) - targets], kwargs))
+        step = capture_step(whole, request.call)
+        with _evaluating(request.model):
+            if whole.has_loss:
+                with suppress(RecordingError):
+                    return step, capture_step(whole, request.call).forward_only(loss=True)
+            args, kwargs = request.call.rebuild(request.call.tensors)
+            alone = DeviceStep(request.model, None, 0, whole.normalization)
+            call = call_of(args[: len(args) - whole.targets], kwargs)
+            return step, capture_step(alone, call).forward_only(loss=False)
 
 
 @contextmanager

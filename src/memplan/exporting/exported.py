@@ -58,6 +58,9 @@ class Exported(Written, Displayed):
     """The largest owners of RAM at the peak, in order of size."""
     timeline: Timeline
     """RAM over the step."""
+    byte_inputs: tuple[tuple[str, bool], ...] = ()
+    """C arguments in uint8 or int8, and whether a buffer of each in float32 is computed: else the ops that read it
+    normalize each element."""
     rounding: Rounding | None = None
     """The effect of int8 weights; None without `frozen_weights="int8"`."""
     choice: UpdateChoice | None = None
@@ -97,6 +100,7 @@ class Exported(Written, Displayed):
             levers=plan.levers,
             held_by=budget_error(step.schedule, plan.surroundings, budget).held_by,
             timeline=timeline_of(step.schedule, plan.surroundings),
+            byte_inputs=layout.byte_inputs,
             rounding=rounding,
             choice=choice,
         )
@@ -112,6 +116,7 @@ class Exported(Written, Displayed):
             "trained", "frozen", "recomputed", "fused", "folder", "choice", "rounding",
         )  # fmt: skip
         return named(self, *names) | {
+            "byte_inputs": [{"name": name, "buffer": buffer} for name, buffer in self.byte_inputs],
             "levers": [{"what": what, "live": size} for what, size in self.levers],
             "held_by": [{"what": str(owner), "bytes": owner.bytes} for owner in self.held_by],
             "proven": self.verdict.proven,

@@ -2,7 +2,8 @@
 
 The gradient then takes no memory, but the update must come after the last read of the weight. So the input's gradient
 is computed first, while the activation for the weight's gradient is still live. For small weights and large activations
-it is better to store the gradient and free the activation.
+it is better to store the gradient and free the activation. Where gradients are added up instead, the weight does not
+change, so the order stays, and fusing always saves memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from memplan.exporting.lowering.convolution_splitting import WEIGHT_GRADIENT
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.levers.lever import GradientUse
 
 ELEMENT_BY_ELEMENT = (WEIGHT_GRADIENT, "aten.mm.default")
 """Ops whose kernels can pass each element to an update as soon as it is complete."""
@@ -34,12 +36,12 @@ def fusible(graph: JointGraph) -> dict[int, GraphOp]:
     return makers
 
 
-def worth_fusing(graph: JointGraph) -> frozenset[int]:
+def worth_fusing(graph: JointGraph, use: GradientUse) -> frozenset[int]:
     """Return the parameters for which a fused update saves more bytes than it costs in longer lifetimes."""
     return frozenset(
         parameter
         for parameter, op in fusible(graph).items()
-        if graph.values[op.makes[0]].bytes > _cost_of_later_update(graph, parameter, op)
+        if use.adds or graph.values[op.makes[0]].bytes > _cost_of_later_update(graph, parameter, op)
     )
 
 
@@ -54,8 +56,9 @@ def _cost_of_later_update(graph: JointGraph, parameter: int, maker: GraphOp) -> 
     return min(max(saved, default=0), max(results, default=0))
 
 
-def with_fused_updates(device: DeviceGraph, parameters: Collection[int]) -> DeviceGraph:
-    """Fuse the updates of these parameters where possible, after the last op that reads the weight."""
+def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: GradientUse) -> DeviceGraph:
+    """Fuse the use of the gradients of these parameters where possible: an update comes after the last op that reads
+    the weight."""
     graph = device.graph
     makers = {parameter: op for parameter, op in fusible(graph).items() if parameter in parameters}
     if not makers:
@@ -66,7 +69,8 @@ def with_fused_updates(device: DeviceGraph, parameters: Collection[int]) -> Devi
     }
     after_op: dict[int, list[GraphOp]] = {}
     for parameter, group in with_views.items():
-        last = max((op.index for op in graph.backward_ops if parameter in op.reads), default=-1)
+        readers = () if use.adds else graph.backward_ops
+        last = max((op.index for op in readers if parameter in op.reads), default=-1)
         after_op.setdefault(max(last, group[0].index), []).extend(group)
     moved = {op.index for group in with_views.values() for op in group}
     rebuild = Rebuild(graph)

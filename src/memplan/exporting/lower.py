@@ -13,10 +13,12 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE, form_of
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
+from memplan.exporting.lowering.byte_inputs import BYTES, normalization, with_direct_reads
 from memplan.exporting.lowering.decomposing import decomposed
 from memplan.exporting.lowering.device_graph import (
     COPY,
     FILL,
+    WRITE,
     ZEROS,
     DeviceGraph,
     Lowering,
@@ -24,7 +26,7 @@ from memplan.exporting.lowering.device_graph import (
     refusal,
     words,
 )
-from memplan.exporting.lowering.late_ops import with_delayed_ops
+from memplan.exporting.lowering.late_ops import with_delayed_ops, with_early_writes
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs, refs
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
@@ -37,19 +39,24 @@ from memplan.planning.passes.split_dropout import MASK, scale_of
 
 WINDOW = 255
 """Most elements of a max pool's window: an index is one byte."""
-_NARROW = {"int64": "int32", "int32": "int32", "float32": "float32"}
+_NARROW = {"int64": "int32"}
+"""Types of inputs on the device, where they are others than in PyTorch."""
 
 MAX_POOL = "aten.max_pool2d_with_indices.default"
 Rule = Callable[[Lowering, GraphOp], None]
 
 
-def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: Mapping[int, bool]) -> DeviceGraph:
+def lowered(
+    graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: Mapping[int, bool], written: Sequence[int] = ()
+) -> DeviceGraph:
     """Lower a captured step.
 
     Args:
         graph: as captured.
         constants: tensors that the graph holds itself, by value.
         trained: whether each parameter is updated on the device; others lie in flash.
+        written: values of the forward pass that are copied to the caller's memory, one after another, as soon as they
+            are computed.
 
     Raises:
         RecordingError: no kernel computes an op, or a dtype is not float32.
@@ -60,9 +67,10 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
     _set_resident_bytes(low, trained)
     for op in graph.ops:
         _lower(low, op)
-    outputs = tuple(_dense_output(low, graph, value) for value in graph.outputs)
+    _write(low, graph, written)
     changed = {target: source for target, source in low.mutations.items() if low.values[target].dtype == "float32"}
-    live = without_dead(replace(low.finished(), outputs=outputs, mutations=tuple(changed.items())))
+    live = without_dead(replace(with_early_writes(low.finished()), mutations=tuple(changed.items())))
+    live = without_dead(with_direct_reads(live, low))
     _check_dtypes(live, low)
     delayed = with_delayed_ops(live)
     read = {v for op in delayed.ops for v in refs((op.args, op.kwargs))} | set(delayed.outputs)
@@ -71,10 +79,14 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
     return DeviceGraph(with_bits(replace(delayed, ops=ops)), constant_arrays, low.offsets)
 
 
-def _dense_output(low: Lowering, graph: JointGraph, value: int) -> int:
-    """Return an output of the graph, or a contiguous copy that the forward pass makes at its end."""
-    last = next((op for op in reversed(graph.ops) if op.phase == "forward"), graph.ops[-1])
-    return low.dense(replace(last, index=-1, layer="", where=None), Ref(value)).value
+def _write(low: Lowering, graph: JointGraph, written: Sequence[int]) -> None:
+    """Add the ops that copy values to the caller's memory."""
+    first, start = graph.ops[0], 0
+    for value in written:
+        index = -1 - len(low.ops)  # one that no op has
+        op = replace(first, index=index, phase="forward", layer="", where=None, gradient_of=None, call=None)
+        low.call(op, WRITE, (low.as_float(op, Ref(value)), start), (), once=True)
+        start += math.prod(low.values[value].shape)
 
 
 def work(graph: JointGraph, op: GraphOp) -> int:
@@ -117,6 +129,7 @@ def _set_resident_bytes(low: Lowering, trained: Mapping[int, bool]) -> None:
         elif value.kind == "buffer":
             low.change(value.id, bytes=size if value.id in changed and value.dtype == "float32" else 0)
         elif value.kind == "input":
+            size = words(math.prod(value.shape)) if value.dtype in BYTES else size
             low.change(value.id, bytes=size, dtype=_NARROW.get(value.dtype, value.dtype))
         elif value.kind == "tangent":
             low.make_constant(value.id, torch.ones(value.shape))
@@ -132,7 +145,7 @@ def _check_dtypes(graph: JointGraph, low: Lowering) -> None:
             if number is None or number in low.known:
                 continue
             dtype = graph.values[number].dtype
-            if dtype not in ("float32", "int32", "bool", "uint8"):
+            if dtype not in ("float32", "int32", "bool", *BYTES):
                 raise refusal(op, f" in {dtype}", near="the same in float32")
             made = dtype in ("float32", "bool", "uint8") or op.is_view
             if number in op.outputs and not made:
@@ -170,7 +183,7 @@ def _lower(low: Lowering, op: GraphOp) -> None:
     if op.target in ZEROS:
         value = 1.0 if "ones" in op.target else float(op.args[-1]) if "full" in op.target else 0.0
         low.call(op, FILL, (value,), (output_of(op),))
-    elif low.fold(op):
+    elif low.fold(op) or normalization(low, op):
         pass
     elif op.is_view:
         low.view(op)

@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from memplan.errors import InputError
+from memplan.errors import InputError, UsageError
 from memplan.exporting.kernels.call_writer import number
+from memplan.planning.levers.lever import GradientUse
 
 KINDS: Mapping[type, str] = {
     torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam", torch.optim.RMSprop: "rmsprop"
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What happens to the gradients before an update.
+
+    Raises:
+        UsageError: an option is not valid, or both bounds are set.
+    """
+
+    accumulate: int = 1
+    """Calls of the step whose gradients are added up for one update."""
+    clip_norm: float | None = None
+    """Most that the norm of all gradients together may be, as for `torch.nn.utils.clip_grad_norm_`."""
+    clip_value: float | None = None
+    """Most that each element may be, as for `torch.nn.utils.clip_grad_value_`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            expected = "how many calls make one update, at least 1"
+            raise UsageError(f"accumulate={self.accumulate!r}", expected=expected, do="Leave it out for 1")
+        for name in ("clip_norm", "clip_value"):
+            bound = getattr(self, name)
+            number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+            if bound is not None and not (number and 0 < bound < math.inf):
+                raise UsageError(f"{name}={bound!r}", expected="a positive number", do="Leave it out, or give one")
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise UsageError("clip_norm and clip_value", expected="one of the two", do="Leave one out")
+
+    @property
+    def kept(self) -> bool:
+        """Whether all gradients are in RAM until the update."""
+        return self.accumulate > 1 or self.clip_norm is not None
+
+    @property
+    def use(self) -> GradientUse:
+        """Use of each parameter's gradient once it is complete."""
+        return GradientUse(adds=True) if self.kept else GradientUse(updates=True)
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip the gradients of parameters in PyTorch."""
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        if self.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.clip_value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +84,40 @@ class UpdateRules:
     groups: tuple[UpdateRule, ...]
     group_of: Mapping[str, int]
     """Index of each parameter's group, by the parameter's name in the model."""
-    momentum: bool
-    squares: bool
+    arrays: tuple[str, ...]
+    """Names of the optimizer's arrays in the state, each with an element for each weight."""
+    gradients: Gradients = field(default_factory=Gradients)
 
     @property
-    def floats(self) -> int:
-        """Floats of optimizer state for each weight."""
-        return self.momentum + self.squares
+    def members(self) -> tuple[str, ...]:
+        """Names of all arrays of the state with an element for each weight, besides the weights."""
+        return (*self.arrays, *(["gradients"] if self.gradients.kept else []))
+
+    @property
+    def rates(self) -> int:
+        """Number of learning rates besides the factor on all: one for each group where there are several."""
+        return len(self.groups) if len(self.groups) > 1 else 0
+
+    @property
+    def corrections(self) -> int:
+        """Number of bias corrections."""
+        return sum(len(group.logarithms) for group in self.groups)
+
+    @property
+    def numbers(self) -> int:
+        """Number of counters and factors in the state: rate, step and random number, and what the options add."""
+        return 3 + self.corrections + self.rates + self.gradients.kept
 
 
-def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRules:
+def update_rules(
+    optimizer: Callable[[Any], Any], model: nn.Module, gradients: Gradients | None = None
+) -> UpdateRules:  # fmt: skip
     """Read the update rules from an optimizer for those of the model's parameters that require a gradient.
 
     Args:
         optimizer: a callable of the parameters that returns an optimizer.
         model: the model to train.
+        gradients: what happens to them before an update; None: nothing.
 
     Raises:
         InputError: no C function implements the optimizer or one of its options, or no parameter requires a gradient.
@@ -73,18 +138,24 @@ def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRul
             do="Choose one of these for the device",
         )
     names = {id(parameter): name for name, parameter in named.items()}
+    gradients = gradients or Gradients()
     groups, group_of = list[UpdateRule](), dict[str, int]()
+    several = len(instance.param_groups) > 1
     for at, group in enumerate(instance.param_groups):
-        groups.append(
-            _sgd(group)
-            if kind == "sgd"
-            else _rmsprop(group)
-            if kind == "rmsprop"
-            else _adam(group, at, group.get("decoupled_weight_decay", isinstance(instance, torch.optim.AdamW)))
-        )
+        shared = _shared(group, f" * s->rates[{at}]" if several else "", gradients.clip_value)
+        decoupled = group.get("decoupled_weight_decay", isinstance(instance, torch.optim.AdamW))
+        rule = (
+            _sgd(group) if kind == "sgd" else _rmsprop(group) if kind == "rmsprop" else _adam(group, at, decoupled)
+        )  # fmt: skip
+        groups.append(replace(rule, defines={**shared, **rule.defines}))
         group_of |= {names[id(parameter)]: at for parameter in group["params"] if id(parameter) in names}
-    momentum = kind == "adam" or any(group["momentum"] for group in instance.param_groups)
-    return UpdateRules(type(instance).__name__, tuple(groups), group_of, momentum, kind != "sgd")
+    used = {
+        "momentum": kind == "adam" or any(group["momentum"] for group in instance.param_groups),
+        "squares": kind != "sgd",
+        "maxima": any(group.get("amsgrad") for group in instance.param_groups),
+    }
+    arrays = tuple(name for name, is_used in used.items() if is_used)
+    return UpdateRules(type(instance).__name__, tuple(groups), group_of, arrays, gradients)
 
 
 def _sgd(group: Mapping[str, Any]) -> UpdateRule:
@@ -92,7 +163,6 @@ def _sgd(group: Mapping[str, Any]) -> UpdateRule:
     return UpdateRule(
         "update_sgd",
         {
-            **_shared(group),
             "HAS_MOMENTUM": str(int(group["momentum"] != 0)),
             "MOMENTUM": number(group["momentum"]),
             "UNDAMPED": number(1 - group["dampening"]),
@@ -106,7 +176,7 @@ def _rmsprop(group: Mapping[str, Any]) -> UpdateRule:
     if group["centered"]:
         raise InputError("centered=True", expected="RMSprop without centered", do="Leave it out")
     defines = {
-        **_shared(group), "HAS_MOMENTUM": str(int(group["momentum"] != 0)), "MOMENTUM": number(group["momentum"]),
+        "HAS_MOMENTUM": str(int(group["momentum"] != 0)), "MOMENTUM": number(group["momentum"]),
         "ALPHA": number(group["alpha"]), "REST": number(1 - group["alpha"]), "EPSILON": number(group["eps"]),
     }  # fmt: skip
     return UpdateRule("update_rmsprop", defines)
@@ -114,17 +184,20 @@ def _rmsprop(group: Mapping[str, Any]) -> UpdateRule:
 
 def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
     """Return the rule of group `at` of Adam; `decoupled`: weights decay by themselves, as in AdamW."""
-    if group["amsgrad"]:
-        raise InputError("amsgrad=True", expected="Adam without amsgrad", do="Leave it out")
     betas = [float(beta) for beta in group["betas"]]
     defines = {
-        **_shared(group), "GROUP": str(at), "DECOUPLED": str(int(decoupled)),
+        "GROUP": str(at), "DECOUPLED": str(int(decoupled)), "AMSGRAD": str(int(group["amsgrad"])),
         "BETA2": number(betas[1]), "EPSILON": number(group["eps"]),
         "REST1": number(1 - betas[0]), "REST2": number(1 - betas[1]),
     }  # fmt: skip
     return UpdateRule("update_adam", defines, tuple(math.log(beta) if beta else -math.inf for beta in betas))
 
 
-def _shared(group: Mapping[str, Any]) -> dict[str, str]:
-    sign = -1.0 if group.get("maximize") else 1.0
-    return {"SIGN": number(sign), "DECAY": number(group["weight_decay"]), "RATE": number(float(group["lr"]))}
+def _shared(group: Mapping[str, Any], rate: str, bound: float | None) -> dict[str, str]:
+    """Return the macros of all rules: the gradient as the rule reads it, clipped to a bound, and the learning rate."""
+    clipped = "(g)" if bound is None else f"clip(g, {number(-bound)}, {number(bound)})"
+    return {
+        "GRADIENT(g)": f"-{clipped}" if group.get("maximize") else clipped,
+        "DECAY": number(group["weight_decay"]),
+        "RATE": f"({number(float(group['lr']))} * s->rate{rate})",
+    }

@@ -11,6 +11,7 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan._display import Printed
 from memplan.exporting.source.step_layout import Memory, tensors_of
+from memplan.exporting.step_outputs import device_step, flat_output
 from memplan.planning.request import Request
 
 
@@ -48,9 +49,10 @@ def round_frozen(request: Request, memory: Memory) -> Rounding:
 
 
 def _output(request: Request) -> torch.Tensor:
-    """Return the model's output on the step's inputs, in float64 and evaluation mode."""
-    model: nn.Module = copy.deepcopy(request.model).double().eval()
+    """Return the model's outputs on the step's inputs, in float64 and evaluation mode."""
+    step = copy.deepcopy(device_step(request)).double()
+    step.model.eval()
     tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
     args, kwargs = request.call.rebuild(tensors)
     with torch.no_grad():
-        return model(*args[: len(args) - getattr(request.step, "targets", 0)], **kwargs)
+        return torch.from_numpy(flat_output(step.model_output(*args, **kwargs)))

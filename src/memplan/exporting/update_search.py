@@ -96,7 +96,7 @@ def chosen_update(request: Request, rules: UpdateRules, batches: Iterable[Any], 
         InputError: the step fails on a batch, or there is no batch.
     """
     norms, count = squared_norms(request, rules.group_of, batches)
-    sizes = {path: weight.numel() * 4 * (1 + rules.floats) for path, weight in request.model.named_parameters()}
+    sizes = {path: weight.numel() * 4 * (1 + len(rules.members)) for path, weight in request.model.named_parameters()}
     search = _Search({path: (norms[path], sizes[path]) for path in norms}, peak, request.bytes)
     chosen = search.best()
     candidates = tuple(Candidate(path, sizes[path], norm**0.5, path in chosen) for path, norm in norms.items())

@@ -14,6 +14,8 @@ from memplan.exporting.lowering.device_graph import output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import is_dense
 
+C_BYTES = {"uint8": "unsigned char", "int8": "signed char"}
+"""C types of inputs of eight bits."""
 LOOPS = 4
 """Nested loops of kernels for strided operands."""
 
@@ -93,6 +95,20 @@ class CallWriter:
             return number(argument)
         return self.pointer(argument) if isinstance(argument, Ref) or argument is None else str(int(argument))
 
+    def byte_input(self, op: GraphOp) -> tuple[str, dict[str, str], tuple[Any, ...]]:
+        """Return how a kernel reads the input of an op, which may be bytes: suffix of its name, macros, arguments."""
+        constants = op.kwargs.get("bytes")
+        if constants is None:
+            return "", {"INPUT": "float", "CONSTANTS": "", "FLOATS": "1", "VALUE(v, channel)": "(v)"}, ()
+        kind = next(v.dtype for v in map(self.value, filter(_is_ref, op.args)) if v.dtype in C_BYTES)
+        by_channel = math.prod(self.shape(constants[0])) > 1
+        at = "channel" if by_channel else "0"
+        macros = {
+            "INPUT": C_BYTES[kind], "CONSTANTS": ", const float *gain, const float *offset", "FLOATS": "0",
+            "VALUE(v, channel)": f"(gain[{at}] * (float)(v) + offset[{at}])",
+        }  # fmt: skip
+        return f"_of_{kind}{'_channels' if by_channel else ''}", macros, constants
+
     # -- elementwise
 
     def elementwise(self, op: GraphOp) -> str:
@@ -106,7 +122,7 @@ class CallWriter:
             raise refusal(op, " with these arguments")
         form, operands, numbers = match
         output = Ref(output_of(op))
-        self._add_element_function(form.function)
+        self.element_function(form.function)
         names = "pqrs"[: len(numbers)]
         letters = "abc"[: len(operands)]
         defines = {
@@ -124,12 +140,12 @@ class CallWriter:
         strides = [_broadcast_strides(value, result.shape) for value in values]
         return self._strided_call(name, result.shape, strides, pointers, numbers)
 
-    def _add_element_function(self, function: str) -> None:
+    def element_function(self, function: str) -> None:
         """Add the C function that computes one element, after those that it calls."""
         functions = element_functions()
         for called in re.findall(r"\b(\w+)\(", functions[function].partition(")")[2]):
             if called in functions and called != function:
-                self._add_element_function(called)
+                self.element_function(called)
         self.kernels.setdefault(function, functions[function])
 
     def _strided_call(
@@ -152,11 +168,15 @@ class CallWriter:
 
         The copy has the shape and strides of `like`.
         """
-        self._add_element_function("copy")
+        self.element_function("copy")
         name = self.instance("strided1", "strided_copy", {"RESULT(a)": "copy(a)", "PARAMETERS": ""})
         return self._strided_call(
             name, like.shape, (like.stride, strides), (f"{to} + {start}" if start else to, source)
         )
+
+
+def _is_ref(argument: Any) -> bool:
+    return isinstance(argument, Ref)
 
 
 def with_macros(text: str, macros: Mapping[str, str]) -> str:

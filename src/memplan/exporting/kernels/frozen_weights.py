@@ -86,6 +86,8 @@ def _reads_as_weight(graph: JointGraph, op: GraphOp, parameter: Value) -> bool:
     position = WEIGHT_AT.get(op.target)
     reads = [value for value in refs((op.args, op.kwargs)) if graph.base(value) == parameter.id]
     weight = None if position is None else op.args[position]
+    if op.target in _PRODUCTS and "bytes" in op.kwargs:
+        return False
     if len(reads) != 1 or not isinstance(weight, Ref) or weight.value != reads[0]:
         return False
     value = graph.values[reads[0]]

@@ -12,9 +12,10 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.kernels.product_calls import PRODUCTS, Emit, gradient_kernel
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import FILL, INSERT, TO_FLOAT, output_of, refusal
+from memplan.exporting.lowering.byte_inputs import NORMALIZE
+from memplan.exporting.lowering.device_graph import FILL, INSERT, TO_FLOAT, WRITE, output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
-from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
+from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous, short
 from memplan.planning.passes.split_dropout import MASK
 
 DROPOUT = "memplan.masked_scale.default"
@@ -88,22 +89,24 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
     )
     table = _convolution_table(w, wide, narrow, w.value(weight), geometry[:4])
     addend = op.args[conv.ADDEND] if len(op.args) > conv.ADDEND else None
-    scales = w.scales_of(weight)
+    scales, (suffix, defines, constants) = w.scales_of(weight), w.byte_input(op)
     if scales is None:
-        name = w.instance(source, source, {"WEIGHT": "float", "SCALES": "", "SCALED(row, weight)": "(weight)"})
-        return [w.call(name, output, x, weight, bias, addend, table)]
-    scaled = "scale[row] * (float)(weight)"
-    defines = {"WEIGHT": "signed char", "SCALES": ", const float *scale", "SCALED(row, weight)": scaled}
-    name = w.instance(source, f"{source}_int8", defines)
-    return [w.call(name, output, x, weight, scales, bias, addend, table)]
+        defines |= {"WEIGHT": "float", "SCALES": "", "SCALED(row, weight)": "(weight)"}
+        weights = (weight,)
+    else:
+        scaled = "scale[row] * (float)(weight)"
+        defines |= {"WEIGHT": "signed char", "SCALES": ", const float *scale", "SCALED(row, weight)": scaled}
+        weights, suffix = (weight, scales), f"{suffix}_int8"
+    name = w.instance(source, f"{source}{suffix}", defines)
+    return [w.call(name, output, x, *constants, *weights, bias, addend, table)]
 
 
 def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a convolution's weight gradient, in the variant that updates the weight if that is fused."""
     wide, narrow, *geometry = op.args
     table = _convolution_table(w, wide, narrow, w.graph.values[output_of(op)], geometry)
-    name, first = gradient_kernel(w, op, "convolution_weight_gradient")
-    return [w.call(name, first, wide, narrow, table)]
+    name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient")
+    return [w.call(name, first, wide, narrow, *constants, table)]
 
 
 # -- norms
@@ -424,6 +427,26 @@ def _to_float(w: CallWriter, op: GraphOp) -> list[str]:
     return [w.call(w.kernel("to_float"), Ref(output_of(op)), op.args[0], math.prod(w.shape(op.args[0])))]
 
 
+def _normalize(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that makes floats of the bytes of an input."""
+    x, *constants = op.args
+    suffix, defines, _ = w.byte_input(replace(op, kwargs={"bytes": constants}))
+    shape, channels = w.shape(x), math.prod(w.shape(constants[0]))
+    planes = math.prod(shape[:2]) if channels > 1 else 1
+    name = w.instance("normalize", f"normalize{suffix}", defines)
+    return [w.call(name, Ref(output_of(op)), x, *constants, planes, channels, math.prod(shape) // planes)]
+
+
+def _write_output(w: CallWriter, op: GraphOp) -> list[str]:
+    """Copy a value to the caller's `output`, where that is no null pointer."""
+    x, start = w.value(op.args[0]), op.args[1]
+    if is_contiguous(x):
+        copy = f"output[{f'{start} + ' if start else ''}k] = ({w.pointer(x.id)})[k];"
+        return [f"for (int k = 0; output && k < {math.prod(x.shape)}; k++)", f"    {copy}"]
+    like = replace(x, stride=conv.contiguous(x.shape))
+    return ["if (output)", f"    {w.strided_copy('output', like, start, w.pointer(x.id), x.stride)}"]
+
+
 def _flip(w: CallWriter, op: GraphOp) -> list[str]:
     """Copy the input from its last element on, backwards in the dimensions that are flipped."""
     x, dims = w.value(op.args[0]), {dim % len(w.shape(op.args[0])) for dim in op.args[1]}
@@ -558,5 +581,7 @@ CALLS: Mapping[str, Emit] = {
     TO_FLOAT: _to_float,
     "aten.flip.default": _flip,
     INSERT: _insert,
+    WRITE: _write_output,
+    NORMALIZE: _normalize,
 }
 """For each op, the function that writes its call."""

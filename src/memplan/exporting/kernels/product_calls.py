@@ -15,19 +15,19 @@ Emit = Callable[[CallWriter, GraphOp], list[str]]
 """Returns the C statements that run an op."""
 
 
-def gradient_kernel(w: CallWriter, op: GraphOp, kernel: str) -> tuple[str, str]:
-    """Return the kernel that computes a weight's gradient, and its first arguments in C.
+def gradient_kernel(w: CallWriter, op: GraphOp, kernel: str) -> tuple[str, str, tuple[Any, ...]]:
+    """Return the kernel that computes a weight's gradient, its first arguments in C, and those behind the input.
 
     For a fused update each element goes to the optimizer's update at once; otherwise all are written to memory.
     """
-    gradient = output_of(op)
+    gradient, (suffix, of_input, constants) = output_of(op), w.byte_input(op)
     if gradient in w.update_calls:
         function, first = w.update_calls[gradient]
         state = first.partition(",")[0].strip()
         defines = {"TARGET": f"STATE *{state}, int at", "EMIT(k, g)": f"{function}({state}, at + (k), g)"}
-        return w.instance(kernel, f"{kernel}_{function}", defines), first
-    defines = {"TARGET": "float *out", "EMIT(k, g)": "out[k] = (g)"}
-    return w.instance(kernel, kernel, defines), w.pointer(gradient)
+        return w.instance(kernel, f"{kernel}_{function}{suffix}", defines | of_input), first, constants
+    defines = {"TARGET": "float *out", "EMIT(k, g)": "out[k] = (g)"} | of_input
+    return w.instance(kernel, f"{kernel}{suffix}", defines), w.pointer(gradient), constants
 
 
 def _sizes(w: CallWriter, a: Ref, b: Ref, bias: Any = None) -> tuple[int, ...]:
@@ -54,6 +54,9 @@ def _addmm(w: CallWriter, op: GraphOp) -> list[str]:
 def _matmul(w: CallWriter, op: GraphOp, a: Ref, b: Ref, bias: Any, table: str) -> str:
     """Return the call of the product's kernel, in the variant for int8 where `b` is a quantized weight."""
     output, scales = Ref(output_of(op)), w.scales_of(b)
+    if "bytes" in op.kwargs:
+        suffix, defines, constants = w.byte_input(op)
+        return w.call(w.instance("matmul_bytes", f"matmul{suffix}", defines), output, a, *constants, b, bias, table)
     if scales is None:
         return w.call(w.kernel("matmul"), output, a, b, bias, table)
     return w.call(w.kernel("matmul_int8"), output, a, b, scales, bool(by_column(w.graph, w.value(b))), bias, table)
@@ -63,9 +66,9 @@ def _mm(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a product; of a weight's gradient, the one that updates the weight if that is fused."""
     a, b = op.args
     table = w.table("product", *_sizes(w, a, b))
-    if op.phase == "backward" and op.outputs[0] in w.update_calls:
-        name, first = gradient_kernel(w, op, "matmul_gradient")
-        return [w.call(name, first, a, b, table)]
+    if op.phase == "backward" and (op.outputs[0] in w.update_calls or "bytes" in op.kwargs):
+        name, first, constants = gradient_kernel(w, op, "matmul_gradient")
+        return [w.call(name, first, a, b, *constants, table)]
     return [_matmul(w, op, a, b, None, table)]
 
 

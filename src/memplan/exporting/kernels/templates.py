@@ -10,6 +10,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "matmul": ("axpy", "dot", "product"),
     "matmul_gradient": ("product",),
     "matmul_int8": ("product",),
+    "matmul_bytes": ("product",),
     "convolution_gather": ("axpy", "convolution"),
     "convolution_scatter": ("axpy", "convolution"),
     "convolution_weight_gradient": ("dot", "convolution"),
@@ -30,6 +31,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "batch_norm_statistics": ("sum_of", "moment"),
     "batch_norm_sums": ("sum_of", "moment"),
     "channel_sum": ("sum_of",),
+    "clip_norm": ("dot",),
     "row_norm_statistics": ("sum_of", "moment"),
 }
 """By template: the templates that must come before it."""

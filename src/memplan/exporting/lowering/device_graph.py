@@ -19,11 +19,15 @@ COPY = "aten.clone.default"
 TO_FLOAT = "memplan.to_float.default"
 """Integers as floats; exact below 2 ** 24."""
 FILL = "memplan.fill.default"
+WRITE = "memplan.write_output.default"
+"""Copy a value to the caller's memory, from this element on, where the caller gave any."""
 INSERT = "memplan.insert_channels.default"
 """Write channels into a copy of a value, or into zeros."""
 WORD = 4
 """Bytes of a float; the size of every buffer is a multiple."""
 
+ALIASES = ("aten.alias.default", "aten.detach.default")
+"""Ops whose result is their operand."""
 ZEROS = ("aten.new_zeros.default", "aten.zeros_like.default", "aten.new_ones.default", "aten.ones_like.default",
          "aten.new_full.default", "aten.full_like.default", "aten.new_empty_strided.default", "aten.new_empty.default",
          "aten.empty_like.default")  # fmt: skip
@@ -83,6 +87,8 @@ class Lowering(Rebuild):
         self.offsets: dict[int, int] = {}
         self.dtypes: dict[int, str] = {value.id: value.dtype for value in graph.values}
         """The dtype that each value has in PyTorch: computed flags and integers are floats on the device."""
+        self.affine: dict[int, Any] = {}
+        """Values that are normalized bytes of inputs (see byte_inputs.py)."""
         self.mutations = dict(graph.mutations)
         for value, tensor in constants.items():
             self.make_constant(value, tensor)

@@ -1,11 +1,13 @@
-"""Delay ops of the backward pass whose results take more memory than their operands until the results are read."""
+"""Move ops to where less memory is live: large gradients before their readers, outputs to where they are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from memplan.exporting.lowering.device_graph import ALIASES, WRITE, output_of
 from memplan.planning.graph.editor import Rebuild
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref
 
 
 def with_delayed_ops(graph: JointGraph) -> JointGraph:
@@ -26,6 +28,23 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
             continue
         if _bytes_kept_longer(graph, order, position, reader) < sum(graph.values[v].bytes for v in op.makes):
             order.insert(reader - 1, order.pop(position))
+    rebuild = Rebuild(graph)
+    for op in order:
+        rebuild.add(op)
+    return rebuild.finished()
+
+
+def with_early_writes(graph: JointGraph) -> JointGraph:
+    """Move each write of an output to right after the op that computes it, before anything overwrites the output."""
+    source: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target in ALIASES}
+    order = [op for op in graph.ops if op.target != WRITE]
+    for op in graph.ops:
+        if op.target == WRITE:
+            value: int = op.args[0].value
+            while value in source:
+                value = source[value]
+            known = [at for at, other in enumerate(order) if value in other.outputs]
+            order.insert(known[-1] + 1 if known else 0, replace(op, args=(Ref(value), *op.args[1:])))
     rebuild = Rebuild(graph)
     for op in order:
         rebuild.add(op)

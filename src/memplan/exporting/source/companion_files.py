@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from memplan.exporting.c_text import c_name, comment
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.input_checks import STATUS
@@ -25,9 +25,15 @@ class Recorded:
     roll: int
     losses: Sequence[float]
     loss_bounds: Sequence[float]
+    step_output: np.ndarray
+    """What the model returned in the last step."""
+    step_output_bound: float
     output: np.ndarray
-    """Output of `infer` after the last step."""
+    """What it returns in evaluation mode after the last step."""
     output_bound: float
+    evaluated: float
+    """The loss in evaluation mode after the last step; 0 if it cannot be computed."""
+    evaluated_bound: float
     weights: np.ndarray
     """Weights and statistics after the last step, as `get_weights` writes them."""
     weight_bounds: np.ndarray
@@ -37,36 +43,45 @@ def header_text(layout: StepLayout) -> str:
     """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
     trained, statistics = memory.floats("trained"), memory.floats("statistics")
-    corrections = sum(len(group.logarithms) for group in rules.groups)
     members = [
         f"    float weights[{trained}];    /* trained parameters, one after another */",
-        *([f"    float momentum[{trained}];"] if rules.momentum else []),
-        *([f"    float squares[{trained}];"] if rules.squares else []),
+        *(f"    float {member}[{trained}];" for member in rules.members),
         *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
-        *([f"    float correction[{corrections}];"] if corrections else []),
+        *([f"    float correction[{rules.corrections}];"] if rules.corrections else []),
         *(["    const float *flash;    /* what init was given */"] if layout.weights_file else []),
         "    float rate;    /* factor on the learning rates; 1 at first */",
-        "    uint32_t step, random;",
-        f"    float arena[{upper}_ARENA_BYTES / 4];",
+        *([f"    float rates[{rules.rates}];    /* the same for each parameter group */"] if rules.rates else []),
+        f"    uint32_t step, random{', calls' if rules.gradients.kept else ''};",
+        "    float *arena;    /* what init was given */"
+        if layout.arena_apart
+        else f"    float arena[{upper}_ARENA_BYTES / 4];",
     ]
     lines = [
         f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stdint.h>", "",
         f"#define {upper}_ARENA_BYTES {layout.arena}",
         f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
-        f"#define {upper}_OUTPUTS {math.prod(layout.output)}    /* floats that infer writes */", "",
+        *_output_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
+        f"#ifdef {upper}_HOOK",
+        f"void {upper}_HOOK(void);    /* a function of yours: {name}.c calls it between its kernels */",
+        "#endif", "",
         "/* All that changes. The caller gives it memory; a program may have several. */",
         "typedef struct {", *members, f"}} {name}_state;", "",
         *_init_declaration(layout),
         f"void {name}_seed({name}_state *s, uint32_t seed);",
-        f"/* {name}_check looks through the data: a pointer may be null. Where it finds something, {name}_step returns",
-        f"   NAN and {name}_infer what was found, and nothing has changed. Where the loss is not finite, {name}_step",
+        f"/* {name}_check looks through the data: a pointer may be null. Where it finds something, {name}_infer",
+        "   returns what was found, the others NAN, and nothing has changed. Where the loss is not finite, a step",
         "   returns it and updates no weight. */",
         f"enum {{ {', '.join(f'{upper}_{status} = {k}' for k, (status, _) in enumerate(STATUS, 1))} }};",
         f"int {name}_check({layout.step.parameters});    /* 0 if all is well */",
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
-        f"int {name}_infer({name}_state *s, {layout.infer.parameters}, float *output);",
+        "/* The same; also writes what the model returned in this step, where output is no null pointer. */",
+        f"float {name}_step_to({name}_state *s, {layout.step.parameters}, float *output);",
+        *_update_declaration(layout),
+        "/* What the model returns in evaluation mode. */",
+        f"int {name}_infer({name}_state *s, {layout.infer.model_parameters}, float *output);",
+        *_evaluate_declaration(layout),
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
         f"void {name}_set_weights({name}_state *s, const float *weights);", "",
         "#ifdef __cplusplus", "}", "#endif", "", "#endif",
@@ -75,22 +90,75 @@ def header_text(layout: StepLayout) -> str:
 
 
 def _init_declaration(layout: StepLayout) -> list[str]:
-    """Return the declaration of `init`, with the size of the weights file that it takes."""
+    """Return the declaration of `init`."""
+    name, upper, lines = layout.name, layout.name.upper(), list[str]()
+    if layout.weights_file:
+        lines = [
+            f"#define {upper}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
+            f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
+        ]
+    if layout.arena_apart:
+        lines.append(f"/* `arena`: {upper}_ARENA_BYTES bytes; between calls they hold nothing. */")
+    return [*lines, f"void {name}_init({name}_state *s{init_arguments(layout)});"]
+
+
+def init_arguments(layout: StepLayout) -> str:
+    """Return the C declarations of the arguments of `init` behind the state, each after a comma."""
+    return "".join(f", {kind}{name}" for kind, name in init_parameters(layout))
+
+
+def init_parameters(layout: StepLayout) -> list[tuple[str, str]]:
+    """Return types and names of the arguments of `init` behind the state."""
+    flash = [("const float *", "flash")] if layout.weights_file else []
+    return [*flash, ("float *", "arena")] if layout.arena_apart else flash
+
+
+def _output_lines(layout: StepLayout) -> list[str]:
+    """Return the macros that say where each tensor of the model's output begins."""
+    upper, modes = layout.name.upper(), {"OUTPUT": layout.outputs}
+    if layout.step_outputs != layout.outputs:
+        modes["STEP_OUTPUT"] = layout.step_outputs
+    lines = list[str]()
+    for prefix, tensors in modes.items():
+        function = "step_to" if prefix == "STEP_OUTPUT" else "infer"
+        size = sum(tensor.size for tensor in tensors)
+        lines.append(f"#define {upper}_{prefix}S {size}    /* floats that {function} writes */")
+        for position, tensor in enumerate(tensors if len(tensors) > 1 else ()):
+            name = f"{upper}_{prefix}_{position}_{c_name(tensor.path).upper()}"
+            about = comment(f"{'x'.join(map(str, tensor.shape)) or 'a number'}: {tensor.path}")
+            lines.append(f"#define {name} {tensor.offset}    {about}")
+    return lines
+
+
+def _evaluate_declaration(layout: StepLayout) -> list[str]:
+    """Return the declaration of `evaluate`, where the loss can be computed in evaluation mode."""
+    if not layout.evaluates:
+        return []
     name = layout.name
-    if not layout.weights_file:
-        return [f"void {name}_init({name}_state *s);"]
     return [
-        f"#define {name.upper()}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
-        f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
-        f"void {name}_init({name}_state *s, const float *flash);",
+        "/* Returns the loss in evaluation mode, and changes nothing; output may be a null pointer. */",
+        f"float {name}_evaluate({name}_state *s, {layout.infer.parameters}, float *output);",
+    ]
+
+
+def _update_declaration(layout: StepLayout) -> list[str]:
+    """Return the declaration of `update`, where gradients are kept until then."""
+    name, gradients = layout.name, layout.rules.gradients
+    if not gradients.kept:
+        return []
+    when = "after each call" if gradients.accumulate == 1 else f"after every {gradients.accumulate} calls"
+    return [
+        f"/* {name}_step adds its gradients to s->gradients, and {when} calls {name}_update, which updates",
+        "   the weights by them and sets them to zero. Call it yourself for the last gradients of an epoch. */",
+        f"void {name}_update({name}_state *s);",
     ]
 
 
 def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
     """Return the text of test_NAME.c, which repeats the recorded steps and compares the results with PyTorch's."""
-    graph, arrays, rolls = layout.step.device.graph, list[str](), list[str]()
+    arrays, rolls = list[str](), list[str]()
     for value, argument in layout.step.inputs.items():
-        kind = "int32_t" if graph.values[value].dtype == "int32" else "float"
+        kind = layout.step.c_type(value)
         array = recorded.inputs[argument].reshape(-1)
         arrays += [f"static const {kind} given_{argument}[{array.size}] = {{", *lines_of(array), "};",
                    f"static {kind} {argument}[{array.size}];"]  # fmt: skip
@@ -103,7 +171,20 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "ARRAYS": "\n".join(arrays),
         "ROLLS": "\n        ".join(rolls),
         "ARGUMENTS": ", ".join(layout.step.inputs.values()),
-        "INFER": ", ".join(layout.infer.inputs.values()),
+        "GIVEN": "".join(f", {'memory.arena' if name == 'arena' else name}" for _, name in init_parameters(layout)),
+        "ARENA": f"float arena[{layout.name.upper()}_ARENA_BYTES / 4];\n    unsigned char end[64];"
+        if layout.arena_apart
+        else "unsigned char end[64];",
+        "INFER": ", ".join(layout.infer.model_inputs),
+        "EVALUATE": f"{layout.name}_evaluate(&memory.state, {', '.join(layout.infer.inputs.values())}, 0)"
+        if layout.evaluates
+        else "0",
+        "EVALUATED": number(recorded.evaluated),
+        "EVALUATED_BOUND": number(recorded.evaluated_bound),
+        "MADE": str(recorded.step_output.size),
+        "STEP_OUTPUT": ", ".join(map(number, recorded.step_output.reshape(-1)[:4])),
+        "STEP_OUTPUT_BOUND": number(recorded.step_output_bound),
+        "STEP_CHECKED": str(min(4, recorded.step_output.size)),
         "LOSSES": ", ".join(map(number, recorded.losses)),
         "LOSS_BOUNDS": ", ".join(map(number, recorded.loss_bounds)),
         "OUTPUT": ", ".join(map(number, recorded.output.reshape(-1)[:4])),
@@ -126,11 +207,10 @@ def _filled(name: str, replacements: Mapping[str, str]) -> str:
 def _weights_file_code(layout: StepLayout) -> dict[str, str]:
     """Return the C code with which the test reads a weights file and passes it to `init`; empty without such a file."""
     if not layout.weights_file:
-        return {"READ_FLASH": "", "IF_UNREAD": "", "FLASH": ""}
+        return {"READ_FLASH": "", "IF_UNREAD": ""}
     return {
         "READ_FLASH": _filled("test_flash", {"NAME": layout.name, "UPPER": layout.name.upper()}),
         "IF_UNREAD": template("test_flash_call"),
-        "FLASH": ", flash",
     }
 
 
@@ -150,13 +230,14 @@ def makefile_text() -> str:
 
 def readme_text(layout: StepLayout, verified: str) -> str:
     """Return the text of the README, with the verdict of verification."""
+    given = "".join(f", {f'{layout.name}_bin' if name == 'flash' else name}" for _, name in init_parameters(layout))
     replacements = {
         "VERIFIED": verified,
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
         "STATE": str(layout.state),
         "ARENA": str(layout.arena),
-        "INIT": f"init(&state, {layout.name}_bin);  " if layout.weights_file else "init(&state);        ",
+        "INIT": f"init(&state{given});".ljust(21),
         "FROM": f"{layout.memory.flash} bytes of {layout.name}.bin" if layout.weights_file else "flash",
     }
     return _filled("README.txt", replacements)

@@ -17,15 +17,16 @@ def check_text(layout: StepLayout) -> str:
     """Return the C function NAME_check, with the arguments of NAME_step."""
     graph, upper, lines = layout.step.device.graph, layout.name.upper(), list[str]()
     for value, name in layout.step.inputs.items():
-        condition = f"{name}[k] != {name}[k]"
-        if graph.values[value].dtype == "int32":
+        dtype = graph.values[value].dtype
+        condition = f"{name}[k] != {name}[k]" if dtype == "float32" else ""
+        if dtype == "int32":
             outside = [
                 f"(({name}[k] < 0 || {name}[k] >= {count}){'' if ignored is None else f' && {name}[k] != {ignored}'})"
                 for count, ignored in dict.fromkeys(_bounds(graph, value))
             ]
             condition = " || ".join(outside)
         if condition:
-            status = STATUS[graph.values[value].dtype == "int32"][0]
+            status = STATUS[dtype == "int32"][0]
             lines += [
                 f"    for (int k = 0; {name} && k < {math.prod(graph.values[value].shape)}; k++)",
                 f"        if ({condition})",

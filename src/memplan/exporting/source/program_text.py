@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from memplan.exporting.c_text import comment
-from memplan.exporting.kernels.call_writer import CallWriter, number, with_macros
+from memplan.exporting.kernels.call_writer import CallWriter, number
 from memplan.exporting.kernels.kernel_calls import calls_of
-from memplan.exporting.kernels.templates import template
-from memplan.exporting.lowering.device_graph import output_of
+from memplan.exporting.lowering.device_graph import WRITE, output_of
+from memplan.exporting.source.companion_files import init_arguments, init_parameters
 from memplan.exporting.source.input_checks import check_of, check_text
 from memplan.exporting.source.step_layout import Pass, StepLayout
 from memplan.exporting.source.stored_weights import pointers
 from memplan.planning.graph.joint_graph import Ref, Value
-from memplan.planning.graph.op_schema import arguments_of, is_contiguous, short
+from memplan.planning.graph.op_schema import arguments_of, short
 from memplan.planning.levers.encode import DIRECT
 from memplan.planning.schedule.actions import Action
 
@@ -24,9 +26,8 @@ INDENT = "    "
 def program_text(layout: StepLayout) -> str:
     """Return the text of NAME.c."""
     writer = _ProgramWriter(layout)
-    infer, step = writer.infer(), writer.step()
-    check = check_text(layout)
-    return "\n\n".join([writer.head(), *writer.parts(), check, infer, step, writer.interface()]) + "\n"
+    functions = [check_text(layout), writer.infer(), *([writer.update()] if writer.kept else []), writer.step()]
+    return "\n\n".join([writer.head(), *writer.parts(), *functions, writer.interface()]) + "\n"
 
 
 class _ProgramWriter:
@@ -50,6 +51,7 @@ class _ProgramWriter:
         self.constants: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
         self.tables: dict[str, str] = {}
+        self.kept = layout.rules.gradients.kept
 
     # -- functions
 
@@ -61,25 +63,73 @@ class _ProgramWriter:
         lines = [
             f"if ({check_of(self.layout, run)})", f"{INDENT}return NAN;", *self._body(run, 0, forward),
             f"if (({forward_loss})[0] - ({forward_loss})[0] != 0) /* not finite: nothing is updated */",
-            f"{INDENT}return ({forward_loss})[0];", "s->step++;", *self._corrections(),
+            f"{INDENT}return ({forward_loss})[0];", *([] if self.kept else ["s->step++;", *self._corrections()]),
             *self._body(run, forward, len(run.lifetimes.buffer_of)),
         ]  # fmt: skip
+        if self.kept:
+            call = f"{self.name}_update(s);"
+            limit = self.layout.rules.gradients.accumulate
+            lines += ["s->calls++;", f"if (s->calls >= {limit})", INDENT + call]
         loss = self._pointer(run, len(run.lifetimes.buffer_of) - 1, output)
         lines.append(f"return ({loss})[0];")
-        return f"float {self.name}_step({self.name}_state *s, {run.parameters})\n{{\n" + _indented(lines) + "}"
+        name = self.name
+        return (
+            f"float {name}_step_to({name}_state *s, {run.parameters}, float *output)\n{{\n{_indented(lines)}}}\n\n"
+            f"float {name}_step({name}_state *s, {run.parameters})\n{{\n"
+            f"{INDENT}return {name}_step_to(s, {', '.join(run.inputs.values())}, 0);\n}}"
+        )
+
+    def update(self) -> str:
+        """Return the C function that updates the weights by the gradients that are kept."""
+        writer = self._writer(self.layout.step)
+        lines, total = ["if (!s->calls)", f"{INDENT}return;"], self.layout.memory.floats("trained")
+        clip = self.layout.rules.gradients.clip_norm
+        if clip is not None:
+            lines.append(writer.call(writer.kernel("clip_norm"), "s->gradients", clip, total))
+        lines += ["s->step++;", *self._corrections()]
+        group_of = self.layout.rules.group_of
+        for group, tensors in itertools.groupby(self.layout.memory.trained, lambda tensor: group_of[tensor.path]):
+            run = list(tensors)
+            update = self._update_all(writer, self._rule_function(group))
+            gradient = f"s->gradients + {run[0].offset}"
+            lines.append(writer.call(update, "s", run[0].offset, gradient, sum(tensor.size for tensor in run)))
+        lines += [writer.call(writer.kernel("fill"), "s->gradients", 0.0, total), "s->calls = 0;"]
+        return f"void {self.name}_update({self.name}_state *s)\n{{\n" + _indented(lines) + "}"
 
     def infer(self) -> str:
-        """Return the C function of the model in evaluation mode, which copies its output to the caller's memory."""
-        run = self.layout.infer
-        body = self._body(run, 0, len(run.lifetimes.buffer_of))
-        lines = [f"const int status = {check_of(self.layout, run)};", "if (status)", f"{INDENT}return status;", *body]
-        result = run.schedule.graph.values[run.schedule.graph.outputs[0]]
-        assert is_contiguous(result), "the lowering made it so"
-        source = self._pointer(run, len(run.lifetimes.buffer_of) - 1, result.id)
-        lines += [f"for (int k = 0; k < {math.prod(result.shape)}; k++)", f"{INDENT}output[k] = ({source})[k];"]
-        lines.append("return 0;")
-        head = f"int {self.name}_infer({self.name}_state *s, {run.parameters}, float *output)"
-        return f"{head}\n{{\n" + _indented(lines) + "}"
+        """Return the C functions of the model in evaluation mode: its output, and its loss where that can be
+        computed."""
+        run, name = self.layout.infer, self.name
+        check = [f"const int status = {check_of(self.layout, run)};", "if (status)", f"{INDENT}return status;"]
+        end = len(run.lifetimes.buffer_of)
+        if not self.layout.evaluates:
+            lines = [*check, *self._body(run, 0, end), "return 0;"]
+            head = f"int {name}_infer({name}_state *s, {run.model_parameters}, float *output)"
+            return f"{head}\n{{\n{_indented(lines)}}}"
+        model = 1 + max(at for at, action in enumerate(run.schedule.forward) if self._is_write(run, action))
+        loss = self._pointer(run, end - 1, run.schedule.graph.outputs[0])
+        lines = [
+            *check, *self._body(run, 0, model), "if (!loss)", f"{INDENT}return 0;", *self._body(run, model, end),
+            f"*loss = ({loss})[0];", "return 0;",
+        ]  # fmt: skip
+        given = [name if name in run.model_inputs else "0" for name in run.inputs.values()]
+        return f"""static int evaluated({name}_state *s, {run.parameters}, float *output, float *loss)
+{{
+{_indented(lines)}}}
+
+int {name}_infer({name}_state *s, {run.model_parameters}, float *output)
+{{
+    return evaluated(s, {", ".join(given)}, output, 0);
+}}
+
+float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
+{{
+    float loss;
+    return evaluated(s, {", ".join(run.inputs.values())}, output, &loss) ? NAN : loss;
+}}"""
+
+    def _is_write(self, run: Pass, action: Action) -> bool:
+        return action.op is not None and action.called(run.schedule.graph).target == WRITE
 
     def _corrections(self) -> list[str]:
         """Return the lines that update Adam's bias corrections."""
@@ -94,7 +144,7 @@ class _ProgramWriter:
         graph = run.schedule.graph
         scales = {value.id: _plus(self.scales[value.path], run.device.offsets.get(value.id, 0) // value.stride[0])
                   for value in graph.values if value.kind == "parameter" and value.path in self.scales}  # fmt: skip
-        writer = CallWriter(graph, lambda value: "", self._fused_updates(run), self.kernels, self.tables, scales)
+        writer = replace(self._writer(run), update_calls=self._fused_updates(run), scales=scales)
         lines, last_label = list[str](), ""
         actions = (*run.schedule.forward, *run.schedule.backward)
         for at, action in list(enumerate(actions))[begin:end]:
@@ -104,8 +154,11 @@ class _ProgramWriter:
             if label != last_label:
                 lines.append(comment(label))
                 last_label = label
-            lines += calls
+            lines += [*calls, f"{self.name.upper()}_HOOK();"] if calls else []
         return lines
+
+    def _writer(self, run: Pass) -> CallWriter:
+        return CallWriter(run.schedule.graph, lambda value: "", kernels=self.kernels, tables=self.tables)
 
     # -- actions
 
@@ -150,22 +203,30 @@ class _ProgramWriter:
         value = graph.values[action.value]
         if graph.base(action.source) in run.device.fused or value.path not in self.offset_of:
             return []
-        function = self._update_function(value.path)
-        name = writer.instance("update_all", f"{function}_all", {"UPDATE": function})
-        count = math.prod(value.shape)
-        return [writer.call(name, "s", self._first_element(run, value), Ref(action.source), count)]
+        update = self._update_all(writer, self._update_function(value.path))
+        return [writer.call(update, "s", self._first_element(run, value), Ref(action.source), math.prod(value.shape))]
+
+    def _update_all(self, writer: CallWriter, function: str) -> str:
+        """Add the C function that calls another one for each element of a gradient; return its name."""
+        return writer.instance("update_all", f"{function}_all", {"UPDATE": function})
 
     def _first_element(self, run: Pass, parameter: Value) -> int:
         """Return the index in `s->weights` of the first element of a parameter, or of a part of one."""
         return self.offset_of[parameter.path] + run.device.offsets.get(parameter.id, 0)
 
     def _update_function(self, path: str) -> str:
-        """Add the C function that updates one element of a parameter; return its name."""
-        group = self.layout.rules.group_of[path]
+        """Add the C function that takes one element of a parameter's gradient; return its name."""
+        if self.kept:
+            return self._writer(self.layout.step).kernel("add_gradient")
+        return self._rule_function(self.layout.rules.group_of[path])
+
+    def _rule_function(self, group: int) -> str:
+        """Add the C function that updates one element of a parameter of a group; return its name."""
         name, rule = f"update_{group}", self.layout.rules.groups[group]
-        if name not in self.kernels:
-            self.kernels[name] = with_macros(template(rule.template), {"KERNEL": name, **rule.defines})
-        return name
+        writer = self._writer(self.layout.step)
+        if self.layout.rules.gradients.clip_value is not None:
+            writer.element_function("clip")
+        return writer.instance(rule.template, name, rule.defines)
 
     def _fused_updates(self, run: Pass) -> Mapping[int, tuple[str, str]]:
         """Return the update function of each fused gradient, and its first arguments."""
@@ -212,6 +273,7 @@ class _ProgramWriter:
 
     def head(self) -> str:
         """Return the includes and definitions at the top of the file."""
+        upper = self.name.upper()
         lines = [
             f"/* {self.name}: a training step, written by memplan. See {self.name}.h for what to call. */",
             f'#include "{self.name}.h"',
@@ -221,11 +283,14 @@ class _ProgramWriter:
             "#if defined(__cplusplus) || defined(_MSC_VER)",
             "#define restrict __restrict",
             "#endif",
+            f"#ifndef {upper}_HOOK",
+            f"#define {upper}_HOOK() ((void)0)",
+            "#endif",
             f"#define STATE {self.name}_state",
-            "",
-            f"typedef char {self.name}_arena_is_whole",
-            f"    [sizeof(((STATE *)0)->arena) == {self.name.upper()}_ARENA_BYTES ? 1 : -1];",
         ]
+        if not self.layout.arena_apart:
+            whole = f"    [sizeof(((STATE *)0)->arena) == {upper}_ARENA_BYTES ? 1 : -1];"
+            lines += ["", f"typedef char {self.name}_arena_is_whole", whole]
         return "\n".join(lines)
 
     def parts(self) -> list[str]:
@@ -242,17 +307,15 @@ class _ProgramWriter:
         """Return the C functions that initialize a device, seed it, and read and write its weights."""
         name, memory = self.name, self.layout.memory
         trained, statistics = memory.floats("trained"), memory.floats("statistics")
-        flash, set_flash = (
-            (", const float *flash", [f"{INDENT}s->flash = flash;"]) if self.layout.weights_file else ("", [])
-        )
         lines = [
-            f"void {name}_init({name}_state *s{flash})", "{", *set_flash,
+            f"void {name}_init({name}_state *s{init_arguments(self.layout)})", "{",
+            *(f"{INDENT}s->{given} = {given};" for _, given in init_parameters(self.layout)),
             f"    for (int k = 0; k < {trained}; k++) {{", f"        s->weights[k] = ({self.flash['trained']})[k];",
-            *(["        s->momentum[k] = 0;"] if self.layout.rules.momentum else []),
-            *(["        s->squares[k] = 0;"] if self.layout.rules.squares else []),
+            *(f"        s->{member}[k] = 0;" for member in self.layout.rules.members),
             "    }",
             *_copy(statistics, f"s->statistics[k] = ({self.flash['statistics']})[k];"),
-            "    s->step = 0;", "    s->rate = 1;", f"    {name}_seed(s, 1);", "}", "",
+            "    s->step = 0;", "    s->rate = 1;", *(["    s->calls = 0;"] if self.kept else []),
+            *_copy(self.layout.rules.rates, "s->rates[k] = 1;"), f"    {name}_seed(s, 1);", "}", "",
             f"void {name}_seed({name}_state *s, uint32_t seed)", "{", "    s->random = seed ? seed : 1;", "}", "",
             f"void {name}_get_weights(const {name}_state *s, float *weights)", "{",
             *_copy(trained, "weights[k] = s->weights[k];"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ from memplan.errors import InputError
 from memplan.exporting.arena.lifetimes import Lifetimes
 from memplan.exporting.arena.offsets import Placement
 from memplan.exporting.kernels.frozen_weights import Quantized
+from memplan.exporting.lowering.byte_inputs import BYTES, buffered
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.planning.request import Request
@@ -39,12 +40,16 @@ def name_of(path: str) -> str:
     return path.removeprefix("model.") if path.startswith("model.") else path.replace("loss.", "(loss).", 1)
 
 
+TARGET, INPUT = "y", "x"
+"""First letters of the names of C arguments: targets of the loss, and inputs of the model."""
+
+
 @dataclass(frozen=True, slots=True)
 class PersistentTensor:
-    """A tensor that lives from step to step."""
+    """A tensor that lives from step to step, or an output of the model."""
 
     path: str
-    """Name in the model."""
+    """Name in the model, or in its output."""
     shape: tuple[int, ...]
     offset: int
     """Elements of tensors of the same kind before it."""
@@ -112,10 +117,26 @@ class Pass:
 
     @property
     def parameters(self) -> str:
-        """C declarations of the inputs."""
-        kinds = {"int32": "int32_t"}
-        values = self.device.graph.values
-        return ", ".join(f"const {kinds.get(values[v].dtype, 'float')} *{name}" for v, name in self.inputs.items())
+        """C declarations of the inputs and targets."""
+        return self._declared(self.inputs.values())
+
+    @property
+    def model_inputs(self) -> list[str]:
+        """Names of the C arguments that are no targets."""
+        return [name for name in self.inputs.values() if not name.startswith(TARGET)]
+
+    @property
+    def model_parameters(self) -> str:
+        """C declarations of the inputs without targets."""
+        return self._declared(self.model_inputs)
+
+    def _declared(self, names: Collection[str]) -> str:
+        return ", ".join(f"const {self.c_type(v)} *{name}" for v, name in self.inputs.items() if name in names)
+
+    def c_type(self, value: int) -> str:
+        """Return the C type of the elements of an input."""
+        dtype = self.device.graph.values[value].dtype
+        return "float" if dtype == "float32" else f"{dtype}_t"
 
 
 @dataclass(frozen=True)
@@ -127,10 +148,28 @@ class StepLayout:
     rules: UpdateRules
     step: Pass
     infer: Pass
-    output: tuple[int, ...]
-    """Shape of what `infer` writes."""
+    """The model in evaluation mode, with its loss if the graph has an output."""
+    step_outputs: tuple[PersistentTensor, ...]
+    """Tensors that the model returns in training mode."""
+    outputs: tuple[PersistentTensor, ...]
+    """Tensors that the model returns in evaluation mode, as `infer` writes them."""
     weights_file: bool = False
     """Whether weights are in NAME.bin, which the caller reads, instead of NAME_weights.h."""
+    arena_apart: bool = False
+    """Whether the state has a pointer to the arena, not the arena itself."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the loss can be computed in evaluation mode."""
+        return bool(self.infer.device.graph.outputs)
+
+    @property
+    def byte_inputs(self) -> tuple[tuple[str, bool], ...]:
+        """C arguments of eight bits, and whether a buffer of each in floats is computed."""
+        runs = (self.step, self.infer)
+        names = [run.inputs[value] for run in runs for value in buffered(run.device.graph)]
+        values = self.step.device.graph.values
+        return tuple((name, name in names) for value, name in self.step.inputs.items() if values[value].dtype in BYTES)
 
     @property
     def arena(self) -> int:
@@ -139,11 +178,11 @@ class StepLayout:
 
     @property
     def state(self) -> int:
-        """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters and, with a
-        weights file, the pointer to it (four bytes)."""
+        """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters, and pointers of
+        four bytes to a weights file and to an arena apart."""
         trained, statistics = self.memory.floats("trained"), self.memory.floats("statistics")
-        numbers = 3 + sum(len(group.logarithms) for group in self.rules.groups)
-        return 4 * (trained * (1 + self.rules.floats) + statistics + numbers + self.weights_file)
+        floats = trained * (1 + len(self.rules.members)) + statistics + self.rules.numbers
+        return 4 * (floats + self.weights_file + self.arena_apart)
 
     @property
     def constants(self) -> int:

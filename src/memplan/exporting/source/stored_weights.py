@@ -33,12 +33,16 @@ def pointers(layout: StepLayout) -> dict[str, str]:
 def weights_text(layout: StepLayout) -> str:
     """Return the text of NAME_weights.h."""
     memory, name = layout.memory, layout.name
-    lines = [f"/* Weights of {name}, in flash. Only {name}.c includes this. */", ""]
+    flash = f"{name.upper()}_FLASH"
+    lines = [
+        f"/* Weights of {name}, in flash. Only {name}.c includes this. {flash}: attributes, such as of a section. */",
+        *(f"#ifndef {flash}", f"#define {flash}", "#endif"), "",
+    ]  # fmt: skip
     for kind, array in KINDS.items():
         if not memory.floats(kind):
             continue
         element = "signed char" if kind == "int8" else "float"
-        lines.append(f"static const {element} {name}_{array}[{memory.floats(kind)}] = {{")
+        lines.append(f"{flash} static const {element} {name}_{array}[{memory.floats(kind)}] = {{")
         for path, elements in _arrays(memory, kind):
             lines.append(comment(f"{'x'.join(map(str, elements.shape)) or 'a number'}: {path}"))
             lines += lines_of(elements.reshape(-1))

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
 from memplan.exporting.lower import seconds, with_bits, work
-from memplan.exporting.lowering.device_graph import DeviceGraph
+from memplan.exporting.lowering.device_graph import ALIASES, DeviceGraph
 from memplan.exporting.tiling.channel_components import components
 from memplan.exporting.tiling.channel_groups import in_groups
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import JointGraph, Ref, map_refs
+from memplan.planning.levers.lever import GradientUse
 
 STEP = 4
 """Factor by which the size limit of groups shrinks from one tiling to the next."""
@@ -21,12 +22,12 @@ MOST = 1500
 """Ops of a step, at most."""
 
 
-def tilings(device: DeviceGraph) -> Iterator[DeviceGraph]:
+def tilings(device: DeviceGraph, use: GradientUse) -> Iterator[DeviceGraph]:
     """Yield the step unsplit, then with its largest values in ever smaller groups of channels.
 
-    In each, updates are fused into gradient kernels where that saves memory.
+    In each, the use of gradients is fused into the kernels that compute them where that saves memory.
     """
-    yield _fused(device)
+    yield _fused(device, use)
     device = replace(device, graph=_without_aliases(device.graph))
     splittable = components(device.graph)
     if not splittable or splittable[0].largest < SMALL:
@@ -37,7 +38,7 @@ def tilings(device: DeviceGraph) -> Iterator[DeviceGraph]:
         if tiled is None or not ops_before < len(tiled.graph.ops) <= MOST:
             return
         ops = tuple(replace(op, seconds=seconds(work(tiled.graph, op))) for op in tiled.graph.ops)
-        yield _fused(replace(tiled, graph=with_bits(replace(tiled.graph, ops=ops))))
+        yield _fused(replace(tiled, graph=with_bits(replace(tiled.graph, ops=ops))), use)
         limit, ops_before = limit // STEP, len(tiled.graph.ops)
 
 
@@ -51,7 +52,7 @@ def _without_aliases(graph: JointGraph) -> JointGraph:
         return Ref(source.get(value, value))
 
     for op in graph.ops:
-        if op.target in _ALIASES:
+        if op.target in ALIASES:
             source.update((output, resolved(op.args[0].value).value) for output in op.outputs if output is not None)
         else:
             without_origin = replace(op, gradient_of=None)  # it can be an alias that is removed
@@ -62,8 +63,5 @@ def _without_aliases(graph: JointGraph) -> JointGraph:
     return replace(rebuild.finished(), outputs=outputs, gradients=gradients, mutations=mutations)
 
 
-_ALIASES = ("aten.alias.default", "aten.detach.default")
-
-
-def _fused(device: DeviceGraph) -> DeviceGraph:
-    return with_fused_updates(device, worth_fusing(device.graph) | device.strided)
+def _fused(device: DeviceGraph, use: GradientUse) -> DeviceGraph:
+    return with_fused_updates(device, worth_fusing(device.graph, use) | device.strided, use)

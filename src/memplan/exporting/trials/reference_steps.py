@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ import torch
 from memplan import _torch
 from memplan.exporting.kernels.kernel_calls import threshold
 from memplan.exporting.source.companion_files import Recorded
-from memplan.exporting.source.step_layout import StepLayout
-from memplan.planning.capture.loss_module import WithLoss, default_loss
+from memplan.exporting.source.step_layout import StepLayout, name_of
+from memplan.exporting.step_outputs import WithOutputs, device_step, flat_output
 from memplan.planning.request import Request
 
 ROLL = 7
@@ -35,7 +36,12 @@ ROUNDING = 2.0**-19
 class _Run:
     losses: np.ndarray
     weights: dict[str, np.ndarray]
+    step_output: np.ndarray
+    """What the model returned in the last step."""
+    evaluated: np.ndarray
+    """The loss in evaluation mode afterwards."""
     output: np.ndarray
+    """What the model returns in evaluation mode afterwards."""
 
 
 def run_reference_steps(request: Request, layout: StepLayout, steps: int) -> Recorded:
@@ -63,8 +69,12 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int) -> Rec
         roll=ROLL,
         losses=double.losses.tolist(),
         loss_bounds=np.maximum.accumulate(loss_bounds).tolist(),
+        step_output=double.step_output,
+        step_output_bound=_bound(double.step_output, [other.step_output for other in others]),
         output=double.output,
         output_bound=_bound(double.output, [other.output for other in others]),
+        evaluated=float(double.evaluated),
+        evaluated_bound=_bound(double.evaluated, [other.evaluated for other in others]),
         weights=weights,
         weight_bounds=np.concatenate(bounds),
     )
@@ -72,7 +82,7 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int) -> Rec
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     array = tensor.detach().contiguous().numpy()
-    return array.astype(np.float32 if tensor.is_floating_point() else np.int32)
+    return array if array.dtype in (np.uint8, np.int8) else array.astype("f4" if tensor.is_floating_point() else "i4")
 
 
 def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
@@ -83,40 +93,43 @@ def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
 
 def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, seed: int = 0) -> _Run:
     """Run training steps of a copy of the model; a seed other than 0 changes the weights a little."""
-    step, optimizer_of = copy.deepcopy(request.step), request.settings.optimizer
+    step, optimizer_of = WithOutputs(copy.deepcopy(device_step(request))), request.settings.optimizer
     assert optimizer_of is not None, "an export has one"
     step.to(dtype)
-    model = step.model if isinstance(step, WithLoss) else step
+    model = step.model
     if seed:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in model.parameters():
                 noise = 2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype) - 1
                 weight.mul_(1 + FEW_ROUNDINGS * noise)
-    optimizer = optimizer_of([parameter for parameter in model.parameters() if parameter.requires_grad])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, gradients = optimizer_of(trained), layout.rules.gradients
     inputs = [tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
     losses, random, rolled = list[float](), _DeviceRandom(), inputs
+    outputs: Any = []
     for k in range(steps):
         rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in inputs]
         args, kwargs = request.call.rebuild(rolled)
-        optimizer.zero_grad()
-        with _torch.DrawsReplaced(random.dropout_mask):
-            loss = default_loss(step(*args, **kwargs))
+        with _torch.DrawsReplaced(random.dropout_mask, dtype):
+            loss, outputs = step(*args, **kwargs)
         loss.backward()
-        optimizer.step()
+        if (k + 1) % gradients.accumulate == 0:
+            gradients.clip(trained)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
-    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
-    prefix = "" if request.step is request.model else "model."
-    weights = {
-        tensor.path: named[f"{prefix}{tensor.path}"].detach().numpy().astype(np.float64)
-        for tensor in layout.memory.weights
-    }
+    named = {name_of(path): tensor for path, tensor in (*step.named_parameters(), *step.named_buffers())}
+    weights = {tensor.path: named[tensor.path].detach().numpy().astype(np.float64) for tensor in layout.memory.weights}
+    step_output = flat_output(outputs)
     model.eval()
     args, kwargs = request.call.rebuild(rolled)
-    targets = getattr(request.step, "targets", 0)
-    with torch.no_grad():
-        output = model(*args[: len(args) - targets], **kwargs)
-    return _Run(np.array(losses), weights, output.numpy().astype(np.float64).reshape(-1))
+    with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype):
+        if layout.evaluates:
+            loss, outputs = step(*args, **kwargs)
+        else:
+            loss, outputs = torch.zeros(()), step.step[0].model_output(*args, **kwargs)
+    return _Run(np.array(losses), weights, step_output, loss.double().numpy(), flat_output(outputs))
 
 
 class _DeviceRandom:

@@ -40,6 +40,10 @@ def _facts(exported: Exported) -> dict[str, str]:
         "arena": f"{format_bytes(exported.arena)} ({format_bytes(exported.live)} in use at once)",
         "weights and state": f"{format_bytes(exported.state)} ({exported.trained} weights are trained)",
         "inputs": format_bytes(exported.inputs),
+        **{
+            f"{name}, in eight bits": "in floats in a buffer of the arena" if buffer else "normalized as it is read"
+            for name, buffer in exported.byte_inputs
+        },
         "flash": f"{format_bytes(exported.flash)} of weights, beside the code ({exported.frozen} are frozen)",
         **({} if exported.rounding is None else {"in eight bits": str(exported.rounding)}),
         "smallest budget": format_bytes(exported.smallest_budget),

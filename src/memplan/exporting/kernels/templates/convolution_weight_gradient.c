@@ -1,5 +1,5 @@
 /* Each weight's gradient is the sum of products of the rows that it joins. */
-static void KERNEL(TARGET, const float *wide, const float *narrow, const convolution *c)
+static void KERNEL(TARGET, const float *wide, const INPUT *narrow CONSTANTS, const convolution *c)
 {
     const int plane = c->height * c->width, area = c->rows * c->columns, taps = c->kernel_h * c->kernel_w;
     for (int o = 0; o < c->groups * c->wide; o++)
@@ -14,15 +14,18 @@ static void KERNEL(TARGET, const float *wide, const float *narrow, const convolu
                     float sum = 0;
                     for (int b = 0; b < c->batch; b++) {
                         const float *one = wide + (b * c->groups * c->wide + o) * area;
-                        const float *two = narrow + ((b * c->groups + o / c->wide) * c->narrow + i) * plane;
+                        const INPUT *two = narrow + ((b * c->groups + o / c->wide) * c->narrow + i) * plane;
                         for (int r = first_inside(above, c->stride_h); r < last; r++) {
                             const float *g = one + r * c->columns + first;
-                            const float *x = two + (r * c->stride_h + above) * c->width + first * c->stride_w + left;
-                            if (c->stride_w == 1)
+                            const INPUT *x = two + (r * c->stride_h + above) * c->width + first * c->stride_w + left;
+#if FLOATS
+                            if (c->stride_w == 1) {
                                 sum += count > 0 ? dot(g, x, count) : 0;
-                            else
-                                for (int k = 0; k < count; k++)
-                                    sum += g[k] * x[k * c->stride_w];
+                                continue;
+                            }
+#endif
+                            for (int k = 0; k < count; k++)
+                                sum += g[k] * VALUE(x[k * c->stride_w], o / c->wide * c->narrow + i);
                         }
                     }
                     EMIT(weight, sum);

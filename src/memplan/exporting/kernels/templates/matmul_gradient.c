@@ -1,5 +1,5 @@
 /* Each element of a product is complete before the next sixteen begin, and is handed on at once. */
-static void KERNEL(TARGET, const float *a, const float *b, const product *p)
+static void KERNEL(TARGET, const float *a, const INPUT *b CONSTANTS, const product *p)
 {
     for (int i = 0; i < p->rows; i++)
         for (int begin = 0; begin < p->columns; begin += 16) {
@@ -7,9 +7,9 @@ static void KERNEL(TARGET, const float *a, const float *b, const product *p)
             int count = p->columns - begin < 16 ? p->columns - begin : 16;
             for (int k = 0; k < p->inner; k++) {
                 float factor = a[i * p->a_row + k * p->a_column];
-                const float *row = b + k * p->b_row + begin * p->b_column;
+                const INPUT *row = b + k * p->b_row + begin * p->b_column;
                 for (int j = 0; j < count; j++)
-                    sums[j] += factor * row[j * p->b_column];
+                    sums[j] += factor * VALUE(row[j * p->b_column], 0);
             }
             for (int j = 0; j < count; j++)
                 EMIT(i * p->columns + begin + j, sums[j]);

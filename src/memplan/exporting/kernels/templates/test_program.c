@@ -8,7 +8,7 @@
 @ARRAYS@
 
 static const float losses[@STEPS@] = {@LOSSES@}, loss_bounds[@STEPS@] = {@LOSS_BOUNDS@};
-static const float expected[@CHECKED@] = {@OUTPUT@};
+static const float expected[@CHECKED@] = {@OUTPUT@}, expected_in_step[@STEP_CHECKED@] = {@STEP_OUTPUT@};
 static const struct {
     int at;
     float value, bound;
@@ -20,8 +20,9 @@ static struct {
     unsigned char before[64];
     @NAME@_state state;
     unsigned char after[64];
+    @ARENA@
 } memory;
-static float weights[@UPPER@_WEIGHTS], output[@UPPER@_OUTPUTS];
+static float weights[@UPPER@_WEIGHTS], output[@UPPER@_OUTPUTS], made[@MADE@];
 
 #ifdef TICKS
 uint32_t ticks(void); /* 24 bits of a clock */
@@ -41,26 +42,29 @@ int main(void)
 {
     int failures = 0;
     for (int k = 0; k < 64; k++)
-        memory.before[k] = memory.after[k] = 0xA5;
-@IF_UNREAD@    @NAME@_init(&memory.state@FLASH@);
+        memory.before[k] = memory.after[k] = memory.end[k] = 0xA5;
+@IF_UNREAD@    @NAME@_init(&memory.state@GIVEN@);
     for (int k = 0; k < @STEPS@; k++) {
         @ROLLS@
         uint32_t before = ticks();
-        float loss = @NAME@_step(&memory.state, @ARGUMENTS@);
+        float loss = @NAME@_step_to(&memory.state, @ARGUMENTS@, made);
         uint32_t spent = (ticks() - before) & 0xFFFFFF;
         if (spent)
             printf("ticks %lu\n", (unsigned long)spent);
         printf("step %d loss %.9g\n", k, (double)loss);
         failures += differs("loss", k, loss, losses[k], loss_bounds[k]);
     }
+    for (int k = 0; k < @STEP_CHECKED@; k++)
+        failures += differs("output of the step", k, made[k], expected_in_step[k], @STEP_OUTPUT_BOUND@);
     @NAME@_get_weights(&memory.state, weights);
     for (unsigned k = 0; k < sizeof samples / sizeof *samples; k++)
         failures += differs("weight", samples[k].at, weights[samples[k].at], samples[k].value, samples[k].bound);
     @NAME@_infer(&memory.state, @INFER@, output);
     for (int k = 0; k < @CHECKED@; k++)
         failures += differs("output", k, output[k], expected[k], @OUTPUT_BOUND@);
+    failures += differs("evaluated loss", 0, @EVALUATE@, @EVALUATED@, @EVALUATED_BOUND@);
     for (int k = 0; k < 64; k++)
-        failures += memory.before[k] != 0xA5 || memory.after[k] != 0xA5;
+        failures += memory.before[k] != 0xA5 || memory.after[k] != 0xA5 || memory.end[k] != 0xA5;
 #ifdef WEIGHTS_FILE
     FILE *file = fopen(WEIGHTS_FILE, "wb");
     if (!file || fwrite(weights, sizeof weights, 1, file) != 1 || fwrite(output, sizeof output, 1, file) != 1)

@@ -3,13 +3,18 @@
 static void KERNEL(STATE *s, int k, float g)
 {
     float *w = &s->weights[k], *m = &s->momentum[k], *v = &s->squares[k];
-    const float rate = RATE * s->rate, *correction = s->correction + GROUP * 2;
-    g *= SIGN;
+    const float rate = RATE, *correction = s->correction + GROUP * 2;
+    g = GRADIENT(g);
     if (DECOUPLED)
         *w -= rate * DECAY * *w;
     else
         g += DECAY * *w;
     *m += REST1 * (g - *m);
     *v = BETA2 * *v + REST2 * g * g;
+#if AMSGRAD
+    float *most = &s->maxima[k];
+    *most = *v > *most ? *v : *most;
+    v = most;
+#endif
     *w -= rate / correction[0] * *m / (sqrtf(*v) / sqrtf(correction[1]) + EPSILON);
 }

@@ -2,7 +2,7 @@
 static void KERNEL(STATE *s, int k, float g)
 {
     float *w = &s->weights[k], *v = &s->squares[k];
-    g = SIGN * g + DECAY * *w;
+    g = GRADIENT(g) + DECAY * *w;
     *v = ALPHA * *v + REST * g * g;
     g /= sqrtf(*v) + EPSILON;
 #if HAS_MOMENTUM
@@ -10,5 +10,5 @@ static void KERNEL(STATE *s, int k, float g)
     *m = MOMENTUM * *m + g;
     g = *m;
 #endif
-    *w -= RATE * s->rate * g;
+    *w -= RATE * g;
 }

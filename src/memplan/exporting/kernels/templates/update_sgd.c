@@ -2,11 +2,11 @@
 static void KERNEL(STATE *s, int k, float g)
 {
     float *w = &s->weights[k];
-    g = SIGN * g + DECAY * *w;
+    g = GRADIENT(g) + DECAY * *w;
 #if HAS_MOMENTUM
     float *m = &s->momentum[k];
     *m = s->step == 1 ? g : MOMENTUM * *m + UNDAMPED * g;
     g = NESTEROV ? g + MOMENTUM * *m : *m;
 #endif
-    *w -= RATE * s->rate * g;
+    *w -= RATE * g;
 }
