@@ -106,57 +106,16 @@ def test_softmax_backward_multiplies_first() -> None:
     assert taken(aten._softmax.default, turned, -1, False) == (4 * 16 * 100 * 100 * 2,)
 
 
-def layer_norm(rows: int, columns: int, arch: Arch = A100, mask: tuple[bool, ...] = (True,) * 3) -> tuple[int, ...]:
-    x, statistic, weight = empty(rows, columns, dtype=torch.bfloat16), empty(rows, 1), empty(columns)
-    args = (x, x, [columns], statistic, statistic, weight, weight, list(mask))
-    return taken(aten.native_layer_norm_backward.default, *args, arch=arch)
-
-
-def test_layer_norm_sums_in_two_passes_only_where_rows_are_many_and_columns_few() -> None:
-    assert layer_norm(4096, 16384) == ()
-    assert layer_norm(65536, 768) == ()
-    # 24 blocks of columns, so that 32768 // 24 blocks of rows are launched; a float32 weight.
-    assert layer_norm(131072, 768) == (1365 * 768 * 4,) * 2
-    assert layer_norm(131072, 768, mask=(True, True, False)) == (1365 * 768 * 4,)
-    assert layer_norm(131072, 1728) == ()
-    assert layer_norm(131072, 1728, H100) == (606 * 1728 * 4,) * 2
-    assert layer_norm(70016, 32) == (2188 * 32 * 4,) * 2
-
-
-def test_rms_norm_is_layer_norm_without_a_bias() -> None:
-    x, weight = empty(131072, 768), empty(768)
-    args = (x.t().contiguous().t(), x, [768], empty(131072, 1), weight, [True, True])
-    sizes = taken(aten._fused_rms_norm_backward.default, *args)
-    assert sizes == (131072 * 768 * 4, 1365 * 768 * 4)
-
-
-def test_group_norm_keeps_sums_a_channel() -> None:
-    x, weight, statistic = empty(8, 64, 32, 32, dtype=torch.bfloat16), empty(64), empty(8, 4)
-    assert taken(aten.native_group_norm.default, x, weight, weight, 8, 64, 1024, 4, 1e-5) == (8 * 64 * 4,) * 2
-    args = (x, x, statistic, statistic, weight, 8, 64, 1024, 4, [True] * 3)
-    assert taken(aten.native_group_norm_backward.default, *args) == ((8 * 64 * 4,) * 3 + (8 * 4 * 4,) * 2)
-
-
-@pytest.mark.parametrize(
-    ("shape", "blocks"),
-    # Tiles of 32 channels and 16 rows of threads, 16 rows a thread: 256 rows a block, at most 128, at least 8.
-    [((32, 256, 28, 28), 98), ((32, 64, 56, 56), 128), ((4, 2048, 7, 7), 1), ((64, 512, 8, 8), 16)],
-)
-def test_batch_norm_in_channels_last_stages_its_sums(shape: tuple[int, ...], blocks: int) -> None:
-    x = empty(*shape, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    per, channels = empty(shape[1]), shape[1]
-    staged = (4 * channels * blocks * 4,) if blocks > 1 else ()
-    assert taken(aten.native_batch_norm.default, x, per, per, per, per, True, 0.1, 1e-5) == staged
-    assert taken(aten.native_batch_norm.default, x.contiguous(), per, per, per, per, True, 0.1, 1e-5) == ()
-    assert taken(aten.native_batch_norm.default, x, per, per, per, per, False, 0.1, 1e-5) == ()
+def test_batch_norm_flattens_what_it_reads() -> None:
+    x = empty(32, 256, 28, 28, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    per = empty(256)
     args = (per, per, per, per, per, True, 1e-5, [True] * 3)
     backward = aten.native_batch_norm_backward.default
-    staged = (2 * channels * blocks * 4,) if blocks > 1 else ()
-    assert taken(backward, x, x, *args) == (channels * 4,) * 2 + staged
     # Flattened to (batch, channels, rest), both formats are views; a part of an image is not.
+    assert taken(backward, x, x, *args) == ()
     assert taken(backward, x, x.contiguous(), *args) == ()
-    part = empty(*shape[:3], 2 * shape[3], dtype=torch.bfloat16)[..., ::2]
-    sliced = empty(*shape[:2], 2 * shape[2], shape[3] + 1, dtype=torch.bfloat16)[:, :, ::2, :-1]
+    part = empty(32, 256, 28, 56, dtype=torch.bfloat16)[..., ::2]
+    sliced = empty(32, 256, 56, 29, dtype=torch.bfloat16)[:, :, ::2, :-1]
     assert taken(backward, part, x.contiguous(), *args) == ()
     assert taken(backward, sliced, x.contiguous(), *args) == (x.numel() * 2,)
 
@@ -286,20 +245,24 @@ def test_cudnn_attention_takes_what_cudnn_said_for_described_cards() -> None:
 def test_accumulating_index_put_sorts_and_plain_does_not() -> None:
     x, indices, values = empty(1000, 64), [empty(5000, dtype=torch.int64)], empty(5000, 64)
     assert taken(aten.index_put_.default, x, indices, values) == ()
-    # Four lists, and the sort: the other halves of its buffers, two passes for numbers up to 999, two tiles of 3840.
-    sort = 2 * 40_192 + 2 * 2048 + 2 * 1024 + 256 + 255
+    # Four lists, and the other halves of the sort's buffers, which takes two passes for numbers up to 999.
+    sort = 2 * 40_000
     assert taken(aten.index_put_.default, x, indices, values, True) == (40_000,) * 4 + (sort,)
     spread = taken(aten._index_put_impl_.default, x, indices, empty(64), True)
     assert spread == (40_000,) * 4 + (sort, 5000 * 64 * 4)
     second = [None, empty(5000, dtype=torch.int64)]  # numbers up to 63,999: those of elements, not of rows
     assert taken(aten.index_put_.default, x, second, empty(1000, 5000), True) == (40_000,) * 4 + (sort,)
     few = [None, empty(5000, dtype=torch.int64), None]  # up to 199 in rows of 64: one pass
-    one_pass = 2048 + 2 * 1024 + 256 + 255
     put = taken(aten.index_put_.default, empty(2, 100, 64), few, empty(2, 5000, 64), True)
-    assert put == (40_000,) * 4 + (one_pass,)
+    assert put == (40_000,) * 4
 
 
-H100_SORTS = {torch.uint8: 624_127, torch.bfloat16: 21_358_079, torch.float32: 25_574_911, torch.float64: 34_038_271}
+def near(size: int) -> Any:
+    """Without the counters of bins and tiles."""
+    return pytest.approx(size, rel=0.04)
+
+
+H100_SORTS = {torch.bfloat16: 21_358_079, torch.float32: 25_574_911, torch.float64: 34_038_271}
 A100_SORTS = {torch.float32: 25_873_919, torch.float64: 34_131_455, torch.int64: 34_131_455}
 T4_SORTS = {torch.float32: 25_937_407, torch.float64: 34_334_207, torch.int64: 34_334_207}
 
@@ -318,28 +281,24 @@ def test_sorts_take_what_torch_asked_for_on_emulated_cards(
 ) -> None:
     """In dry runs of torch 2.11: 2,097,152 numbers; 40,000 indices into 4096 rows of 256, and into so many numbers."""
     for dtype, size in asked.items():
-        assert taken(aten.sort.default, empty(1 << 21, dtype=dtype), arch=arch) == (8 << 21, size)
+        assert taken(aten.sort.default, empty(1 << 21, dtype=dtype), arch=arch) == (8 << 21, near(size))
     index, values = [empty(40_000, dtype=torch.int64)], empty(40_000, 256)
     op = aten.index_put_.default
-    assert taken(op, empty(4096, 256), index, values, True, arch=arch)[4] == put
-    for count, size in ((2304, 1), (2305, 43_007)):  # what one block sorts by itself, and one more
-        few = [empty(count, dtype=torch.int64)], empty(count, 256)
-        assert taken(op, empty(4096, 256), *few, True, arch=arch)[4] == size
-    assert taken(op, empty(1 << 21), index, values[:, 0].contiguous(), True, arch=arch)[4] == put_wide
+    assert taken(op, empty(4096, 256), index, values, True, arch=arch)[4] == near(put)
+    assert taken(op, empty(1 << 21), index, values[:, 0].contiguous(), True, arch=arch)[4] == near(put_wide)
 
 
 def test_masked_scatter_counts_before_every_element() -> None:
     x, mask, source = empty(2, 100, 64), empty(2, 100, 1, dtype=torch.bool), empty(50, 64)
-    assert taken(aten.masked_scatter.default, x, mask, source) == (2 * 100 * 64 * 8, 2 * 100 * 64, 1279)
+    assert taken(aten.masked_scatter.default, x, mask, source) == (2 * 100 * 64 * 8, 2 * 100 * 64)
 
 
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
         ((100, 4096), (4096 * 8,)),
-        # buffers of 200,192 + 400,128 bytes and 2,000,128 + 4,000,000; four passes, 17 and 163 tiles of 3072
-        ((1, 50_000), (400_000, 600_320 + 4 * 2048 + 17 * 1024 + 256 + 255)),
-        ((100, 5000), (4_000_000, 4_000_000, 2_000_000, 6_000_128 + 4 * 2048 + 163 * 1024 + 256 + 255)),
+        ((1, 50_000), (400_000, 200_000 + 400_000)),
+        ((100, 5000), (4_000_000, 4_000_000, 2_000_000, 2_000_000 + 4_000_000)),
         ((200, 5000), (8_000_000, 12_000_000)),
     ],
 )
@@ -382,18 +341,13 @@ def test_pools_follow_the_inputs_format() -> None:
 def test_ctc_and_bags() -> None:
     probabilities, alpha = empty(50, 4, 20), empty(4, 50, 41)
     args = (empty(4), probabilities, empty(4, 20, dtype=torch.int64), [50] * 4, [20] * 4, empty(4), alpha, 0)
-    assert taken(aten._ctc_loss_backward.default, *args) == (4 * 8, 4 * 8, 4 * 8, 4 * 50 * 41 * 4)
+    assert taken(aten._ctc_loss_backward.default, *args) == (4 * 50 * 41 * 4,)
     indices = empty(1000, dtype=torch.int64)
     bag = (indices, indices, empty(10, dtype=torch.int64), empty(10, dtype=torch.int64), 500, False)
     # what the sort takes meanwhile, 100 + 500 partial rows of 64, six lists, two counters
     sizes = taken(aten._embedding_bag_dense_backward.default, empty(10, 64), *bag, 0, None)
-    assert sizes == (8000, 8000, 8000, 1, 8000, 4000, 4000, 8, 8, 4800, 600 * 64 * 4)
+    assert sizes == (8000, 8000, 8000, 16_000, 8000, 4000, 4000, 8, 8, 4800, 600 * 64 * 4)
     assert taken(aten._embedding_bag_dense_backward.default, empty(10, 64), *bag, 2, None) == ()
-
-
-def test_foreach_norm_keeps_a_sum_for_every_chunk_of_the_largest() -> None:
-    tensors = [empty(200_000), empty(10), empty(65_536)]
-    assert taken(aten._foreach_norm.Scalar, tensors) == (3 * 4 * 4,)
 
 
 def test_statistics_are_in_float32() -> None:
