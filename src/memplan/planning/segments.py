@@ -50,13 +50,19 @@ class Segment:
     """Bytes of what its ops make, but the results."""
     ops: tuple[GraphOp, ...]
 
+    derivative_seconds: tuple[float, ...]
+    """Seconds of the derivative of each op."""
+
     def seconds(self, pieces: int) -> float:
         """Return the seconds that running it in pieces adds to the step."""
-        runs = zip(self.tiled.runs(False), self.tiled.runs(True), self.tiled.overlap(pieces), strict=True)
-        # as written, an op runs once, and its derivative counts as two
+        tiled = self.tiled
+        passes = zip(
+            self.ops, self.derivative_seconds, tiled.runs("statistics"), tiled.runs("backward"), tiled.derivatives(),
+            tiled.overlap(pieces), strict=True,
+        )  # fmt: skip
         return sum(
-            op.seconds * ((forward + backward) * share - 3)
-            for op, (forward, backward, share) in zip(self.ops, runs, strict=True)
+            op.seconds * ((statistics + 1 + again) * share - 1) + derivative * (derivatives * share - 1)
+            for op, derivative, statistics, again, derivatives, share in passes
         )
 
 
@@ -98,6 +104,11 @@ class Segments:
             if all(value in self._static for value in self._nodes[op.index].reads):
                 self._static.update(value for value in op.outputs if value is not None)
         self._data = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
+        self._derivative_seconds = Counter[int]()
+        """By index of the forward op."""
+        for op in graph.ops:
+            if op.gradient_of is not None:
+                self._derivative_seconds[op.gradient_of] += op.seconds  # pyright: ignore[reportArgumentType]
         self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
         """Calls that depend on data, in order."""
         self._found: dict[tuple[int, int, Axis, int], Segment | None] = {}
@@ -140,6 +151,7 @@ class Segments:
             first, last, tiled,
             sum(values[v].bytes for v in operands if values[v].kind not in RESIDENT),
             sum(values[v].bytes for v in results), inner, tuple(inside),
+            tuple(self._derivative_seconds.get(op.index, 0.0) for op in inside),
         )  # fmt: skip
 
     def _between(self, first: int, last: int) -> list[GraphOp]:

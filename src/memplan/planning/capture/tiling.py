@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
-from memplan.planning.ops.tile import TILE, TILE_BACKWARD, TracedTile, register, tile_of
+from memplan.planning.ops.tile import TILE, TILE_OPS, TILE_STATISTICS, TracedTile, register, tile_of
 from memplan.planning.tiles.program import NotTileable, Recorder
 from memplan.planning.tiles.tiled import Tile, Tiled
 
@@ -162,15 +162,15 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
         target: the op.
         args: its arguments as tensors without data.
     """
-    if target not in (TILE, TILE_BACKWARD):
+    if target not in TILE_OPS:
         return None
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])
         pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})  # the first and the last pad, too
-        arguments, run = arguments[:-1], tiled.forward if target == TILE else tiled.backward
+        run = {TILE_STATISTICS: tiled.statistics, TILE: tiled.forward}.get(target, tiled.backward)
         with allocations.span("op"):
-            results = run(*arguments, pieces)  # pyright: ignore[reportCallIssue]
+            results = run(*arguments[:-1], pieces)  # pyright: ignore[reportCallIssue]
         del results
     return allocations.most("op") - allocations.left("op")
 

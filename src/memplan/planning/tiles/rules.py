@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.nn.functional as F
@@ -42,10 +43,23 @@ class Call:
     node: Node
     shapes: Mapping[int, tuple[int, ...]]
     axes: Axes
-    arguments: Mapping[str, Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", arguments_of(self.node.target, self.node.args, self.node.kwargs))
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """Arguments of the op by name."""
+        return arguments_of(self.node.target, self.node.args, self.node.kwargs)
+
+    @cached_property
+    def placed(self) -> Along:
+        """Where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
+        rule = RULES.get(self.node.target)
+        if rule is None:
+            raise NotTileable(f"{self.node.name} has no rule to run piece by piece")
+        return rule.placed(self)
+
+    def needs(self, window: Window) -> dict[int, tuple[int, Window]]:
+        """Return for each operand of which only a part is needed its dimension, and its range in elements."""
+        return RULES[self.node.target].needs(self, window)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -66,8 +80,10 @@ class Call:
 
 
 class Rule:
-    """How an op runs on a part of the axis. By default an op whose operand ``self`` has the axis where its result has
-    it, and that reads no element of another part."""
+    """How an op runs on a part of the axis. By default an op that reads of its operands the part that it makes."""
+
+    operands: tuple[str, ...] = ("self",)
+    """Names of the tensors of which it reads a part, by default."""
 
     def placed(self, call: Call) -> Along:
         """Return where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
@@ -75,12 +91,23 @@ class Rule:
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
         """Return for each operand of which only a part is needed its dimension, and its range in elements."""
-        raise NotImplementedError
+        parts = dict[int, tuple[int, Window]]()
+        for name in self.operands:
+            if isinstance(call[name], Ref):
+                along = call.along(name) or call.placed
+                parts[call[name].value] = along.dim, elements(along, window)
+        return parts
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        """Return the results of the op for a window; ``tensors`` returns the part of an operand that it needs."""
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Return the results of the op for a window.
+
+        Args:
+            call, window: what to compute.
+            tensors: returns the part of an operand that it needs.
+            op: the op, or a function that takes its place.
+        """
         args, kwargs = self.arguments(call, window)
-        return overload(call.node.target)(*_filled(args, tensors), **_filled(kwargs, tensors))
+        return op(*_filled(args, tensors), **_filled(kwargs, tensors))
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the op's call for a window."""
@@ -125,7 +152,7 @@ class _Pointwise(Rule):
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along, result = self.placed(call), call.result
+        along, result = call.placed, call.result
         parts = dict[int, tuple[int, Window]]()
         for value in call.node.reads:
             dim = along.dim - len(result) + len(call.shapes[value])
@@ -140,26 +167,18 @@ class _Rows(Rule):
     def __init__(self, *operands: str, keeps: Callable[[Call, int], bool] = lambda call, dim: True) -> None:
         """``operands``: names of the tensors that have the result's dimension; ``keeps(call, dim)``: whether the op
         leaves elements along ``dim`` apart."""
-        self._operands, self._keeps = operands or ("self",), keeps
+        self.operands, self._keeps = operands or ("self",), keeps
 
     def placed(self, call: Call) -> Along:
-        found = {along for name in self._operands if (along := call.along(name)) is not None}
+        found = {along for name in self.operands if (along := call.along(name)) is not None}
         if len(found) != 1:
             raise NotTileable(f"{call.node.name} combines different axes")
         (along,) = found
         others = [v for v in call.node.reads if v in call.axes]
-        allowed = [call[name].value for name in self._operands if isinstance(call[name], Ref)]
+        allowed = [call[name].value for name in self.operands if isinstance(call[name], Ref)]
         if any(v not in allowed for v in others) or not self._keeps(call, along.dim):
             raise NotTileable(f"{call.node.name} mixes elements of the axis")
         return along
-
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
-        return {
-            call[name].value: (along.dim, elements(along, window))
-            for name in self._operands
-            if isinstance(call[name], Ref)
-        }
 
 
 class _Reduction(Rule):
@@ -174,11 +193,6 @@ class _Reduction(Rule):
         before = 0 if call["keepdim"] else sum(dim < along.dim for dim in dims)
         return Along(along.dim - before, along.unit)
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = call.along("self")
-        assert along is not None
-        return {call["self"].value: (along.dim, elements(along, window))}
-
 
 class _Sized(_Rows):
     """An op of which an argument is the shape of its result, or a number of samples: it is that of the piece."""
@@ -188,7 +202,7 @@ class _Sized(_Rows):
         self._samples = samples
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        low, high = elements(self.placed(call), window)
+        low, high = elements(call.placed, window)
         changed = {**call.arguments, self._samples: high - low}
         return tuple(changed.values()), {}
 
@@ -209,13 +223,8 @@ class _View(Rule):
                     return Along(dim, unit)
         raise NotTileable(f"{call.node.name} splits or mixes the axis")
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = call.along("self")
-        assert along is not None
-        return {call["self"].value: (along.dim, elements(along, window))}
-
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        along, shape = self.placed(call), list(call.result)
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        along, shape = call.placed, list(call.result)
         low, high = elements(along, window)
         shape[along.dim] = high - low
         return tensors(call["self"].value).reshape(shape)
@@ -235,8 +244,6 @@ class _Moved(Rule):
             raise NotTileable(f"{call.node.name} takes the axis away")
         return Along(order.index(along.dim), along.unit)
 
-    needs = _View.needs
-
 
 class _Expand(Rule):
     """``expand``: the axis keeps its place from the end."""
@@ -249,10 +256,8 @@ class _Expand(Rule):
             raise NotTileable("expand repeats a single element of the axis")
         return Along(dim, along.unit)
 
-    needs = _View.needs
-
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        along, shape = self.placed(call), list(call.result)
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        along, shape = call.placed, list(call.result)
         low, high = elements(along, window)
         shape[along.dim] = high - low
         return tensors(call["self"].value).expand(shape)
@@ -269,7 +274,7 @@ class _Cat(Rule):
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         return dict.fromkeys(call.node.reads, (along.dim, elements(along, window)))
 
 
@@ -289,14 +294,14 @@ class _Pad(Rule):
         return (pad[2 * behind], pad[2 * behind + 1]) if 2 * behind + 1 < len(pad) else (0, 0)
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
         size = call.shape("self")[along.dim]
         return {call["self"].value: (along.dim, _clipped(low - before, high - before, size)[0])}
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        along = self.placed(call)
+        along = call.placed
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
         _, ends = _clipped(low - before, high - before, call.shape("self")[along.dim])
@@ -347,7 +352,7 @@ class _Sliding(Rule):
 
     def _spatial(self, call: Call) -> int | None:
         """Return the dimension of space that is the axis; None for an axis of the batch."""
-        along = self.placed(call)
+        along = call.placed
         dim = along.dim - len(call.result) + self._space(call)
         return None if dim < 0 else dim
 
@@ -358,17 +363,17 @@ class _Sliding(Rule):
         return low, (window[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along, spatial = self.placed(call), self._spatial(call)
+        along, spatial = call.placed, self._spatial(call)
         value, size = call[self._operand].value, call.shape(self._operand)[along.dim]
         if spatial is None:
             return {value: (along.dim, elements(along, window))}
         return {value: (along.dim, _clipped(*self._reach(call, spatial, window), size)[0])}
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
         spatial = self._spatial(call)
         if spatial is None:
-            return super().run(call, window, tensors)
-        along, operand = self.placed(call), call[self._operand].value
+            return super().run(call, window, tensors, op)
+        along, operand = call.placed, call[self._operand].value
         _, ends = _clipped(*self._reach(call, spatial, window), call.shape(self._operand)[along.dim])
         part = tensors(operand)
         if any(ends):
@@ -377,7 +382,7 @@ class _Sliding(Rule):
         padding[spatial] = 0
         arguments = {**call.arguments, "padding": padding}
         filled = {name: _filled(a, lambda v: part if v == operand else tensors(v)) for name, a in arguments.items()}
-        return overload(call.node.target)(**filled)
+        return op(**filled)
 
 
 class _AveragePool(_Sliding):
@@ -412,17 +417,17 @@ class _Convolution(_Sliding):
         (begin, end), _ = _clipped(low, high, size)
         return (begin, end) if begin < end else (begin - 1, begin)  # rows between the kernels: bias alone
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
         spatial = self._spatial(call)
         if spatial is None or not call["transposed"]:
-            return super().run(call, window, tensors)
+            return super().run(call, window, tensors, op)
         _, stride, padding, _ = self._kernel(call, spatial)
         begin, _ = self._reach(call, spatial, window)
         paddings = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
         outputs = [_at(call["output_padding"], dim, 0) for dim in range(self._space(call))]
         paddings[spatial] = outputs[spatial] = 0
         arguments = {**call.arguments, "padding": paddings, "output_padding": outputs, "bias": None}
-        result = overload(call.node.target)(**{name: _filled(a, tensors) for name, a in arguments.items()})
+        result = op(**{name: _filled(a, tensors) for name, a in arguments.items()})
         # the kernel's result begins at begin * stride in rows before padding is cut off; no input reaches the others
         dim, first, rows = 2 + spatial, window[0] + padding - begin * stride, window[1] - window[0]
         before, behind = max(0, -first), max(0, first + rows - result.shape[dim])
@@ -474,14 +479,14 @@ class _Upsample(Rule):
         return _clipped(window[0] // scale - self._reach, -(-window[1] // scale) + self._reach, size)[0]
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         part = elements(along, window) if along.dim < 2 else self._part(call, along, window)
         return {self._operand(call): (along.dim, part)}
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        along = self.placed(call)
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        along = call.placed
         if along.dim < 2:
-            return super().run(call, window, tensors)
+            return super().run(call, window, tensors, op)
         part, space, sizes = tensors(self._operand(call)), len(call.result) - 2, list(call.result[2:])
         scale = call.result[along.dim] // self._operand_shape(call)[along.dim]
         sizes[along.dim - 2] = part.shape[along.dim] * scale
@@ -504,7 +509,7 @@ class _ChannelNorm(Rule):
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         part = elements(along, window)
         parts = {call["input"].value: (along.dim, part)}
         for name in ("weight", "bias", "running_mean", "running_var"):
@@ -530,7 +535,7 @@ class _Product(Rule):
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         names = (self._first, self._second) if self._batched else (self._first,)
         return {call[name].value: (0, elements(along, window)) for name in names}
 
