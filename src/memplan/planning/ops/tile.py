@@ -25,6 +25,8 @@ from memplan.planning.tiles.tiled import Axis, Phase, Tiled
 TILE_STATISTICS = "memplan.tile_statistics.default"
 TILE = "memplan.tile.default"
 TILE_BACKWARD = "memplan.tile_backward.default"
+TILE_BACKWARD_INTO = "memplan.tile_backward_.default"
+"""Writes its first result over a gradient of a result, see `overwritten_gradient`."""
 TILE_OPS = TILE_STATISTICS, TILE, TILE_BACKWARD
 
 _TILES: weakref.WeakValueDictionary[str, Tiled] = weakref.WeakValueDictionary()
@@ -83,6 +85,27 @@ def _tile_backward(
 ) -> list[Tensor]:  # fmt: skip
     computed = _TILES[key].backward(inputs, statistics, gradients, needed)
     return [gradient for gradient in computed if gradient is not None]
+
+
+@define(
+    "tile_backward_(Tensor[] inputs, Tensor[] statistics, Tensor(a!)?[] gradients, bool[] needed, str key) -> Tensor[]",
+    _backward_without_data,
+)
+def _tile_backward_(
+    inputs: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool],
+    key: str,
+) -> list[Tensor]:  # fmt: skip
+    target = overwritten_gradient((inputs, statistics, gradients, needed, key))
+    computed = _TILES[key].backward(inputs, statistics, gradients, needed, into=target)
+    return [gradient for gradient in computed if gradient is not None]
+
+
+def overwritten_gradient(args: Sequence[Any]) -> Any:
+    """Return the gradient of a result that the first gradient of an input can overwrite, from the arguments of
+    `TILE_BACKWARD`: a tensor or a Ref; None if there is none."""
+    _, _, gradients, needed, key = args
+    at = _TILES[key].overwritten(needed) if True in needed else None
+    return None if at is None else gradients[at]
 
 
 class TracedTile(torch.autograd.Function):

@@ -310,15 +310,25 @@ class Tiled:
 
     def backward(
         self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None],
-        needed: Sequence[bool], pieces: Sequence[int] | None = None,
+        needed: Sequence[bool], pieces: Sequence[int] | None = None, into: Tensor | None = None,
     ) -> list[Tensor | None]:  # fmt: skip
-        """Return the gradients of the inputs that need one. ``gradients``: those of the results; the others: see
-        `forward`."""
+        """Return the gradients of the inputs that need one.
+
+        Args:
+            tensors, statistics, pieces: see `forward`.
+            gradients: those of the results.
+            needed: whether each input needs one.
+            into: the gradient at `overwritten`: the first computed gradient takes its place.
+        """
         known, sums = self._by_norm(statistics), dict[int, Pair]()
         positions = {value: at for at, value in enumerate(self.program.inputs)}
         for norms in self.sum_passes:
             self._add_up(norms, tensors, known, sums, gradients, pieces)
-        results = [torch.zeros_like(t) if n else None for t, n in zip(tensors, needed, strict=True)]
+        over = needed.index(True) if into is not None else -1
+        results = [
+            into if at == over else torch.zeros_like(tensor) if needed[at] else None
+            for at, tensor in enumerate(tensors)
+        ]
         first = {at: positions[self.norms[at].input] for at in self.first_norms}
         for piece in pieces or range(self.pieces):
             run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
@@ -327,6 +337,9 @@ class Tiled:
                 run.until(None)
             targets = [*leaves.values(), *(leaf for _, leaf in run.cuts.values())]
             computed = self._derivative(run, piece, gradients, targets)
+            if into is not None:  # only this piece reads and writes this part
+                value = self.program.inputs[over]
+                self.part(into, value, self.own(value, piece)).zero_()
             places = [run.input_part(results[at], self.program.inputs[at]) for at in leaves]
             for at, (x, _) in run.cuts.items():
                 norm, result = self.norms[at], results[first[at]]
@@ -339,6 +352,15 @@ class Tiled:
         for at, position in first.items():
             self._finish(at, tensors, known[at], sums.get(at), results, position)
         return results
+
+    def overwritten(self, needed: Sequence[bool]) -> int | None:
+        """Return the position of a result whose gradient the first gradient of an input can overwrite: each piece of
+        samples reads and writes the same part of both. None: there is no such result."""
+        value, likes = self.program.inputs[needed.index(True)], self.program.likes
+        if self.axis.dim or value not in self.along:
+            return None
+        outputs = enumerate(self.program.outputs)
+        return next((at for at, v in outputs if likes[v] == likes[value] and self.along[v] == self.along[value]), None)
 
     def _by_norm(self, statistics: Sequence[Tensor]) -> dict[int, Pair]:
         return dict(zip(self.norms, zip(statistics[::2], statistics[1::2], strict=True), strict=True))
