@@ -9,7 +9,7 @@ their gradients, and what its ops make in a piece.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -131,6 +131,28 @@ class Segments:
         self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
         """Calls that depend on data, in order."""
         self._found: dict[tuple[int, int, Axis, int], Segment | None] = {}
+        self._refused: dict[tuple[int, int], str] = {}
+        """Reasons why ranges of calls cannot run piece by piece that only a trace shows."""
+        self._untileable: dict[int, str] = {}
+        """Reasons of single calls."""
+
+    def refuse(self, tile: Tile, reason: str) -> None:
+        """Note that a trace refused a segment: it is not chosen again, whatever its axis and pieces."""
+        self._refused[tile.first, tile.last] = reason
+        self._found = {key: segment for key, segment in self._found.items() if key[:2] != (tile.first, tile.last)}
+
+    def reasons(self, hot: Iterable[Hot]) -> list[str]:
+        """Return why segments that a trace refused, and calls of hot ops, do not run piece by piece, with their
+        layers."""
+        reasons = list(self._refused.items())
+        reasons += [((op.call, op.call), self._untileable[op.call]) for op in hot if op.call in self._untileable]
+        return list(dict.fromkeys(f"{self._layer(first, last)}{reason}" for (first, last), reason in reasons))
+
+    def _layer(self, first: int, last: int) -> str:
+        layer = next(
+            (op.layer for op in self._data if op.layer and op.call is not None and first <= op.call <= last), ""
+        )
+        return layer and f"{layer}: "
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -154,11 +176,17 @@ class Segments:
 
     def _segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
         inside = self._between(first, last)
-        if any(op.random or op.once or op.call is None for op in inside):
+        if (first, last) in self._refused:
             return None
         try:
+            if any(op.random for op in inside):
+                raise NotTileable("it draws random numbers")
+            if any(op.once or op.call is None for op in inside):
+                raise NotTileable("it has a side effect")
             tiled = Tiled(self._program(inside), axis, pieces)
-        except NotTileable:
+        except NotTileable as reason:
+            if first == last:
+                self._untileable[first] = str(reason)
             return None
         if len(tiled.norms) > MAX_NORMS:
             return None

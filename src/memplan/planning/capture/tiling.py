@@ -62,8 +62,16 @@ class Tiling:
         """Run a call of a torch function of the traced model, or record it as part of a segment."""
         if _changes_operand(func, args, kwargs):
             self.in_place.add(number)
-        self._refuse_questions_of_autograd(func, args)
         at = next((at for at, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
+        try:
+            return self._call(at, number, func, args, kwargs)
+        except NotTileable as reason:
+            reason.at = at if reason.at is None else reason.at
+            raise
+
+    def _call(self, at: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call that belongs to the segment at a position; None: to none."""
+        self._refuse_questions_of_autograd(func, args)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
         if at is None:
             return func(*args, **kwargs)
@@ -85,7 +93,9 @@ class Tiling:
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         inside = isinstance(tensor, Tensor) and self._recorder is not None and self._recorder.owns(tensor)
         if (name in _HOOKS and (inside or id(tensor) in self._replacements)) or (name in _QUESTIONS and inside):
-            raise NotTileable(f"{name} of a tensor of the segment")
+            reason = NotTileable(f"{name} of a tensor of the segment")
+            reason.at = self._replacements[id(tensor)][2][0] if id(tensor) in self._replacements else None
+            raise reason
 
     def _recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

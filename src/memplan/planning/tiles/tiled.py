@@ -83,8 +83,7 @@ class Tiled:
             raise NotTileable(f"something reads the second result of {second[0]}")
         if any(0 in self._strides_of_many(value) for value in program.outputs):
             raise NotTileable("a result of the segment repeats its elements")
-        missing = [value for value in program.outputs if value not in self.along]
-        if missing:
+        if any(value not in self.along or self.along[value].outer > 1 for value in program.outputs):
             raise NotTileable("a result of the segment does not lie along the axis")
         if not program.outputs:
             raise NotTileable("nothing reads a result of the segment")
@@ -115,6 +114,8 @@ class Tiled:
             return _Normalization(at, norm, self.along[first])
         call = Call(node, self.shapes, self.along)
         self.along[node.outputs[0]] = call.placed
+        if call.placed.outer > 1 and self.axis.dim:
+            raise NotTileable(f"{node.name} mixes the axis with the dimension before it")
         return _InPart(at, call)
 
     def _strides_of_many(self, value: int) -> list[int]:
@@ -125,7 +126,7 @@ class Tiled:
     def _size(self, value: int) -> int:
         """Return the number of elements of the axis in a value."""
         along = self.along[value]
-        return self.shapes[value][along.dim] // along.unit
+        return self.shapes[value][along.dim] // (along.unit * along.outer)
 
     def own(self, value: int, piece: int) -> Window:
         """Return the part of a value that a piece makes and no other."""
@@ -516,7 +517,7 @@ class _Run:
         dim, (low, high) = need
         along = self.tiled.along.get(value)
         begin = 0 if along is None else elements(along, self.windows[value])[0]
-        whole = low == begin and high - low == tensor.shape[dim]
+        whole = low == begin and high - low == tensor.shape[dim] // (1 if along is None else along.outer)
         return tensor if whole else tensor.narrow(dim, low - begin, high - low)
 
     def normalize(self, at: int, norm: Norm, along: Along) -> None:
