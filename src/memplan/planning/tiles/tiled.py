@@ -123,20 +123,20 @@ class Tiled:
         like = self.program.likes[value]
         return [stride for size, stride in zip(like.shape, like.stride, strict=True) if size > 1]
 
-    def _size(self, value: int) -> int:
+    def size(self, value: int) -> int:
         """Return the number of elements of the axis in a value."""
         along = self.along[value]
         return self.shapes[value][along.dim] // (along.unit * along.outer)
 
     def own(self, value: int, piece: int) -> Window:
         """Return the part of a value that a piece makes and no other."""
-        size = self._size(value)
+        size = self.size(value)
         return piece * size // self.pieces, (piece + 1) * size // self.pieces
 
     @cached_property
     def elements(self) -> int:
         """Elements of the axis in the smallest result, or input of a norm over the axis: each piece has some of all."""
-        return min(self._size(value) for value in (*self.program.outputs, *self._normed))
+        return min(self.size(value) for value in (*self.program.outputs, *self._normed))
 
     @cached_property
     def largest_piece(self) -> int:
@@ -145,7 +145,7 @@ class Tiled:
 
     def _computed_bytes(self, piece: int) -> int:
         windows, likes = self.windows(self._goals(piece)), self.program.likes
-        return sum(likes[value].bytes * (high - low) // self._size(value) for value, (low, high) in windows.items())
+        return sum(likes[value].bytes * (high - low) // self.size(value) for value, (low, high) in windows.items())
 
     @property
     def result_likes(self) -> list[Like]:
@@ -207,7 +207,7 @@ class Tiled:
 
     def _windows_of(self, value: int) -> Collection[int]:
         """Return the values along the axis that a value depends on, and itself."""
-        return self.windows({value: (0, self._size(value))})
+        return self.windows({value: (0, self.size(value))})
 
     def runs(self, phase: Phase) -> list[float]:
         """Return how often a pass computes each op, in whole ops."""
@@ -243,7 +243,7 @@ class Tiled:
                 shares.append(1.0)
                 continue
             low, high = windows[value]
-            shares.append((high - low) * pieces / self._size(value))
+            shares.append((high - low) * pieces / self.size(value))
         return shares
 
     # -- windows
@@ -323,13 +323,13 @@ class Tiled:
         """
         known, sums = self._by_norm(statistics), dict[int, Pair]()
         positions = {value: at for at, value in enumerate(self.program.inputs)}
-        for norms in self.sum_passes:
-            self._add_up(norms, tensors, known, sums, gradients, pieces)
         over = needed.index(True) if into is not None else -1
         results = [
             into if at == over else torch.zeros_like(tensor) if needed[at] else None
             for at, tensor in enumerate(tensors)
-        ]
+        ]  # before all passes, so that what these take is the same with and without ``into``
+        for norms in self.sum_passes:
+            self._add_up(norms, tensors, known, sums, gradients, pieces)
         first = {at: positions[self.norms[at].input] for at in self.first_norms}
         for piece in pieces or range(self.pieces):
             run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
