@@ -52,3 +52,31 @@ def test_the_same_step_has_the_same_plan() -> None:
     first, second = (memplan.plan(model, images, targets=labels, budget=budget, **STEP) for _ in range(2))
     assert first == second
     assert first.tiles
+
+
+class Asking(nn.Module):
+    """Two stages that exceed small budgets, of which the first asks whether its result needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.AvgPool2d(4))
+        self.last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.first[1](self.first[0](x))
+        return self.last(self.second(torch.relu(x) if x.requires_grad else x))
+
+
+def test_a_segment_that_the_trace_refuses_is_left_out_and_named() -> None:
+    """The other stage still runs piece by piece."""
+    torch.manual_seed(0)
+    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+    with pytest.raises(BudgetError) as exact:
+        memplan.plan(Asking(), images, targets=labels, budget=1, loss=F.cross_entropy, costs="roofline")
+    plan = memplan.plan(Asking(), images, targets=labels, budget=int(0.9 * exact.value.smallest_budget), **STEP)
+    assert plan.tiles
+    with pytest.raises(BudgetError, match=r"first\.0: requires_grad of a tensor of the segment") as caught:
+        memplan.plan(Asking(), images, targets=labels, budget=int(0.5 * exact.value.smallest_budget), **STEP)
+    assert caught.value.smallest_budget < exact.value.smallest_budget

@@ -9,7 +9,7 @@ their gradients, and what its ops make in a piece.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,21 +43,45 @@ class Segment:
     first: int
     last: int
     tiled: Tiled
-    operand_bytes: int
-    """Bytes of what it reads from other ops, without weights and the step's inputs."""
+    operands: tuple[tuple[int, int], ...]
+    """Call that makes it, and bytes, of each value that it reads from other ops, without weights and the step's
+    inputs."""
     result_bytes: int
     inner_bytes: int
     """Bytes of what its ops make, but the results."""
     ops: tuple[GraphOp, ...]
 
+    derivative_seconds: tuple[float, ...]
+    """Seconds of the derivative of each op."""
+    overwritten_bytes: int
+    """Bytes of the gradient of a result that that of an operand overwrites."""
+
     def seconds(self, pieces: int) -> float:
         """Return the seconds that running it in pieces adds to the step."""
-        runs = zip(self.tiled.runs(False), self.tiled.runs(True), self.tiled.overlap(pieces), strict=True)
-        # as written, an op runs once, and its derivative counts as two
+        tiled = self.tiled
+        passes = zip(
+            self.ops, self.derivative_seconds, tiled.runs("statistics"), tiled.runs("backward"), tiled.derivatives(),
+            tiled.overlap(pieces), strict=True,
+        )  # fmt: skip
         return sum(
-            op.seconds * ((forward + backward) * share - 3)
-            for op, (forward, backward, share) in zip(self.ops, runs, strict=True)
+            op.seconds * ((statistics + 1 + again) * share - 1) + derivative * (derivatives * share - 1)
+            for op, derivative, statistics, again, derivatives, share in passes
         )
+
+
+@dataclass(frozen=True)
+class Live:
+    """A value that is live during an op, without the step's inputs and weights."""
+
+    bytes: int
+    call: int
+    """Number of the call whose op, or whose derivative, makes it; -1 for none."""
+    backward: bool
+    """Whether a derivative makes it."""
+    readers: frozenset[int]
+    """Calls whose derivatives read it."""
+    stays: bool
+    """Whether it is a gradient that the step returns."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +92,10 @@ class Hot:
     """Number of the call that it is part of, or whose derivative it computes."""
     level: int
     """Live bytes."""
-    live: Mapping[int, int]
-    """Bytes of live values by the call that they belong to; -1 for those of none."""
+    live: tuple[Live, ...]
     scratch: int
+    backward: bool
+    """Whether it runs in the backward pass."""
     tile: bool
     """Whether it is a tile already."""
 
@@ -98,9 +123,36 @@ class Segments:
             if all(value in self._static for value in self._nodes[op.index].reads):
                 self._static.update(value for value in op.outputs if value is not None)
         self._data = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
+        self._derivative_seconds = Counter[int]()
+        """By index of the forward op."""
+        for op in graph.ops:
+            if op.gradient_of is not None:
+                self._derivative_seconds[op.gradient_of] += op.seconds  # pyright: ignore[reportArgumentType]
         self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
         """Calls that depend on data, in order."""
         self._found: dict[tuple[int, int, Axis, int], Segment | None] = {}
+        self._refused: dict[tuple[int, int], str] = {}
+        """Reasons why ranges of calls cannot run piece by piece that only a trace shows."""
+        self._untileable: dict[int, str] = {}
+        """Reasons of single calls."""
+
+    def refuse(self, tile: Tile, reason: str) -> None:
+        """Note that a trace refused a segment: it is not chosen again, whatever its axis and pieces."""
+        self._refused[tile.first, tile.last] = reason
+        self._found = {key: segment for key, segment in self._found.items() if key[:2] != (tile.first, tile.last)}
+
+    def reasons(self, hot: Iterable[Hot]) -> list[str]:
+        """Return why segments that a trace refused, and calls of hot ops, do not run piece by piece, with their
+        layers."""
+        reasons = list(self._refused.items())
+        reasons += [((op.call, op.call), self._untileable[op.call]) for op in hot if op.call in self._untileable]
+        return list(dict.fromkeys(f"{self._layer(first, last)}{reason}" for (first, last), reason in reasons))
+
+    def _layer(self, first: int, last: int) -> str:
+        layer = next(
+            (op.layer for op in self._data if op.layer and op.call is not None and first <= op.call <= last), ""
+        )
+        return layer and f"{layer}: "
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -124,11 +176,17 @@ class Segments:
 
     def _segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
         inside = self._between(first, last)
-        if any(op.random or op.once or op.call is None for op in inside):
+        if (first, last) in self._refused:
             return None
         try:
+            if any(op.random for op in inside):
+                raise NotTileable("it draws random numbers")
+            if any(op.once or op.call is None for op in inside):
+                raise NotTileable("it has a side effect")
             tiled = Tiled(self._program(inside), axis, pieces)
-        except NotTileable:
+        except NotTileable as reason:
+            if first == last:
+                self._untileable[first] = str(reason)
             return None
         if len(tiled.norms) > MAX_NORMS:
             return None
@@ -138,8 +196,9 @@ class Segments:
         inner = sum(values[v].bytes for op in inside for v in op.makes if v not in results)
         return Segment(
             first, last, tiled,
-            sum(values[v].bytes for v in operands if values[v].kind not in RESIDENT),
+            tuple((self._call_of(v), values[v].bytes) for v in operands if values[v].kind not in RESIDENT),
             sum(values[v].bytes for v in results), inner, tuple(inside),
+            tuple(self._derivative_seconds.get(op.index, 0.0) for op in inside), self._overwritten(tiled, inside),
         )  # fmt: skip
 
     def _between(self, first: int, last: int) -> list[GraphOp]:
@@ -192,14 +251,51 @@ class Segments:
                     if not any(_cuts(tile, first, last) for tile in taken):
                         yield segment, axis, axis.samples or segment.tiled.elements // LEAST_ELEMENTS
 
+    def _overwritten(self, tiled: Tiled, inside: Sequence[GraphOp]) -> int:
+        values, program = self._graph.values, tiled.program
+        kinds = (values[values[v].base].kind for v in program.inputs)
+        needed = [kind not in ("input", "buffer", "constant") for kind in kinds]
+        if True not in needed or tiled.overwritten(needed) is None:
+            return 0
+        indices = {op.index for op in inside}
+        derivatives = {op.index for op in self._graph.backward_ops if op.gradient_of in indices}
+        incoming = {
+            value for at in derivatives for value in self._graph.ops[at].reads
+            if values[value].op not in derivatives and self._is_gradient(value)
+        }  # fmt: skip
+        if any(incoming.intersection(op.reads) for op in self._graph.backward_ops if op.index not in derivatives):
+            return 0  # something else reads it
+        return program.likes[program.inputs[needed.index(True)]].bytes
+
+    def _is_gradient(self, value: int) -> bool:
+        maker = self._graph.values[value].op
+        return maker is not None and self._graph.ops[maker].phase == "backward"
+
+    def _call_of(self, value: int) -> int:
+        maker = self._graph.values[value].op
+        call = None if maker is None else self._graph.ops[maker].call
+        return -1 if call is None else call
+
     def _expected(self, segment: Segment, hot: Hot, pieces: int) -> int:
-        """Return the bytes that are expected to be live at a hot op if a segment around it runs piece by piece."""
-        inside = sum(size for call, size in hot.live.items() if segment.first <= call <= segment.last)
-        others = hot.level - inside - hot.scratch
-        live = sum(size for call, size in hot.live.items() if call < segment.first)
-        operands = max(0, segment.operand_bytes - live)  # some are live already
-        inner = int(KEPT * segment.inner_bytes / pieces)
-        return others + operands + segment.operand_bytes + segment.result_bytes + inner
+        """Return the bytes that are expected to be live at a hot op if a segment around it runs piece by piece.
+
+        What its ops make, and in the backward pass the gradients of its results, are live already where the schedule
+        is at one of them: they are taken off, and those of the tile are added.
+        """
+        first, last = segment.first, segment.last
+        inside = [
+            live for live in hot.live
+            if (first <= live.call <= last and not live.stays)
+            or (live.backward and live.call > last and any(first <= reader <= last for reader in live.readers))
+        ]  # fmt: skip
+        others = hot.level - hot.scratch - sum(live.bytes for live in inside)
+        before = Counter(live.bytes for live in hot.live if not live.backward and live.call < first)
+        missing = Counter(size for _, size in segment.operands) - before
+        others += sum(size * count for size, count in missing.items())
+        if not hot.backward:
+            return others + segment.result_bytes + segment.inner_bytes // pieces
+        gradients = segment.result_bytes + sum(size for _, size in segment.operands) - segment.overwritten_bytes
+        return others + gradients + int(KEPT * segment.inner_bytes / pieces)
 
 
 def _cuts(tile: Tile, first: int, last: int) -> bool:
@@ -212,23 +308,36 @@ def _cuts(tile: Tile, first: int, last: int) -> bool:
 def hot_ops(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory, target: int) -> list[Hot]:
     """Return the ops of a schedule at which more than ``target`` bytes are live, the highest first."""
     counted, live, found = levels(schedule, outside_memory), set[int](), dict[int, Hot]()
+    known = {
+        value: _live(graph, value) for value in {v for a in (*schedule.forward, *schedule.backward) for v in a.makes}
+    }
     actions = zip((*counted.forward, *counted.backward), (*schedule.forward, *schedule.backward), strict=True)
-    for level, action in actions:
+    for at, (level, action) in enumerate(actions):
         live.update(action.makes)
         if level > target and action.op is not None:
             op = graph.ops[action.op]
             call = graph.call_of(op)
             if call is not None and (call not in found or found[call].level < level):
-                sizes: Counter[int] = Counter()
-                for value in live:
-                    maker = graph.values[value].op
-                    of = None if maker is None else graph.call_of(graph.ops[maker])
-                    sizes[-1 if of is None else of] += graph.values[value].bytes
-                found[call] = Hot(call, level, sizes, max(0, op.scratch), op.target in TILE_OPS)
+                found[call] = Hot(
+                    call, level, tuple(known[value] for value in live), max(0, op.scratch),
+                    at >= len(counted.forward), op.target in TILE_OPS,
+                )  # fmt: skip
         live.difference_update(action.frees)
         if action.into is not None:
             live.discard(action.into)
     return sorted(found.values(), key=lambda hot: -hot.level)
+
+
+def _live(graph: JointGraph, value: int) -> Live:
+    maker = graph.values[value].op
+    op = None if maker is None else graph.ops[maker]
+    call = None if op is None else graph.call_of(op)
+    readers = (graph.call_of(op) for op in graph.backward_ops if value in op.reads)
+    return Live(
+        graph.values[value].bytes, -1 if call is None else call, op is not None and op.phase == "backward",
+        frozenset(reader for reader in readers if reader is not None),
+        value in {graph.base(gradient) for _, gradient in graph.gradients},
+    )  # fmt: skip
 
 
 def _node(op: GraphOp) -> Node:

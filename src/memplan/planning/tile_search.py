@@ -10,7 +10,7 @@ from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, RecordingError
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import STEEP
-from memplan.planning.segments import MOST_PIECES, Segments, hot_ops
+from memplan.planning.segments import MOST_PIECES, Hot, Segments, hot_ops
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study
 from memplan.planning.tiles.program import NotTileable
@@ -20,6 +20,8 @@ _log = logging.getLogger("memplan")
 
 ROUNDS = 8
 """Most captures: each has the segments that the one before was found to need."""
+REFUSALS = 8
+"""Most captures that find that a segment cannot run piece by piece."""
 AT_ONCE = 4
 """Most new segments a round: with these, others may not be needed."""
 
@@ -39,21 +41,29 @@ def planned_in_tiles(
         BudgetError: there is none; its ``smallest_budget`` is the smallest that was reached.
     """
     segments, tiles, tried = Segments(study.captured.graph, study.captured.in_place_calls), tuple[Tile, ...](), study
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + REFUSALS):
         safe_point()
         more = _more_tiles(segments, tried, settings, budget, tiles)
         if more == tiles:
             break
-        tiles = more
-        _log.info("trying %d segments piece by piece", len(tiles))
+        _log.info("trying %d segments piece by piece", len(more))
         try:
-            tried = captured(tiles)
+            tried = captured(more)
+            tiles = more
             return tried.planned(settings, budget)
-        except (NotTileable, RecordingError) as reason:  # what the trace alone shows
+        except NotTileable as reason:  # what the trace alone shows
             _log.info("a segment cannot run piece by piece: %s", reason)
+            if reason.at is None:
+                break
+            segments.refuse(more[reason.at], str(reason))
+        except RecordingError as reason:
+            _log.info("the step cannot be traced with its segments in pieces: %s", reason)
             break
         except BudgetError as lower:
             error = min(error, lower, key=lambda known: known.smallest_budget)
+    reasons = segments.reasons(_hot_ops(tried, settings, budget)[:AT_ONCE])
+    if reasons:
+        error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
     raise error
 
 
@@ -74,10 +84,8 @@ def _more_tiles(
     """Return tiles with more pieces, or more tiles, where a step is above its budget; the same if none may help."""
     if budget < study.least(settings):
         return tiles
-    search = study.search(settings)
-    nearest = schedule(search.graph, search.nearest(budget, STEEP).choices)
     chosen, new = list(tiles), 0
-    for hot in hot_ops(search.graph, nearest, search.outside_memory, budget):
+    for hot in _hot_ops(study, settings, budget):
         at = next((at for at, tile in enumerate(chosen) if tile.first <= hot.call <= tile.last), None)
         if at is not None and chosen[at] not in tiles:
             continue  # chosen for an op that is higher
@@ -93,3 +101,10 @@ def _more_tiles(
                 chosen.append(larger)
                 new += 1
     return tuple(sorted(chosen, key=lambda tile: tile.first))
+
+
+def _hot_ops(study: Study, settings: Settings, budget: int) -> list[Hot]:
+    """Return the ops at which a step is above its budget even where the search brought it as near as it could."""
+    search = study.search(settings)
+    nearest = schedule(search.graph, search.nearest(budget, STEEP).choices)
+    return hot_ops(search.graph, nearest, search.outside_memory, budget)

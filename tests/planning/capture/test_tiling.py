@@ -13,7 +13,7 @@ from memplan import _torch
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.tiling import tile_scratch
-from memplan.planning.ops.tile import TILE, TILE_BACKWARD
+from memplan.planning.ops.tile import TILE, TILE_BACKWARD, TILE_OPS, TILE_STATISTICS
 from memplan.planning.tiles.program import NotTileable
 from memplan.planning.tiles.tiled import Axis, Tile
 
@@ -44,17 +44,19 @@ def captured(model: nn.Module, x: Tensor, last: str, pieces: int = 2) -> tuple[C
 
 
 def test_a_segment_is_one_op_and_its_derivative() -> None:
-    """Two results that are read, mean and variance; running statistics are updated outside of it."""
+    """Two results that are read; mean and variance of its norm have an op, running statistics are updated outside."""
     plain, tiled = captured(Branches(), torch.randn(4, 2, 8, 8), "aten.relu.default")
     forward = [op for op in tiled.graph.ops if op.target == TILE]
     backward = [op for op in tiled.graph.ops if op.target == TILE_BACKWARD]
-    assert len(forward) == len(backward) == 1
-    shapes = [tiled.graph.values[value].shape for value in forward[0].makes]
-    assert shapes == [(4, 4, 8, 8), (4, 4, 8, 8), (1, 4), (1, 4)]
+    statistics = [op for op in tiled.graph.ops if op.target == TILE_STATISTICS]
+    assert len(forward) == len(backward) == len(statistics) == 1
+    shapes = [[tiled.graph.values[value].shape for value in op.makes] for op in (forward[0], statistics[0])]
+    assert shapes == [[(4, 4, 8, 8)] * 2, [(1, 4)] * 2]
     assert not any(op.target == "aten.exp.default" for op in tiled.graph.ops)
     written = [[g.values[of].path for of, _ in g.mutations] for g in (plain.graph, tiled.graph)]
     assert sorted(written[0]) == sorted(written[1])
-    assert backward[0].gradient_of == forward[0].index
+    assert backward[0].gradient_of == statistics[0].index  # the first op of the same autograd function
+    assert forward[0].call == statistics[0].call
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
@@ -65,7 +67,7 @@ def test_scratch_is_what_the_ops_take(pieces: int) -> None:
         torch.randn(4, 2, 40, 40),
     )
     _, tiled = captured(model, x, "aten.max_pool2d_with_indices.default", pieces)
-    for target in (TILE, TILE_BACKWARD):
+    for target in TILE_OPS:
         op = next(op for op in tiled.graph.ops if op.target == target)
 
         def tensors(leaf: object, tiled: Captured = tiled) -> object:

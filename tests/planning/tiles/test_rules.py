@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.planning.tiles.recorded_segments import differentiated, recorded
-from torch import Tensor
+from torch import Tensor, nn
 
 from memplan.planning.ops.tile import TracedTile, register
 from memplan.planning.tiles.program import NotTileable
@@ -29,13 +29,22 @@ MATRIX, MASK = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 1, 3, 3, d
         (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), IMAGE, 2),
         (lambda x: x * x[:, :, :1].sum(2, keepdim=True).sigmoid(), IMAGE, 0),
         (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (2, 2, 8, 5, 6), 2),
+        (lambda x: F.prelu(x, MATRIX[0, :4]), IMAGE, 2),
+        (lambda x: torch.bmm(x, MATRIX.expand(4, 4, 5)), (4, 6, 4), 0),
+        (lambda x: torch.bmm(x, MATRIX.expand(3, 4, 5)), (3, 6, 4), 1),
+        (lambda x: torch.baddbmm(x, x, x.transpose(1, 2)), (4, 3, 3), 0),
+        (lambda x: torch.baddbmm(MASK[0], x, x), (4, 3, 3), 0),
+        (lambda x: x.transpose(0, 1).reshape(12, 5).mul(2).view(3, 4, 5).transpose(0, 1), (4, 3, 5), 0),
+        (lambda x: (x.transpose(0, 1).reshape(24, 5) @ MATRIX.t()).view(3, 8, 4)[1], (8, 3, 5), 0),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=MASK[:1]), (4, 2, 3, 8), 0),
+        (lambda x: x.select(1, 2) * x[:, 0], IMAGE, 2),
     ],
 )
 def test_equal_to_the_whole(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int) -> None:
     """Results and gradients of ops that move, keep or stretch dimensions."""
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     whole = function(x)
-    program, tensors = recorded(function, [x])
+    program, tensors = recorded(function, [x], [MATRIX, MASK])
     tiled, key = register(program, Axis(dim, shape[0] if dim == 0 else 0), 2)
     (result,) = TracedTile.apply(key, *tensors)
     torch.testing.assert_close(result, whole)
@@ -54,6 +63,13 @@ def test_equal_to_the_whole(function: Callable[[Tensor], Tensor], shape: tuple[i
         (lambda x: x * F.avg_pool2d(x, (15, 16)).sigmoid(), IMAGE, 2),
         (lambda x: torch.addmm(MATRIX, x, MATRIX), (4, 4), 0),
         (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=MASK), (4, 2, 3, 8), 0),
+        (lambda x: torch.bmm(x.transpose(1, 2), x), (4, 6, 4), 1),
+        (lambda x: torch.bmm(x, x.transpose(1, 2)), (4, 6, 4), 1),
+        (lambda x: x.reshape(24, 5), (3, 8, 5), 1),
+        (lambda x: x.transpose(0, 1).reshape(12, 5), (4, 3, 5), 0),
+        (lambda x: F.conv1d(x.transpose(0, 1).reshape(12, 5, 6), MATRIX[:, :, None]), (4, 3, 5, 6), 0),
+        (lambda x: x.select(0, 2), IMAGE, 0),
+        (lambda x: torch.baddbmm(MASK[:, 0], x, x), (4, 3, 3), 0),
     ],
 )
 def test_refused(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], dim: int) -> None:
@@ -124,3 +140,32 @@ def test_results_that_repeat_pieces_of_padding_and_computed_statistics(function:
     """Refused, and nothing fails later."""
     with pytest.raises(NotTileable):
         register(recorded(function, [torch.randn(4, 2, 16)])[0], Axis(2), 8)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_along_samples(batch_first: bool, weights: bool, masked: bool) -> None:
+    """`nn.MultiheadAttention`, which merges positions, samples and heads in turn, between two layers."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(12, 3, batch_first=batch_first).double()
+    last = nn.Sequential(nn.Linear(12, 12), nn.PReLU(5)).double()
+    mask = torch.ones(5, 5).tril() == 0 if masked else None
+
+    def function(x: Tensor) -> list[Tensor]:
+        tokens = x if batch_first else x.transpose(0, 1)
+        result, probabilities = attention(tokens, tokens, tokens, need_weights=weights, attn_mask=mask)
+        result = last(result if batch_first else result.transpose(0, 1)) + x
+        return [result, *([probabilities] if weights else [])]
+
+    x = torch.randn(4, 5, 12, dtype=torch.float64, requires_grad=True)
+    parameters = [*attention.parameters(), *last.parameters()]
+    whole = function(x)
+    program, tensors = recorded(function, [x], [*parameters, *([] if mask is None else [mask])])
+    tiled, key = register(program, Axis(0, 4), 2)
+    results = TracedTile.apply(key, *tensors)
+    for result, expected in zip(results, whole, strict=True):
+        torch.testing.assert_close(result, expected)
+    leaves = [x, *parameters]
+    torch.testing.assert_close(differentiated(results, leaves), differentiated(whole, leaves))
+    assert tiled.pieces == 2

@@ -13,8 +13,9 @@ from tests.planning.tiles.recorded_segments import differentiated, recorded
 from torch import Tensor, nn
 
 from memplan.planning.ops.tile import TracedTile, register
+from memplan.planning.tiles import rules
 from memplan.planning.tiles.program import NotTileable
-from memplan.planning.tiles.tiled import Axis, Tiled
+from memplan.planning.tiles.tiled import Axis, Phase, Tiled
 
 
 class Residual(nn.Module):
@@ -24,7 +25,8 @@ class Residual(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(channels, channels, 3, stride, 1), nn.BatchNorm2d(channels))
         self.second = nn.Sequential(nn.Conv2d(channels, channels, 3, 1, 1), nn.BatchNorm2d(channels))
-        self.shortcut = nn.Conv2d(channels, channels, 1, stride) if stride > 1 else nn.Identity()
+        project = nn.Sequential(nn.Conv2d(channels, channels, 1, stride), nn.BatchNorm2d(channels))
+        self.shortcut = project if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's result."""
@@ -65,7 +67,16 @@ def nnunet_block() -> nn.Module:
     )  # fmt: skip
 
 
+def norm_first(norm: nn.Module, stride: int = 1, *, transposed: bool = False) -> nn.Module:
+    """A norm of the input, and a convolution whose result nothing reads."""
+    conv = nn.ConvTranspose2d if transposed else nn.Conv2d
+    return nn.Sequential(norm, nn.ReLU(), conv(4, 3, 3, stride, padding=1))
+
+
 SEGMENTS = {
+    "batch norm first": (lambda: norm_first(nn.BatchNorm2d(4), 2), (4, 4, 20, 21)),
+    "plain norm first": (lambda: norm_first(nn.BatchNorm2d(4, affine=False), transposed=True), (4, 4, 20, 21)),
+    "group norm first": (lambda: norm_first(nn.GroupNorm(2, 4), 3), (4, 4, 20, 21)),
     "nnunet": (nnunet_block, (4, 2, 20, 21)),
     "stem": (stem, (4, 3, 37, 41)),
     "residual": (lambda: Residual(4, 1), (4, 4, 20, 21)),
@@ -119,7 +130,8 @@ def test_any_convolution(
     try:
         tiled, key = register(program, Axis(2), pieces)
     except NotTileable:
-        assert whole.shape[2] < pieces
+        rows = -(-whole.shape[2] // pieces)
+        assert whole.shape[2] < pieces or rows * stride <= padding + stride  # a piece of nothing but padding
         return
     (result,) = TracedTile.apply(key, *tensors)
     torch.testing.assert_close(result, whole)
@@ -165,28 +177,66 @@ def test_overlap_is_what_neighbours_compute_twice() -> None:
     assert Tiled(program, Axis(2), 2).overlap(2) == [9 * 2 / 16, 1.0]
 
 
-def test_runs_are_counted_as_they_happen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often the first op runs in each pass, beside a count of its calls."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).double()
-    x = torch.randn(2, 1, 4, 4, dtype=torch.float64, requires_grad=True)
-    program, tensors = recorded(model, [x], [*model.parameters(), *model.buffers()])
-    tiled, calls = Tiled(program, Axis(0, 2), 1), [0]
-    from memplan.planning.tiles import rules
+@pytest.mark.parametrize("first", ["conv", "norm"])
+def test_runs_are_counted_as_they_happen(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    """How often each convolution runs in each pass, beside a count of its calls.
 
+    With a norm first its statistics take no run, and the last convolution does not run in the backward pass.
+    """
+    convs = [nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)]
+    norms = [nn.BatchNorm2d(2), nn.BatchNorm2d(2)]
+    pairs = zip(convs, norms, strict=True) if first == "conv" else zip(norms, convs, strict=True)
+    model = nn.Sequential(*(layer for pair in pairs for layer in pair)).double()
+    x = torch.randn(2, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    program, tensors = recorded(model, [x], [*model.parameters(), *model.buffers()])
+    tiled = Tiled(program, Axis(0, 2), 1)
+    indices = [at for at, node in enumerate(program.nodes) if node.name == "convolution"]
+    calls = dict.fromkeys(indices, 0)
     rule = rules.RULES["aten.convolution.default"]
     run = rule.run
 
-    def counted(call, window, tensors):
-        calls[0] += call.node is program.nodes[0]
-        return run(call, window, tensors)
+    def counted(call: Any, window: Any, tensors: Any, op: Any) -> Any:
+        calls[program.nodes.index(call.node)] += op is torch.ops.aten.convolution.default
+        return run(call, window, tensors, op)
 
     monkeypatch.setattr(rule, "run", counted)
-    results, statistics = tiled.forward(tensors)
-    assert calls == [tiled.runs(backward=False)[0]] == [3]
-    calls[0] = 0
+
+    def counts() -> list[int]:
+        now = list(calls.values())
+        calls.update(dict.fromkeys(indices, 0))
+        return now
+
+    def expected(phase: Phase) -> list[float]:
+        return [tiled.runs(phase)[at] for at in indices]
+
+    statistics = tiled.statistics(tensors)
+    assert counts() == expected("statistics") == ([2, 1] if first == "conv" else [1, 0])
+    results = tiled.forward(tensors, statistics)
+    assert counts() == expected("forward") == [1, 1]
     tiled.backward(tensors, statistics, [torch.ones_like(results[0])], [t.requires_grad for t in tensors])
-    # a derivative counts as two runs more: one in the last pass
-    assert calls[0] == tiled.runs(backward=True)[0] - 2 == 3
+    assert counts() == expected("backward") == ([3, 3] if first == "conv" else [2, 0])
+
+
+def test_norms_that_do_not_depend_on_each_other_share_passes() -> None:
+    """The second norm of a residual block and that of its shortcut; a derivative goes the other way."""
+    model = Residual(4, 2)
+    program, _ = recorded(model, [torch.randn(4, 4, 8, 8)], [*model.parameters(), *model.buffers()])
+    tiled = Tiled(program, Axis(0, 4), 2)
+    first, second, shortcut = tiled.norms
+    assert tiled.statistic_passes == [[first, shortcut], [second]]
+    assert tiled.sum_passes == [[shortcut, second], [first]]
+
+
+def test_derivatives_of_what_is_behind_a_norm_are_computed_for_its_sums() -> None:
+    """In the pass for the sums of the first norm the second convolution needs no gradient of its weight."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.ReLU())
+    program, _ = recorded(model, [torch.randn(2, 2, 4, 4)], [*model.parameters(), *model.buffers()])
+    tiled = Tiled(program, Axis(0, 2), 1)
+    counts = {node.name: [] for node in program.nodes}
+    for node, count in zip(program.nodes, tiled.derivatives(), strict=True):
+        counts[node.name].append(count)
+    assert counts["convolution"] == [1.0, 1.5]
+    assert counts["relu"] == [2.0]
 
 
 def test_the_largest_piece_has_a_row_more_and_two_borders() -> None:

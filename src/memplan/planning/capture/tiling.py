@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
-from memplan.planning.ops.tile import TILE, TILE_BACKWARD, TracedTile, register, tile_of
+from memplan.planning.ops.tile import TILE, TILE_OPS, TILE_STATISTICS, TracedTile, register, tile_of
 from memplan.planning.tiles.program import NotTileable, Recorder
 from memplan.planning.tiles.tiled import Tile, Tiled
 
@@ -62,8 +62,16 @@ class Tiling:
         """Run a call of a torch function of the traced model, or record it as part of a segment."""
         if _changes_operand(func, args, kwargs):
             self.in_place.add(number)
-        self._refuse_questions_of_autograd(func, args)
         at = next((at for at, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
+        try:
+            return self._call(at, number, func, args, kwargs)
+        except NotTileable as reason:
+            reason.at = at if reason.at is None else reason.at
+            raise
+
+    def _call(self, at: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call that belongs to the segment at a position; None: to none."""
+        self._refuse_questions_of_autograd(func, args)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
         if at is None:
             return func(*args, **kwargs)
@@ -85,7 +93,9 @@ class Tiling:
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         inside = isinstance(tensor, Tensor) and self._recorder is not None and self._recorder.owns(tensor)
         if (name in _HOOKS and (inside or id(tensor) in self._replacements)) or (name in _QUESTIONS and inside):
-            raise NotTileable(f"{name} of a tensor of the segment")
+            reason = NotTileable(f"{name} of a tensor of the segment")
+            reason.at = self._replacements[id(tensor)][2][0] if id(tensor) in self._replacements else None
+            raise reason
 
     def _recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -162,15 +172,15 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
         target: the op.
         args: its arguments as tensors without data.
     """
-    if target not in (TILE, TILE_BACKWARD):
+    if target not in TILE_OPS:
         return None
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])
         pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})  # the first and the last pad, too
-        arguments, run = arguments[:-1], tiled.forward if target == TILE else tiled.backward
+        run = {TILE_STATISTICS: tiled.statistics, TILE: tiled.forward}.get(target, tiled.backward)
         with allocations.span("op"):
-            results = run(*arguments, pieces)  # pyright: ignore[reportCallIssue]
+            results = run(*arguments[:-1], pieces)  # pyright: ignore[reportCallIssue]
         del results
     return allocations.most("op") - allocations.left("op")
 

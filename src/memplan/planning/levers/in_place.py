@@ -32,6 +32,7 @@ from memplan.planning.graph.op_schema import (
 )
 from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 from memplan.planning.ops.pieces import channels, groups, piece, rows
+from memplan.planning.ops.tile import TILE_BACKWARD, TILE_BACKWARD_INTO, overwritten_gradient
 from memplan.trace.records import HOST
 
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
@@ -106,6 +107,8 @@ def call_into(target: str, operand: str) -> Form:
     """
     if target in PIECEWISE:
         return Form(PIECEWISE[target].target)
+    if target == TILE_BACKWARD:
+        return Form(TILE_BACKWARD_INTO)
     form = _torch_form(target)
     if form is None or (form.out is None and operand != _argument_names(target)[0]):
         raise KeyError(f"{target} has no form that writes over {operand}")
@@ -126,6 +129,12 @@ def _operands(
     target: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value], result: int
 ) -> list[Operand]:
     """Return the operands of a call that its first result can overwrite, see `overwrites`."""
+    if target == TILE_BACKWARD:
+        gradient = overwritten_gradient(args)
+        if gradient is None or not _covers(values[gradient.value], values[result], values):
+            return []
+        bases = [values[value].base for value in refs(args)]
+        return [Operand("gradients", gradient.value)] if bases.count(values[gradient.value].base) == 1 else []
     names = _overwritable_operands(target)
     if not names:
         return []

@@ -1,7 +1,7 @@
-"""The two ops of a tile in a graph: a segment that runs piece by piece, and its derivative.
+"""The ops of a tile in a graph: the statistics of a segment's norms, the segment that runs piece by piece, and its
+derivative.
 
-Both are functions of tensors alone: the derivative takes the inputs of the segment and the statistics of its norms, so
-that a plan may save these or make them again like any other value.
+They are functions of tensors alone: a plan may save the statistics, and so compute the segment again in a single pass.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from memplan.planning.graph.roofline import WORKS, Work
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.custom_ops import define
 from memplan.planning.tiles.program import Program
-from memplan.planning.tiles.tiled import Axis, Tiled
+from memplan.planning.tiles.tiled import Axis, Phase, Tiled
 
-TILE, TILE_BACKWARD = TILE_OPS = "memplan.tile.default", "memplan.tile_backward.default"
+TILE_STATISTICS = "memplan.tile_statistics.default"
+TILE = "memplan.tile.default"
+TILE_BACKWARD = "memplan.tile_backward.default"
+TILE_BACKWARD_INTO = "memplan.tile_backward_.default"
+"""Writes its first result over a gradient of a result, see `overwritten_gradient`."""
+TILE_OPS = TILE_STATISTICS, TILE, TILE_BACKWARD
 
 _TILES: weakref.WeakValueDictionary[str, Tiled] = weakref.WeakValueDictionary()
 """Tiles by key, the last argument of their ops."""
@@ -45,9 +50,12 @@ def tile_of(key: str) -> Tiled:
     return _TILES[key]
 
 
-def _tile_without_data(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    tiled = _TILES[key]
-    return [like.empty() for like in (*tiled.result_likes, *tiled.statistic_likes)]
+def _statistics_without_data(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
+    return [like.empty() for like in _TILES[key].statistic_likes]
+
+
+def _tile_without_data(inputs: Sequence[Tensor], statistics: Sequence[Tensor], key: str) -> list[Tensor]:
+    return [like.empty() for like in _TILES[key].result_likes]
 
 
 def _backward_without_data(
@@ -57,10 +65,14 @@ def _backward_without_data(
     return [torch.empty_like(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
 
 
-@define("tile(Tensor[] inputs, str key) -> Tensor[]", _tile_without_data)
-def _tile(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    results, statistics = _TILES[key].forward(inputs)
-    return [*results, *statistics]
+@define("tile_statistics(Tensor[] inputs, str key) -> Tensor[]", _statistics_without_data)
+def _tile_statistics(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
+    return _TILES[key].statistics(inputs)
+
+
+@define("tile(Tensor[] inputs, Tensor[] statistics, str key) -> Tensor[]", _tile_without_data)
+def _tile(inputs: Sequence[Tensor], statistics: Sequence[Tensor], key: str) -> list[Tensor]:
+    return _TILES[key].forward(inputs, statistics)
 
 
 @define(
@@ -75,19 +87,40 @@ def _tile_backward(
     return [gradient for gradient in computed if gradient is not None]
 
 
+@define(
+    "tile_backward_(Tensor[] inputs, Tensor[] statistics, Tensor(a!)?[] gradients, bool[] needed, str key) -> Tensor[]",
+    _backward_without_data,
+)
+def _tile_backward_(
+    inputs: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool],
+    key: str,
+) -> list[Tensor]:  # fmt: skip
+    target = overwritten_gradient((inputs, statistics, gradients, needed, key))
+    computed = _TILES[key].backward(inputs, statistics, gradients, needed, into=target)
+    return [gradient for gradient in computed if gradient is not None]
+
+
+def overwritten_gradient(args: Sequence[Any]) -> Any:
+    """Return the gradient of a result that the first gradient of an input can overwrite, from the arguments of
+    `TILE_BACKWARD`: a tensor or a Ref; None if there is none."""
+    _, _, gradients, needed, key = args
+    at = _TILES[key].overwritten(needed) if True in needed else None
+    return None if at is None else gradients[at]
+
+
 class TracedTile(torch.autograd.Function):
     """A tile in a traced graph: one op, and one for its derivative."""
 
     @staticmethod
     def forward(ctx: Any, key: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the results of the segment, then the statistics of its norms."""
-        outputs = torch.ops.memplan.tile.default(list(tensors), key)
-        count = len(_TILES[key].program.outputs)
-        ctx.key, ctx.count = key, count
-        ctx.save_for_backward(*tensors, *outputs[count:])
-        ctx.mark_non_differentiable(*outputs[count:])
+        statistics = torch.ops.memplan.tile_statistics.default(list(tensors), key) if _TILES[key].norms else []
+        outputs = torch.ops.memplan.tile.default(list(tensors), statistics, key)
+        ctx.key, ctx.count = key, len(outputs)
+        ctx.save_for_backward(*tensors, *statistics)
+        ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        return tuple(outputs)
+        return *outputs, *statistics
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -102,12 +135,14 @@ class TracedTile(torch.autograd.Function):
         return None, *(next(computed) if needs else None for needs in needed)
 
 
-def _work(key: str, *, backward: bool) -> Work:
+def _work(key: str, phase: Phase) -> Work:
     """Return the FLOPs and bytes of a tile's op: those of its program's ops, as often as they run."""
     tiled = _TILES[key]
     likes, flops, moved, rate = tiled.program.likes, 0.0, 0.0, "float32"
-    shares = zip(tiled.program.nodes, tiled.runs(backward), tiled.overlap(tiled.pieces), strict=True)
-    for node, runs, share in shares:
+    counts = tiled.runs(phase)
+    if phase == "backward":  # a derivative counts as two runs
+        counts = [count + 2 * derivatives for count, derivatives in zip(counts, tiled.derivatives(), strict=True)]
+    for node, runs, share in zip(tiled.program.nodes, counts, tiled.overlap(tiled.pieces), strict=True):
         formula, read = _torch.flop_formula(node.target), [likes[value] for value in (*node.reads, *node.outputs[:1])]
         moved += sum(like.bytes for like in read) * runs * share
         if formula is not None:
@@ -122,5 +157,6 @@ def _meta(like: Like) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="meta")
 
 
-WORKS[TILE] = lambda args: _work(args[-1], backward=False)
-WORKS[TILE_BACKWARD] = lambda args: _work(args[-1], backward=True)
+WORKS[TILE_STATISTICS] = lambda args: _work(args[-1], "statistics")
+WORKS[TILE] = lambda args: _work(args[-1], "forward")
+WORKS[TILE_BACKWARD] = lambda args: _work(args[-1], "backward")

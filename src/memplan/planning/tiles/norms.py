@@ -118,6 +118,34 @@ def gradient_sums(norm: Norm, x: Tensor, mean: Tensor, variance: Tensor, dy: Ten
     return (plain[None], weighted[None]) if norm.groups is None else (plain, weighted)
 
 
+def input_gradient(
+    norm: Norm, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, dy: Tensor,
+    sums: tuple[Tensor, Tensor], count: int, own: tuple[int, int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of a part of the input.
+
+    Args:
+        norm, x, weight, mean, variance: of the part.
+        dy: gradient of its result.
+        sums: of `gradient_sums` over all parts.
+        count: elements that share a statistic.
+        own: dimension, first element and number of the elements of this part that no other part counts; None: all.
+    """
+    rank, channels = x.dim(), x.shape[1]
+    dx = _wide(dy)
+    if weight is not None:
+        dx = dx * norm.per_channel(weight, rank)
+    elif dx is dy:
+        dx = dx.clone()
+    plain, weighted = sums if weight is None else (total * weight for total in sums)
+    dim, first, length = own or (0, 0, x.shape[0])
+    hat = normalized(norm, x.narrow(dim, first, length), mean, variance)
+    hat.mul_(norm.per_group(norm.grouped(weighted) / count, channels, rank))
+    hat.add_(norm.per_group(norm.grouped(plain) / count, channels, rank))
+    dx.narrow(dim, first, length).sub_(hat)
+    return dx.mul_(norm.per_group(torch.rsqrt(variance + norm.eps), channels, rank)).to(x.dtype)
+
+
 class Normalize(torch.autograd.Function):
     """A norm with known statistics, whose derivative takes the sums over all parts as given."""
 
@@ -142,25 +170,11 @@ class Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return the derivative of a part."""
-        (dy,), norm = gradients, ctx.norm
+        (dy,) = gradients
         x, weight, mean, variance = ctx.saved_tensors
-        rank, channels = x.dim(), x.shape[1]
-        dx = _wide(dy)
-        if weight is not None:
-            dx = dx * norm.per_channel(weight, rank)
-        elif dx is dy:
-            dx = dx.clone()
-        plain, weighted = ctx.sums
+        dx = input_gradient(ctx.norm, x, weight, mean, variance, dy, ctx.sums, ctx.count, ctx.own)
         of_weight, of_bias = (
             total.sum(0).to(dtype) if ctx.first and dtype is not None else None
-            for total, dtype in zip((weighted, plain), ctx.dtypes, strict=True)
+            for total, dtype in zip(reversed(ctx.sums), ctx.dtypes, strict=True)
         )
-        if weight is not None:
-            plain, weighted = plain * weight, weighted * weight
-        dim, first, length = ctx.own
-        hat = normalized(norm, x.narrow(dim, first, length), mean, variance)
-        hat.mul_(norm.per_group(norm.grouped(weighted) / ctx.count, channels, rank))
-        hat.add_(norm.per_group(norm.grouped(plain) / ctx.count, channels, rank))
-        dx.narrow(dim, first, length).sub_(hat)
-        dx.mul_(norm.per_group(torch.rsqrt(variance + norm.eps), channels, rank))
-        return None, dx.to(x.dtype), of_weight, of_bias, None, None, None, None, None, None
+        return None, dx, of_weight, of_bias, None, None, None, None, None, None

@@ -29,6 +29,9 @@ _RUNNING = ("running_mean", "running_var")
 class NotTileable(Exception):
     """A segment cannot run piece by piece; the message says why."""
 
+    at: int | None = None
+    """Position of the segment among those of a trace, where that is known."""
+
 
 @dataclass(frozen=True)
 class Node:

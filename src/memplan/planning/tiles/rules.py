@@ -1,15 +1,17 @@
 """For each op that can run piece by piece along an axis: which part of its operands a part of its result needs.
 
 An axis is a dimension of the batch or of space. A value lies *along* it if one of its dimensions is the axis, or holds
-``unit`` elements for each element of the axis (after a view that merged dimensions). A `Window` is a half-open range of
-the axis. Windows of operands are clipped; what a kernel pads, the piece pads itself where it is at the border.
+``unit`` elements for each element of the axis, ``outer`` times (after views that merged dimensions). A `Window` is a
+half-open range of the axis. Windows of operands are clipped; what a kernel pads, the piece pads itself where it is at
+the border.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch.nn.functional as F
@@ -29,6 +31,8 @@ class Along:
     dim: int
     unit: int = 1
     """Elements of the dimension for each element of the axis."""
+    outer: int = 1
+    """How often the whole axis is repeated in the dimension. With more than once, every piece reads what it has."""
 
 
 Axes = Mapping[int, Along]
@@ -42,10 +46,25 @@ class Call:
     node: Node
     shapes: Mapping[int, tuple[int, ...]]
     axes: Axes
-    arguments: Mapping[str, Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", arguments_of(self.node.target, self.node.args, self.node.kwargs))
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """Arguments of the op by name."""
+        return arguments_of(self.node.target, self.node.args, self.node.kwargs)
+
+    @cached_property
+    def placed(self) -> Along:
+        """Where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
+        rule = RULES.get(self.node.target)
+        if rule is None:
+            raise NotTileable(f"{self.node.name} has no rule to run piece by piece")
+        if not rule.merges and any(self.axes[v].outer > 1 for v in self.node.reads if v in self.axes):
+            raise NotTileable(f"{self.node.name} mixes the axis with the dimension before it")
+        return rule.placed(self)
+
+    def needs(self, window: Window) -> dict[int, tuple[int, Window]]:
+        """Return for each operand of which only a part is needed its dimension, and its range in elements."""
+        return RULES[self.node.target].needs(self, window)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -66,8 +85,12 @@ class Call:
 
 
 class Rule:
-    """How an op runs on a part of the axis. By default an op whose operand ``self`` has the axis where its result has
-    it, and that reads no element of another part."""
+    """How an op runs on a part of the axis. By default an op that reads of its operands the part that it makes."""
+
+    operands: tuple[str, ...] = ("self",)
+    """Names of the tensors of which it reads a part, by default."""
+    merges = False
+    """Whether an operand's dimension of the axis can be merged with the one before it (``Along.outer``)."""
 
     def placed(self, call: Call) -> Along:
         """Return where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
@@ -75,12 +98,23 @@ class Rule:
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
         """Return for each operand of which only a part is needed its dimension, and its range in elements."""
-        raise NotImplementedError
+        parts = dict[int, tuple[int, Window]]()
+        for name in self.operands:
+            if isinstance(call[name], Ref):
+                along = call.along(name) or call.placed
+                parts[call[name].value] = along.dim, elements(along, window)
+        return parts
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        """Return the results of the op for a window; ``tensors`` returns the part of an operand that it needs."""
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Return the results of the op for a window.
+
+        Args:
+            call, window: what to compute.
+            tensors: returns the part of an operand that it needs.
+            op: the op, or a function that takes its place.
+        """
         args, kwargs = self.arguments(call, window)
-        return overload(call.node.target)(*_filled(args, tensors), **_filled(kwargs, tensors))
+        return op(*_filled(args, tensors), **_filled(kwargs, tensors))
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the op's call for a window."""
@@ -110,10 +144,12 @@ def elements(along: Along, window: Window) -> Window:
 class _Pointwise(Rule):
     """An elementwise op: operands are broadcast, aligned at the last dimension."""
 
+    merges = True
+
     def placed(self, call: Call) -> Along:
         rank = len(call.result)
         found = {
-            Along(rank - len(call.shapes[v]) + call.axes[v].dim, call.axes[v].unit)
+            replace(call.axes[v], dim=rank - len(call.shapes[v]) + call.axes[v].dim)
             for v in call.node.reads
             if v in call.axes
         }
@@ -125,7 +161,7 @@ class _Pointwise(Rule):
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along, result = self.placed(call), call.result
+        along, result = call.placed, call.result
         parts = dict[int, tuple[int, Window]]()
         for value in call.node.reads:
             dim = along.dim - len(result) + len(call.shapes[value])
@@ -137,33 +173,29 @@ class _Pointwise(Rule):
 class _Rows(Rule):
     """An op that treats each element of certain dimensions of its operands alone, such as a softmax of the last one."""
 
+    merges = True
+
     def __init__(self, *operands: str, keeps: Callable[[Call, int], bool] = lambda call, dim: True) -> None:
         """``operands``: names of the tensors that have the result's dimension; ``keeps(call, dim)``: whether the op
         leaves elements along ``dim`` apart."""
-        self._operands, self._keeps = operands or ("self",), keeps
+        self.operands, self._keeps = operands or ("self",), keeps
 
     def placed(self, call: Call) -> Along:
-        found = {along for name in self._operands if (along := call.along(name)) is not None}
+        found = {along for name in self.operands if (along := call.along(name)) is not None}
         if len(found) != 1:
             raise NotTileable(f"{call.node.name} combines different axes")
         (along,) = found
         others = [v for v in call.node.reads if v in call.axes]
-        allowed = [call[name].value for name in self._operands if isinstance(call[name], Ref)]
+        allowed = [call[name].value for name in self.operands if isinstance(call[name], Ref)]
         if any(v not in allowed for v in others) or not self._keeps(call, along.dim):
             raise NotTileable(f"{call.node.name} mixes elements of the axis")
         return along
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
-        return {
-            call[name].value: (along.dim, elements(along, window))
-            for name in self._operands
-            if isinstance(call[name], Ref)
-        }
-
 
 class _Reduction(Rule):
     """A reduction of other dimensions than that of the axis."""
+
+    merges = True
 
     def placed(self, call: Call) -> Along:
         along, rank = call.along("self"), len(call.shape("self"))
@@ -172,12 +204,7 @@ class _Reduction(Rule):
         if along is None or along.dim in dims:
             raise NotTileable(f"{call.node.name} mixes elements of the axis")
         before = 0 if call["keepdim"] else sum(dim < along.dim for dim in dims)
-        return Along(along.dim - before, along.unit)
-
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = call.along("self")
-        assert along is not None
-        return {call["self"].value: (along.dim, elements(along, window))}
+        return replace(along, dim=along.dim - before)
 
 
 class _Sized(_Rows):
@@ -188,41 +215,44 @@ class _Sized(_Rows):
         self._samples = samples
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        low, high = elements(self.placed(call), window)
+        low, high = elements(call.placed, window)
         changed = {**call.arguments, self._samples: high - low}
         return tuple(changed.values()), {}
 
 
 class _View(Rule):
-    """A view that keeps the dimensions before the axis as a whole."""
+    """A view that splits dimensions beside the axis, or merges it with these."""
+
+    merges = True
 
     def placed(self, call: Call) -> Along:
         along, shape, result = call.along("self"), call.shape("self"), call.result
         if along is None:
             raise NotTileable(f"{call.node.name} combines different axes")
-        before, size = math.prod(shape[: along.dim]), shape[along.dim] // along.unit
+        size = shape[along.dim] // (along.unit * along.outer)
+        before, behind = math.prod(shape[: along.dim]) * along.outer, math.prod(shape[along.dim + 1 :]) * along.unit
+        found = list[Along]()
         for dim in range(len(result)):
-            if math.prod(result[:dim]) == before and result[dim] % size == 0 and result[dim] > 0:
-                unit = result[dim] // size
-                # what lies behind the axis follows it in memory: merged with it, or on its own
-                if math.prod(result[dim + 1 :]) * unit == math.prod(shape[along.dim + 1 :]) * along.unit:
-                    return Along(dim, unit)
+            left, right = math.prod(result[:dim]), math.prod(result[dim + 1 :])
+            if left and right and before % left == 0 == behind % right:
+                placed = Along(dim, behind // right, before // left)
+                if placed.outer * size * placed.unit == result[dim]:
+                    found.append(placed)
+        if found:
+            return min(found, key=lambda placed: placed.outer)
         raise NotTileable(f"{call.node.name} splits or mixes the axis")
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = call.along("self")
-        assert along is not None
-        return {call["self"].value: (along.dim, elements(along, window))}
-
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        along, shape = self.placed(call), list(call.result)
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        along, shape = call.placed, list(call.result)
         low, high = elements(along, window)
-        shape[along.dim] = high - low
+        shape[along.dim] = (high - low) * along.outer
         return tensors(call["self"].value).reshape(shape)
 
 
 class _Moved(Rule):
     """An op that moves dimensions."""
+
+    merges = True
 
     def __init__(self, order: Callable[[Call, int], Sequence[int]]) -> None:
         """``order(call, rank)``: for each dimension of the result, the one of the operand; -1 for a new one."""
@@ -233,13 +263,13 @@ class _Moved(Rule):
         order = list(self._order(call, len(call.shape("self"))))
         if along is None or along.dim not in order:
             raise NotTileable(f"{call.node.name} takes the axis away")
-        return Along(order.index(along.dim), along.unit)
-
-    needs = _View.needs
+        return replace(along, dim=order.index(along.dim))
 
 
 class _Expand(Rule):
     """``expand``: the axis keeps its place from the end."""
+
+    merges = True
 
     def placed(self, call: Call) -> Along:
         along = call.along("self")
@@ -247,14 +277,12 @@ class _Expand(Rule):
         dim = len(call.result) - len(call.shape("self")) + along.dim
         if call.result[dim] != call.shape("self")[along.dim]:
             raise NotTileable("expand repeats a single element of the axis")
-        return Along(dim, along.unit)
+        return replace(along, dim=dim)
 
-    needs = _View.needs
-
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        along, shape = self.placed(call), list(call.result)
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        along, shape = call.placed, list(call.result)
         low, high = elements(along, window)
-        shape[along.dim] = high - low
+        shape[along.dim] = (high - low) * along.outer
         return tensors(call["self"].value).expand(shape)
 
 
@@ -269,7 +297,7 @@ class _Cat(Rule):
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         return dict.fromkeys(call.node.reads, (along.dim, elements(along, window)))
 
 
@@ -289,14 +317,14 @@ class _Pad(Rule):
         return (pad[2 * behind], pad[2 * behind + 1]) if 2 * behind + 1 < len(pad) else (0, 0)
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
         size = call.shape("self")[along.dim]
         return {call["self"].value: (along.dim, _clipped(low - before, high - before, size)[0])}
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        along = self.placed(call)
+        along = call.placed
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
         _, ends = _clipped(low - before, high - before, call.shape("self")[along.dim])
@@ -347,7 +375,7 @@ class _Sliding(Rule):
 
     def _spatial(self, call: Call) -> int | None:
         """Return the dimension of space that is the axis; None for an axis of the batch."""
-        along = self.placed(call)
+        along = call.placed
         dim = along.dim - len(call.result) + self._space(call)
         return None if dim < 0 else dim
 
@@ -358,17 +386,17 @@ class _Sliding(Rule):
         return low, (window[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along, spatial = self.placed(call), self._spatial(call)
+        along, spatial = call.placed, self._spatial(call)
         value, size = call[self._operand].value, call.shape(self._operand)[along.dim]
         if spatial is None:
             return {value: (along.dim, elements(along, window))}
         return {value: (along.dim, _clipped(*self._reach(call, spatial, window), size)[0])}
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
         spatial = self._spatial(call)
         if spatial is None:
-            return super().run(call, window, tensors)
-        along, operand = self.placed(call), call[self._operand].value
+            return super().run(call, window, tensors, op)
+        along, operand = call.placed, call[self._operand].value
         _, ends = _clipped(*self._reach(call, spatial, window), call.shape(self._operand)[along.dim])
         part = tensors(operand)
         if any(ends):
@@ -377,7 +405,7 @@ class _Sliding(Rule):
         padding[spatial] = 0
         arguments = {**call.arguments, "padding": padding}
         filled = {name: _filled(a, lambda v: part if v == operand else tensors(v)) for name, a in arguments.items()}
-        return overload(call.node.target)(**filled)
+        return op(**filled)
 
 
 class _AveragePool(_Sliding):
@@ -412,17 +440,17 @@ class _Convolution(_Sliding):
         (begin, end), _ = _clipped(low, high, size)
         return (begin, end) if begin < end else (begin - 1, begin)  # rows between the kernels: bias alone
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
         spatial = self._spatial(call)
         if spatial is None or not call["transposed"]:
-            return super().run(call, window, tensors)
+            return super().run(call, window, tensors, op)
         _, stride, padding, _ = self._kernel(call, spatial)
         begin, _ = self._reach(call, spatial, window)
         paddings = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
         outputs = [_at(call["output_padding"], dim, 0) for dim in range(self._space(call))]
         paddings[spatial] = outputs[spatial] = 0
         arguments = {**call.arguments, "padding": paddings, "output_padding": outputs, "bias": None}
-        result = overload(call.node.target)(**{name: _filled(a, tensors) for name, a in arguments.items()})
+        result = op(**{name: _filled(a, tensors) for name, a in arguments.items()})
         # the kernel's result begins at begin * stride in rows before padding is cut off; no input reaches the others
         dim, first, rows = 2 + spatial, window[0] + padding - begin * stride, window[1] - window[0]
         before, behind = max(0, -first), max(0, first + rows - result.shape[dim])
@@ -474,14 +502,14 @@ class _Upsample(Rule):
         return _clipped(window[0] // scale - self._reach, -(-window[1] // scale) + self._reach, size)[0]
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         part = elements(along, window) if along.dim < 2 else self._part(call, along, window)
         return {self._operand(call): (along.dim, part)}
 
-    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor]) -> Any:
-        along = self.placed(call)
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        along = call.placed
         if along.dim < 2:
-            return super().run(call, window, tensors)
+            return super().run(call, window, tensors, op)
         part, space, sizes = tensors(self._operand(call)), len(call.result) - 2, list(call.result[2:])
         scale = call.result[along.dim] // self._operand_shape(call)[along.dim]
         sizes[along.dim - 2] = part.shape[along.dim] * scale
@@ -504,7 +532,7 @@ class _ChannelNorm(Rule):
         return along
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
+        along = call.placed
         part = elements(along, window)
         parts = {call["input"].value: (along.dim, part)}
         for name in ("weight", "bias", "running_mean", "running_var"):
@@ -514,25 +542,37 @@ class _ChannelNorm(Rule):
 
 
 class _Product(Rule):
-    """``mm``, ``addmm``, ``bmm``: the axis lies in the rows of the first factor, or in the batch of both."""
+    """``mm``, ``bmm``, and those that add a tensor: the axis lies in the rows of the first factor, or in the batch of
+    both."""
 
-    def __init__(self, first: str, second: str, *, batched: bool = False) -> None:
-        self._first, self._second, self._batched = first, second, batched
+    merges = True
+
+    def __init__(self, first: str, second: str) -> None:
+        self._factors = first, second
 
     def placed(self, call: Call) -> Along:
-        along, other = call.along(self._first), call.along(self._second)
-        if along is None or along.dim != 0 or (other != along if self._batched else other is not None):
+        first, second = map(call.along, self._factors)
+        rank = len(call.result)
+        if first is None or first.dim == rank - 1:
             raise NotTileable(f"{call.node.name} sums over the axis")
-        if call.along("self") is not None and self._first != "self":
-            raise NotTileable(f"{call.node.name} adds a tensor along the axis")
-        if self._first != "self" and len(shape := call.shape("self")) == len(call.result) and shape[0] != 1:
-            raise NotTileable(f"{call.node.name} adds a row for each element of the axis")
-        return along
+        batch = first.dim < rank - 2
+        whole = second is None and not (batch and first.outer > 1)
+        if not whole and not (batch and second == first):
+            raise NotTileable(f"{call.node.name} has the axis in both factors")
+        if "self" not in self._factors:
+            added, dim = call.along("self"), first.dim - rank + len(call.shape("self"))
+            if added is None and dim >= 0 and call.shape("self")[dim] != 1:
+                raise NotTileable(f"{call.node.name} adds a row for each element of the axis")
+            if added not in (None, replace(first, dim=dim)):
+                raise NotTileable(f"{call.node.name} adds a tensor with another axis")
+        return first
 
     def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
-        along = self.placed(call)
-        names = (self._first, self._second) if self._batched else (self._first,)
-        return {call[name].value: (0, elements(along, window)) for name in names}
+        parts = {v: (call.axes[v].dim, elements(call.axes[v], window)) for v in call.node.reads if v in call.axes}
+        first, second = (call[name].value for name in self._factors)
+        if call.placed.dim < len(call.result) - 2:  # each product of the batch has a second factor of its own
+            parts[second] = parts[first]
+        return parts
 
 
 def _not_in(*names: str) -> Callable[[Call, int], bool]:
@@ -580,7 +620,9 @@ RULES: Mapping[str, Rule] = {
     **{f"aten.{name}{overload}": _Upsample(reach=reach) for name, reach in _UPSAMPLES.items()
        for overload in (".default", ".vec")},
     **{f"aten.{name}": _Reduction() for name in ("mean.dim", "sum.dim_IntList", "amax.default", "amin.default")},
-    **{f"aten.{name}.default": _Rows(keeps=_not_in("dim")) for name in ("_softmax", "_log_softmax")},
+    **{f"aten.{name}.default": _Rows(keeps=_not_in("dim")) for name in ("_softmax", "_log_softmax", "_safe_softmax")},
+    "aten._prelu_kernel.default": _Pointwise(),
+    "aten.select.int": _Moved(lambda call, rank: [d for d in range(rank) if d != call["dim"] % rank]),
     "aten.convolution.default": _Convolution("input"),
     "aten.max_pool2d_with_indices.default": _Sliding("self", -math.inf),
     "aten.max_pool3d_with_indices.default": _Sliding("self", -math.inf),
@@ -602,7 +644,8 @@ RULES: Mapping[str, Rule] = {
     "aten.squeeze.dim": _Moved(lambda call, rank: _squeezed(call.shape("self"), call["dim"])),
     "aten.mm.default": _Product("self", "mat2"),
     "aten.addmm.default": _Product("mat1", "mat2"),
-    "aten.bmm.default": _Product("self", "mat2", batched=True),
+    "aten.bmm.default": _Product("self", "mat2"),
+    "aten.baddbmm.default": _Product("batch1", "batch2"),
     "aten.embedding.default": _Rows("indices", keeps=_counts_nothing),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _Rows("query", "key", "value", keeps=_any_mask),
 }  # fmt: skip

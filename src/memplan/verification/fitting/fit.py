@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -29,6 +29,7 @@ from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import Running, alone, called, collector_held, running_recording
 from memplan.trace.step import StepOptions
 from memplan.verification.fitting.fitted import Fitted
+from memplan.verification.fitting.inference import FittedInference, fit_inference
 from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, warn
 from memplan.verification.fitting.prover import Prover
@@ -47,6 +48,16 @@ _REQUIRED_AGREEMENT = {
 }
 
 
+@overload
+def fit(model: Any, *inputs: Any, budget: Any, train: Literal[False]) -> FittedInference: ...
+@overload
+def fit(
+    model: Any, *inputs: Any, kwargs: Mapping[str, Any] = {}, targets: Any = (), loss: Loss | None = None,
+    budget: Any = None, optimizer: Optimizer | None = None, autocast: torch.dtype | str | None = None,
+    device: str | torch.device | None = None, allow: Allow = "exact", engine: Engine = "graph", early: bool = False,
+    accumulate: int = 1, clip_norm: float | None = None, plan: Plan | None = None,
+    heuristics: Heuristics | None = None, pairs: int = 3, train: Literal[True] = True,
+) -> Fitted: ...  # fmt: skip
 def fit(
     model: Any,
     *inputs: Any,
@@ -65,7 +76,8 @@ def fit(
     plan: Plan | None = None,
     heuristics: Heuristics | None = None,
     pairs: int = 3,
-) -> Fitted:
+    train: bool = True,
+) -> Any:
     """Make a training step run within a budget of bytes, with the same result bit for bit.
 
     The planned step runs beside the unplanned one, on copies of the model's state; results are compared, the peak is
@@ -85,6 +97,8 @@ def fit(
         clip_norm: the global norm that gradients are clipped at, if they are: then no update can be early.
         plan, heuristics: a plan made before for this model and these inputs; switches of the search otherwise.
         pairs: how many times the step is timed, with and without the plan.
+        train: False for inference of a model in evaluation mode: it runs on parts of its input along space, with the
+            border that each needs, to the same result but for rounding. Only ``budget`` is used of the other options.
 
     Returns:
         ``fitted.model`` is the model, its calls planned. Where the step fits unplanned, ``fitted.changed`` is False.
@@ -101,6 +115,9 @@ def fit(
     running = running_recording()
     if running is None:
         _check_provable()
+    if not train:
+        with called("memplan.fit", profiles=True), alone():
+            return fit_inference(model, inputs, kwargs, budget)
     options = PlanOptions(
         budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
