@@ -46,7 +46,7 @@ def test_bytes_of_a_segment_are_those_of_its_tensors(stem: Captured) -> None:
     )
     segment = segments.segment(first, last, Axis(0, 4), 2)
     assert segment is not None
-    assert (segment.operand_bytes, segment.result_bytes) == (0, 4 * 16 * 5 * 5 * 4)
+    assert (segment.operands, segment.result_bytes) == ((), 4 * 16 * 5 * 5 * 4)
     statistics, indices = 4 * 64, 4 * 16 * 5 * 5 * 8
     assert segment.inner_bytes == 3 * 4 * 16 * 20 * 20 * 4 + statistics + indices
     assert len(segment.tiled.norms) == 1
