@@ -155,6 +155,7 @@ def test_a_model_without_data_cannot_be_made_to_fit() -> None:
 def test_where_only_the_smallest_budget_is_asked_for_nothing_else_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     step = StepOptions((memplan.spec(IMAGES),))
     floor = plan_or_floor(convolutions, step, 1, None)
+    assert isinstance(floor, int)
     with pytest.raises(BudgetError) as caught:
         plan(convolutions, memplan.spec(IMAGES), budget=floor - 1, costs="roofline")
     assert caught.value.lower_by, "planned in fewer bits"
