@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks.random_stacks import Layer, interior_size, module_of, probed, reach, stacks
+from checks.recorded_peak import recorded_peak
 from environment import needs_avx512
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -177,10 +178,7 @@ class Functional(nn.Module):
 @pytest.mark.parametrize("train", [True, False])
 def test_of_functions_the_bytes_are_those_of_padded_ones(train: bool) -> None:
     (finding,) = erosions(Functional, "1x1x20x24x28", train=train)
-    peaks = [
-        memplan.explain(lambda p=p: Functional(p), "1x1x20x24x28", device="cpu", train=train).timeline.peak_allocated
-        for p in (0, 1)
-    ]
+    peaks = [recorded_peak(lambda p=p: Functional(p), "1x1x20x24x28", device="cpu", train=train) for p in (0, 1)]
     assert finding.details["lost"] == [(3, 3)] * 3
     assert finding.bytes == pytest.approx(peaks[1] - peaks[0], rel=0.01)
 
@@ -203,10 +201,7 @@ def test_a_model_that_does_not_run_with_padding() -> None:
             return self.last(torch.cat([left if self.padded else left[:, :, 2:-2, 2:-2], right], 1))
 
     (finding,) = erosions(Cropping, "2x1x64x64")
-    peaks = [
-        memplan.explain(lambda p=p: Cropping(p), "2x1x64x64", device="cpu").timeline.peak_allocated
-        for p in (False, True)
-    ]
+    peaks = [recorded_peak(lambda p=p: Cropping(p), "2x1x64x64", device="cpu") for p in (False, True)]
     assert finding.bytes == pytest.approx(peaks[1] - peaks[0], rel=0.01)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 
 import memplan
@@ -100,8 +101,7 @@ def beside_others(others: int, *, trained: bool) -> Build:
     return build
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("device", "trained"), [("cpu", False), ("h100", True), *slow(("cpu", True), ("h100", False))])
 def test_models_that_no_step_uses(device: str, trained: bool) -> None:
     """Weights, gradients and two moments each: what the step takes less without the others."""
     (finding,) = found(beside_others(2, trained=trained), device)

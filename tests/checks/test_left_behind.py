@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from truth.cpu_allocator import allocations
 
 import memplan
 
@@ -104,16 +104,14 @@ def really_left(build: Build) -> int:
 
 
 def _live_after(build: Build, steps: int) -> int:
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            step = build()
-            for _ in range(steps):
-                step()
-        return sum(event.self_cpu_memory_usage for event in profile.events() or ())
-    finally:
-        gc.enable()
+    alive: list[Any] = []
+
+    def run() -> None:
+        alive.append(build())
+        for _ in range(steps):
+            alive[0]()
+
+    return sum(allocations(run))
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])

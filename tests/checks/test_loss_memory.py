@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from checks.recorded_peak import recorded_peak
 from torch import Tensor, nn
 
 import memplan
@@ -34,9 +35,7 @@ def found(make: object, *inputs: str, device: str = "cpu") -> list[memplan.Findi
 def test_the_bytes_are_those_of_the_chunked_loss(device: str) -> None:
     inputs = ("512x64", "512:int64<20000")
     (finding,) = found(Model, *inputs, device=device)
-    plain, chunked = (
-        memplan.explain(lambda c=c: Model(c), *inputs, device=device).timeline.peak_allocated for c in (False, True)
-    )
+    plain, chunked = (recorded_peak(lambda c=c: Model(c), *inputs, device=device) for c in (False, True))
     assert finding.bytes == pytest.approx(plain - chunked, rel=0.01)
     assert finding.details["each"] == 512 * 20000 * 4
     assert finding.details["copies"] >= 2
@@ -67,10 +66,7 @@ class Shifted(nn.Module):
 def test_of_a_language_model_too(bias: bool, device: str) -> None:
     tokens = "4x128:int64<20000"
     (finding,) = found(lambda: Shifted(bias=bias), tokens, device=device)
-    plain, chunked = (
-        memplan.explain(lambda c=c: Shifted(c, bias), tokens, device=device).timeline.peak_allocated
-        for c in (False, True)
-    )
+    plain, chunked = (recorded_peak(lambda c=c: Shifted(c, bias), tokens, device=device) for c in (False, True))
     assert finding.bytes == pytest.approx(plain - chunked, rel=0.01)
     assert not finding.details["estimate"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks.recorded_peak import recorded_peak
 from environment import slow
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -143,7 +144,7 @@ def found(make: Any, shape: str = SHAPE, device: str = "cpu", **more: Any) -> li
 
 
 def peak(make: Any, device: str, **more: Any) -> int:
-    return memplan.explain(make, SHAPE, device=device, **more).timeline.peak_allocated
+    return recorded_peak(make, SHAPE, device=device, **more)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +187,7 @@ def test_in_lower_precision_and_without_grad(train: bool) -> None:
     (finding,) = [f for f in memplan.check(lambda: Model(plain), memplan.spec(SHAPE, dtype="bfloat16"), **more)
                   if f.id == ID]  # fmt: skip
     written, called = (
-        memplan.explain(lambda f=f: Model(f), memplan.spec(SHAPE, dtype="bfloat16"), **more).timeline.peak_allocated
-        for f in (plain, fused)
+        recorded_peak(lambda f=f: Model(f), memplan.spec(SHAPE, dtype="bfloat16"), **more) for f in (plain, fused)
     )
     assert finding.bytes == pytest.approx(written - called, rel=0.01)
 
@@ -238,8 +238,7 @@ def test_float16_where_a_card_has_no_kernel_for_bfloat16() -> None:
     (options, shape), (half, half_shape) = of(torch.bfloat16), of(torch.float16)
     (finding,) = [f for f in memplan.check(lambda: Model(fused), shape, **options) if f.id == ID]
     peaks = [
-        memplan.explain(lambda: Model(fused), given, **more).timeline.peak_allocated
-        for given, more in ((shape, options), (half_shape, half))
+        recorded_peak(lambda: Model(fused), given, **more) for given, more in ((shape, options), (half_shape, half))
     ]
     assert finding.severity == "warning"
     assert finding.bytes == pytest.approx(peaks[0] - peaks[1], rel=0.05)  # of its own: three casts and one back

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks.recorded_peak import recorded_peak
 from environment import slow
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ def findings(make: Any, shape: str, device: str = "cpu") -> list[memplan.Finding
 
 
 def peak(make: Any, shape: str, device: str) -> int:
-    return memplan.explain(make, shape, device=device).timeline.peak_allocated
+    return recorded_peak(make, shape, device=device)
 
 
 def measured(make: Callable[[], nn.Module], shape: str) -> int:

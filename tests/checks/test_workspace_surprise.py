@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks.recorded_peak import recorded_peak
 from torch import nn
 
 import memplan
@@ -137,7 +138,7 @@ def test_ways_out_are_the_peaks_of_the_changed_steps(laid_out: bool, monkeypatch
     size = "1x64x21x24x24"
 
     def peak(make: Callable[[], nn.Module], inputs: str) -> int:
-        return memplan.explain(make, inputs, device="h100", cudnn="9.19.0").timeline.peak_allocated
+        return recorded_peak(make, inputs, device="h100", cudnn="9.19.0")
 
     (finding,) = [one for one in memplan.check(deep, size, device="h100", cudnn="9.19.0") if one.id == ID]
     expected = {

@@ -70,6 +70,11 @@ def network(name: str, folder: Path, **options: Any) -> Exported:
     return memplan.export(make(), *inputs, targets=targets, folder=folder, **step)
 
 
+@pytest.fixture(scope="module")
+def lenet(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return network("lenet", tmp_path_factory.mktemp("lenet"), verify=False)
+
+
 @needs_compiler
 def test_a_step_of_everything_is_proven(tmp_path: Path) -> None:
     done = everything(tmp_path)
@@ -119,8 +124,8 @@ def test_a_wrong_kernel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
-def test_a_smaller_budget_keeps_less_and_the_smallest_is_said(tmp_path: Path) -> None:
-    roomy = network("lenet", tmp_path / "a", verify=False)
+def test_a_smaller_budget_keeps_less_and_the_smallest_is_said(lenet: Exported, tmp_path: Path) -> None:
+    roomy = lenet
     tight = network("lenet", tmp_path / "b", budget=roomy.smallest_budget)
     assert tight.verdict.proven
     assert "pack_bits" in (tmp_path / "b" / "sequential.c").read_text(), "signs are kept, not what has them"
@@ -131,13 +136,12 @@ def test_a_smaller_budget_keeps_less_and_the_smallest_is_said(tmp_path: Path) ->
     assert "autocast" not in str(caught.value)
 
 
-def test_arenas_are_no_larger_than_what_is_needed_at_once(tmp_path: Path) -> None:
+def test_arenas_are_no_larger_than_what_is_needed_at_once(lenet: Exported, tmp_path: Path) -> None:
     """Batch 1, float32, by hand: of the autoencoder nine activations, and what its loss is made of; of LeNet the first
     ReLU's result, the gradient of as large a plane, that of the pooled one, places in windows, and the loss."""
     done = network("autoencoder", tmp_path / "a", verify=False)
     assert done.arena == done.live <= 4 * (8 * 128 + 8 + 640 + 640 + 128 + 1)
-    done = network("lenet", tmp_path / "b", verify=False)
-    assert done.arena == done.live == 4 * 6 * (2 * 28 * 28 + 14 * 14) + 6 * 14 * 14 + 4
+    assert lenet.arena == lenet.live == 4 * 6 * (2 * 28 * 28 + 14 * 14) + 6 * 14 * 14 + 4
 
 
 @needs_compiler

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from models.microcontroller_networks import NETWORKS
 from torch.nn import functional as F
 
@@ -65,7 +66,7 @@ def variants(name: str, command: list[str]) -> Iterator[list[str]]:
             yield from ([*command, *flags, level] for level in LEVELS)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd:lr=0.1,momentum=0.9", "adam"])
+@pytest.mark.parametrize("optimizer", ["adam", *slow("sgd:lr=0.1,momentum=0.9")])
 def test_a_small_network_compiles_without_warnings(optimizer: str, tmp_path: Path) -> None:
     found = commands()
     folder = exported("sensor_cnn", tmp_path, optimizer)

@@ -177,22 +177,21 @@ def test_an_argument_that_no_key_can_hold() -> None:
 
 
 def test_autocast_of_the_user() -> None:
-    for name in ("attention dropout", "batch norm"):
-        cell = CELLS[name]
-        torch.manual_seed(0)
-        reference = cell.make()
-        model = copy.deepcopy(reference)
-        plan = installed(model)
-        for net in (reference, model):
-            torch.manual_seed(5)
-            for dtype in (torch.bfloat16, None, torch.bfloat16):
-                args, kwargs = cell.arguments(4)
-                net.zero_grad()
-                with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                    loss = total(net(*args, **kwargs))
-                loss.backward()
-        same_state(reference, model)
-        assert len(plan.engines) == 2
+    cell = CELLS["attention dropout"]
+    torch.manual_seed(0)
+    reference = cell.make()
+    model = copy.deepcopy(reference)
+    plan = installed(model)
+    for net in (reference, model):
+        torch.manual_seed(5)
+        for dtype in (torch.bfloat16, None, torch.bfloat16):
+            args, kwargs = cell.arguments(4)
+            net.zero_grad()
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = total(net(*args, **kwargs))
+            loss.backward()
+    same_state(reference, model)
+    assert len(plan.engines) == 2
 
 
 def test_grad_scaler() -> None:

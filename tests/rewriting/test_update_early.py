@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from rewriting.cells import CELLS, Planned, same_state, total
 from torch import distributed, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_hooks
@@ -54,9 +55,11 @@ def batch(name: str = "batch norm") -> tuple[Any, Any]:
     return CELLS[name].arguments(4)
 
 
-@pytest.mark.parametrize("with_plan", [True, False])
+@pytest.mark.parametrize(
+    ("name", "with_plan"),
+    [("batch norm", True), ("weight tying", False), *slow(("batch norm", False), ("weight tying", True))],
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["batch norm", "weight tying"])
 def test_three_steps_with_a_schedule_are_those_of_the_ordinary_loop(name: str, optimizer: str, with_plan: bool) -> None:
     reference, model = pair(name)
     plan = planned(model) if with_plan else None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from torch.nn import functional
 
@@ -70,7 +71,7 @@ def cards_with_the_same(build: Callable[[], Step]) -> set[str]:
     return {card.name for card in catalogue() if sizes(build, card.name) == own} - {OWN}
 
 
-@pytest.mark.parametrize("build", [products, attention, reduction, convolution, recurrent, by_memory])
+@pytest.mark.parametrize("build", [attention, convolution, recurrent, by_memory, *slow(products, reduction)])
 def test_cards_are_alike_exactly_where_their_recordings_have_the_same_storages(build: Callable[[], Step]) -> None:
     assert set(memplan.record(build, device=OWN, cudnn=False).alike) == cards_with_the_same(build)
 

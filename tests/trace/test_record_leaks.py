@@ -41,7 +41,7 @@ def objects_more(call: Callable[[], Any], times: int) -> int:
 @pytest.mark.parametrize(
     ("call", "times"),
     [
-        pytest.param(lambda: memplan.record(build, device="cpu"), 40, id="record"),
+        pytest.param(lambda: memplan.record(build, device="cpu"), 20, id="record"),
         pytest.param(lambda: memplan.record(build, device="h100"), 20, id="on a card", marks=pytest.mark.slow),
         pytest.param(lambda: memplan.explain(build, device="cpu"), 20, id="explain", marks=pytest.mark.slow),
         pytest.param(lambda: memplan.measure(build), 20, id="measure", marks=pytest.mark.slow),

@@ -39,10 +39,11 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("way", "world"),
     [
-        ("fsdp", 2), ("tensor", 2), ("ddp", 2), ("two dimensions", 4), ("fsdp bf16", 4),
+        ("ddp", 2), ("two dimensions", 4), ("fsdp bf16", 4),
         ("fsdp from meta", 2), ("fsdp1", 4), ("fsdp1 kept, own parameters", 2), ("tensor loss", 2),
         ("ddp, states sharded", 4),
         *slow(
+            ("fsdp", 2), ("tensor", 2),
             ("fsdp", 4), ("fsdp kept", 2), ("fsdp bf16", 2), ("fsdp checkpointed", 2), ("hsdp", 4), ("tensor", 4),
             ("ddp views", 2), ("ddp static", 4), ("fsdp compiled", 2),
             ("fsdp1 kept", 2), ("fsdp1 copied", 2), ("fsdp1 bf16", 4), ("fsdp1 bf16, own parameters", 2),

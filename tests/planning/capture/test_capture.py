@@ -448,8 +448,15 @@ def recurrent() -> Case:
     return Calls(run, nn.LSTM(4, 8, 2, dropout=0.2, bidirectional=True), nn.GRU(16, 4)), (torch.randn(5, 3, 4),)
 
 
+KIN = (
+    *("transformer", "norms_in_half", "one_layer_three_times_in_half", "casts_of_the_users_own_in_half"),
+    *("no_cache_of_casts", "regions_within_one", "buffers_that_are_returned", "batches_of_one"),
+)
+"""Cases that another is like."""
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, as it compiles
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in KIN), *slow(*KIN)])
 def test_a_graph_computes_what_the_model_does(name: str) -> None:
     torch.manual_seed(0)
     _, differences = difference(*CASES[name]())

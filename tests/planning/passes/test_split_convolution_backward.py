@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from planning.agreement import difference
 from rewriting.cells import CHOICES
 from torch import Tensor, nn
@@ -241,7 +242,7 @@ def test_what_is_read_for_its_shape_does_not_keep_the_input(name: str, last: boo
     assert relu not in made.saved
 
 
-@pytest.mark.parametrize("choice", ["all kept", "all dropped"])
+@pytest.mark.parametrize("choice", ["all dropped", *slow("all kept")])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", MASKED)
 def test_what_stands_for_it_is_counted(name: str, last: bool, choice: str) -> None:

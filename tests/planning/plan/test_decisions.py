@@ -127,7 +127,7 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule]:
     return graph, schedule(graph, choices)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_each_value_that_is_there_in_the_backward_pass_is_decided_once_and_times_add_up(seed: int) -> None:
     graph, plan = drawn(seed)

@@ -16,7 +16,7 @@ from memplan.planning.schedule.to_trace import timeline_of
 from memplan.trace.records import Cause
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 1 << 30), st.booleans(), st.booleans())
 def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool, held: bool) -> None:
     graph, draw = random_graph(seed, 8, hooks=True), random.Random(seed)

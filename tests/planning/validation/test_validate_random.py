@@ -40,7 +40,7 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, OutsideMemory]:
     return graph, schedule(graph, choices), OutsideMemory(1000, 500, update_of, loss_bytes=draw.choice([0, 800]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_what_schedule_makes_is_right_and_its_bytes_are_counted_alike(seed: int) -> None:
     graph, plan, outside_memory = drawn(seed)
@@ -86,7 +86,7 @@ def mutant(graph: JointGraph, plan: Schedule, draw: random.Random) -> Schedule:
     return draw.choice(changes)()
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(0, 1 << 30))
 def test_what_the_validator_lets_pass_does_no_harm(seed: int, change: int) -> None:
     graph, plan, outside_memory = drawn(seed)

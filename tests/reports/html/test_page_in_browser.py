@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from environment import slow
 from reports.html.browser import DATA, Opened, needs_browser, started, written
 from reports.saved_results import EVIL, every, explanation, planned, sweep
 
@@ -215,7 +216,7 @@ def test_before_and_after_stand_on_one_axis(browser: Browser, tmp_path: Path) ->
     opened.context.close()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [390, *slow(1280)])
 def test_every_kind_fits_the_window_and_draws(browser: Browser, tmp_path: Path, width: int) -> None:
     results = every()
     opened = Opened(browser, written(tmp_path / "all.html", *results.values()), width, color_scheme="dark")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 
 import memplan
@@ -34,13 +35,15 @@ def narrow() -> nn.Module:
 
 
 CASES = [
-    (segmenter, (40, 40, 24), 16, 0.5, 1),
     (segmenter, (40, 40, 24), 16, 0.25, 4),
-    (segmenter, (64, 32, 32), 32, 0.25, 2),
     (segmenter, (20, 12, 20), 16, 0.25, 1),
     (coarse, (32, 32, 32), 16, 0.5, 2),
-    (narrow, (32, 32, 32), 16, 0.5, 2),
     (narrow, (32, 32, 32), 16, 0.5, 4),
+    *slow(
+        (segmenter, (40, 40, 24), 16, 0.5, 1),
+        (segmenter, (64, 32, 32), 32, 0.25, 2),
+        (narrow, (32, 32, 32), 16, 0.5, 2),
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 
 _spec = importlib.util.spec_from_file_location("measured", Path(__file__).with_name("test_table.py"))
 assert _spec is not None
@@ -29,7 +30,7 @@ def masked(kind: tuple[int, ...], batch: int, length: int) -> torch.Tensor | Non
 
 @pytest.mark.parametrize("sizes", ATTENTIONS)
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("norm_first", [True, *slow(False)])
 def test_encoder_layer(sizes: tuple[int, int, int, int], kind: tuple[int, ...], norm_first: bool) -> None:
     batch, length, width, hidden = sizes
     x = torch.randn(batch, length, width)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor
 from truth.cpu_allocator import measured_peak
 
@@ -61,7 +62,7 @@ def norm_step(shape: tuple[int, ...], dtype: torch.dtype, *, training: bool, aff
     return build
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_one_position_a_channel_is_normed_as_in_channels_last(training: bool, last: bool, dtype: torch.dtype) -> None:

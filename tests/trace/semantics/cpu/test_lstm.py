@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 
 from memplan.trace.semantics.cpu import lstm as recurrent
 
@@ -29,7 +30,8 @@ def lstm(steps: int, batch: int, inputs: int, hidden: int, reverse: bool) -> tup
 
 
 @pytest.mark.parametrize(
-    "sizes", [(50, 16, 64, 96), (100, 20, 300, 512), (64, 32, 256, 256), (20, 8, 100, 100), (10, 200, 64, 96)]
+    "sizes",
+    [(50, 16, 64, 96), (20, 8, 100, 100), (10, 200, 64, 96), *slow(((100, 20, 300, 512),), ((64, 32, 256, 256),))],
 )
 @pytest.mark.parametrize("reverse", [False, True])
 def test_lstm(sizes: tuple[int, int, int, int], reverse: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor
 from torch.nn import functional as F
 from truth.cpu_allocator import measured_peak
@@ -31,8 +32,8 @@ def peaks(build: Callable[[], Callable[[], None]]) -> tuple[int, int]:
 
 
 @pytest.mark.filterwarnings("ignore:reduction")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float64)])
+@pytest.mark.parametrize("reduction", ["mean", "none", *slow("sum")])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_takes_what_the_allocator_saw(name: str, reduction: str, dtype: torch.dtype) -> None:
     for shape in ((), (7,), (3, 100)):
