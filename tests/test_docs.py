@@ -28,8 +28,9 @@ def test_the_examples_of_fit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 PAGES = [DOCS / "check.md", *sorted((DOCS / "checks").glob("*.md"))]
 
 
-# one page shows what torch warns of
+# two pages show what torch warns of
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

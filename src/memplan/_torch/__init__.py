@@ -175,6 +175,12 @@ from memplan._torch.optimizers import (
     module_zeroing_seen,
     scaling_seen,
 )
+from memplan._torch.parallel_use import (
+    ChangedOutput,
+    DataParallelUse,
+    data_parallel_observed,
+    sharded_views_observed,
+)
 from memplan._torch.patches import (
     around_batches,
     around_started_threads,

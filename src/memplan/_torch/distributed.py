@@ -431,8 +431,24 @@ def _shapes_propagated_unseen() -> Iterator[None]:
         yield
 
 
+_reports: list[Callable[[Any], None]] = []
+_all_reduce: Any = dist.all_reduce if dist.is_available() else None  # not what replaces it for the user's calls
+
+
+@contextlib.contextmanager
+def reductions_reported(report: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``report`` with each bucket of gradients that `DistributedDataParallel` reduces in this context."""
+    _reports.append(report)
+    try:
+        yield
+    finally:
+        _reports.remove(report)
+
+
 def _reduced(_state, bucket):  # pyright: ignore  # torch reads annotations, and takes these words alone
-    dist.all_reduce(bucket.buffer())
+    for report in _reports:
+        report(bucket)
+    _all_reduce(bucket.buffer())
     future: Any = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memplan.checks import (
     accidental_broadcast,
     border_erosion,
+    changed_view,
     expanded_cast,
     frozen_float32,
     full_resolution,
@@ -18,11 +19,13 @@ from memplan.checks import (
     loss_memory,
     math_attention,
     promoted_stream,
+    reduced_twice,
     uneven_arithmetic,
     uneven_ranks,
     unread_gradients,
     unreduced_gradients,
     untrained_parameters,
+    unused_search,
     workspace_surprise,
 )
 from memplan.checks.finding import Check
@@ -39,6 +42,9 @@ _MODULES = (
     unread_gradients,
     unreduced_gradients,
     uneven_ranks,
+    changed_view,
+    reduced_twice,
+    unused_search,
     idle_checkpoint,
     in_place_clone,
     expanded_cast,
@@ -51,8 +57,7 @@ _MODULES = (
     full_resolution,
 )
 CHECKS: tuple[Check, ...] = tuple(Check(module.ID, module.TITLE, module.find) for module in _MODULES)
-COST_MORE_THAN_BYTES = frozenset(
-    module.ID for module in (border_erosion, uneven_arithmetic, untrained_parameters, accidental_broadcast)
-)
-"""Checks whose findings stay warnings at 0 bytes: they are about pixels, training or a wrong loss."""
+_COST_MORE = border_erosion, uneven_arithmetic, untrained_parameters, accidental_broadcast, changed_view, reduced_twice
+COST_MORE_THAN_BYTES = frozenset(module.ID for module in _COST_MORE)
+"""Checks whose findings stay warnings at 0 bytes: they are about pixels, training or a wrong loss or gradient."""
 IDS: tuple[str, ...] = tuple(check.id for check in CHECKS)

@@ -45,7 +45,7 @@ def _head(result: WatchedRanks) -> Iterator[Part]:
     for sentence in summary(result):
         yield Line(f"{sentence[:1].upper()}{sentence[1:]}.", "warning" if bad else "")
     if not result.measured:
-        yield "Not all ranks have measured peaks, so that the predicted ones of their last observed steps are compared."
+        yield "Peaks are those of the last observed steps, predicted from their ops."
 
 
 def _owners(row: WatchedRank, top: int) -> Table:

@@ -34,7 +34,7 @@ def trained(folder: Path, way: str, ranks: int = 2) -> str:
          str(folder), way],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode == 0) == (way in ("even", "kept")), done.stderr
+    assert (done.returncode == 0) == (way in ("even", "sharded", "kept")), done.stderr
     return done.stderr
 
 
@@ -43,11 +43,12 @@ def test_the_rank_that_keeps_a_tensor_is_named_with_its_line(tmp_path: Path, ran
     errors = trained(tmp_path, "kept", ranks)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank{rank}.json" for rank in range(ranks)]
     found = watched_ranks(tmp_path)
-    assert found.measured
     (odd,) = found.odd
     assert (odd.watch.rank, found.rows[0]) == (ranks - 1, odd)
-    # torch's own profiler measured both, within what gloo's threads hold at the peak
-    assert odd.beyond == pytest.approx(KEPT, rel=1e-3)
+    assert odd.beyond == KEPT
+    # as torch's own profiler measured both, within what gloo's threads hold at the peak
+    measured = [row.watch.peak or 0 for row in found.rows]
+    assert measured[0] - min(measured) == pytest.approx(KEPT, rel=1e-3)
     (line,) = [at for at, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "torch.zeros(KEPT" in text]
     where = f"tests/integrations/watching/watched_rank.py:{line}"
     assert (odd.owners[0].beyond, odd.owners[0].owner.where) == (KEPT, where)
@@ -55,8 +56,9 @@ def test_the_rank_that_keeps_a_tensor_is_named_with_its_line(tmp_path: Path, ran
     assert errors.count(f"memplan: {sentence}\n") == 1
 
 
-def test_equal_ranks_have_no_odd_one(tmp_path: Path) -> None:
-    errors = trained(tmp_path, "even")
+@pytest.mark.parametrize("way", ["even", "sharded"])
+def test_equal_ranks_have_no_odd_one(way: str, tmp_path: Path) -> None:
+    errors = trained(tmp_path, way)
     found = watched_ranks(tmp_path)
     assert (found.odd, found.ended_badly) == ((), ())
     assert [row.watch.steps for row in found.rows] == [6, 6]

@@ -1,7 +1,8 @@
 """A rank of a training that torchrun starts, watched: watched_rank.py FOLDER WAY
 
-The ways: "even"; "kept", where the last rank keeps 16 MiB; "killed", where the last rank ends in its sixth step as the
-kernel's out-of-memory killer ends it; "oom", where it asks for half a petabyte in its sixth step.
+The ways: "even"; "sharded", the same by `fully_shard`; "kept", where the last rank keeps 16 MiB; "killed", where the
+last rank ends in its sixth step as the kernel's out-of-memory killer ends it; "oom", where it asks for half a petabyte
+in its sixth step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
@@ -24,7 +26,12 @@ def main(folder: str, way: str, steps: int = 6) -> None:
     dist.init_process_group("gloo")
     last = dist.get_rank() == dist.get_world_size() - 1
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)))
+    net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
+    model: nn.Module = net
+    if way == "sharded":
+        fully_shard(net)
+    else:
+        model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters())
     kept = list[torch.Tensor]()
     with memplan.watch(model, optimizer, folder=folder, post_mortem=folder):

@@ -16,6 +16,7 @@ from memplan._text import counted
 from memplan.errors import InputError, TargetError
 from memplan.explanation.model import LABELS
 from memplan.simulation.odd_ranks import beyond_median, is_odd, median
+from memplan.trace.records import HOST
 
 State = Literal["running", "over", "out of memory", "failed"]
 """``running``: of a process that has ended, it was killed. ``failed``: the watch ended with another error."""
@@ -106,7 +107,7 @@ class WatchedRanks(Saved, Displayed):
 
     world: int
     measured: bool
-    """Whether the peaks are measured ones; else predicted from observed steps, as not all ranks have measured ones."""
+    """Whether the peaks are measured ones; else predicted from observed steps: on the CPU, or where a rank has none."""
     median: int
     rows: tuple[WatchedRank, ...]
     notes: tuple[str, ...] = ()
@@ -185,7 +186,9 @@ def _loaded(file: Path) -> RankWatch:
 
 def _side_by_side(found: dict[int, tuple[Path, RankWatch]], world: int) -> WatchedRanks:
     watches = [watch for _, watch in found.values()]
-    measured = all(watch.peak is not None for watch in watches)
+    # on the CPU torch's profiler misses what gloo's threads allocate and free: measured peaks of equal ranks differ
+    on_cpu = any(watch.device == HOST for watch in watches)
+    measured = all(watch.peak is not None for watch in watches) and not (on_cpu and any(w.predicted for w in watches))
     peaks = {watch.rank: (watch.peak if measured else watch.predicted) or 0 for watch in watches}
     known = [peak for peak in peaks.values() if peak]
     usual = median(known) if known else 0

@@ -1,0 +1,189 @@
+"""How a recorded step uses `DistributedDataParallel` and `fully_shard`.
+
+Seen in torch 2.13. Private names: ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState`` with
+``_register_pre_backward_hook``, ``_fsdp_param_groups`` and ``_modules``, and ``collect_grad_tensors`` beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memplan._torch.distributed import reductions_reported
+from memplan._torch.patches import patched
+
+
+@dataclass
+class DataParallelUse:
+    """How the steps used one `DistributedDataParallel`. Parameters are named by their ``id``."""
+
+    where: str | None
+    """Where it was made."""
+    searches: bool = False
+    """Whether it searches each pass for unused parameters (``find_unused_parameters=True``)."""
+    sizes: dict[int, int] = field(default_factory=dict[int, int])
+    """Bytes of each parameter that requires a gradient."""
+    used: list[set[int]] = field(default_factory=list[set[int]])
+    """The parameters that got a gradient after each forward pass."""
+    drew: bool = False
+    """Whether its module drew from Python's or NumPy's random stream, so that later passes may run another way."""
+    reductions: dict[int, int] = field(default_factory=dict[int, int])
+    """How often each gradient has been reduced since the last update, or since it was zeroed."""
+    updates: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
+    """``reductions`` before each update."""
+    by_hand: dict[str | None, set[int]] = field(default_factory=dict[str | None, set[int]])
+    """By line: parameters whose gradients were reduced there, after the module had reduced them."""
+
+
+@contextlib.contextmanager
+def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[DataParallelUse]]:
+    """Yield a list that gets each `DistributedDataParallel` that is made in this context. ``locate`` returns the user's
+    line."""
+    uses: list[DataParallelUse] = []
+    of_module: dict[int, DataParallelUse] = {}
+    parameters: dict[int, torch.Tensor] = {}
+    gradients: dict[int, Any] = {}
+    """Weak reference to the gradient that was last reduced, by parameter: another one has been zeroed in between."""
+    begin, forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
+    all_reduce, zero, zero_of_module = dist.all_reduce, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+
+    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        use = DataParallelUse(locate(), bool(self.find_unused_parameters) and not self.static_graph)
+        uses.append(use)
+        of_module[id(self)] = use
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameters[id(parameter)] = parameter
+                use.sizes[id(parameter)] = parameter.numel() * parameter.element_size()
+                parameter.register_hook(partial(_note_gradient, use, id(parameter)))
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        use = of_module.get(id(self))
+        if use is None:
+            return forward(self, *args, **kwargs)
+        if torch.is_grad_enabled() and (not use.used or use.used[-1]):
+            use.used.append(set())
+        before = _random_states()
+        result = forward(self, *args, **kwargs)
+        use.drew |= before != _random_states()
+        return result
+
+    def reduced(bucket: Any) -> None:
+        for parameter in bucket.parameters():
+            key = id(parameter)
+            for use in (use for use in uses if key in use.sizes):
+                last = gradients.get(key)
+                anew = last is None or last() is not parameter.grad
+                use.reductions[key] = 1 if anew else use.reductions.get(key, 0) + 1
+            gradients[key] = None if parameter.grad is None else weakref.ref(parameter.grad)
+
+    def reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if group is None or dist.get_process_group_ranks(group) == list(range(dist.get_world_size())):
+            for use in uses:
+                keys = {key for key in use.sizes if _is_gradient_of(tensor, parameters[key])}
+                if keys and all(use.reductions.get(key) for key in keys):
+                    use.by_hand.setdefault(locate(), set()).update(keys)
+        return all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+    def forget(zeroed: Callable[[Any], Any]) -> Callable[..., Any]:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for parameter in zeroed(self):
+                for use in uses:
+                    use.reductions.pop(id(parameter), None)
+            return (zero if zeroed is _of_optimizer else zero_of_module)(self, *args, **kwargs)
+
+        return zero_grad
+
+    def updating(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        keys = {id(parameter) for parameter in _of_optimizer(optimizer)}
+        for use in uses:
+            counts = {key: use.reductions.pop(key) for key in keys & use.reductions.keys()}
+            if counts:
+                use.updates.append(counts)
+
+    handle = register_optimizer_step_pre_hook(updating)
+    try:
+        with (
+            patched(DistributedDataParallel, __init__=begun, forward=run),
+            patched(dist, all_reduce=reduce),
+            patched(torch.optim.Optimizer, zero_grad=forget(_of_optimizer)),
+            patched(nn.Module, zero_grad=forget(nn.Module.parameters)),
+            reductions_reported(reduced),
+        ):
+            yield uses
+    finally:
+        handle.remove()
+
+
+def _note_gradient(use: DataParallelUse, key: int, gradient: torch.Tensor) -> None:
+    if use.used:
+        use.used[-1].add(key)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_gradient_of(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and (
+        tensor is gradient
+        or (tensor.untyped_storage()._cdata == gradient.untyped_storage()._cdata
+            and tensor.storage_offset() == gradient.storage_offset() and tensor.numel() == gradient.numel())
+    )  # fmt: skip
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    state = () if numpy is None else numpy.random.get_state(legacy=False)
+    return random.getstate(), () if not state else (state["state"]["pos"], bytes(state["state"]["key"]))
+
+
+@dataclass
+class ChangedOutput:
+    """A view that a module wrapped by `fully_shard` returned, whose weights were freed after its forward pass."""
+
+    modules: tuple[nn.Module, ...]
+    tensor: torch.Tensor
+    made_by: Any
+    """Its ``grad_fn`` when it was returned."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether an op has changed the tensor in place: only then its ``grad_fn`` is another."""
+        return self.tensor.grad_fn is not self.made_by
+
+
+@contextlib.contextmanager
+def sharded_views_observed() -> Iterator[list[ChangedOutput]]:
+    """Yield a list that gets the views that modules wrapped by `fully_shard` return. It keeps them alive."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+    found: list[ChangedOutput] = []
+    register = _fsdp_state.FSDPState._register_pre_backward_hook
+    tensors_of: Any = vars(_fsdp_state)["collect_grad_tensors"]
+
+    def noted(self: Any, output: Any) -> Any:
+        if torch.is_grad_enabled() and any(group.is_sharded for group in self._fsdp_param_groups):
+            found.extend(
+                ChangedOutput(tuple(self._modules), tensor, tensor.grad_fn)
+                for tensor in tensors_of(output)
+                if tensor._base is not None
+            )
+        return register(self, output)
+
+    with patched(_fsdp_state.FSDPState, _register_pre_backward_hook=noted):
+        yield found

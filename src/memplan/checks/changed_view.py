@@ -1,0 +1,48 @@
+"""Check: an in-place op on a view that a module wrapped by `fully_shard` returned, which drops the module's hook."""
+
+from __future__ import annotations
+
+from memplan import _torch
+from memplan.checks.finding import Finding, Subject
+from memplan.trace.records import Op
+from memplan.trace.trace import Trace
+
+ID = "changed-view"
+TITLE = "A view that a sharded module returned is changed in place: its backward pass finds no weights"
+
+
+def find(subject: Subject) -> list[Finding]:
+    """Return at most one finding, about modules whose returned views are changed in place, if their weights are freed
+    after the forward pass (reshard_after_forward)."""
+    remaker = subject.remaker
+    if remaker is None or not any(op.name.startswith("fsdp.") for op in subject.trace.ops):
+        return []
+    with _torch.sharded_views_observed() as views:
+        trace = remaker.record()
+    changed = {id(module): module for view in views if view.is_changed for module in view.modules[:1]}
+    if not isinstance(trace, Trace) or not changed:
+        return []
+    op = _changing_op(subject.trace)
+    kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in changed.values()})
+    message = (
+        f"{len(changed)} modules wrapped by fully_shard ({', '.join(kinds)}) return a view that an op changes in "
+        "place: autograd then drops the hook that gathers their weights for the backward pass, which fails "
+        "(setStorage: ... out of bounds for storage of size 0) or gives wrong gradients"
+    )
+    advice = "Write y = y + x instead of y += x, or let the module return y.clone()"
+    details = {"modules": len(changed), "classes": kinds}
+    layer, where = ("", None) if op is None else (op.layer, op.where)
+    return [Finding(ID, "warning", layer, where, 0, message, (advice,), details)]
+
+
+def _changing_op(trace: Trace) -> Op | None:
+    """Return the first op of a forward pass that changes in place what a module within its own computed."""
+    roots = {"", *(layer.kind for layer in trace.layers)}  # a root is named by its class
+    for op in trace.ops:
+        in_place = op.phase == "forward" and op.name.split(".")[1].endswith("_")
+        for number in op.writes if in_place else ():
+            creator = trace.storages[number].op
+            inner = "" if creator is None else trace.ops[creator].layer
+            if inner not in roots and (op.layer in roots or inner.startswith(f"{op.layer}.")):
+                return op
+    return None

@@ -1,0 +1,22 @@
+"""What the steps of a subject do with `DistributedDataParallel`, for the checks that look at it."""
+
+from __future__ import annotations
+
+from memplan import _torch
+from memplan.checks.finding import Subject
+from memplan.trace.recording.place import format_frame, user_frame
+from memplan.trace.trace import Trace
+
+
+def observed(subject: Subject) -> list[_torch.DataParallelUse]:
+    """Record the step again and return how it uses each `DistributedDataParallel`; [] if it has none.
+
+    A step without ranks that reduce in their backward passes is not recorded again.
+    """
+    remaker = subject.remaker
+    reduces = any(op.phase == "backward" and "allreduce" in op.name for op in subject.trace.ops)
+    if remaker is None or not subject.trace.groups or not reduces:
+        return []
+    with _torch.data_parallel_observed(lambda: format_frame(user_frame())) as uses:
+        trace = remaker.record()
+    return uses if isinstance(trace, Trace) else []
