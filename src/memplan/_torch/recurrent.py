@@ -1,8 +1,11 @@
-"""Replace the functions that nn.LSTM and nn.GRU call. Seen in torch 2.11 and 2.13: ``torch._VF.lstm`` and ``gru``."""
+"""Replace the functions that nn.LSTM, nn.GRU and nn.RNN call.
+
+Seen in torch 2.11 and 2.13: ``torch._VF.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,13 +14,13 @@ import torch
 from memplan._torch.patches import patched
 
 
-def recurrent_replaced(lstm: Callable[..., Any], gru: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Within this context nn.LSTM and nn.GRU call these functions for padded inputs.
+def recurrent_replaced(functions: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
+    """Within this context recurrent layers call the function of their kind for padded inputs.
 
     Each takes the arguments of torch's, and returns NotImplemented to call that.
     """
     vf: Any = torch._VF
-    return patched(vf, lstm=_or(lstm, vf.lstm), gru=_or(gru, vf.gru))
+    return patched(vf, **{name: _or(function, getattr(vf, name)) for name, function in functions.items()})
 
 
 def _or(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_st
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
-from memplan.exporting.lowering.unrolled_recurrence import unrolled_gru, unrolled_lstm
+from memplan.exporting.lowering.recurrent_layers import recurrent_functions
 from memplan.exporting.optimizer_rules import Gradients, update_rules
 from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
@@ -248,7 +248,7 @@ def _captured(request: Request) -> tuple[CapturedStep, CapturedStep]:
     """Capture the step, and its forward pass in evaluation mode: without the loss, where the model itself returns it,
     or where it cannot be computed of what the model returns then."""
     whole = device_step(request)
-    with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(unrolled_lstm, unrolled_gru):
+    with sdpa_kernel(SDPBackend.MATH), recurrent_replaced(recurrent_functions()):
         step = capture_step(whole, request.call)
         with _evaluating(request.model):
             if whole.has_loss:

@@ -27,6 +27,7 @@ from memplan.exporting.lowering.device_graph import (
     words,
 )
 from memplan.exporting.lowering.late_ops import with_delayed_ops, with_early_writes
+from memplan.exporting.lowering.recurrent_layers import BACKWARD, FORWARD
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs, refs
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
@@ -99,6 +100,9 @@ def work(graph: JointGraph, op: GraphOp) -> int:
         return moved + elements * math.prod(graph.values[op.args[1].value].shape[1:])
     if op.target == conv.WEIGHT_GRADIENT:
         return moved + elements * math.prod(graph.values[op.args[0].value].shape[2:])
+    if op.target in FORWARD or op.target in BACKWARD:
+        weight = op.args[1 if op.target in FORWARD else 3]
+        return moved + elements * graph.values[weight.value].shape[1]
     if op.target in ("aten.mm.default", "aten.addmm.default", "aten.bmm.default"):
         return moved + elements * graph.values[op.args[-1].value].shape[-2]
     return moved
@@ -170,7 +174,7 @@ def without_dead(graph: JointGraph) -> JointGraph:
     return rebuild.finished()
 
 
-_ALL_RESULTS = (norm.BATCH_SUMS, norm.BATCH_STATISTICS, norm.ROW_SUMS, norm.ROW_STATISTICS)
+_ALL_RESULTS = (norm.BATCH_SUMS, norm.BATCH_STATISTICS, norm.ROW_SUMS, norm.ROW_STATISTICS, *FORWARD, *BACKWARD)
 """Ops whose kernels write all of their results, whether they are read or not."""
 
 
@@ -394,6 +398,24 @@ def _flags(low: Lowering, op: GraphOp) -> None:
     _elementwise(low, replace(op, target=f"aten.logical_{name}.default"))
 
 
+def _recurrent(low: Lowering, op: GraphOp) -> None:
+    """Add a recurrent layer, or its gradient, whose first result can overwrite the gates. Its kernel writes all
+    results."""
+    args = tuple(low.dense(op, arg) if isinstance(arg, Ref) else arg for arg in op.args)
+    gates = low.values[args[0].value]
+    if op.target in FORWARD:
+        steps, state = gates.shape[0], low.shape(args[4])
+        shapes = [gates.shape, (steps + 1, *state), (steps + (FORWARD[op.target] == "lstm"), *state)]
+    else:
+        steps, *state = low.shape(args[4])
+        shapes = [gates.shape, tuple(state), tuple(state) if BACKWARD[op.target] == "lstm" else (steps, *state)]
+    outputs = [
+        low.buffer(gates.name, gates, shape) if output is None else output
+        for output, shape in zip(op.outputs, shapes, strict=False)
+    ]
+    low.call(op, op.target, args, outputs, overwrites=low.overwritable(outputs[0], args[0]))
+
+
 def _row_extreme(low: Lowering, op: GraphOp) -> None:
     """Add the largest elements along a dimension; their indices are floats, as all computed integers are."""
     for number in op.outputs:
@@ -406,6 +428,7 @@ RULES: Mapping[str, Rule] = {
     "aten.bitwise_and.Tensor": _flags,
     "aten.bitwise_or.Tensor": _flags,
     "aten.bitwise_not.default": _flags,
+    **dict.fromkeys((*FORWARD, *BACKWARD), _recurrent),
     "aten.max.dim": _row_extreme,
     "aten.min.dim": _row_extreme,
     "aten.convolution.default": conv.convolution,

@@ -10,6 +10,7 @@ from typing import Any
 from memplan.exporting.kernels.call_writer import CallWriter, merged_loops
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.kernels.product_calls import PRODUCTS, Emit, gradient_kernel
+from memplan.exporting.kernels.recurrent_calls import RECURRENT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
 from memplan.exporting.lowering.byte_inputs import NORMALIZE
@@ -582,6 +583,7 @@ CALLS: Mapping[str, Emit] = {
     "aten.flip.default": _flip,
     INSERT: _insert,
     WRITE: _write_output,
+    **RECURRENT,
     NORMALIZE: _normalize,
 }
 """For each op, the function that writes its call."""

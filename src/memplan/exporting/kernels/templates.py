@@ -31,6 +31,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "batch_norm_statistics": ("sum_of", "moment"),
     "batch_norm_sums": ("sum_of", "moment"),
     "channel_sum": ("sum_of",),
+    "recurrent": ("dot", "axpy"),
+    **{f"{kind}{way}": ("recurrent",) for kind in ("lstm", "gru", "rnn") for way in ("", "_backward")},
     "clip_norm": ("dot",),
     "row_norm_statistics": ("sum_of", "moment"),
 }

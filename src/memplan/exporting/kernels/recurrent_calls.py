@@ -1,0 +1,39 @@
+"""The C calls of recurrent layers."""
+
+from __future__ import annotations
+
+from memplan.exporting.kernels.call_writer import CallWriter
+from memplan.exporting.kernels.product_calls import Emit
+from memplan.exporting.lowering.recurrent_layers import BACKWARD, FORWARD
+from memplan.planning.graph.joint_graph import GraphOp, Ref
+
+_MACROS = {
+    "rnn_tanh": {"ACTIVATED(a)": "tanhf(a)", "SLOPE(y)": "(1 - (y) * (y))"},
+    "rnn_relu": {"ACTIVATED(a)": "((a) > 0 ? (a) : 0)", "SLOPE(y)": "(float)((y) > 0)"},
+}
+
+
+def _kernel(w: CallWriter, kind: str, suffix: str = "") -> str:
+    """Add the kernel of a kind of layer; return its name."""
+    if kind in _MACROS:
+        return w.instance(f"rnn{suffix}", f"{kind}{suffix}", _MACROS[kind])
+    w.element_function("sigmoid")
+    return w.kernel(f"{kind}{suffix}")
+
+
+def _forward(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of one direction of a layer."""
+    sizes = (w.shape(op.args[0])[0], *w.shape(op.args[4]))
+    results = [Ref(output) for output in op.outputs if output is not None]
+    return [w.call(_kernel(w, FORWARD[op.target]), *results, *op.args, *sizes)]
+
+
+def _backward(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of its gradient, with what that of the kind reads."""
+    kind, (act, states, kept, weight, g, g_cells, backwards) = BACKWARD[op.target], op.args
+    read = {"lstm": (act, kept, weight, g, g_cells), "gru": (act, states, kept, weight, g)}.get(kind, (act, weight, g))
+    results = [Ref(output) for output in op.outputs if output is not None]
+    return [w.call(_kernel(w, kind, "_backward"), *results, *read, backwards, *w.shape(g))]
+
+
+RECURRENT: dict[str, Emit] = {**dict.fromkeys(FORWARD, _forward), **dict.fromkeys(BACKWARD, _backward)}
