@@ -9,8 +9,8 @@ rest on values first. A family is a function of a table, or one that is called b
 that does nothing. A step is recorded once with all families, which shows those that it comes to, then without all of
 them that no earlier step needed; where that moves a peak, without halves of them, until the one is found. So the
 largest change is over the steps that came before the family was found to be needed; with ``--all``, over all steps.
-`moves` counts a peak, allocated or reserved, of the run or of a step, that changes by 0.1 %; `decides` that low and high
-are equal with the family alone. What cannot be recorded without a family counts as a change of 100 %.
+`moves` counts a peak, allocated or reserved, of the run or of a step, that changes by 0.1 %; `decides` that low and
+high are equal with the family alone. What cannot be recorded without a family counts as a change of 100 %.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ SECONDS = 400
 CUDA, CPU, RECORDING = "trace.semantics.cuda", "trace.semantics.cpu", "trace.recording"
 OLDER_CARD = ("attention", "autocast", "multihead", "gpt2", "bf16", "lstm", "channels_last", "layer_norm")
 """Steps with these in their names are recorded for a T4, too, where other kernels run."""
-ALIKE = frozenset(
-    (*(f"optimizer_{name}" for name in ("sgd", "sgd_foreach", "adam", "adam_foreach", "adamw", "rmsprop")),)
-    + ("resnet50", "llama_gradient_checkpointing", "resnet18_inference", "frozen_first_layers", "zero_grad_after_step")
-    + ("gradient_clipping", "loss_logging", "checkpoint_reentrant", "unet3d", "moving_average", "weight_tying")
-)
+ALIKE = {
+    "optimizer_sgd", "optimizer_sgd_foreach", "optimizer_adam", "optimizer_adam_foreach", "optimizer_adamw",
+    "optimizer_rmsprop", "resnet50", "llama_gradient_checkpointing", "resnet18_inference", "frozen_first_layers",
+    "zero_grad_after_step", "weight_tying", "gradient_clipping", "loss_logging", "checkpoint_reentrant", "unet3d",
+    "moving_average",
+}  # fmt: skip
 """Steps of golden files that run on the card what others do: recorded on the CPU alone."""
 Row = dict[str, Any]
 
@@ -69,7 +70,6 @@ CALLS: dict[str, Any] = {
     f"{CUDA}.table:_Kernels._transfer_copy": lambda *_: [],
     f"{CUDA}.table:_Kernels._is_product_loop": lambda *_: False,
     f"{CUDA}.autocast:Autocast._is_cacheable": staticmethod(lambda *_: False),
-    f"{CUDA}.attention_kernels:flash_splits": lambda *_: 1,
     f"{CUDA}.composites:_flattened": lambda *_: True,
     f"{RECORDING}.engine_forms:EngineForms.writes_fresh_zeros": lambda *_: False,
     f"{RECORDING}.engine_forms:EngineForms.in_place_variant": lambda *_: None,
@@ -307,6 +307,12 @@ def _send(connection: Any, case: tuple[str, str, str], needed: set[str]) -> None
         connection.send({"error": f"{type(error).__name__}: {str(error)[:200]}"})
 
 
+def _smallest() -> Callable[[], None]:
+    import torch
+
+    return lambda: torch.ones(8, requires_grad=True).sum().backward()
+
+
 def run(wanted: Sequence[tuple[str, str, str]], *, every: bool) -> list[Row]:
     """Record each step in a process of its own, a fork of this one."""
     import torch
@@ -317,8 +323,7 @@ def run(wanted: Sequence[tuple[str, str, str]], *, every: bool) -> list[Row]:
     torch.set_num_threads(1)
     families()
     for device in ("cpu", "h100"):  # imports all that a recording needs, once for all forks
-        step = lambda: torch.ones(8, requires_grad=True).sum().backward()  # noqa: E731
-        memplan.simulate(memplan.record(lambda: step, device=device))
+        memplan.simulate(memplan.record(_smallest, device=device))
     context, needed, rows = multiprocessing.get_context("fork"), set[str](), list[Row]()
     for case in wanted:
         here, there = context.Pipe(duplex=False)

@@ -16,7 +16,7 @@ from memplan._text import counted, format_seconds
 from memplan.checks.finding import Findings
 from memplan.cudnn.answer_cache import Kept
 from memplan.devices.model import Device
-from memplan.errors import BudgetError, InputError, MemplanError
+from memplan.errors import BudgetError, InputError
 from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import LABELS, Explanation, verdict_sentence
@@ -627,6 +627,4 @@ def read_results(path: str) -> tuple[Result, ...]:
             f"{path} is no text", expected="JSON that memplan wrote; a snapshot is shown by memplan replay --html",
             do="Choose another file",
         ) from None  # fmt: skip
-    except MemplanError:
-        raise
-    return tuple(dataclasses.replace(result, source=path) for result in results)
+    return tuple(replace(result, source=path) for result in results)

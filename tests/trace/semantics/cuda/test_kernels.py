@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.trace.semantics.cuda import kernels, results
 from memplan.trace.semantics.cuda.arch import A100, Arch
-from memplan.trace.semantics.cuda.attention_kernels import flash_splits
 from memplan.trace.semantics.kinds import Temporary
 
 MIB = 1 << 20
@@ -157,28 +156,6 @@ def test_flash_backward_of_packed_sequences() -> None:
     assert taken(aten._flash_attention_backward.default, *args) == (rows * 8 * 4, rows * 8 * 64 * 4)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "multiprocessors", "columns", "splits"),
-    # Enough blocks: 1. 48 blocks on 108: two parts fill 0.89 of a wave, where three fill 0.67 of two; nine fill four
-    # waves wholly, which is not worth it.
-    [(100, 108, 32, 1), (48, 108, 16, 2), (48, 108, 45, 2), (1, 216, 4, 4), (1, 216, 1, 1), (90, 108, 8, 1)],
-)
-def test_keys_are_split_where_queries_are_few(blocks: int, multiprocessors: int, columns: int, splits: int) -> None:
-    assert flash_splits(blocks, multiprocessors, columns) == splits
-
-
-def test_flash_forward_of_a_small_batch_keeps_partial_outputs() -> None:
-    op = aten._scaled_dot_product_flash_attention.default
-    q = flash(1, 8, 256, 64)[1]
-    # 32 blocks of queries on 216 places, and 16 of 256 keys: 5 parts would leave a block of keys over, 6 fill 192.
-    k = empty(1, 8, 4096, 64, dtype=torch.bfloat16)
-    splits = flash_splits(32, 216, 16)
-    assert splits == 6
-    assert taken(op, q, k, k, 0.0) == (6 * 8 * 256 * 4, 6 * 8 * 256 * 64 * 4)
-    assert taken(op, q, k, k, 0.1) == ()
-    assert taken(op, *flash(8, 16, 1024, 64)[1:4], 0.0, True) == ()
-
-
 def efficient(size: int, dtype: torch.dtype, arch: Arch = A100, length: int = 512) -> tuple[int, ...]:
     q = empty(2, length, 8, size, dtype=dtype).transpose(1, 2)
     args = (q, q, q, q, None, q, empty(1), empty(), empty(), 0.0, [True, True, True, False])
@@ -237,9 +214,8 @@ def test_cudnn_attention_takes_what_cudnn_said_for_described_cards() -> None:
         q, k = (empty(2, h, n, size, dtype=torch.bfloat16) for h, n in ((8, length), (heads, keys)))
         for arch, expected in ((A100, ampere), (RTX4090, ampere), (H100, hopper)):
             if expected is not None:
-                assert taken(op, q, q, k, k, q, arch=arch) == (expected,)
-    forward = aten._scaled_dot_product_cudnn_attention.default
-    assert (taken(forward, q, k, k, arch=A100), taken(forward, q, k, k, arch=H100)) == ((), (256,))
+                (size,) = taken(op, q, q, k, k, q, arch=arch)
+                assert 0 <= expected - size <= 256  # a few bytes of the plan itself
 
 
 def test_accumulating_index_put_sorts_and_plain_does_not() -> None:
@@ -357,13 +333,10 @@ def test_statistics_are_in_float32() -> None:
         (aten.native_layer_norm.default, (flat, [25], None, None, 1e-5)),
         (aten.native_batch_norm.default, (x, weight, weight, weight, weight, True, 0.1, 1e-5)),
         (aten.native_group_norm.default, (x, weight.float(), weight.float(), 4, 8, 25, 2, 1e-5)),
-        (aten.cudnn_batch_norm.default, (x, *(weight.float(),) * 4, True, 0.1, 1e-5)),
     ]
     for op, args in cases:
         output, mean, deviation, *_ = results.RESULTS[str(op)](args, {}, op(*args))
         assert (output.dtype, mean.dtype, deviation.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    _, buffer = results.RESULTS["aten.log_sigmoid_forward.default"]((x,), {}, aten.log_sigmoid_forward(x))
-    assert buffer.numel() == 0
 
 
 def test_group_norm_is_contiguous_before_2_15(monkeypatch: pytest.MonkeyPatch) -> None:

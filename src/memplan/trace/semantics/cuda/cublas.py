@@ -193,16 +193,9 @@ def product(*positions: int) -> Formula:
     return formula
 
 
-def matrix_by_vector(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """``mv`` and ``addmv``: copies of a matrix that cuBLAS cannot read in place, and of a vector with stride 0."""
-    matrix, vector = args[-2:] if isinstance(args[-1], torch.Tensor) else args[1:3]
-    return nonzero(_matrix_copy(matrix), bytes_of(vector) if vector.stride(0) == 0 and vector.numel() > 1 else 0)
-
-
 FORMULAS: dict[str, Formula] = {
     "aten.mm.default": product(0, 1),
     "aten.bmm.default": product(0, 1),
     **{f"aten.{name}.default": product(1, 2) for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")},
-    **{f"aten.{name}.default": matrix_by_vector for name in ("mv", "addmv", "addmv_")},
 }
 """Overload name -> bytes of each copy of an operand."""
