@@ -356,3 +356,16 @@ def test_a_single_crop_of_the_input_is_lost() -> None:
         return step
 
     assert [f.details["lost"] for f in memplan.check(build, device="cpu") if f.id == ID] == [[(4, 4), (0, 4)]]
+
+
+def test_inference_is_offered_as_a_way_that_keeps_the_border() -> None:
+    """The call that the advice names, for a network that loses its border: the same outputs, in parts."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 5), nn.ReLU(), nn.Conv2d(8, 1, 5)).eval()
+    image = torch.randn(1, 1, 96, 96)
+    (finding,) = [one for one in memplan.check(model, image, train=False) if one.id == "border-erosion"]
+    assert "memplan.fit(model.eval(), image, budget=..., train=False)" in finding.advice[-1]
+    with torch.no_grad():
+        whole = model(image)
+        fitted = memplan.fit(model, image, budget="50%", train=False)
+        assert fitted.changed
+        torch.testing.assert_close(model(image), whole, rtol=1e-5, atol=1e-5)

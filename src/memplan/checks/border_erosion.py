@@ -208,7 +208,8 @@ def _saved(cost: Costs) -> str:
 
 
 def _advice(sides: list[Sides], cost: Costs) -> list[str]:
-    """Return the three ways to keep the border: padding inside of the model, a mirrored input, overlapping tiles."""
+    """Return the ways to keep the border: padding inside of the model, a mirrored input, overlapping tiles, and what
+    cuts these for inference."""
     inside = f"pad inside of the model (--fix prints the change, where it can): {cost.sentence}"
     pads = cost.details.get("mirror_pad") or [[math.ceil(a), math.ceil(b)] for a, b in sides]
     mirror = f"or mirror-pad the input once, by {_widths(pads)}: the interior does not change"
@@ -216,7 +217,8 @@ def _advice(sides: list[Sides], cost: Costs) -> list[str]:
         mirror += f"; the peak is {format_bytes(cost.mirrored)} then"
     most = math.ceil(max(side for pair in sides for side in pair))
     tile = f"or cut tiles that overlap by {most} pixels on each side, and say so: --context {most}"
-    return [inside, mirror, tile]
+    inference = "or let memplan.fit(model.eval(), image, budget=..., train=False) cut them, for inference"
+    return [inside, mirror, tile, inference]
 
 
 def _sides(sides: list[Sides]) -> str:

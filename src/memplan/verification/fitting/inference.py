@@ -20,7 +20,7 @@ from memplan.planning.tiles.program import NotTileable
 from memplan.simulation.simulate import simulate
 from memplan.trace.record import record
 from memplan.trace.spec import Spec, as_spec
-from memplan.trace.step import StepOptions, build_of
+from memplan.trace.step import StepOptions, build_of, copy_module
 from memplan.verification.measurement.peak_and_time import measure_step, storage_bytes
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -156,22 +156,39 @@ def _parts(model: nn.Module, crops: Crops, budget: int, before: int) -> tuple[li
         windows = {count: crops.cuts(at, count) for count in COUNTS if count <= size // stride}
         read = {n: [crops.along(at, window)[0] for window in along] for n, along in windows.items()}
         stripes.append({count: [high - low for low, high in along] for count, along in read.items()})
-    options, least = list[tuple[int, tuple[int, ...]]](), before
+    sized = list[tuple[int, int, tuple[int, ...]]]()
     for counts in product(*stripes):
         lengths = [stripes[at][count] for at, count in enumerate(counts)]
         largest = prod(crops.input_shape[:2]) * prod(map(max, lengths))
-        expected = weights + whole + result + int(per_element * largest)
-        least = min(least, expected)
-        if expected <= 1.2 * budget:
-            options.append((prod(map(sum, lengths)), counts))
-    for _, counts in sorted(options):
+        sized.append((prod(map(sum, lengths)), weights + whole + result + int(per_element * largest), counts))
+    smallest = min(sized, key=lambda option: option[1])
+    least = before
+    for _, expected, counts in (*sorted(sized), smallest):
+        if expected > 1.2 * budget and counts != smallest[2]:
+            continue
         parts = crops.grid(counts)
-        predicted = whole + result + _peak(model, max(map(crops.shape, parts), key=prod), crops.dtype)
+        predicted = _peak_in_parts(model, crops, parts)
         least = min(least, predicted)
         if predicted <= budget:
             return parts, predicted
     raise _no_budget(budget, least, f"Give {format_bytes(least)} ({least} bytes): input and result alone take "
                      f"{format_bytes(whole + result)}")  # fmt: skip
+
+
+def _peak_in_parts(model: nn.Module, crops: Crops, parts: list[Crop]) -> int:
+    """Return the predicted peak of inference in parts, in bytes: of one part of each shape."""
+    kinds = list({crops.shape(part): part for part in parts}.values())
+
+    def build() -> Callable[[], object]:
+        copy, input = copy_module(model), torch.empty(crops.input_shape, dtype=crops.dtype)
+
+        def step() -> None:
+            with torch.no_grad():
+                crops.run(input, kinds, copy.forward)
+
+        return step
+
+    return simulate(record(build, steps=1)).peak_allocated
 
 
 def _growth(run: Callable[[], object]) -> int:
