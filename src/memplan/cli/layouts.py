@@ -8,7 +8,7 @@ import click
 
 from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import StepArguments, Whole, json_option, step_options, subject_of
+from memplan.cli.options import StepArguments, Whole, result_options, step_options, subject_of
 from memplan.cli.progress import line
 from memplan.cli.sweep import describe_first_point
 from memplan.errors import InputError
@@ -39,9 +39,9 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
     "--link", type=click.FloatRange(min=0, min_open=True), metavar="GB/S",
     help="Of a card to other machines, instead of the catalogue's.",
 )  # fmt: skip
-@json_option("everything")
+@result_options("everything")
 def command(
-    world: int, micro_batch: str, per_node: int, link: float | None, json_file: str | None, **values: Any
+    world: int, micro_batch: str, per_node: int, link: float | None, results: ResultFiles, **values: Any
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.reports.layouts import report
@@ -49,7 +49,6 @@ def command(
     from memplan.studies.layouts.layouts import find_layouts
     from memplan.trace.recording.session import choose_target
 
-    results = ResultFiles(json_file, None).checked()
     sizes = [whole_number(part.strip()) for part in micro_batch.split(",")]
     if any(size is None or size < 1 for size in sizes):
         raise InputError(f"--micro-batch {micro_batch!r}", expected="whole numbers from 1: 1,2,4", do="Write them so")

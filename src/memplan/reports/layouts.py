@@ -46,7 +46,7 @@ def _answer(result: Layouts) -> Iterator[Part]:
         yield f"No layout fits {format_bytes(result.capacity)}: the smallest needs {format_bytes(least)} a rank."
         return
     yield (
-        f"The fastest that fits: {best.layout.title}, micro-batches of {best.layout.micro_batch}; a rank needs "
+        f"The fastest that fits: {fastest(best)}; a rank needs "
         f"{format_bytes(best.needs)} of {format_bytes(result.capacity)}, and a step takes at least "
         f"{format_seconds(best.seconds)}."
     )
@@ -55,6 +55,11 @@ def _answer(result: Layouts) -> Iterator[Part]:
             f"It was recorded whole; of the others few of the {result.blocks} equal blocks, and their bytes are "
             "extrapolated."
         )
+
+
+def fastest(row: LayoutBytes) -> str:
+    """Return the name of a layout with its micro-batch."""
+    return f"{row.layout.title}, micro-batches of {row.layout.micro_batch}"
 
 
 def _reasons(rows: tuple[LayoutBytes, ...]) -> Iterator[Part]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.cli import main
-from memplan.errors import InputError, StepError, TargetError
+from memplan.errors import FormatError, InputError, StepError, TargetError
+from memplan.reports.html.saved_results import results_of
 from memplan.studies.layouts.layout import layouts_of
 from memplan.studies.layouts.layouts import LayoutBytes
 
@@ -218,12 +221,32 @@ def test_errors_of_the_target_are_said_as_its_own(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_command_prints_the_fastest_that_fits() -> None:
+def test_the_command_prints_the_fastest_that_fits(tmp_path: Path) -> None:
     line = ["layouts", "examples/gpt2.py:make", "--arg", "layers=2", "--arg", "width=64", "--world", "2"]
     done = CliRunner().invoke(
         main, [*line, "--input", "1x64:int64<50257", "--device", "rtx4090", "--optimizer", "adamw"]
     )
     assert done.exit_code == 0, done.output
     assert "The fastest that fits: " in done.output
+    pytest.importorskip("plotly")
+    files = ["--json", str(tmp_path / "all.json"), "--html", str(tmp_path / "all.html")]
+    again = CliRunner().invoke(
+        main, [*line, "--input", "1x64:int64<50257", "--device", "rtx4090", "--optimizer", "adamw", *files]
+    )
+    assert again.stdout == done.stdout
+    saved = memplan.Layouts.load(tmp_path / "all.json")
+    plain = json.loads((tmp_path / "all.json").read_text())
+    assert [row["title"] for row in plain["rows"]] == [row.layout.title for row in saved.rows]
+    assert saved.to_json() == (tmp_path / "all.json").read_text()
+    (page,) = results_of(saved.to_json(), "all.json")
+    assert saved.best is not None
+    assert page.verdict.startswith(f"The fastest that fits: {saved.best.layout.title}, ")
+    points = page.charts[0].data["points"]
+    assert [point["peak"] for point in points] == [row["needs"] for row in plain["rows"] if row["needs"]]
+    assert page.verdict.removeprefix("The fastest that fits: ") in (tmp_path / "all.html").read_text()
+    with pytest.raises(FormatError, match=r"rows\[0\] is no mapping"):
+        memplan.Layouts.from_dict(plain | {"rows": [1]})
+    with pytest.raises(FormatError, match="lacks 'shards'"):
+        memplan.Layouts.from_dict(plain | {"rows": [{"replicas": 1}]})
     assert CliRunner().invoke(main, [*line, "--micro-batch", "0", "--device", "h100"]).exit_code == 2
     assert CliRunner().invoke(main, [*line, "--device", "cpu"]).exit_code == 2

@@ -16,6 +16,7 @@ from memplan.reports.frontier import Frontier
 from memplan.reports.html.fields import Fields
 from memplan.reports.html.palette import IN_USE, LOOKS
 from memplan.studies.comparisons.comparison import Comparison
+from memplan.studies.layouts.layouts import Layouts
 from memplan.studies.sweeps.fits import shown
 from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import Sweep
@@ -202,6 +203,23 @@ def of_frontier(frontier: Frontier, peers: Sequence[Fields], plan: Plan | None) 
             points.append({"peak": row.get("peak", int), "seconds": added, "group": "measured", "text": name})
     budget = None if plan is None else plan.budget
     return Chart("frontier", "Peak against time", {"points": points, "base": base, "budget": budget})
+
+
+def of_layouts(result: Layouts) -> Chart:
+    """Chart layouts by what a rank needs and by the least time of a step."""
+    points = [
+        {
+            "peak": row.needs,
+            "seconds": row.seconds,
+            "group": "fits" if row.fits else "does not fit",
+            "text": f"{row.layout.title}, micro-batches of {row.layout.micro_batch}",
+        }
+        for row in result.rows
+        if row.needs
+    ]
+    axes = ["a rank needs", "seconds of a step, at least"]
+    data = {"points": points, "base": 0, "budget": result.capacity, "axes": axes}
+    return Chart("frontier", "Memory against time", data)
 
 
 def of_sweep(sweep: Sweep) -> Chart:

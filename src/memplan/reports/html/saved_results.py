@@ -30,6 +30,7 @@ from memplan.reports import (
     explain,
     fit,
     guard,
+    layouts,
     on_cards,
     quantize,
     rank_snapshots,
@@ -62,6 +63,7 @@ from memplan.studies.capacity.on_cards import OnCards
 from memplan.studies.comparisons.comparison import Comparison, change_text
 from memplan.studies.comparisons.measured import Beside, Peak
 from memplan.studies.guarding.outcome import Outcome
+from memplan.studies.layouts.layouts import Layouts
 from memplan.studies.quantization.quantized import Quantized
 from memplan.studies.roles.roles import Roles
 from memplan.studies.sweeps.points import KNOWN
@@ -355,6 +357,15 @@ def _on_cards(plain: Any, source: str) -> Result:
     return Result("cards", text.heading, verdict, "good" if fitting else "bad", text)
 
 
+def _layouts(plain: Any, source: str) -> Result:
+    """Return the page content of layouts: the fastest that fits, and bytes against time."""
+    result = Layouts.from_dict(plain, source)
+    text, best = layouts.report(result), result.best
+    verdict = "No layout fits." if best is None else f"The fastest that fits: {layouts.fastest(best)}."
+    drawn = (charts.of_layouts(result),)
+    return Result("layouts", text.heading, verdict, "bad" if best is None else "good", text, drawn)
+
+
 def _trials(data: Fields, axis: str) -> list[Part]:
     """Return a table of all values tried, and a remark if the answer reserved more than the limit."""
     rows, limit, answer = _tried(data), data.maybe("limit", int), data.maybe("value", int)
@@ -558,6 +569,7 @@ READERS: Mapping[str, Reader] = {
     "memplan.fit_script": _by_fields(_script_fit),
     "memplan.largest": _by_fields(_largest),
     "memplan.on_cards": _on_cards,
+    "memplan.layouts": _layouts,
     "memplan.compare": _compare,
     "memplan.guard": _guard,
     "memplan.quantized": _quantized,

@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan._display import Displayed
-from memplan._json import Written, named
+from memplan._json import Saved, Unreadable, named
 from memplan.devices.interconnects import between_machines, within_machine
 from memplan.devices.model import Device
 from memplan.errors import InputError, MemplanError, StepError, TargetError
@@ -29,6 +29,10 @@ from memplan.trace.step import StepOptions
 _FEW = 3, 5
 """Numbers of blocks that are recorded of a module with more than six. From three on, each sharded block adds as many
 bytes, as the next one's weights are gathered while one runs; two more, as blocks of two kinds may alternate."""
+
+
+_OF_LAYOUT = ("replicas", "shards", "micro_batch", "reshard", "checkpoint")
+_OF_ROW = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "reason")
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,11 @@ class LayoutBytes:
 
 
 @dataclass(frozen=True, repr=False)
-class Layouts(Written, Displayed):
+class Layouts(Saved, Displayed):
     """The layouts of a module, those that fit first, the fastest of them first."""
 
     FORMAT: ClassVar[str] = "memplan.layouts"
+    AGAIN: ClassVar[str] = "Compare the layouts again"
 
     title: str
     device: str
@@ -90,10 +95,18 @@ class Layouts(Written, Displayed):
     def _plain(self) -> dict[str, Any]:
         """See `Written`: each row has the fields of its layout beside its own."""
         own = ("title", "device", "world", "per_node", "capacity", "blocks", "links", "notes")
-        of_layout = ("title", "replicas", "shards", "micro_batch", "reshard", "checkpoint")
-        of_row = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "rate", "reason")
-        rows = [named(row.layout, *of_layout) | named(row, *of_row) for row in self.rows]
+        rows = [named(row.layout, "title", *_OF_LAYOUT) | named(row, *_OF_ROW, "rate") for row in self.rows]
         return named(self, *own) | {"rows": rows}
+
+    @classmethod
+    def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        rows: list[Any] = []
+        for number, row in enumerate(plain.get("rows") or ()):
+            if not isinstance(row, dict):
+                raise Unreadable("is no mapping").within(f"it.rows[{number}]")
+            own = {name: row[name] for name in _OF_ROW if name in row}
+            rows.append({"layout": {name: row[name] for name in _OF_LAYOUT if name in row}, **own})
+        return {**plain, "rows": rows}
 
 
 @public

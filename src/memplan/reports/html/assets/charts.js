@@ -337,10 +337,10 @@
   };
 
   draw.frontier = (figure, plot, data) => {
-    const groups = [["planned", "circle", look.weight.colour], ["planned, lossy", "diamond", look.temporary.colour], ["without a plan", "square", "#8c8c8c"], ["this plan", "star", look.saved.colour], ["measured", "triangle-up", look.optimizer_state.colour]];
+    const groups = [["planned", "circle", look.weight.colour], ["planned, lossy", "diamond", look.temporary.colour], ["without a plan", "square", "#8c8c8c"], ["this plan", "star", look.saved.colour], ["measured", "triangle-up", look.optimizer_state.colour], ["fits", "circle", look.weight.colour], ["does not fit", "x", "#8c8c8c"]];
     const traces = groups.map(([name, symbol, colour_]) => {
       const points = data.points.filter((one) => one.group === name);
-      return { x: points.map((one) => one.peak), y: points.map((one) => one.seconds), mode: name === "planned" ? "lines+markers" : "markers", name, meta: name, marker: { symbol, size: 11, color: colour_ }, line: { color: colour_, shape: "hv" }, text: points.map((one) => `${safe(one.text)}<br>${bytes(one.peak)}, ${seconds(one.seconds)} added`), hovertemplate: "%{text}<extra></extra>" };
+      return { x: points.map((one) => one.peak), y: points.map((one) => one.seconds), mode: name === "planned" ? "lines+markers" : "markers", name, meta: name, marker: { symbol, size: 11, color: colour_ }, line: { color: colour_, shape: "hv" }, text: points.map((one) => `${safe(one.text)}<br>${bytes(one.peak)}, ${seconds(one.seconds)}${data.axes ? "" : " added"}`), hovertemplate: "%{text}<extra></extra>" };
     }).filter((trace) => trace.x.length);
     const all = data.points.map((one) => one.peak);
     const [least, most] = [Math.min(...all), Math.max(...all)];
@@ -350,7 +350,7 @@
     const high = Math.max(...heights) || 1;
     const low = Math.min(...heights, 0);
     const shapes = data.budget ? [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: data.budget, x1: data.budget, line: { dash: "dash", color: colour("bad") } }] : [];
-    Plotly.newPlot(plot, traces, layout({ hovermode: "closest", xaxis: { ...axis, title: { text: "peak" } }, yaxis: { title: { text: `seconds added${data.base ? ` to a step of ${seconds(data.base)}` : ""}` }, range: [low - 0.08 * (high - low), high + 0.08 * (high - low)] }, shapes, showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" } }), config);
+    Plotly.newPlot(plot, traces, layout({ hovermode: "closest", xaxis: { ...axis, title: { text: data.axes?.[0] ?? "peak" } }, yaxis: { title: { text: data.axes?.[1] ?? `seconds added${data.base ? ` to a step of ${seconds(data.base)}` : ""}` }, range: [low - 0.08 * (high - low), high + 0.08 * (high - low)] }, shapes, showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" } }), config);
   };
 
   // Pictures are drawn when they come near the window, and all of them before the page is printed
