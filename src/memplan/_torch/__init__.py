@@ -13,6 +13,7 @@ from memplan._torch.contexts import (
     without_anomaly_checks,
 )
 from memplan._torch.cuda import (
+    accelerator_is_cuda,
     checkpoints_for_cuda,
     clear_cublas_workspaces,
     copied,

@@ -143,6 +143,11 @@ def raw_streams_of_cuda() -> contextlib.AbstractContextManager[None]:
     return patched(torch._C, _cuda_getCurrentRawStream=lambda device: 0, _host_emptyCache=lambda: None)
 
 
+def accelerator_is_cuda() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which CUDA is the accelerator, as `fully_shard` asks ``torch._C`` for its default mesh."""
+    return patched(torch._C, _get_accelerator=lambda check=None: torch.device("cuda"))
+
+
 def clear_cublas_workspaces() -> None:
     """Give cuBLAS's workspaces back to the allocator; the next product allocates new ones."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -455,9 +455,11 @@ class _Recording(ObservedRun):
         notes += tuple(self._running.notes)
         other_kernels = tuple(other.name for other in catalogue() if other.architecture in self._other_kernels)
         queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
+        # what follows the last step (a trainer that ends empties the cache) is not recorded
+        calls = () if self._card is None else (call for call in self._card.calls if call.tick <= self._parts.end)
         trace = trace_of(
             self._parts, origin="recorded", device=self._target.name, notes=notes,
-            assumptions=self._scalars.assumed.rows(), calls=tuple(self._card.calls) if self._card is not None else (),
+            assumptions=self._scalars.assumed.rows(), calls=tuple(calls),
             other_kernels=other_kernels, alike=() if queries else self._alike(other_kernels),
             collected=tuple(self.collected), loaders=self._loading.rows(), host=self._loading.host(),
         )  # fmt: skip

@@ -174,6 +174,7 @@ def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]
         generators = (torch.default_generator,) * torch.cuda.device_count()
         stack.enter_context(_torch.patched(torch.cuda, default_generators=generators))
         stack.enter_context(_torch.raw_streams_of_cuda())
+        stack.enter_context(_torch.accelerator_is_cuda())
         stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
         stack.enter_context(_buckets_on_card(card))
         if torch.version.cuda is None:
