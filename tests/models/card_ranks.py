@@ -47,6 +47,14 @@ def sharded() -> Any:
     return model
 
 
+def sharded_from_the_host() -> Any:
+    """Without a mesh: `fully_shard` takes that of all cards, and moves the weights to its own."""
+    model = Transformer()
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    return model
+
+
 @contextlib.contextmanager
 def in_context(rotation: str, backend: str, tensors: list[torch.Tensor]) -> Iterator[None]:
     """Shard sequences, and rotate keys and values between ranks."""
@@ -65,6 +73,7 @@ def in_context(rotation: str, backend: str, tensors: list[torch.Tensor]) -> Iter
 WAYS: dict[str, Callable[[], Any]] = {
     "ddp": replicated,
     "fsdp": sharded,
+    "fsdp from the host": sharded_from_the_host,
     "fsdp1": lambda: flat("FULL_SHARD"),
     "fsdp1 kept, own parameters": lambda: flat("SHARD_GRAD_OP", own=True),
     "context": lambda: Transformer().cuda().bfloat16(),

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 @pytest.mark.parametrize(
     ("way", "world", "options"),
     [
-        ("ddp", 2, ()), ("fsdp1", 2, ()), ("context", 2, ("allgather", "FLASH_ATTENTION")),
+        ("ddp", 2, ()), ("fsdp from the host", 2, ()), ("fsdp1", 2, ()),
+        ("context", 2, ("allgather", "FLASH_ATTENTION")),
         *slow(
             ("fsdp", 2, ()), ("fsdp1 kept, own parameters", 2, ()), ("context", 4, ("alltoall", "FLASH_ATTENTION")),
             ("context", 2, ("allgather", "EFFICIENT_ATTENTION")), ("context", 2, ("alltoall", "CUDNN_ATTENTION")),

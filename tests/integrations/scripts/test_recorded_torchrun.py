@@ -65,6 +65,25 @@ def test_a_rank_is_what_it_is_with_real_tensors(
     assert f"rank {rank} of {world}" in str(recorded.trace.notes)
 
 
+@pytest.mark.parametrize(
+    ("name", "plain", "library"),
+    [("accelerated_fsdp", "plain_fsdp", "accelerate"), ("lightning_fsdp", "plain_fsdp1", "lightning")],
+)
+def test_what_a_library_shards_is_what_torch_does(
+    name: str, plain: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They shard on cards alone. In torch's own words such steps are those of dry runs (test_record_ranks_on_card)."""
+    pytest.importorskip(library)
+    for script in RANKS.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    own, torchs = (
+        memplan.simulate(run_script(Request(Command(f"{script}.py"), device="h100", world=4)).trace)
+        for script in (name, plain)
+    )
+    assert own.steps[-1].peak_allocated == pytest.approx(torchs.steps[-1].peak_allocated, rel=0.001)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain_ddp", "ddp_accumulate", "accelerated_ranks"])
 def test_a_rank_is_what_it_is_among_real_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
