@@ -224,7 +224,7 @@ def _copy_of(model: Any) -> Any:
     Anything but a module or a callable that returns one is returned as it is: the request refuses it.
 
     Raises:
-        InputError: a parameter or buffer is not in float32, or not finite.
+        InputError: a parameter or buffer is not in float32, or not finite; a batch norm has no momentum.
     """
     module = model if isinstance(model, nn.Module) else model() if callable(model) else model
     if not isinstance(module, nn.Module):
@@ -242,6 +242,13 @@ def _copy_of(model: Any) -> Any:
                 f"{path} has elements that are not finite", expected="weights that can be trained", do="Mend them"
             )
         tensor.data = tensor.data.contiguous()
+    for path, layer in copied.named_modules():
+        statistics = getattr(layer, "track_running_stats", False) and layer.training
+        if statistics and getattr(layer, "momentum", 0.0) is None:
+            raise InputError(
+                f"{path}: momentum=None", expected="running statistics with a momentum: a mean over all batches needs "
+                "their number in each step", do="Give such as momentum=0.1, or put the layer into evaluation mode",
+            )  # fmt: skip
     return copied
 
 
