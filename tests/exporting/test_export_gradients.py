@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from truth.c_program import array, floats_of, printed_by
 
 import memplan
-from memplan.errors import UsageError
+from memplan.errors import InputError, UsageError
 from memplan.exporting.exported import Exported
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -111,6 +111,23 @@ def test_gradients_that_are_added_up_take_a_float_for_each_weight(tmp_path: Path
     assert added.smallest_budget <= added.ram
     exported(tmp_path / "c", budget=added.smallest_budget, accumulate=8, verify=False)
     assert exported(tmp_path / "d", clip_value=1.0, verify=False).state == plain.state
+
+
+@needs_compiler
+def test_groups_may_be_of_the_model_itself(tmp_path: Path) -> None:
+    model, step = network(), {"targets": "1:int64<3", "loss": F.cross_entropy, "name": "net"}
+    convolution, head = model[0].parameters(), list(model[3].parameters())
+    optimizer = lambda _: torch.optim.AdamW([{"params": convolution, "lr": 0.02}, {"params": head}])  # noqa: E731
+    done = memplan.export(model, "1x2x6x6", optimizer=optimizer, folder=tmp_path / "a", **step)
+    assert done.verdict.proven
+    assert "float rates[2];" in (tmp_path / "a" / "net.h").read_text()
+    of_head = lambda _: torch.optim.SGD(head, lr=0.1)  # noqa: E731
+    done = memplan.export(model, "1x2x6x6", optimizer=of_head, folder=tmp_path / "b", **step)
+    assert done.verdict.proven
+    assert done.trained == 3 * 144 + 3, "the head alone: other weights are frozen"
+    foreign = lambda _: torch.optim.SGD(network().parameters(), lr=0.1)  # noqa: E731
+    with pytest.raises(InputError, match="none of the model's parameters"):
+        memplan.export(model, "1x2x6x6", optimizer=foreign, folder=tmp_path / "c", **step)
 
 
 @needs_compiler

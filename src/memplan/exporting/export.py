@@ -160,7 +160,8 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
                 f"budget={options.budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
             )
         request = replace(request, step=DeviceStep.of(request.step, options.normalization))
-        plan, choice = _planned(request, identifier, optimizer_of(step.optimizer), options)
+        original = model if isinstance(model, nn.Module) else copied
+        plan, choice = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
         recorded = run_reference_steps(request, plan.layout, STEPS)
@@ -176,10 +177,10 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
 
 
 def _planned(
-    request: Request, name: str, optimizer: Any, options: _Options
+    request: Request, original: nn.Module, name: str, optimizer: Any, options: _Options
 ) -> tuple[DevicePlan, UpdateChoice | None]:  # fmt: skip
     """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
-    rules = update_rules(optimizer, request.model, options.gradients)
+    rules = update_rules(optimizer, request.model, original, options.gradients)
     _train_only(request.model, rules.group_of)
     if options.batches is None:
         return planned_step(name, request, *_captured(request), rules, options.stored), None
@@ -187,7 +188,7 @@ def _planned(
     ram = cache(lambda: ram_of_updates(_captured(request)[0], rules, options.stored))
     choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
     _train_only(request.model, [candidate.path for candidate in choice.trained])
-    rules = update_rules(optimizer, request.model, options.gradients)
+    rules = update_rules(optimizer, request.model, original, options.gradients)
     return planned_step(name, request, *_captured(request), rules, options.stored), choice
 
 
@@ -223,7 +224,7 @@ def _copy_of(model: Any) -> Any:
     Anything but a module or a callable that returns one is returned as it is: the request refuses it.
 
     Raises:
-        InputError: a parameter or buffer is not in float32, or not finite.
+        InputError: a parameter or buffer is not in float32, or not finite; a batch norm has no momentum.
     """
     module = model if isinstance(model, nn.Module) else model() if callable(model) else model
     if not isinstance(module, nn.Module):
@@ -241,6 +242,13 @@ def _copy_of(model: Any) -> Any:
                 f"{path} has elements that are not finite", expected="weights that can be trained", do="Mend them"
             )
         tensor.data = tensor.data.contiguous()
+    for path, layer in copied.named_modules():
+        statistics = getattr(layer, "track_running_stats", False) and layer.training
+        if statistics and getattr(layer, "momentum", 0.0) is None:
+            raise InputError(
+                f"{path}: momentum=None", expected="running statistics with a momentum: a mean over all batches needs "
+                "their number in each step", do="Give such as momentum=0.1, or put the layer into evaluation mode",
+            )  # fmt: skip
     return copied
 
 

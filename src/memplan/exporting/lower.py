@@ -16,6 +16,7 @@ from memplan.exporting.lowering import norm_splitting as norm
 from memplan.exporting.lowering.byte_inputs import BYTES, normalization, with_direct_reads
 from memplan.exporting.lowering.decomposing import decomposed
 from memplan.exporting.lowering.device_graph import (
+    ALIASES,
     COPY,
     FILL,
     WRITE,
@@ -189,7 +190,7 @@ def _lower(low: Lowering, op: GraphOp) -> None:
         low.call(op, FILL, (value,), (output_of(op),))
     elif low.fold(op) or normalization(low, op):
         pass
-    elif op.is_view:
+    elif op.is_view or op.target in ALIASES:
         low.view(op)
     elif _counts_batches(low, op):
         del low.mutations[next(target for target, source in low.mutations.items() if source == op.outputs[0])]
@@ -239,7 +240,7 @@ def _same_op(low: Lowering, op: GraphOp) -> None:
         output = op.outputs[0]
         overwrites = low.overwritable(output, *(args[position] for position in _OVERWRITABLE.get(op.target, ())))
         low.change(output, stride=conv.contiguous(low.values[output].shape))
-    low.call(op, op.target, args, op.outputs, kwargs=op.kwargs, overwrites=overwrites, random=op.random)
+    low.call(op, op.target, args, op.outputs, kwargs=op.kwargs, overwrites=overwrites, random=op.random, once=op.once)
 
 
 _STRIDED = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.sum.dim_IntList", "aten.mean.dim",

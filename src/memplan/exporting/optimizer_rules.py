@@ -80,7 +80,9 @@ class UpdateRule:
 class UpdateRules:
     """The parameter groups of an optimizer."""
 
-    name: str
+    kind: Callable[..., torch.optim.Optimizer]
+    options: tuple[Mapping[str, Any], ...]
+    """Options of each group in PyTorch, without the parameters."""
     groups: tuple[UpdateRule, ...]
     group_of: Mapping[str, int]
     """Index of each parameter's group, by the parameter's name in the model."""
@@ -108,15 +110,25 @@ class UpdateRules:
         """Number of counters and factors in the state: rate, step and random number, and what the options add."""
         return 3 + self.corrections + self.rates + self.gradients.kept
 
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of a copy of the model in PyTorch."""
+        named = dict(model.named_parameters())
+        groups = [
+            {**options, "params": [named[name] for name, at in self.group_of.items() if at == group]}
+            for group, options in enumerate(self.options)
+        ]
+        return self.kind([group for group in groups if group["params"]])
+
 
 def update_rules(
-    optimizer: Callable[[Any], Any], model: nn.Module, gradients: Gradients | None = None
+    optimizer: Callable[[Any], Any], model: nn.Module, original: nn.Module, gradients: Gradients | None = None
 ) -> UpdateRules:  # fmt: skip
     """Read the update rules from an optimizer for those of the model's parameters that require a gradient.
 
     Args:
         optimizer: a callable of the parameters that returns an optimizer.
         model: the model to train.
+        original: the model that it is a copy of, whose parameters the optimizer may have been given instead.
         gradients: what happens to them before an update; None: nothing.
 
     Raises:
@@ -137,7 +149,8 @@ def update_rules(
             expected="SGD (with momentum or not), Adam, AdamW or RMSprop",
             do="Choose one of these for the device",
         )
-    names = {id(parameter): name for name, parameter in named.items()}
+    named_in_both = [(name, parameter) for one in (original, model) for name, parameter in one.named_parameters()]
+    names = {id(parameter): name for name, parameter in named_in_both if name in named}
     gradients = gradients or Gradients()
     groups, group_of = list[UpdateRule](), dict[str, int]()
     several = len(instance.param_groups) > 1
@@ -155,7 +168,13 @@ def update_rules(
         "maxima": any(group.get("amsgrad") for group in instance.param_groups),
     }
     arrays = tuple(name for name, is_used in used.items() if is_used)
-    return UpdateRules(type(instance).__name__, tuple(groups), group_of, arrays, gradients)
+    if not group_of:
+        raise InputError(
+            "The optimizer has none of the model's parameters", expected="those that `optimizer` is called with, or "
+            "those of the model itself", do="Pass such as lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+        )  # fmt: skip
+    options = tuple({key: value for key, value in group.items() if key != "params"} for group in instance.param_groups)
+    return UpdateRules(type(instance), options, tuple(groups), group_of, arrays, gradients)
 
 
 def _sgd(group: Mapping[str, Any]) -> UpdateRule:

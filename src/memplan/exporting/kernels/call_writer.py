@@ -122,23 +122,30 @@ class CallWriter:
             raise refusal(op, " with these arguments")
         form, operands, numbers = match
         output = Ref(output_of(op))
-        self.element_function(form.function)
-        names = "pqrs"[: len(numbers)]
-        letters = "abc"[: len(operands)]
-        defines = {
-            f"RESULT({', '.join(letters)})": f"{form.function}({', '.join((*letters, *names))})",
-            "PARAMETERS": "".join(f", float {name}" for name in names),
-        }
         result, *_ = values = [self.value(ref) for ref in (output, *operands)]
         pointers = [self.pointer(ref) for ref in (output, *operands)]
         same_layout = all(value.shape == result.shape and value.stride == result.stride for value in values)
-        count = len(operands)
         if (same_layout and is_dense(result)) or all(math.prod(value.shape) == 1 for value in values):
-            name = self.instance(f"elementwise{count}", f"each_{form.function}", defines)
+            name = self._each("elementwise", form.function, len(operands), len(numbers))
             return self.call(name, *pointers, math.prod(result.shape), *numbers)
-        name = self.instance(f"strided{count}", f"strided_{form.function}", defines)
+        name = self._each("strided", form.function, len(operands), len(numbers))
         strides = [_broadcast_strides(value, result.shape) for value in values]
         return self._strided_call(name, result.shape, strides, pointers, numbers)
+
+    def _each(self, source: str, function: str, operands: int, numbers: int) -> str:
+        """Add the kernel that calls the C function of one element for all; return its name."""
+        self.element_function(function)
+        letters, names, strided = "abc"[:operands], "pqrs"[:numbers], source == "strided"
+        elements = [f"row_{letter}[l * s->{letter}[3]]" if strided else f"{letter}[i]" for letter in letters]
+        defines = {
+            "OPERANDS": ", ".join(f"const float *{letter}" for letter in letters),
+            "PARAMETERS": "".join(f", float {name}" for name in names),
+            "VALUE": f"{function}({', '.join((*elements, *names))})",
+        }
+        if strided:
+            defines["ROW(x)"] = "i * s->x[0] + j * s->x[1] + k * s->x[2]"
+            defines["ROWS"] = " ".join(f"const float *row_{letter} = {letter} + ROW({letter});" for letter in letters)
+        return self.instance(source, f"{'strided' if strided else 'each'}_{function}", defines)
 
     def element_function(self, function: str) -> None:
         """Add the C function that computes one element, after those that it calls."""
@@ -168,8 +175,7 @@ class CallWriter:
 
         The copy has the shape and strides of `like`.
         """
-        self.element_function("copy")
-        name = self.instance("strided1", "strided_copy", {"RESULT(a)": "copy(a)", "PARAMETERS": ""})
+        name = self._each("strided", "copy", 1, 0)
         return self._strided_call(
             name, like.shape, (like.stride, strides), (f"{to} + {start}" if start else to, source)
         )

@@ -34,7 +34,7 @@ def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str]
         RecordingError: one of its calls cannot be lowered.
     """
     operands = list(dict.fromkeys(refs((op.args, op.kwargs))))
-    if not op.target.startswith("aten.") or op.random or op.once:
+    if not op.target.startswith("aten.") or op.random or (op.once and not op.makes):
         return False
     found = decompositions.decomposition(
         overload(op.target),
@@ -94,14 +94,12 @@ def _add(low: Lowering, op: GraphOp, call: decompositions.CoreCall, number_of: d
         low.dtypes[number] = dtype
     outputs = tuple(None if node is None else number_of[node] for node in call.outputs)
     makes = () if call.is_view else tuple(number for number in outputs if number is not None)
-    lower(
-        low,
-        replace(
-            op, target=call.target, args=tuple(args), kwargs=dict(kwargs), outputs=outputs, makes=makes,
-            multiple=call.multiple, reads=tuple(low.values[v].base for v in reads), discarded=0, scratch=0,
-            overwrites=(), cheaper_recompute=None,
-        ),
+    part = replace(
+        op, target=call.target, args=tuple(args), kwargs=dict(kwargs), outputs=outputs, makes=makes,
+        once=op.once and not call.is_view, multiple=call.multiple, reads=tuple(low.values[v].base for v in reads),
+        discarded=0, scratch=0, overwrites=(), cheaper_recompute=None,
     )  # fmt: skip
+    lower(low, part)
 
 
 def _same(low: Lowering, op: GraphOp, number: int, as_: int) -> None:

@@ -34,6 +34,25 @@ ZEROS = ("aten.new_zeros.default", "aten.zeros_like.default", "aten.new_ones.def
 """Ops that fill a tensor like another, of which they read the shape alone."""
 
 
+WAYS: Mapping[str, str] = {
+    "rrelu_with_noise_functional": "Use nn.LeakyReLU with the mean of both slopes",
+    "avg_pool3d": "Use nn.GroupNorm in place of nn.LocalResponseNorm, and planes in place of volumes",
+    "max_pool3d_with_indices": "Use planes: nn.MaxPool2d",
+    "_embedding_bag": "Use nn.Embedding, and the mean or sum of its rows",
+    "multi_margin_loss_backward": "Use F.cross_entropy",
+    "multilabel_margin_loss_forward": "Use F.multilabel_soft_margin_loss",
+    "exponential": "Draw the noise before the step, and pass it as an input",
+    "im2col": "Use nn.Conv2d: it multiplies the same windows by its weight",
+    "sort": "Use amax or amin, or leave it on the host",
+    "topk": "Use amax for the largest, or leave it on the host",
+    "_fft_r2c": "Multiply by a buffer of cosines and one of sines, or compute the spectrum before the step",
+    "grid_sampler_2d": "Use F.interpolate, or resample the data before the step",
+    "upsample_bicubic2d": "Use mode='bilinear'",
+    "_cdist_forward": "Use the squares of differences: (a[:, None] - b).square().sum(-1)",
+}
+"""By op without a kernel: what to write in its place."""
+
+
 @dataclass(frozen=True)
 class DeviceGraph:
     """A joint graph for a device, and where its values lie."""
@@ -71,7 +90,7 @@ def refusal(op: GraphOp, why: str, near: str = "") -> RecordingError:
     return RecordingError(
         f"{short(op.target)}{why}",
         expected="operations that memplan has C kernels for" + (f" (near: {near})" if near else ""),
-        do="Write this part with other operations, or leave it on the host",
+        do=WAYS.get(short(op.target), "Write this part with other operations, or leave it on the host"),
         layer=op.layer or None,
         where=op.where,
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from memplan.exporting.lowering.device_graph import Lowering, output_of
+from memplan.exporting.lowering.device_graph import Lowering, output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 
 BATCH_STATISTICS = "memplan.batch_norm_statistics.default"
@@ -40,6 +40,8 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
     output = output_of(op)
     like, channels = low.values[output], low.values[x.value].shape[1]
     mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
+    if any(source is not None and source not in low.mutations.values() for source in op.outputs[3:]):
+        raise refusal(op, " whose running statistics are no buffers", near="track_running_stats=False")
     for target, source in list(low.mutations.items()):
         if source in op.outputs[3:]:
             del low.mutations[target]

@@ -85,12 +85,19 @@ def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.cat(parts, dim)
 
 
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    pairs = [size for pair in zip(repeats, shape, strict=True) for size in pair]
+    apart = x.reshape([size for one in shape for size in (1, one)]).expand(pairs)
+    return apart.clone(memory_format=torch.contiguous_format).view([r * s for r, s in zip(repeats, shape, strict=True)])
+
+
 def own_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Return functions of the ops' arguments that call other ops, by op."""
     functions: dict[str, Callable[..., Any]] = {
         "var.correction": _var, "std.correction": _std, "logsumexp.default": _logsumexp, "roll.default": _roll,
         "copy.default": _copy, "slice_scatter.default": _slice_scatter, "mv.default": _mv,
         "_trilinear.default": _trilinear, "_weight_norm_interface_backward.default": _weight_norm_backward,
-        "cumsum.default": _cumsum,
+        "cumsum.default": _cumsum, "repeat.default": _repeat,
     }  # fmt: skip
     return {overload(f"aten.{name}"): function for name, function in functions.items()}

@@ -93,9 +93,7 @@ def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
 
 def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, seed: int = 0) -> _Run:
     """Run training steps of a copy of the model; a seed other than 0 changes the weights a little."""
-    step, optimizer_of = WithOutputs(copy.deepcopy(device_step(request))), request.settings.optimizer
-    assert optimizer_of is not None, "an export has one"
-    step.to(dtype)
+    step = WithOutputs(copy.deepcopy(device_step(request))).to(dtype)
     model = step.model
     if seed:
         generator = torch.Generator().manual_seed(seed)
@@ -103,8 +101,8 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
             for weight in model.parameters():
                 noise = 2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype) - 1
                 weight.mul_(1 + FEW_ROUNDINGS * noise)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, gradients = optimizer_of(trained), layout.rules.gradients
+    optimizer, gradients = layout.rules.optimizer(model), layout.rules.gradients
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     inputs = [tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
     losses, random, rolled = list[float](), _DeviceRandom(), inputs
     outputs: Any = []

@@ -1,0 +1,101 @@
+"""What cannot be exported: the op and its layer are named, and what is said to write instead is proven."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan.errors import InputError, RecordingError
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def planes(part: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), part, nn.Flatten(), nn.LazyLinear(3))
+    model(torch.zeros(2, 2, 6, 6))
+    return model
+
+
+def exported(model: nn.Module, folder: Path, input: str = "2x2x6x6", loss: Any = F.cross_entropy) -> bool:
+    step: dict[str, Any] = {"targets": "2:int64<3", "optimizer": "sgd:lr=0.05", "name": "net", "loss": loss}
+    return memplan.export(model, input, folder=folder, **step).verdict.proven
+
+
+def resampled(x: torch.Tensor) -> torch.Tensor:
+    grid = torch.stack(torch.meshgrid(torch.linspace(-1, 1, 5), torch.linspace(-1, 1, 5), indexing="ij"), 2)
+    return F.grid_sample(x, grid.expand(len(x), -1, -1, -1), align_corners=True)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str]] = {
+    "rrelu_with_noise_functional": (lambda: planes(nn.RReLU()), lambda: planes(nn.LeakyReLU(0.2)), "nn.LeakyReLU"),
+    "avg_pool3d": (lambda: planes(nn.LocalResponseNorm(2)), lambda: planes(nn.GroupNorm(2, 4)), "nn.GroupNorm"),
+    "im2col": (lambda: planes(nn.Unfold(3)), lambda: planes(nn.Conv2d(4, 36, 3)), "nn.Conv2d"),
+    "topk": (
+        lambda: planes(Apply(lambda x: x.flatten(1).topk(3).values)),
+        lambda: planes(Apply(lambda x: x.flatten(2).amax(2))), "amax",
+    ),
+    "_fft_r2c": (lambda: planes(Apply(lambda x: torch.fft.rfft(x).abs())), None, "buffer of cosines"),
+    "grid_sampler_2d": (
+        lambda: planes(Apply(resampled)), lambda: planes(Apply(lambda x: F.interpolate(x, size=(5, 5)))),
+        "F.interpolate",
+    ),
+    "upsample_bicubic2d": (
+        lambda: planes(nn.Upsample(scale_factor=2, mode="bicubic")),
+        lambda: planes(nn.Upsample(scale_factor=2, mode="bilinear")), "bilinear",
+    ),
+    "exponential": (lambda: planes(Apply(lambda x: F.gumbel_softmax(x.flatten(1)))), None, "as an input"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", REFUSED)
+def test_the_op_its_layer_and_another_way_are_said(op: str, tmp_path: Path) -> None:
+    refused, _, way = REFUSED[op]
+    with pytest.raises(RecordingError, match=rf"{op}\b.*\(in layer 1.*{way}"):
+        exported(refused(), tmp_path)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [op for op, (_, way, _) in REFUSED.items() if way is not None])
+def test_the_other_way_is_proven(op: str, tmp_path: Path) -> None:
+    way = REFUSED[op][1]
+    assert way is not None
+    assert exported(way(), tmp_path)
+
+
+def test_a_loss_is_named_with_another_one(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"multi_margin_loss_backward.*F.cross_entropy"):
+        exported(nn.Linear(4, 3), tmp_path, "2x4", F.multi_margin_loss)
+
+
+def test_a_batch_norm_without_momentum_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="1: momentum=None"):
+        exported(planes(nn.BatchNorm2d(4, momentum=None)), tmp_path)
+    with pytest.raises(RecordingError, match="track_running_stats=False"):
+        exported(planes(nn.InstanceNorm2d(4, track_running_stats=True)), tmp_path)
+
+
+@needs_compiler
+def test_buffers_that_a_step_changes_are_read_before(tmp_path: Path) -> None:
+    """The power iteration of a spectral norm reads vectors that it changes: nothing of it may be computed again."""
+    torch.manual_seed(0)
+    linear = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
+    assert exported(nn.Sequential(linear, nn.ReLU(), nn.Linear(8, 3)), tmp_path, "2x6")
