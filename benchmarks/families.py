@@ -177,7 +177,7 @@ def watched(function: Any, hit: Callable[[], Any]) -> Any:
 
 def called(function: Any) -> Any:
     """A replacement that ignores keywords."""
-    if isinstance(function, staticmethod) or "kwargs" in getattr(function, "__code__", called).co_varnames:
+    if isinstance(function, staticmethod) or "kwargs" in function.__code__.co_varnames:
         return function
     return lambda *args, **_: function(*args)
 
@@ -261,12 +261,12 @@ def searched(step: Step, needed: set[str]) -> Row:
 
 def cases() -> list[tuple[str, str, str]]:
     """Kind, name and device of each step."""
-    import golden_steps
     from benchmarks.zoo import ZOO
     from golden_file import find
 
+    steps = importlib.import_module("golden_steps")
     on_cards = {path.name.partition(".")[0] for path in find(ROOT / "goldens")}
-    names = [name for name in golden_steps.subjects()[0] if name in on_cards and name not in ALIKE]
+    names = [name for name in steps.subjects()[0] if name in on_cards and name not in ALIKE]
     older = [name for name in names if any(word in name for word in OLDER_CARD)]
     rows = json.loads((RESULTS / "breadth.json").read_text(encoding="utf-8"))["rows"]
     ran = [(row["family"], row["name"], bool(row["assumed"])) for row in rows if "predicted" in row]
@@ -286,10 +286,9 @@ def cases() -> list[tuple[str, str, str]]:
 def build_of(kind: str, name: str) -> tuple[Callable[[], Callable[[], None]], int]:
     """Return a step's build, and how often it runs."""
     if kind == "golden":
-        import golden_steps
-
-        subject = golden_steps.subjects()[0][name]
-        return golden_steps.on_card(subject.build), subject.steps
+        steps = importlib.import_module("golden_steps")
+        subject = steps.subjects()[0][name]
+        return steps.on_card(subject.build), subject.steps
     if kind == "zoo":
         from benchmarks.zoo import ZOO
 
@@ -331,7 +330,7 @@ def run(wanted: Sequence[tuple[str, str, str]], *, every: bool) -> list[Row]:
         process.start()
         there.close()
         try:
-            row = here.recv() if here.poll(SECONDS) else {"error": f"more than {SECONDS} s"}
+            row: Row = here.recv() if here.poll(SECONDS) else {"error": f"more than {SECONDS} s"}
         except EOFError:
             row = {"error": "the process ended"}
         process.kill()

@@ -86,6 +86,7 @@ OPS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "flip": (IMAGE, lambda x: x.flip(2)),
     "cumulative sum": (IMAGE, lambda x: x.cumsum(1)),
     "a matrix product": ((12, 12), lambda x: x @ x),
+    "sorted": (IMAGE, lambda x: x.sort(-1)[0]),
     "the largest": (IMAGE, lambda x: x.topk(3)[0]),
     "gathered": ((8, 12), lambda x: x.gather(1, torch.zeros(8, 3, dtype=torch.int64))),
     "an index": ((8, 12), lambda x: x[torch.tensor([0, 3, 3])]),

@@ -246,6 +246,12 @@ def im2col(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
 
 
+def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (Sorting.cpp, sort_stable_kernel): the positions along the sorted dimension."""
+    x, numbers = args[0], [arg for arg in args[1:] if type(arg) is int]
+    return 8 * x.shape[kwargs.get("dim", numbers[0] if numbers else -1)] if x.dim() else 0
+
+
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes of temporaries (ReduceOps.cpp, logsumexp_out_impl): the exponentials, the maximum of each row, and the
     temporaries of the sum."""
@@ -385,6 +391,8 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten._ctc_loss_backward.{form}": ctc_loss_backward for form in ("default", "Tensor")},
     "aten.im2col.default": im2col,
     "aten.col2im.default": im2col,
+    "aten.sort.default": sort,
+    "aten.sort.stable": sort,
     "aten.gelu_backward.default": gelu_backward,
     **{
         f"aten.{name}": common_dtype_casts for name in (*_WITH_IN_PLACE, *_WITHOUT_IN_PLACE, *_COMPARING, *_WITH_SCALAR)
