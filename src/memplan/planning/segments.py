@@ -21,7 +21,7 @@ from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.tile import TILE_OPS
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
-from memplan.planning.tiles.program import Node, NotTileable, Program
+from memplan.planning.tiles.program import Node, NotTileable, Program, without_running
 from memplan.planning.tiles.tiled import Axis, Tile, Tiled
 
 MAX_CALLS = 24
@@ -342,10 +342,11 @@ def _live(graph: JointGraph, value: int) -> Live:
 
 def _node(op: GraphOp) -> Node:
     """Return a forward op as a node of a program."""
-    target, args = op.target, op.args
-    if target == "aten._native_batch_norm_legit_functional.default":  # running statistics are updated outside
-        target, args = "aten._native_batch_norm_legit.default", (*args[:3], None, None, *args[5:])
-    return Node(target, args, op.kwargs, tuple(value for value in op.outputs if value is not None))
+    target, args, kwargs = op.target, op.args, op.kwargs
+    if target == "aten._native_batch_norm_legit_functional.default":
+        target = "aten._native_batch_norm_legit.default"
+        args, kwargs = without_running(target, args, kwargs), {}
+    return Node(target, args, kwargs, tuple(value for value in op.outputs if value is not None))
 
 
 def _like(value: Value) -> Like:

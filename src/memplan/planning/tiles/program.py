@@ -26,6 +26,12 @@ _RUNNING = ("running_mean", "running_var")
 """Arguments of a batch norm that one in training writes."""
 
 
+def without_running(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a training batch norm without its running statistics: whoever runs it updates them."""
+    named = arguments_of(target, args, kwargs)
+    return tuple(None if name in _RUNNING else value for name, value in named.items())
+
+
 class NotTileable(Exception):
     """A segment cannot run piece by piece; the message says why."""
 
@@ -156,8 +162,7 @@ class Recorder:
                     raise NotTileable(f"{op} updates running statistics that are computed")
                 sources = tuple(self.sources[self._value[id(tensor)]] for tensor in running)
                 self.running[len(self._nodes)] = sources, named["momentum"]
-                pairs = zip(named, arguments, strict=True)
-                arguments = tuple(None if name in _RUNNING else value for name, value in pairs)
+                arguments, keywords = without_running(str(op), arguments, keywords), {}
                 mutated = []
         if not mutated:
             self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
