@@ -328,10 +328,10 @@ def frozen(plain: Any, place: str) -> Json:
 
 @functools.cache
 def _converter(rows: bool) -> Converter:
-    """Return the strict converter: cattrs by itself makes numbers of texts, and tuples of anything iterable.
+    """Return a strict converter: by default, cattrs would convert a text to a number, and any iterable to a tuple.
 
     It stops at the first value that does not match: to collect them all, as cattrs does by default, takes a hundred
-    times the memory of the text.
+    times the memory of the text. ``rows``: dataclasses are lists of values, as `compact` writes them, not mappings.
     """
     from cattrs import Converter  # imported late: the command line has to answer --help within 0.3 s
     from cattrs.gen import make_dict_structure_fn, override

@@ -196,7 +196,7 @@ from memplan._torch.patches import (
     linear_calls_reported,
     patched,
     random_states_reported,
-    rejections_counted,
+    redraws_estimated,
     scripted_as_python,
     seeding_seen,
     sequences_padded_in_python,

@@ -36,7 +36,7 @@ from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
 from memplan._torch.subclasses import subclasses_hidden, wraps_tensors
 from memplan._torch.tensors import (
-    KNOWN,
+    INDICES_ATTRIBUTE,
     compressed_layout_error,
     is_sparse,
     known_indices,
@@ -283,9 +283,12 @@ _OUTSIDE = "_memplan_outside"
 
 
 def replace_sparse_parts(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Give a sparse tensor the indices and values of another, as an in-place op does. Returns ``target``."""
+    """Replace the indices and values of sparse tensor ``target`` by those of ``source``, as an in-place op does.
+
+    What is known of the values of the indices is replaced, too. Returns ``target``.
+    """
     target.data = source
-    setattr(target, KNOWN, known_indices(source))
+    setattr(target, INDICES_ATTRIBUTE, known_indices(source))
     return target
 
 

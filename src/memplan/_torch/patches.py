@@ -368,24 +368,24 @@ def generator_replaced(ours: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Estimate how often `torch.nn.init.trunc_normal_` draws again, which it does until no value is out of range.
+def redraws_estimated(redrawing: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Run each call of `torch.nn.init.trunc_normal_` within ``redrawing(rounds)``, in this context.
 
-    ``counted(times)`` is entered around each call. Each round redraws the values outside of [a, b], a share of a
-    normal distribution, so the count ends where less than one is expected. Seen in torch 2.13 and 2.15; 2.11 draws
-    once.
+    ``rounds`` is an estimate of how often it draws again: it does until no value is outside of [a, b], and each round
+    redraws only those outside, a share of a normal distribution. The estimate ends at less than one such value, or at
+    100 rounds. Seen in torch 2.13 and 2.15; 2.11 draws once.
     """
     draw = torch.nn.init._no_grad_trunc_normal_
 
-    def draw_counted(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **more: Any) -> Any:
+    def estimated(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **more: Any) -> Any:
         outside = 1.0 - (math.erf((b - mean) / std / math.sqrt(2)) - math.erf((a - mean) / std / math.sqrt(2))) / 2
-        times, expected = 0, outside * tensor.numel()
-        while expected >= 1 and times < 100:
-            times, expected = times + 1, expected * outside
-        with counted(times):
+        rounds, expected = 0, outside * tensor.numel()
+        while expected >= 1 and rounds < 100:
+            rounds, expected = rounds + 1, expected * outside
+        with redrawing(rounds):
             return draw(tensor, mean, std, a, b, *rest, **more)
 
-    with patched(torch.nn.init, _no_grad_trunc_normal_=draw_counted):
+    with patched(torch.nn.init, _no_grad_trunc_normal_=estimated):
         yield
 
 

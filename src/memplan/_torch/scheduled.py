@@ -58,26 +58,26 @@ class Record:
     """Kernels recorded so far."""
 
     def __init__(self) -> None:
-        self._found: list[Kernel] | None = []
+        self._recorded: list[Kernel] | None = []
 
     @property
     def kernels(self) -> tuple[Kernel, ...] | None:
         """Kernels in call order; None if this version of Inductor has names unknown here."""
-        if self._found is None:
+        if self._recorded is None:
             return None
-        called = {origin.name for kernel in self._found if not kernel.fused for origin in kernel.origins}
-        # A fused kernel that only copies an operand into another layout for a kernel of torch lists that kernel's op
-        # among its origins, which is computed once.
+        called = {origin.name for kernel in self._recorded if not kernel.fused for origin in kernel.origins}
+        # Where a fused kernel only copies an operand into the layout that a kernel of torch needs, Inductor lists the
+        # op of torch's kernel among the origins of both. The op is computed once, so the copy must not count it.
         return tuple(
             replace(kernel, origins=tuple(origin for origin in kernel.origins if origin.name not in called))
             if kernel.fused
             else kernel
-            for kernel in self._found
+            for kernel in self._recorded
         )
 
     def give_up(self) -> None:
         """Discard the record: this version of Inductor is unknown."""
-        self._found = None
+        self._recorded = None
 
     def wrote(self, name: str, nodes: Iterable[Any]) -> None:
         """Record a kernel that Inductor wrote."""
@@ -98,8 +98,8 @@ class Record:
             kernel = build()
         except Exception:  # names of another version: the record may fail, the compilation may not
             return self.give_up()
-        if kernel is not None and self._found is not None:
-            self._found.append(kernel)
+        if kernel is not None and self._recorded is not None:
+            self._recorded.append(kernel)
 
 
 @contextmanager

@@ -157,8 +157,8 @@ def runs_on_sparse(func: Any) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "SparseCPU")
 
 
-KNOWN = "_memplan_indices"
-"""Attribute of a sparse tensor: its indices, where they are known."""
+INDICES_ATTRIBUTE = "_memplan_indices"
+"""Name of the attribute of a sparse tensor that holds the values of its indices, or None if they are unknown."""
 
 
 def sparse_coo(
@@ -177,13 +177,13 @@ def sparse_coo(
         indices.shape[0], values.dim() - 1, list(shape), indices, values, dtype=values.dtype, layout=torch.sparse_coo,
         device=torch.device("cpu"), pin_memory=False, is_coalesced=coalesced,
     )  # fmt: skip
-    setattr(result, KNOWN, getattr(indices, "constant", None) if known is None else known)
+    setattr(result, INDICES_ATTRIBUTE, getattr(indices, "constant", None) if known is None else known)
     return result
 
 
 def known_indices(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the indices of a sparse tensor, where `sparse_coo` knew them."""
-    return getattr(tensor, KNOWN, None)
+    return getattr(tensor, INDICES_ATTRIBUTE, None)
 
 
 def distinct_columns(indices: torch.Tensor) -> torch.Tensor:

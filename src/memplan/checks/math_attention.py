@@ -128,7 +128,10 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
 
 
 def _matrix_user(attention: Sequence[Attention]) -> str:
-    """Return the message about the first op that needs the matrices themselves; "" if nothing does."""
+    """Say which other op reads a matrix of the attention (scores or weights), or that the model returns one.
+
+    Such a matrix has to exist, so that no fused call fits. "" if nothing needs one.
+    """
     op = next((block.other_reader for block in attention if block.other_reader is not None), None)
     if op is not None:
         return f"{_op_and_line(op)} reads them, too"

@@ -43,7 +43,11 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _others(trace: Trace, world: int, rank: int) -> list[int]:
-    """Return the ranks to compare with: of those that train the same stage, the first two and the last."""
+    """Return the ranks to compare ``rank`` with: those with the same stage, all if there is no pipeline.
+
+    With more than `_ALL` such ranks, only the first two and the last. Two ranks train the same stage if a process
+    group has both, but no further rank of ``rank``'s pipeline.
+    """
     alike = set(range(world))
     for piped in (set(group.ranks) for group in trace.groups if group.piped):
         alike &= set[int]().union(*(set(g.ranks) for g in trace.groups if set(g.ranks) & piped == {rank}), {rank})

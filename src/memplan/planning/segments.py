@@ -57,15 +57,21 @@ class Segment:
     """Bytes of the gradient of a result that that of an operand overwrites."""
 
     def seconds(self, pieces: int) -> float:
-        """Return the seconds that running it in pieces adds to the step."""
+        """Return the seconds that running the segment in so many pieces adds to the step.
+
+        In one piece each op and its derivative run once. In several, an op runs in each pass for the statistics of
+        norms, in the forward pass and again in the backward pass, a derivative in each pass for the sums of norms, too.
+        Each run is longer by the elements at borders, which two pieces compute (``overlap``: 1.0 for none).
+        """
         tiled = self.tiled
         passes = zip(
             self.ops, self.derivative_seconds, tiled.runs("statistics"), tiled.runs("backward"), tiled.derivatives(),
             tiled.overlap(pieces), strict=True,
         )  # fmt: skip
         return sum(
-            op.seconds * ((statistics + 1 + again) * share - 1) + derivative * (derivatives * share - 1)
-            for op, derivative, statistics, again, derivatives, share in passes
+            op.seconds * ((statistics_runs + 1 + backward_runs) * overlap - 1)
+            + derivative_seconds * (derivative_runs * overlap - 1)
+            for op, derivative_seconds, statistics_runs, backward_runs, derivative_runs, overlap in passes
         )
 
 

@@ -43,7 +43,7 @@ def summary(result: Roles) -> Document:
             Field("of card", lambda role: f"{100 * (role.reserved_share or 0):.1f}%", right=True, drop=1),
         ]
     fields.append(Field("largest cause", _largest, shrinks_to=12))
-    below = ("", *(f"beside the first: {_beside(role, first)}" for role in result.roles[1:]))
+    below = ("", *(f"beside the first: {_difference_from(role, first)}" for role in result.roles[1:]))
     return document(
         f"{result.title}: {counted(result.world, 'rank')} on {result.device}",
         _head(result),
@@ -77,8 +77,8 @@ def _largest(role: Role) -> str:
     return f"{LABELS[role.largest]}, {_gib(role.explanation.by_cause[role.largest])}"
 
 
-def _beside(role: Role, first: Role) -> str:
-    """Return how the causes at the peak differ from those of the first role, the largest difference first."""
+def _difference_from(role: Role, first: Role) -> str:
+    """Describe how the causes at the peak differ from those of the first role, the largest differences first."""
     own, others = role.explanation.by_cause, first.explanation.by_cause
     changes = sorted(((own[cause] - others.get(cause, 0), cause) for cause in own), key=lambda row: -abs(row[0]))
     texts = [f"{signed(size)} {LABELS[cause]}" for size, cause in changes if size]

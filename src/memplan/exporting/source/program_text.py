@@ -36,6 +36,7 @@ class _ProgramWriter:
     def __init__(self, layout: StepLayout) -> None:
         self.layout, self.name = layout, layout.name
         self.flash = pointers(layout)
+        """C for a pointer to the first element in flash memory, by kind of weight."""
         memory = layout.memory
         self.weights = {
             tensor.path: _plus(start, tensor.offset)
@@ -49,9 +50,12 @@ class _ProgramWriter:
         self.scales = {tensor.path: _plus(self.flash["scales"], tensor.offset) for tensor in memory.scales}
         self.offset_of = {tensor.path: tensor.offset for tensor in memory.trained}
         self.constants: dict[str, str] = {}
+        """Name of each constant array, by its C text with NAME in place of the name."""
         self.kernels: dict[str, str] = {}
+        """See `CallWriter`, as for tables."""
         self.tables: dict[str, str] = {}
         self.kept = layout.rules.gradients.kept
+        """Whether all gradients stay in RAM until NAME_update applies them."""
 
     # -- functions
 

@@ -75,16 +75,22 @@ def frees_gradient(graph: JointGraph, choices: Choices, of: int) -> bool:
 
 
 def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
-    """Return the values whose gradient is copied, because it shares memory or has other strides than the value (then
-    autograd copies it). A gradient that is added to ``.grad`` is not copied."""
+    """Return the values whose gradient has to be copied before it is returned.
+
+    A gradient is copied if its memory is not its own: other gradients share it, or it belongs to an input, an output or
+    a result of the forward pass. One with other strides than its value is copied, too, as autograd does. The gradient
+    of a parameter that is added to ``.grad`` is not.
+    """
     outputs, users = output_bases(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
     values = set[int]()
     for of, gradient in graph.gradients:
         if choices.gradients.adds and graph.values[of].kind == "parameter":
             continue
         base = graph.values[graph.base(gradient)]
-        foreign = base.kind != "result" or base.id in outputs or graph.maker[base.id].phase == "forward"
-        if users[base.id] > 1 or foreign or graph.values[gradient].stride != graph.values[of].stride:
+        shared = (
+            users[base.id] > 1 or base.kind != "result" or base.id in outputs or graph.maker[base.id].phase == "forward"
+        )
+        if shared or graph.values[gradient].stride != graph.values[of].stride:
             values.add(of)
     return frozenset(values)
 

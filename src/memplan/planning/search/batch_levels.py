@@ -31,9 +31,9 @@ class Batch(Needs):
         self.slot_peak = np.zeros((flat.slots, count), dtype=np.int64)
         """By slot: the highest such level so far."""
         self.storing = np.zeros((len(flat.forward), count))
-        """Seconds of the stores after each forward op, without copies. Counted only where there are copies."""
+        """By forward op: seconds of storing saved forms after it. Read only to compute waits for host copies."""
         self.spent = np.zeros((flat.slots, count))
-        """Seconds of the recomputed ops and fetches in each slot, likewise."""
+        """By slot: seconds of its recomputed ops and fetches. Counted only where there are host copies."""
 
     def run(self) -> Levels:
         """Return the bytes at every position and the added seconds."""

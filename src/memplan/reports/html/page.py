@@ -144,7 +144,7 @@ def _rows(table: Table) -> list[list[_Cell]]:
 
 
 def _sortable_rows(table: Table) -> int:
-    """Return the number of rows that can be sorted, which is without totals and the row for those not listed."""
+    """Return the number of rows at the top that a reader can sort. Below are totals, or a row that sums up the rest."""
     lengths = [len(column.numbers or column.bars) for column in table.columns if column.numbers or column.bars]
     end = len(table.columns[0].cells) if table.sums_from is None else table.sums_from
     return min([*lengths, end])

@@ -210,7 +210,7 @@ def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tupl
 def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fit:
     """Fit the points of one axis: a line in some power of the measure, and a parabola if the peak is on no line."""
     peaks = _column(points, "peak")
-    first, power = _points_on_line(measures, peaks, (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,))
+    first, power = _choose_line(measures, peaks, (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,))
     fitted, x = points[first:], measures[first:] ** power
     residual = _fit_line(x, peaks[first:])[1]
     lines = {name: _fit_line(x, _column(fitted, name))[0] for name in FITTED}
@@ -221,11 +221,15 @@ def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fi
     return Fit(axis.name, axis.unit, at, values, power, lines, residual, square, least)
 
 
-def _points_on_line(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
-    """Return (first, power) such that all points from ``first`` on, at least three, lie on a line in measure**power.
+def _choose_line(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
+    """Choose the points that are fitted by a line, and the power of the measure in which it is a line.
 
-    Preferred are all points with the lowest power, then the fewest points left out; if nothing is straight, all points
-    with the power of the smallest residual.
+    Returns (index of the first of these points, power). The first choice that is straight is taken:
+
+    - all points, in each of ``powers`` in turn;
+    - in power 1, all but the first point, all but the first two, and so on, as long as three are left.
+
+    If none is straight: all points, in the power with the smallest residual.
     """
     if len(peaks) == 2:
         return 0, 1

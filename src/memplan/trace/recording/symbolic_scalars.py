@@ -235,7 +235,7 @@ class ScalarPolicy:
                 )
             )  # fmt: skip
             stack.enter_context(_torch.lazy_layers_with_fake_parameters(mode, mode.within))
-            stack.enter_context(_torch.rejections_counted(self._redrawing))
+            stack.enter_context(_torch.redraws_estimated(self._redrawing))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_calls_reported(observer.engine.set_in_linear))

@@ -64,7 +64,11 @@ def drew_same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
 def gradient_errors(
     gradients: Mapping[str, torch.Tensor | None], true: Mapping[str, torch.Tensor | None]
 ) -> GradientErrors:
-    """Measure the errors of gradients from those in float64, by name; a missing gradient counts as zeros."""
+    """Measure how far gradients are from the true gradients in float64, by name.
+
+    Both errors and norms are shares of the largest true gradient's norm (L2). A gradient that is missing on one side
+    counts as zeros; parameters without either are left out.
+    """
     errors, norms = dict[str, float](), dict[str, float]()
     for name, exact in true.items():
         gradient = gradients.get(name)

@@ -138,21 +138,24 @@ class Snapshot:
 class Walk(Watched):
     """Breadth-first traversal of everything readable, which numbers nodes in the order of their discovery."""
 
-    def __init__(self, recipe: Recipe, places: Mapping[int, str]) -> None:
+    def __init__(self, recipe: Recipe, module_names: Mapping[int, str]) -> None:
         super().__init__()
-        self._recipe, self._module_names = recipe, places
+        self._recipe, self._module_names = recipe, module_names
         self._nodes: list[Any] = []
         self._labels: list[str] = []
         self._numbers: dict[int, int] = {}
+        """Number of an object's node, by the id of the object."""
         self._alive: list[Any] = []
-        """Objects in `_known`, kept alive so that ids are not reused."""
+        """Objects in `_numbers`, kept alive so that ids are not reused."""
         self._queue: collections.deque[tuple[int, Any, str]] = collections.deque()
         self._unseen: list[str] = []
+        """Objects that cannot be examined, with the reason."""
         self.added_names = set[str]()
-        """Attributes that objects name, such as an `operator.attrgetter`: the recipe must have them, too."""
+        """Attribute names that objects hold, such as an `operator.attrgetter`: they have to be added to the recipe."""
         self.reads_all = recipe.reads_all
         """Whether a function that reads unnamed attributes was reached, such as `getattr` in a partial."""
-        self._states = set[str]()
+        self._appended_states = set[str]()
+        """Names in `HIDDEN_STATES` that already have a node."""
         self._names = Names(None if recipe.reads_all else recipe.names, _IGNORED_NAMES)
 
     def snapshot(self) -> Snapshot:
@@ -325,8 +328,8 @@ class Walk(Watched):
 
     def _append_hidden_state(self, name: str) -> None:
         """Add the state of a module or a function of `HIDDEN_STATES`, once."""
-        if name in HIDDEN_STATES and name not in self._states:
-            self._states.add(name)
+        if name in HIDDEN_STATES and name not in self._appended_states:
+            self._appended_states.add(name)
             self._append_node(self.watch_value(HIDDEN_STATES[name]), f"state of {name}")
 
     def _module_node(self, value: types.ModuleType, label: str) -> Any:

@@ -106,8 +106,8 @@ def _rounded(values: Range) -> Range:
     return math.floor(values[0]), math.ceil(values[1])
 
 
-def _whole(rule: Rule) -> Rule:
-    """Return a rule whose range is widened to integers, for ops that round."""
+def _rounding_rule(rule: Rule) -> Rule:
+    """Return ``rule`` for an op that also rounds: the ends of its range are rounded outwards to integers."""
 
     def rounded(call: Call) -> Range | None:
         values: Any = rule(call)
@@ -255,12 +255,12 @@ RULES: Mapping[str, Rule] = {
     "mul": _binary(operator.mul),
     "neg": lambda call: corners(operator.mul, call.of(0), (-1, -1)),
     "div": _divided,
-    "floor_divide": _whole(_divided),
+    "floor_divide": _rounding_rule(_divided),
     "remainder": _remainder,
     "clamp": _clamped(1, 2),
     "clamp_min": _clamped(1, 9),
     "clamp_max": _clamped(9, 1),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc"), _whole(_same(0))),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc"), _rounding_rule(_same(0))),
     "sum": _summed,
     "cumsum": _partly_summed,
     "count_nonzero": lambda call: (0, call.args[0].numel() // max(call.result.numel(), 1)),

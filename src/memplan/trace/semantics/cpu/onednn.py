@@ -119,7 +119,12 @@ def forward(s: Shape) -> Work:
 
 
 def data_gradient(s: Shape) -> Work:
-    """Return the buffers of a data gradient: the source is the output's gradient, the result the input's."""
+    """Return the buffers of a data gradient: the source is the gradient of the output (``narrow``), the result that of
+    the input (``wide``).
+
+    Strided ones without dilation are computed channels last, except with groups so small that the output channels of
+    each fit into a vector register.
+    """
     b = simd()
     few = s.groups > 1 and s.narrow // s.groups <= b
     if (s.strided and not few and not s.dilated) or s.tiled:

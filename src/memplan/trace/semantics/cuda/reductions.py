@@ -112,7 +112,11 @@ def _loop_dims(x: torch.Tensor, dims: Sequence[int]) -> list[_Dim]:
 
 
 def _compare_dims(a: _Dim, b: _Dim) -> int:
-    """1 if ``b`` belongs before ``a`` in the loop, -1 if after, 0 if neither is decided."""
+    """Compare like TensorIterator: 1 if ``b`` has to come before ``a`` in the loop, -1 if after, 0 if undecided.
+
+    Reduced dimensions come first, then smaller strides (of the result, else of the operand); with equal strides the
+    smaller size. Strides of 0 are not compared.
+    """
     if (a.result == 0) != (b.result == 0):
         return 1 if b.result == 0 else -1
     for s, t in ((a.result, b.result), (a.operand, b.operand)):
