@@ -14,6 +14,7 @@ from memplan.errors import DeviceError, EndlessError, StepError
 from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.creating_ops import CreatingOps
 from memplan.trace.recording.engine_forms import EngineForms
+from memplan.trace.recording.formula_forms import form_of
 from memplan.trace.recording.held_scalars import HeldScalars
 from memplan.trace.recording.ledger import Entry, Ledger, Note
 from memplan.trace.recording.ownership import Ownership
@@ -245,11 +246,15 @@ class Observer:
             ledger.reallocate_resized(args[0], index)
         correct = semantics.results.get(signature.name)
         result = result if correct is None else correct(args, kwargs, result)
-        temporaries = semantics.temporaries(signature.name, args, kwargs, result, _torch.in_backward())
-        temporaries = self._scalars.without_held(temporaries, signature.name, args, note.sequence)
+        form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
+        if form is None:
+            temporaries = semantics.temporaries(signature.name, args, kwargs, result, _torch.in_backward())
+            temporaries = self._scalars.without_held(temporaries, signature.name, args, note.sequence)
+        else:
+            temporaries = tuple(map(Temporary, form.temporaries(args, result)))
         if signature.name == _LIFT:
             ledger.register_lifted(args[0], result, index)
-        absent = signature.name == _NO_MEMORY
+        absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
         self.ownership.workspaces.update(
             _allocations(result, temporaries, ledger, index, note, absent, semantics.order)
         )

@@ -38,6 +38,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "unique with counts": (lambda: torch.randperm(N), lambda x: torch.unique(x, return_counts=True)),
     "unique with both": (lambda: torch.randperm(N), lambda x: torch.unique(x, return_inverse=True, return_counts=True)),
     "unique, as derivatives call it": (lambda: torch.randperm(N), torch.ops.aten._unique.default),
+    "rows": (lambda: torch.rand(N, 4), lambda x: torch.unique(x, dim=0)),
+    "columns": (lambda: torch.rand(4, N), lambda x: torch.unique(x, dim=1)),
     "consecutive": (lambda: torch.rand(N), torch.unique_consecutive),
     "index by a mask": (lambda: (torch.rand(N, 4), all_of(N)), lambda given: given[0][given[1]]),
     "index by a mask of two": (lambda: (torch.rand(N, 4), all_of(N, 4)), lambda given: given[0][given[1]]),

@@ -261,6 +261,7 @@ OPS: list[tuple[Any, ...]] = [
     (aten.mse_loss.default, table, other),
     (aten.mse_loss.default, low, low_other),
     (aten.smooth_l1_loss.default, table, other),
+    (aten.soft_margin_loss_backward.default, torch.ones(()), table, other.sign(), 1),
     (aten.l1_loss.default, table, other),
     (aten.l1_loss.default, low, low_other),
     (aten.huber_loss.default, table, other),
@@ -285,15 +286,23 @@ OPS: list[tuple[Any, ...]] = [
     (aten.sum.dim_IntList, mask_of, [1]),
     (aten.cumsum.default, mask_of, 1),
     (aten.cumprod.default, mask_of, 1),
+    (aten.isinf.default, table),
     (aten.any.default, table),
     (aten.any.dim, table, 1),
     (aten.all.default, table),
     (aten.all.dim, table, 1),
     (aten.max.default, table.t()),
     (aten.min.default, table.t()),
+    (aten.argmax.default, table.t()),
+    (aten.argmin.default, table.t()),
     (aten.logsumexp.default, rows, [1]),
     (aten.native_dropout.default, rows, 0.1, True),
     (aten.native_dropout_backward.default, rows, rows > 0, 1.1),
+    (aten.median.default, table),
+    (aten.median.dim, rows, 0),
+    (aten.nanmedian.default, table),
+    (aten.nanmedian.dim, rows, 0),
+    (aten.kthvalue.default, table, 3),
     (aten.embedding_dense_backward.default, turned, torch.randint(0, 999, (64, 128)), 1000, -1, False),
     (aten.max_pool2d_with_indices.default, strided(), [2, 2]),
     (aten.avg_pool2d.default, strided(), [2, 2]),
@@ -371,6 +380,8 @@ def test_a_norm_in_another_dtype() -> None:
     compare(aten.linalg_vector_norm.default, low, decided=True, dtype=torch.float32)
 
 
+BY_A_NUMBER = ["aten.deg2rad.default", "aten.rad2deg.default"]
+"""Held against a step's peak in `test_scalar_operands`."""
 OF_THEIR_OWN = (indexing, losses, resampling)
 """Modules that tests of their own hold against a step's peak."""
 BY_GRADIENTS = ["aten._batch_norm_with_update.default", "aten.batch_norm_backward.default"]
@@ -385,7 +396,7 @@ def test_every_formula_is_of_an_op_that_there_is_and_decides_a_case() -> None:
     called = {str(call[0]) for call in OPS}
     own = {name for module in OF_THEIR_OWN for name in module.FORMULAS}
     left = [name for name in formulas - called - own if not any(part in name for part in ELSEWHERE)]
-    others = [*BY_GRADIENTS, "aten.gelu_backward.default"]  # the last takes two copies, one or none
+    others = [*BY_GRADIENTS, *BY_A_NUMBER, "aten.gelu_backward.default"]  # the last takes two copies, one or none
     assert sorted(left) == sorted(others)
 
 

@@ -123,6 +123,11 @@ def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     return copied(gradient) + copied(x) + rows
 
 
+def angle_conversion(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (UnaryOps.cpp, deg2rad and rad2deg): the factor, which torch wraps in a tensor."""
+    return of_number(math.pi, result.dtype)
+
+
 def dropout_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes of temporaries (Dropout.cpp, native_dropout_backward): the masked gradient, and the scale."""
     return bytes_of(args[0]) + of_number(args[2], result.dtype)
@@ -213,6 +218,12 @@ def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return max(cast, averaged(x.numel(), result.dtype, result.numel()))
 
 
+def isinf(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (TensorCompare.cpp, isinf): the absolute values, and the infinity that they are compared
+    with as a tensor."""
+    return bytes_of(args[0]) + of_number(math.inf, args[0].dtype) if args[0].is_floating_point() else 0
+
+
 def complex_abs(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes of temporaries (UnaryOps.cpp, unary_op_impl_with_complex_to_float_out): for complex operands, abs is
     computed as complex first."""
@@ -229,8 +240,13 @@ def integer_operand_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     return _cast_bytes(args[0], result.dtype)
 
 
+def flat_argmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (ReduceOps.cpp, argmax without a dimension): the flattened operand."""
+    return 0 if args[1:] or result.dim() else copied(args[0])
+
+
 def working_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """One temporary of the operand's size: the scaled mask of native_dropout."""
+    """One temporary of the operand's size: the scaled mask of native_dropout, the working copy of median."""
     return bytes_of(args[0])
 
 
@@ -250,6 +266,18 @@ def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes of temporaries (Sorting.cpp, sort_stable_kernel): the positions along the sorted dimension."""
     x, numbers = args[0], [arg for arg in args[1:] if type(arg) is int]
     return 8 * x.shape[kwargs.get("dim", numbers[0] if numbers else -1)] if x.dim() else 0
+
+
+def median_of_rows(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (Sorting.cpp, median_with_indices_impl): a copy of the rows unless they are contiguous."""
+    x = args[0]
+    return bytes_of(x) if x.dim() and x.stride(args[1]) != 1 else 0
+
+
+def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (Sorting.cpp, kthvalue_out_impl_cpu): a working copy of the values, and their int64
+    indices."""
+    return bytes_of(args[0]) + 8 * args[0].numel()
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -379,20 +407,27 @@ FORMULAS: dict[str, Formula] = {
     "aten.cumsum.default": operand_cast,
     "aten.cumprod.default": operand_cast,
     "aten.linalg_vector_norm.default": operand_cast,
+    "aten.isinf.default": isinf,
     "aten.any.default": any_or_all,
     "aten.any.dim": any_or_all,
     "aten.all.default": any_or_all,
     "aten.all.dim": any_or_all,
     "aten.max.default": copies_of(0),
     "aten.min.default": copies_of(0),
+    "aten.argmax.default": flat_argmax,
+    "aten.argmin.default": flat_argmax,
     "aten.logsumexp.default": logsumexp,
     "aten.native_dropout.default": working_copy,
     "aten.native_dropout_backward.default": dropout_backward,
+    **{f"aten.{name}.default": angle_conversion for name in ("deg2rad", "rad2deg")},
     **{f"aten._ctc_loss_backward.{form}": ctc_loss_backward for form in ("default", "Tensor")},
     "aten.im2col.default": im2col,
     "aten.col2im.default": im2col,
     "aten.sort.default": sort,
     "aten.sort.stable": sort,
+    **{f"aten.{name}.default": working_copy for name in ("median", "nanmedian")},
+    **{f"aten.{name}.dim": median_of_rows for name in ("median", "nanmedian")},
+    "aten.kthvalue.default": kthvalue,
     "aten.gelu_backward.default": gelu_backward,
     **{
         f"aten.{name}": common_dtype_casts for name in (*_WITH_IN_PLACE, *_WITHOUT_IN_PLACE, *_COMPARING, *_WITH_SCALAR)

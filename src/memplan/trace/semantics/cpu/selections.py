@@ -43,6 +43,13 @@ def unique(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return copied(x) + max(sorted_bytes + _INDEX * x.numel() - sum(map(bytes_of, result)), with_counts)
 
 
+def unique_dim(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (Unique.cpp, _unique_dim_cpu_template): the sorted rows, and a contiguous copy of the
+    input."""
+    x, dim = args[0], args[1]
+    return bytes_of(x) + copied(x.movedim(dim, 0))
+
+
 def index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes of temporaries (IndexingUtils.h, expandTensors): each mask is converted to int64 indices, one tensor per
     dimension of the mask."""
@@ -105,6 +112,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.masked_select.default": masked_select,
     "aten._unique.default": unique,
     "aten._unique2.default": unique,
+    "aten.unique_dim.default": unique_dim,
     "aten.index.Tensor": index,
     "aten.index_put.default": index_put,
     "aten.index_put_.default": index_put,

@@ -17,11 +17,56 @@ from memplan.trace.semantics.layout import bytes_of, copied, padded
 
 _REDUCED = (torch.bfloat16, torch.float16)
 _FLOAT = 4
+_MOST_SPLITS = 128
+_PLAN_BYTES = {8: 128, 9: 256}
+"""Major compute capability -> bytes of workspace of cuDNN's attention plans beyond the known parts."""
 
 
 def _by_length(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
     """Return the tensor as (batch, length, heads, head size)."""
     return tensor.transpose(1, 2) if heads_first else tensor
+
+
+def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
+    """Number of parts that the keys are split into if there are too few queries to fill the card.
+
+    Source: transformers/cuda/flash_attn/flash_api.cpp, num_splits_heuristic: the fewest parts that reach 85 % of the
+    best occupancy. ``blocks`` are the blocks of queries, ``columns`` those of keys.
+    """
+    if blocks >= 0.8 * multiprocessors:
+        return 1
+    most = min(_MOST_SPLITS, multiprocessors, columns)
+    occupancy: dict[int, float] = {}
+    for n in range(1, most + 1):
+        if n > 1 and -(-columns // n) == -(-columns // (n - 1)):
+            continue
+        waves = blocks * n / multiprocessors
+        occupancy[n] = waves / -(-blocks * n // multiprocessors)
+    best = max(occupancy.values(), default=0)
+    return min((n for n, share in occupancy.items() if share >= 0.85 * best), default=1)
+
+
+def flash_forward(heads_first: bool, dropout: int) -> Formula:
+    """Formula of flash attention: partial outputs and their log-sum-exp if the keys are split (never with dropout).
+
+    Source: flash_api.cpp, mha_fwd. ``heads_first``: the layout of the operands; ``dropout``: the position of its
+    probability.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        q, k = (_by_length(t, heads_first) for t in args[:2])
+        if q.dim() != 4 or (args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0)):
+            return ()
+        (batch, length, heads, size), keys = q.shape, k.shape[1]
+        block = 256 if size <= 64 else 128 if size <= 128 else 64
+        blocks = batch * heads * -(-length // 64)
+        splits = flash_splits(blocks, 2 * arch.multiprocessors, -(-keys // block))
+        if splits == 1:
+            return ()
+        rows = splits * batch * heads * length * _FLOAT
+        return nonzero(rows, rows * padded(size, 32))
+
+    return formula
 
 
 def flash_backward(heads_first: bool) -> Formula:
@@ -123,12 +168,17 @@ def efficient_backward(heads_first: bool) -> Formula:
     return formula
 
 
+def cudnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (cudnn/MHA.cpp): the workspace of cuDNN's plan, which is empty except on sm_90 (cuDNN 9.19)."""
+    return nonzero(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
+
+
 def cudnn_backward(heads_first: bool) -> Formula:
     """Formula of cuDNN's attention backward (cudnn/MHA.cpp): its plan's workspace, as far as its parts are known.
 
     dq in float32, on sm_80 to sm_89 twice, and a sum per row; dk and dv for every query head with grouped queries
     (cudnn-frontend, the backward node of scaled dot product attention; cuDNN 9.19's answers for several shapes on
-    emulated cards). A few bytes of the plan itself are left out.
+    emulated cards), and a few bytes of the plan itself.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -137,18 +187,22 @@ def cudnn_backward(heads_first: bool) -> Formula:
         heads = q.shape[2]
         grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
         sums = 2 if arch.capability[0] == 8 else 1
-        return nonzero(rows + sums * rows * q.shape[-1] + grouped)
+        return nonzero(rows + sums * rows * q.shape[-1] + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
 
     return formula
 
 
 FORMULAS: dict[str, Formula] = {
+    "aten._scaled_dot_product_flash_attention.default": flash_forward(True, 3),
     "aten._scaled_dot_product_flash_attention_backward.default": flash_backward(True),
+    "aten._flash_attention_forward.default": flash_forward(False, 7),
     "aten._flash_attention_backward.default": flash_backward(False),
     "aten._scaled_dot_product_efficient_attention.default": efficient_forward(True),
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward(True),
     "aten._efficient_attention_forward.default": efficient_forward(False),
     "aten._efficient_attention_backward.default": efficient_backward(False),
+    "aten._scaled_dot_product_cudnn_attention.default": cudnn_forward,
+    "aten._cudnn_attention_forward.default": cudnn_forward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward(True),
     "aten._cudnn_attention_backward.default": cudnn_backward(False),
 }

@@ -193,9 +193,39 @@ def product(*positions: int) -> Formula:
     return formula
 
 
+def matrix_by_vector(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """``mv`` and ``addmv``: copies of a matrix that cuBLAS cannot read in place, and of a vector with stride 0."""
+    matrix, vector = args[-2:] if isinstance(args[-1], torch.Tensor) else args[1:3]
+    return nonzero(_matrix_copy(matrix), bytes_of(vector) if vector.stride(0) == 0 and vector.numel() > 1 else 0)
+
+
+_LARGE_MATRIX, _SMALL_BATCH = 64, 8
+
+
+def pointers(matrix: int, other: int) -> Formula:
+    """Formula for the pointer arrays of a batched solve: one for each operand, 8 bytes per matrix.
+
+    Source: BatchLinearAlgebra.cpp, triangular_solve_kernel, lu_solve_kernel: up to 8 matrices of at least 64 x 64 are
+    solved in a loop, without them.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        a, b = args[matrix], args[other]
+        count = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
+        if not (a.numel() and b.numel()) or (count <= _SMALL_BATCH and a.shape[-1] >= _LARGE_MATRIX):
+            return ()
+        return 8 * count, 8 * count
+
+    return formula
+
+
 FORMULAS: dict[str, Formula] = {
+    "aten.linalg_solve_triangular.default": pointers(0, 1),
+    "aten.triangular_solve.default": pointers(1, 0),
+    "aten.linalg_lu_solve.default": pointers(0, 2),
     "aten.mm.default": product(0, 1),
     "aten.bmm.default": product(0, 1),
     **{f"aten.{name}.default": product(1, 2) for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")},
+    **{f"aten.{name}.default": matrix_by_vector for name in ("mv", "addmv", "addmv_")},
 }
 """Overload name -> bytes of each copy of an operand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import Formula, nonzero
 from memplan.trace.semantics.kinds import Temporary
-from memplan.trace.semantics.layout import bytes_of, copied
+from memplan.trace.semantics.layout import bytes_of, copied, padded
 
 _FEW_INDICES = 3072
 _ROWS_PER_THREAD = 10
@@ -19,16 +20,39 @@ _LONG_SORT = 1_000_000
 _FEW_SEGMENTS = 128
 _INDEX = 8
 _MAXIMUM = 2
+_BLOCK_SORT = 2304
+"""Pairs with a 64-bit value that a single block of CUB's radix sort handles: 256 threads with 9 each, as
+tuning_radix_sort.cuh scales its 19 of 32 bits."""
+_SORT_TILES = {
+    (7, 4): 2816, (7, 8): 2816, (8, 4): 3072, (8, 8): 3840, (9, 1): 3456, (9, 2): 5632, (9, 4): 5376, (9, 8): 4608,
+}  # fmt: skip
+"""(Major compute capability, bytes of a key) -> pairs with a 64-bit value per block of CUB's radix sort.
+
+Inferred from the allocations of unmodified torch 2.11 for sorts of two lengths on emulated cards.
+"""
 
 
-def radix_sort_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
-    """Bytes of temporary storage of CUB's radix sort of pairs, by the lowest ``bits`` of the keys (default: all): the
-    second half of each double buffer if there are several passes of 8 bits.
+def radix_sort_bytes(count: int, key: int, value: int, arch: Arch, bits: int | None = None) -> int:
+    """Bytes of temporary storage of CUB's radix sort of pairs, by the lowest ``bits`` of the keys (default: all).
 
-    Source: cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep, whose counters of bins and tiles, less than 4 %
-    of that, are left out.
+    Source: cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep: the second half of each double buffer if
+    there are several passes of 8 bits; 256 bin offsets per pass, 256 counts per tile, and a counter per pass, each
+    aligned to 256 bytes. If the tile size is unknown, only the buffers are counted. A sort within a single block needs
+    1 byte.
     """
-    return count * (key + value) if (8 * key if bits is None else bits) > 8 else 0
+    if count <= _BLOCK_SORT and value == _INDEX:
+        return 1
+    tile = _SORT_TILES.get((arch.capability[0], key)) if value == _INDEX else None
+    if tile is None:
+        return count * (key + value)
+    passes = -(-(8 * key if bits is None else bits) // 8)
+    parts = (
+        passes * 256 * 8,
+        -(-count // tile) * 256 * 4,
+        *((count * key, count * value) if passes > 1 else ()),
+        passes * 4,
+    )
+    return sum(padded(part, 256) for part in parts) + 255
 
 
 def embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
@@ -51,11 +75,11 @@ def embedding_backward(
     copies = tuple(Temporary(size, first=True) for size in nonzero(copied(indices), copied(gradient)))
     if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
-    return copies + _segment_sums(gradient, indices, rows, by_frequency)
+    return copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
 
 
 def _segment_sums(
-    gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool
+    gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, arch: Arch
 ) -> tuple[int | Temporary, ...]:
     """Allocations of an embedding's gradient by sorted indices: see `embedding_backward`."""
     count, itemsize, accumulator = indices.numel(), indices.element_size(), max(4, gradient.element_size())
@@ -63,7 +87,7 @@ def _segment_sums(
     partial = count // _ROWS_PER_THREAD + segments
     count_bytes = count * itemsize if by_frequency else 0
     segment_arrays = [count * itemsize, *[segments * itemsize] * 2, itemsize, itemsize, partial * itemsize]
-    during_sort = count * itemsize, radix_sort_bytes(count, itemsize, itemsize)
+    during_sort = count * itemsize, radix_sort_bytes(count, itemsize, itemsize, arch)
     return (
         *(Temporary(size, first=True) for size in nonzero(count * itemsize, count * itemsize)),
         *(Temporary(size, first=True, until=0) for size in nonzero(*during_sort)),
@@ -76,14 +100,14 @@ def embedding_bag_backward(
 ) -> tuple[int | Temporary, ...]:
     """Temporaries (EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg): those of
     `embedding_backward`, for any number of indices; none in mode max."""
-    return _bag_gradient(args[0], args[1], args[5], args[6], args[7])
+    return _bag_gradient(args[0], args[1], args[5], args[6], args[7], arch)
 
 
 def _bag_gradient(
-    gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, mode: int
+    gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, mode: int, arch: Arch
 ) -> tuple[int | Temporary, ...]:
     copies = tuple(Temporary(size, first=True) for size in nonzero(copied(gradient)))
-    return copies if mode == _MAXIMUM else copies + _segment_sums(gradient, indices, rows, by_frequency)
+    return copies if mode == _MAXIMUM else copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
 
 
 def embedding_bag_backward_by_offsets(
@@ -93,12 +117,25 @@ def embedding_bag_backward_by_offsets(
     nothing."""
     if result.layout is not torch.strided:
         return ()
-    return _bag_gradient(args[0], args[1], args[6], args[7], args[8])
+    return _bag_gradient(args[0], args[1], args[6], args[7], args[8], arch)
+
+
+def ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (LossCTC.cu, ctc_loss_gpu_template): the offset of each target and both lengths, as 64-bit
+    integers."""
+    return nonzero(*[args[0].shape[1] * _INDEX] * 3)
 
 
 def ctc_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (LossCTC.cu, ctc_loss_backward_gpu_template): backward variables as large as the forward ones."""
-    return nonzero(bytes_of(args[6]))
+    """Temporaries (LossCTC.cu, ctc_loss_backward_gpu_template): like `ctc_loss`, and backward variables as large as the
+    forward ones."""
+    return (*ctc_loss(args[1:], kwargs, result, arch), *nonzero(bytes_of(args[6])))
+
+
+def unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (UnfoldBackward.h): an index per position along the dimension, if windows overlap or leave gaps."""
+    sizes, dim, size, step = args[1:5]
+    return nonzero(sizes[dim] * _INDEX if step < size and sizes else 0)
 
 
 def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -125,19 +162,19 @@ def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: 
     lists = [count * _INDEX] * 4
     inner = indexed_numel // max(1, count) if nonadjacent else prod(x.shape[positions[-1] + 1 :])
     bits = max(1, ((x.numel() - 1) // max(1, inner)).bit_length())
-    return nonzero(*lists, radix_sort_bytes(count, _INDEX, _INDEX, bits), copy, expanded_values)
+    return nonzero(*lists, radix_sort_bytes(count, _INDEX, _INDEX, arch, bits), copy, expanded_values)
 
 
-def _sort_temporaries(segments: int, length: int, size: int) -> tuple[int, ...]:
+def _sort_temporaries(segments: int, length: int, size: int, arch: Arch) -> tuple[int, ...]:
     """Allocations of sorting ``segments`` rows of ``length`` elements of ``size`` bytes, with their positions.
 
     Source: SortStable.cu, launch_stable_sort_kernel: row by row, all rows at once by row number, or a segmented sort.
     """
     count = segments * length
     if segments == 1 or length >= _LONG_SORT:
-        return length * _INDEX, radix_sort_bytes(length, size, _INDEX)
+        return length * _INDEX, radix_sort_bytes(length, size, _INDEX, arch)
     if segments < _FEW_SEGMENTS:
-        return count * _INDEX, count * _INDEX, count * size, radix_sort_bytes(count, size, _INDEX)
+        return count * _INDEX, count * _INDEX, count * size, radix_sort_bytes(count, size, _INDEX, arch)
     return count * _INDEX, count * (size + _INDEX)
 
 
@@ -155,7 +192,79 @@ def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
         return nonzero(length * _INDEX if x.numel() > 1 else 0)
     last = x.stride(dim) == 1 and x.is_contiguous()
     transposed = () if last else (bytes_of(x), bytes_of(x), x.numel() * _INDEX)
-    return transposed + _sort_temporaries(x.numel() // length, length, x.element_size())
+    return transposed + _sort_temporaries(x.numel() // length, length, x.element_size(), arch)
+
+
+def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
+    """Temporaries (Sorting.cpp, median_impl): without a dimension, a copy of the input is sorted before the result is
+    allocated."""
+    x = args[0]
+    count = x.numel()
+    if count <= _SHORT_SORT:
+        pairs = nonzero(count * _INDEX if count > 1 else 0)
+    else:
+        pairs = _sort_temporaries(1, count, x.element_size(), arch)
+    sorting = (Temporary(size, first=True, until=0) for size in nonzero(count * _INDEX, *pairs))
+    return (Temporary(bytes_of(x), first=True), *sorting) if count else ()
+
+
+def topk(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (TensorTopK.cpp): a contiguous copy of the operand."""
+    return nonzero(copied(args[0]))
+
+
+def randperm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (cuda/Randperm.cu, randperm_out_cuda): indices, random keys, sorted keys, and the storage of their
+    sort.
+
+    The keys have enough bits to be distinct with a probability of 0.9; 32-bit keys are used for up to 32 bits.
+    """
+    count = args[0]
+    if count < 2:
+        return ()
+    bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
+    key, value = 4 if bits <= 32 else 8, result.element_size()
+    return count * value, count * key, count * key, radix_sort_bytes(count, key, value, arch, bits)
+
+
+def multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (Distributions.cpp, multinomial_out): random numbers for all of the operand; for several samples, the
+    top-k values.
+
+    MultinomialKernel.cu, with replacement: a copy, the normalized distribution and its cumulative sums.
+    """
+    x, samples = args[:2]
+    replacement = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    if replacement and samples > 1:
+        return nonzero(*[bytes_of(x)] * 3, scan_bytes(x.numel(), x.dtype) if x.dim() == 1 else 0)
+    top_values = result.numel() * x.element_size() if samples > 1 else 0
+    return nonzero(bytes_of(x), top_values, 1, 1)  # the last two: the flags of its validation
+
+
+_SCAN_TILES = {2: 3840, 4: 1920, 8: 896}
+"""Bytes of an element -> elements per block of CUB's scan, inferred like `_SORT_TILES`, on an H100."""
+
+
+def scan_bytes(count: int, dtype: torch.dtype) -> int:
+    """Bytes of temporary storage of CUB's scan of one row: a state per tile, and a warp of padding states.
+
+    Source: cub/agent/single_pass_scan_operators.cuh: state and value share a word of twice the value's size; half
+    precision, a class there, has three separate lists. Each is aligned to 256 bytes.
+    """
+    tile = _SCAN_TILES.get(dtype.itemsize)
+    if tile is None or not count:
+        return 0
+    states = -(-count // tile) + 32
+    lists = (4, 2, 2) if dtype.itemsize == 2 else (2 * dtype.itemsize,)
+    return 256 + sum(padded(states * size, 256) for size in lists) + 255
+
+
+def cumulative(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (ScanUtils.cuh, scan_dim): like `scan`, with the storage of CUB's scan if the tensor is a single
+    row."""
+    x, dim = args[0], args[1]
+    single_row = x.dim() and x.shape[dim] == x.numel() and x.numel() > 1
+    return scan(args, kwargs, result, arch) + ((scan_bytes(x.numel(), result.dtype),) if single_row else ())
 
 
 def scan(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -175,7 +284,7 @@ def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
     x, mask, source = args[:3]
     count = torch.broadcast_shapes(x.shape, mask.shape).numel()
     expanded_mask = count if mask.numel() != count or not mask.is_contiguous() else 0
-    return nonzero(count * _INDEX, expanded_mask, copied(source))
+    return nonzero(count * _INDEX, expanded_mask, copied(source), scan_bytes(count, torch.int64))
 
 
 def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -184,19 +293,59 @@ def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return nonzero(bytes_of(result))
 
 
+def histogram(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
+    """Temporaries (SummaryOps.cu, _histc_cuda_template): minimum and maximum of the input, if no range was passed."""
+    low, high = (*args[2:4], *(kwargs.get(name, 0) for name in ("min", "max")[len(args[2:4]) :]))
+    size = args[0].element_size()
+    return (
+        (Temporary(size, first=True, until=0), Temporary(size, first=True)) if low == high and args[0].numel() else ()
+    )
+
+
+def flattened_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (ReduceOps.cpp, argmax without a dimension): a flattened copy of the operand."""
+    return () if args[1:] or kwargs.get("dim") is not None or result.dim() else nonzero(copied(args[0]))
+
+
+def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (ForeachReduceOp.cu, foreach_tensor_norm_cuda): per tensor, as many partial sums as the largest one
+    has chunks.
+
+    A chunk is 65,536 elements (MultiTensorApply.cuh). The slow path, for mixed dtypes or layouts, needs none.
+    """
+    tensors = args[0]
+    if not tensors or any(not t.is_floating_point() for t in tensors):
+        return ()
+    chunks = max(math.ceil(t.numel() / 65536) for t in tensors)
+    accumulator = 8 if tensors[0].dtype is torch.float64 else 4
+    return nonzero(len(tensors) * chunks * accumulator)
+
+
 FORMULAS: dict[str, Formula] = {
     "aten.embedding.default": embedding,
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten._embedding_bag_dense_backward.default": embedding_bag_backward,
     "aten._embedding_bag_backward.default": embedding_bag_backward_by_offsets,
+    **{f"aten._ctc_loss.{form}": ctc_loss for form in ("default", "Tensor")},
     **{f"aten._ctc_loss_backward.{form}": ctc_loss_backward for form in ("default", "Tensor")},
     **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},
     "aten.sort.default": sort,
     "aten.sort.stable": sort,
     "aten.argsort.default": sort,
-    **{f"aten.{name}.default": scan for name in ("cumsum", "cumprod", "cumsum_", "logcumsumexp")},
+    "aten.median.default": median,
+    "aten.nanmedian.default": median,
+    "aten.topk.default": topk,
+    "aten.randperm.default": randperm,
+    "aten.multinomial.default": multinomial,
+    "aten.unfold_backward.default": unfold_backward,
+    **{f"aten.{name}.default": cumulative for name in ("cumsum", "cumprod", "cumsum_")},
+    "aten.logcumsumexp.default": scan,
     "aten.masked_scatter.default": masked_scatter,
     "aten.masked_scatter_.default": masked_scatter,
     "aten.masked_scatter_backward.default": masked_scatter_backward,
+    "aten.histc.default": histogram,
+    "aten.argmax.default": flattened_copy,
+    "aten.argmin.default": flattened_copy,
+    "aten._foreach_norm.Scalar": foreach_norm,
 }
 """Overload name -> bytes of the allocations that are live at the kernel's peak."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cuda import attention_kernels, cublas, cudnn_convolution, indexing, norms
+from memplan.trace.semantics.cuda import attention_kernels, cublas, cudnn_convolution, distances, indexing, norms
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import Formula, nonzero
 from memplan.trace.semantics.cuda.norms import copies_of
@@ -59,6 +59,17 @@ def reduced_loss(position: int) -> Formula:
         return nonzero(torch.Size(shape).numel() * result.element_size())
 
     return formula
+
+
+def soft_margin(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (Loss.cpp, soft_margin_loss_out): the reduced loss, before it is copied into the storage of the
+    unreduced one."""
+    return () if _reduction(args, kwargs, 2) == _NO_REDUCTION else (result.element_size(),)
+
+
+def soft_margin_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (Loss.cpp, soft_margin_loss_backward_out): two factors per element."""
+    return nonzero(bytes_of(result), bytes_of(result))
 
 
 def binary_cross_entropy_with_logits(
@@ -111,16 +122,31 @@ def is_infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch
     return nonzero(bytes_of(args[0])) if args[0].is_floating_point() else ()
 
 
+_MOST_CHANNELS = 1024
+
+
+def grid_sample(grid: int) -> Formula:
+    """Formula of grid sampling (GridSampler.cpp): for cuDNN, expanded operands are copied and the grid is made
+    contiguous.
+
+    ``grid`` is the position of that argument.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Temporary, ...]:
+        x = args[grid - 1]
+        mode, padding, corners = args[grid + 1 : grid + 4]
+        supported = x.dtype in (torch.float32, torch.float64, torch.float16) and x.shape[1] <= _MOST_CHANNELS
+        if not (torch.backends.cudnn.enabled and supported and corners and mode == padding == 0):
+            return ()
+        expanded = [bytes_of(tensor) for tensor in args[:grid] if 0 in tensor.stride() and tensor.numel()]
+        return tuple(Temporary(size, first=True) for size in nonzero(*expanded, copied(args[grid])))
+
+    return formula
+
+
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """Temporaries (ReduceOps.cpp, logsumexp_out_impl): the exponentials, and the maximum of each row."""
     return nonzero(bytes_of(args[0]), bytes_of(result))
-
-
-def euclidean_dist(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
-    """Temporaries (Distance.cpp, _euclidean_dist): operands with two more columns, so that one product yields squared
-    distances."""
-    sizes = [x.numel() // x.shape[-1] * (x.shape[-1] + 2) * x.element_size() for x in args[:2] if x.shape[-1]]
-    return tuple(Temporary(size, first=True) for size in sizes if size)
 
 
 _SUMS = ("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "prod.default", "prod.dim_int")
@@ -150,6 +176,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.mse_loss.default": reduced_loss(2),
     "aten.smooth_l1_loss.default": reduced_loss(2),
     "aten.huber_loss.default": reduced_loss(2),
+    "aten.soft_margin_loss.default": soft_margin,
+    "aten.soft_margin_loss_backward.default": soft_margin_backward,
     "aten.binary_cross_entropy_with_logits.default": binary_cross_entropy_with_logits,
     **{f"aten.{name}": sum_cast for name in _SUMS},
     "aten.linalg_vector_norm.default": sum_cast,
@@ -160,13 +188,15 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}.default": im2col for name in ("im2col", "col2im")},
     "aten.roll.default": roll,
     "aten.isinf.default": is_infinite,
+    "aten.grid_sampler_2d.default": grid_sample(1),
+    "aten.grid_sampler_2d_backward.default": grid_sample(2),
     "aten.nll_loss_backward.default": copies_of(0, 1),
     "aten.nll_loss2d_backward.default": copies_of(1),
     **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
     **cublas.FORMULAS,
     **norms.FORMULAS,
     **indexing.FORMULAS,
-    "aten._euclidean_dist.default": euclidean_dist,
+    **distances.FORMULAS,
     **attention_kernels.FORMULAS,
     **cudnn_convolution.FORMULAS,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +11,55 @@ from memplan._torch import torch_version
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.cudnn import uses_batch_norm
 from memplan.trace.semantics.cuda.formula import Formula, nonzero
+from memplan.trace.semantics.cuda.reductions import floor_power_of_two
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, like_channels_last, suggests_channels_last
+
+_WARP = 32
+_LARGE = 64 << 10
+_TALLEST_GRID = 32 << 10
+_BLOCK = 512
+_PER_THREAD = 16
+_TILE = 32
+_HIGHEST = 128
+
+
+def _accumulated(dtype: torch.dtype) -> int:
+    """Bytes of an element of the accumulation dtype."""
+    return 8 if dtype is torch.float64 else 4
+
+
+def _partial_rows(rows: int, columns: int, arch: Arch) -> int:
+    """Rows of partial sums for the gradient of a norm's weight; 0 if it is computed in one pass.
+
+    Source: native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: partial sums for over 65,536 rows with
+    columns that fill less than half of the card.
+    """
+    if rows <= _LARGE or columns // _WARP >= arch.multiprocessors // 2:
+        return 0
+    return min(_TALLEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
+
+
+def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (layer_norm_kernel.cu, layer_norm_backward_cuda): contiguous operands, and partial sums for weight
+    and bias.
+
+    The partial sums have the dtype of the weight.
+    """
+    gradient, x, shape, mask = args[0], args[1], args[2], args[7]
+    weight = args[5]
+    columns = prod(shape)
+    rows = _partial_rows(x.numel() // max(1, columns), columns, arch)
+    size = rows * columns * (x if weight is None else weight).element_size()
+    return nonzero(copied(gradient), copied(x), size * bool(mask[1]), size * bool(mask[2]))
+
+
+def rms_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (layer_norm_kernel.cu, _fused_rms_norm_backward_cuda): like `layer_norm_backward`, without a bias."""
+    gradient, x, shape, weight, mask = args[0], args[1], args[2], args[4], args[5]
+    columns = prod(shape)
+    rows = _partial_rows(x.numel() // max(1, columns), columns, arch)
+    size = rows * columns * (x if weight is None else weight).element_size()
+    return nonzero(copied(gradient), copied(x), size * bool(mask[1]))
 
 
 def copies_of(*positions: int) -> Formula:
@@ -22,12 +71,44 @@ def copies_of(*positions: int) -> Formula:
     return formula
 
 
+def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Temporaries (group_norm_kernel.cu): a scale and an offset per channel and sample."""
+    x, batch, channels, size = args[0], args[3], args[4], args[5]
+    if size == 1 or (args[1] is None and args[2] is None):
+        return ()
+    per_channel = batch * channels * _accumulated(x.dtype)
+    return nonzero(per_channel, per_channel)
+
+
 def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (group_norm.cpp): from torch 2.14 on the copies of gradient and input that the derivative formula
-    made before, as observed on the CPU."""
+    """Temporaries (group_norm_kernel.cu): two sums per channel and sample, a scale with a weight, and two values per
+    group.
+
+    From torch 2.14 on, group_norm.cpp makes the copies of the derivative formula: observed on the CPU only.
+    """
+    copies = _copies_of_group_norm(args[0], args[1])
+    x, weight, batch, channels, size, groups, mask = args[1], args[4], *args[5:9], args[9]
+    itemsize = _accumulated(x.dtype)
+    per_channel, per_group = batch * channels * itemsize, batch * groups * itemsize
+    if size == 1:
+        return nonzero(*copies, per_channel, per_channel, *((per_group, per_group) if mask[0] else ()))
+    inner = (per_channel if weight is not None else 0, per_group, per_group) if mask[0] else ()
+    return nonzero(*copies, per_channel, per_channel, *inner)
+
+
+def _copies_of_group_norm(gradient: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
+    """Bytes of the copies of gradient and input that group_norm.cpp makes from torch 2.14 on."""
     version = torch_version()
-    last = version >= (2, 15) and suggests_channels_last(args[1])
-    return nonzero(copied_to(args[0], last), copied_to(args[1], last)) if version >= (2, 14) else ()
+    last = version >= (2, 15) and suggests_channels_last(x)
+    return (copied_to(gradient, last), copied_to(x, last)) if version >= (2, 14) else ()
+
+
+def _grid_rows(rows: int, channels: int) -> int:
+    """Number of blocks that share a channel's sum in channels last: Normalization.cuh, flexible_launch_configs."""
+    width = min(floor_power_of_two(channels), _TILE)
+    height = min(floor_power_of_two(-(-rows // _PER_THREAD)), _BLOCK // width)
+    blocks = min(-(-rows // (height * _PER_THREAD)), _HIGHEST)
+    return blocks if blocks >= 8 else 1
 
 
 def _uses_channels_last(x: torch.Tensor) -> bool:
@@ -35,6 +116,13 @@ def _uses_channels_last(x: torch.Tensor) -> bool:
     if x.is_contiguous():
         return x.dim() == 2 or x.stride(1) == 1
     return like_channels_last(x.shape, x.stride()) and x.dim() in (4, 5)
+
+
+def _staging(x: torch.Tensor, sums: int) -> int:
+    """Bytes of the partial sums of a grid of blocks, in channels last."""
+    channels = x.shape[1]
+    blocks = _grid_rows(x.numel() // max(1, channels), channels)
+    return sums * channels * blocks * _accumulated(x.dtype) if blocks > 1 else 0
 
 
 def _uses_cudnn(
@@ -51,6 +139,23 @@ def _uses_cudnn(
     return uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn
 
 
+def batch_norm(training: int) -> Formula:
+    """Formula of batch norm (Normalization.cuh, batch_norm_stats_channels_last_cuda_template): staging of means and
+    variances.
+
+    ``training`` is the position of that argument. Contiguous inputs need nothing, and cuDNN has a workspace instead.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        x = args[0]
+        running = (args[3], args[4]) if training == 5 else (None, None)
+        if _uses_cudnn(x, args[1], args[2], *running, args[training], args[-1]):
+            return ()
+        return nonzero(_staging(x, 4)) if args[training] and _uses_channels_last(x) else ()
+
+    return formula
+
+
 def _flatten_copy_bytes(x: torch.Tensor) -> int:
     """Bytes of the copy made by reshaping to (batch, channels, -1); 0 if that is a view."""
     if x.is_contiguous() or x.dim() <= 3:
@@ -64,17 +169,23 @@ def _flatten_copy_bytes(x: torch.Tensor) -> int:
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (Normalization.cu, batch_norm_backward_cuda): flattened copies of gradient and input.
+    """Temporaries (Normalization.cu, batch_norm_backward_cuda): one kernel on flattened operands, or sums and an
+    elementwise kernel.
 
-    cuDNN, which runs if the training forward used it, wants the gradient in the input's memory format
-    (cudnn/BatchNorm.cpp).
+    In channels last, the sums of the blocks are staged, and two sums per channel live until the end. cuDNN, which runs
+    if the training forward used it, wants the gradient in the input's memory format (cudnn/BatchNorm.cpp).
     """
     gradient, x, train, mask = args[0], args[1], args[7], args[9]
     if train and _uses_cudnn(x, args[2], args[2], args[3], args[4], train, args[8]):
         return nonzero(copied_to(gradient, suggests_channels_last(x)))
-    if mask[0] and not (_uses_channels_last(x) and _uses_channels_last(gradient)):
-        return nonzero(_flatten_copy_bytes(gradient), _flatten_copy_bytes(x))
-    return ()
+    sums = x.shape[1] * _accumulated(x.dtype)
+    if not _uses_channels_last(x):
+        return nonzero(_flatten_copy_bytes(gradient), _flatten_copy_bytes(x)) if mask[0] else nonzero(sums, sums)
+    if not (train or mask[1] or mask[2]):
+        return ()
+    if not _uses_channels_last(gradient):
+        return nonzero(sums, sums, _flatten_copy_bytes(gradient), _flatten_copy_bytes(x))
+    return nonzero(sums, sums, _staging(x, 2))
 
 
 def softmax_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -98,10 +209,14 @@ FORMULAS: dict[str, Formula] = {
     "aten._softmax_backward_data.default": softmax_backward,
     "aten._log_softmax_backward_data.default": copies_of(0, 1),
     "aten.native_layer_norm.default": copies_of(0),
-    "aten.native_layer_norm_backward.default": copies_of(0, 1),
+    "aten.native_layer_norm_backward.default": layer_norm_backward,
     "aten._fused_rms_norm.default": copies_of(0),
-    "aten._fused_rms_norm_backward.default": copies_of(0, 1),
+    "aten._fused_rms_norm_backward.default": rms_norm_backward,
+    "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
+    "aten.native_batch_norm.default": batch_norm(5),
+    "aten._native_batch_norm_legit.default": batch_norm(5),
+    "aten._native_batch_norm_legit.no_stats": batch_norm(3),
     "aten.native_batch_norm_backward.default": batch_norm_backward,
 }
 """Overload name -> bytes of the allocations that are live at the kernel's peak."""

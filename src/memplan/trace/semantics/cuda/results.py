@@ -46,6 +46,21 @@ def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
     return (output, *statistics)
 
 
+def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Result (cudnn/BatchNorm.cpp): statistics in the weight's dtype, empty without training. The reserve is not
+    changed here: `semantics.cuda.table` counts its bytes."""
+    output, mean, deviation, reserve = result
+    if not args[5]:
+        return output, mean.new_empty(0), deviation.new_empty(0), reserve
+    weight = args[1]
+    return output, mean.new_empty(mean.shape, dtype=weight.dtype), weight.new_empty(mean.shape), reserve
+
+
+def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Result (Activation.cpp, log_sigmoid_forward): the buffer is empty on CUDA."""
+    return result[0], result[1].new_empty(0)
+
+
 def recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Results of ``_cudnn_rnn``: with the batch first, the output is a view of a time-first tensor (cudnn/RNN.cpp)."""
     output, batch_first, batch_sizes = result[0], args[10], args[14]
@@ -83,6 +98,8 @@ RESULTS: dict[str, Result] = {
     "aten._native_batch_norm_legit.default": wide_statistics,
     "aten._native_batch_norm_legit.no_stats": wide_statistics,
     "aten.native_group_norm.default": group_norm,
+    "aten.cudnn_batch_norm.default": batch_norm_of_cudnn,
+    "aten.log_sigmoid_forward.default": log_sigmoid,
     "aten._cudnn_rnn.default": recurrent,
     "aten._embedding_bag.default": embedding_bag,
     "aten._embedding_bag_forward_only.default": embedding_bag,

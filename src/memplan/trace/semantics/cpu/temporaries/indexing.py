@@ -37,6 +37,23 @@ def index_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> 
     return copied(args[2])
 
 
+def _clamped_indices(indices: Any) -> int:
+    return sum(bytes_of(index) for index in indices if index is not None)
+
+
+def masked_index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, _unsafe_masked_index): clamped indices, the gathered elements
+    and the negated mask."""
+    return _clamped_indices(args[2]) + bytes_of(result) + args[1].numel()
+
+
+def masked_index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (TensorAdvancedIndexing.cpp, _unsafe_masked_index_put_accumulate): as `masked_index`, before
+    the result is allocated."""
+    mask, values = args[1], args[3]
+    return _clamped_indices(args[2]) + bytes_of(values) + max(0, mask.numel() - bytes_of(result))
+
+
 def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """The peak of three moments: masked_select of the gradient counts the mask as int64; unless both are contiguous, it
     computes positions and their running sums; zeros appended for unselected elements make a copy of the result.
@@ -74,6 +91,13 @@ def bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> 
 _MAX = 2
 
 
+def bag_weights_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (EmbeddingBag.cpp, _embedding_bag_per_sample_weights_backward_cpu): the bag of each index,
+    by running sums."""
+    indices, bags = args[2], args[4]
+    return 0 if bags.numel() or not indices.numel() else 2 * _offset2bag_bytes(indices)
+
+
 _ALL_SELECTED = "masked_scatter: in its gradient, every element was taken as selected: never more"
 
 
@@ -94,6 +118,9 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten.scatter_reduce{place}.two": scatter_gather for place in ("", "_")},
     **{f"aten.index_add{place}.default": index_add for place in ("", "_")},
     "aten.index_select.default": index_select,
+    "aten._unsafe_masked_index.default": masked_index,
+    "aten._unsafe_masked_index_put_accumulate.default": masked_index_put,
     "aten.masked_scatter_backward.default": masked_scatter_backward,
     "aten._embedding_bag_backward.default": bag_backward,
+    "aten._embedding_bag_per_sample_weights_backward.default": bag_weights_backward,
 }

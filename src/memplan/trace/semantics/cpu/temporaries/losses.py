@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cpu.scalar_operands import averaged
+from memplan.trace.semantics.cpu.scalar_operands import averaged, of_number
 from memplan.trace.semantics.kinds import Formula
 from memplan.trace.semantics.layout import bytes_of
 
@@ -42,6 +42,13 @@ def binary_cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, An
     return 2 * bytes_of(x) + (averaged(x.numel(), x.dtype) if reduction == _MEAN else 0)
 
 
+def soft_margin_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes of temporaries (Loss.cpp, soft_margin_loss_backward_out): two of the operand's size at first, later one of
+    them and a wrapped scalar."""
+    size = bytes_of(result)
+    return max(2 * size, size + of_number(1, result.dtype))
+
+
 FORMULAS: dict[str, Formula] = {
     "aten.mse_loss.default": reduced_loss(2, unreduced=1),
     "aten.smooth_l1_loss.default": reduced_loss(2, unreduced=1),
@@ -49,6 +56,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.huber_loss.default": reduced_loss(2, unreduced=1),
     "aten.kl_div.default": reduced_loss(2, unreduced=3),
     "aten.soft_margin_loss.default": reduced_loss(2, unreduced=0, copies_mean=True),
+    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten.binary_cross_entropy.default": reduced_loss(3, unreduced=0, copies_mean=True),
     "aten.binary_cross_entropy_with_logits.default": binary_cross_entropy_with_logits,
 }

@@ -1,4 +1,4 @@
-"""Derivatives that run in place without a dispatch mode: predicted peaks beside those that the profiler saw."""
+"""Steps whose formulas compute otherwise under a mode: the predicted peak beside what the profiler saw without any."""
 
 from __future__ import annotations
 
@@ -37,8 +37,17 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "with weights": lambda x: F.binary_cross_entropy_with_logits(x, other(), weight=other()),
     "of the targets": lambda x: F.binary_cross_entropy(other(), x.sigmoid()),
     "smallest and largest": lambda x: sum(one.sum() for one in torch.aminmax(x)),
+    "largest": lambda x: x.max(),
+    "smallest": lambda x: x.min(),
+    "median": lambda x: x.median(),
+    "median but for nan": lambda x: x.nanmedian(),
     "largest of each row": lambda x: x.max(1)[0],
     "median of each row": lambda x: x.median(1)[0],
+    "product": lambda x: x.prod(),
+    "product of each row": lambda x: x.prod(1),
+    "product of each column": lambda x: x.prod(0),
+    "running product": lambda x: x.abs().cumprod(1),
+    "running product of columns": lambda x: (x.abs() + 1).cumprod(0) * 2,
     "sign": lambda x: x.sgn(),
     "running maximum": lambda x: x.cummax(1)[0],
     "gather": lambda x: x.gather(1, torch.zeros(64, 5, dtype=torch.int64)),
@@ -75,6 +84,18 @@ def step_of(op: Callable[[Tensor], Any]) -> Callable[[], Callable[[], None]]:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_peak_is_that_without_a_mode(name: str) -> None:
+def test_the_peak_is_that_of_the_form_without_a_mode(name: str) -> None:
     build = step_of(OPS[name])
     assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)
+
+
+def test_of_a_mask_everything_counts_as_selected() -> None:
+    def masked(share: float) -> Callable[[], Callable[[], None]]:
+        return step_of(lambda x: x.masked_fill(other() < share, x.sum()))
+
+    trace = memplan.record(masked(0.5), device="cpu")
+    assert any("every element was taken as filled" in assumption.text for assumption in trace.assumptions)
+    predicted = memplan.simulate(trace).peak_allocated
+    measured = [measured_peak(masked(share)) for share in (0.1, 0.5, 2.0)]
+    assert measured == sorted(measured)
+    assert measured[-1] <= predicted <= 1.01 * measured[-1]
