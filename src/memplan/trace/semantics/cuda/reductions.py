@@ -75,9 +75,14 @@ def staging_buffer(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch:
     return accumulator * results * blocks * slots, _SEMAPHORE * grid
 
 
+def floor_power_of_two(n: int) -> int:
+    """The largest power of two up to ``n`` (1 for ``n`` below 1)."""
+    return 1 << (max(1, n).bit_length() - 1)
+
+
 def _block_shape(width: int, height: int, threads: int) -> tuple[int, int]:
     """Threads of a block in the fast dimension and in the other, at most ``threads`` together."""
-    wide, high = (min(1 << (max(1, n).bit_length() - 1), threads) for n in (width, height))  # powers of two
+    wide, high = (min(floor_power_of_two(n), threads) for n in (width, height))
     down = min(high, threads // min(wide, _WARP))
     return min(wide, threads // down), down
 
