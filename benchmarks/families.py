@@ -71,6 +71,8 @@ CALLS: dict[str, Any] = {
     f"{CUDA}.table:_Kernels._is_product_loop": lambda *_: False,
     f"{CUDA}.autocast:Autocast._is_cacheable": staticmethod(lambda *_: False),
     f"{CUDA}.composites:_flattened": lambda *_: True,
+    f"{CUDA}.attention_kernels:flash_splits": lambda *_: 1,
+    f"{RECORDING}.observer:form_of": lambda *_: None,
     f"{RECORDING}.engine_forms:EngineForms.writes_fresh_zeros": lambda *_: False,
     f"{RECORDING}.engine_forms:EngineForms.in_place_variant": lambda *_: None,
     f"{RECORDING}.engine_forms:EngineForms.is_in_place": lambda *_: False,
