@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memplan._bytes import format_bytes
+from memplan._display import Printed
 from memplan.devices import Device
 from memplan.errors import BudgetError, InputError, UsageError, VerificationError
 from memplan.planning.relative_budget import Relative, read_any_budget
@@ -31,7 +32,7 @@ in another order. Values that miss a border differ by more."""
 
 
 @dataclass
-class FittedInference:
+class FittedInference(Printed):
     """A model whose inference runs within a budget."""
 
     model: nn.Module
