@@ -14,17 +14,13 @@ from torch._C._profiler import _EventType  # the profiler's raw events have no p
 @contextmanager
 def _garbage_left() -> Iterator[None]:
     """What is garbage before is not freed in here. To collect it first would take a second, with all that is loaded."""
-    enabled, freezes = gc.isenabled(), not gc.get_freeze_count()  # unfreezing would also thaw older objects
+    enabled = gc.isenabled()
     gc.disable()
-    if freezes:
-        gc.freeze()
-    else:
-        gc.collect()
+    gc.freeze()
     try:
         yield
     finally:
-        if freezes:
-            gc.unfreeze()
+        gc.unfreeze()
         if enabled:
             gc.enable()
 
