@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from models.guard_figures import figures, taken
+from models.public_examples import FULL
 from reports.outcomes import FRONTIER, PROOF, plan
 from torch import nn
 
@@ -121,6 +122,23 @@ def snapshots_of_ranks() -> str:
         return memplan.replay_ranks(files).to_json()
 
 
+def watched_by_ranks() -> str:
+    with TemporaryDirectory() as folder:
+        model = nn.Linear(8, 8)
+        with memplan.watch(model, folder=folder, quiet=True) as seen:
+            model(torch.randn(2, 8)).sum().backward()
+            seen.end_step()
+        return replace(memplan.watched_ranks(folder), notes=(EVIL,)).to_json()
+
+
+def reasons_of_ranks() -> str:
+    return memplan.why_ranks({0: EVIL, 1: FULL}).to_json()
+
+
+def layouts() -> str:
+    return memplan.layouts(lambda: nn.Linear(64, 64), "8x64", world=2, device="h100").to_json()
+
+
 def compared() -> str:
     return memplan.compare(Net, lambda: Net(16), "8x3x32x32").to_json()
 
@@ -166,6 +184,9 @@ def every() -> dict[str, str]:
         "replay": replayed(),
         "ranks": ranks(),
         "snapshots of ranks": snapshots_of_ranks(),
+        "watched ranks": watched_by_ranks(),
+        "reasons of ranks": reasons_of_ranks(),
+        "layouts": layouts(),
         "comparison": compared(),
         "largest": found_largest(),
         "cards": on_cards(),

@@ -217,7 +217,7 @@ def _advice(sides: list[Sides], cost: Costs) -> list[str]:
         mirror += f"; the peak is {format_bytes(cost.mirrored)} then"
     most = math.ceil(max(side for pair in sides for side in pair))
     tile = f"or cut tiles that overlap by {most} pixels on each side, and say so: --context {most}"
-    inference = "or let memplan.fit(model.eval(), image, budget=..., train=False) cut them, for inference"
+    inference = "or memplan.fit(model.eval(), image, budget=..., train=False), for inference"
     return [inside, mirror, tile, inference]
 
 

@@ -149,6 +149,12 @@ def watched_ranks(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str
         TargetError: a folder without such a file, or a file that cannot be read.
         FormatError: a file of something else.
         InputError: two files of the same rank, or of trainings with different numbers of ranks.
+
+    Example:
+        >>> with memplan.watch(model, optimizer, folder="watched"):  # on each rank
+        ...     train(model, optimizer)
+        >>> [row.watch.rank for row in memplan.watched_ranks("watched").odd]  # hold more than the others
+        []
     """
     named = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     files = [file for path in named for file in (files_in(path) if path.is_dir() else [path])]
