@@ -100,8 +100,10 @@ class Layouts(Saved, Displayed):
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
-        rows: list[Any] = []
-        for number, row in enumerate(plain.get("rows") or ()):
+        stored, rows = plain.get("rows"), list[Any]()
+        if not isinstance(stored, list):
+            return plain  # whoever reads the fields says what is wrong
+        for number, row in enumerate(stored):
             if not isinstance(row, dict):
                 raise Unreadable("is no mapping").within(f"it.rows[{number}]")
             own = {name: row[name] for name in _OF_ROW if name in row}
