@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,33 @@ def test_a_budget_below_all_parts_says_what_would_do() -> None:
     pooled = nn.Sequential(network(), nn.AdaptiveAvgPool2d(1)).eval()
     with pytest.raises(BudgetError, match="does not run in parts: mean"):
         memplan.fit(pooled, x, budget="30%", train=False)
+
+
+class Between(nn.Module):
+    """A function between two convolutions."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 1, 3, padding=1)
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda h: h + 1e-6 * torch.arange(h.shape[-1]), "arange makes a tensor"),
+        (lambda h: h + 1e-9 * float(h.shape[-1]), "with other numbers"),
+        (lambda h: h * 2 if h.shape[-1] > 150 else h, "other ops"),
+        (lambda h: h * 2 if bool(h.mean() > 0) else h, "without values"),
+    ],
+)
+def test_what_depends_on_the_size_or_on_values_is_refused(between: Callable[..., torch.Tensor], reason: str) -> None:
+    """Also where it changes the result by less than rounding, which no comparison of values sees."""
+    with pytest.raises(BudgetError, match=reason):
+        memplan.fit(Between(between).eval(), torch.randn(1, 1, 192, 192), budget="40%", train=False)
 
 
 def test_bad_use() -> None:

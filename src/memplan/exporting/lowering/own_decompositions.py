@@ -88,8 +88,10 @@ def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
     shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
     pairs = [size for pair in zip(repeats, shape, strict=True) for size in pair]
-    apart = x.reshape([size for one in shape for size in (1, one)]).expand(pairs)
-    return apart.clone(memory_format=torch.contiguous_format).view([r * s for r, s in zip(repeats, shape, strict=True)])
+    expanded = x.reshape([size for length in shape for size in (1, length)]).expand(pairs)
+    return expanded.clone(memory_format=torch.contiguous_format).view(
+        [r * s for r, s in zip(repeats, shape, strict=True)]
+    )
 
 
 def own_decompositions() -> Mapping[Any, Callable[..., Any]]:

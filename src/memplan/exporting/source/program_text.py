@@ -313,7 +313,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         trained, statistics = memory.floats("trained"), memory.floats("statistics")
         lines = [
             f"void {name}_init({name}_state *s{init_arguments(self.layout)})", "{",
-            *(f"{INDENT}s->{given} = {given};" for _, given in init_parameters(self.layout)),
+            *(f"{INDENT}s->{parameter} = {parameter};" for _, parameter in init_parameters(self.layout)),
             f"    for (int k = 0; k < {trained}; k++) {{", f"        s->weights[k] = ({self.flash['trained']})[k];",
             *(f"        s->{member}[k] = 0;" for member in self.layout.rules.members),
             "    }",

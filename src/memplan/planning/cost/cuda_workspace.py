@@ -76,7 +76,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
         scratch = op.scratch if declares_scratch else other + _cudnn_scratch(graph, op, temporaries, cudnn_bytes)
         ops.append(replace(op, scratch=scratch))
         if possible := {
-            temporary.asked: models[temporary.asked] for temporary in temporaries if temporary.asked in models
+            request: models[request] for temporary in temporaries if (request := temporary.asked) in models
         }:
             probabilities = defaultdict[int, float](float)
             for chosen in product(*(zip(one.sizes, one.probabilities, strict=True) for one in possible.values())):

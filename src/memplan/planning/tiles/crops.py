@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memplan import _torch
-from memplan.planning.tiles.program import NotTileable, Program, Recorder
+from memplan.planning.tiles.program import Node, NotTileable, Program, Recorder
 from memplan.planning.tiles.rules import Window
 from memplan.planning.tiles.tiled import Axis, Tiled
 
@@ -71,9 +71,9 @@ class Crops:
                 input = torch.empty(shape, dtype=self.dtype)
             program = _program(self._model, input)
             tiled = [Tiled(program, Axis(dim), 1) for dim in range(2, len(shape))]
-            if any(one.norms for one in tiled):
+            if any(dimension.norms for dimension in tiled):
                 raise NotTileable("a norm needs the statistics of the whole input")
-            if any(one.along[program.outputs[0]].dim != one.axis.dim for one in tiled):
+            if any(dimension.along[program.outputs[0]].dim != dimension.axis.dim for dimension in tiled):
                 raise NotTileable("the result has its dimensions in another order")
             self._programs[shape] = tiled
         return self._programs[shape]
@@ -134,8 +134,8 @@ class Crops:
     def _check(self, crop: Crop) -> None:
         """Compare the windows of all values in the network on the crop with those on the whole."""
         local = self._tiled(self.shape(crop))
-        if len(local[0].program.nodes) != len(self._whole[0].program.nodes):
-            raise NotTileable("the network runs other ops on a part of its input")
+        if [*map(_op, local[0].program.nodes)] != [*map(_op, self._whole[0].program.nodes)]:
+            raise NotTileable("the network runs other ops, or with other numbers, on a part of its input")
         for at, (part, whole) in enumerate(zip(local, self._whole, strict=True)):
             (output,), (low, _) = whole.program.outputs, crop.input[at]
             windows = whole.windows({output: crop.result[at]})
@@ -169,6 +169,12 @@ class Crops:
         return tuple(input.shape) == self.input_shape and input.dtype == self.dtype and input.device.type == "cpu"
 
 
+def _op(node: Node) -> tuple[str, list[float]]:
+    """Return an op and its numbers that are no sizes."""
+    leaves = _torch.tree_leaves((node.args, dict(node.kwargs)))
+    return node.target, [leaf for leaf in leaves if isinstance(leaf, float)]
+
+
 def _window(tensor: Tensor, windows: tuple[Window, ...]) -> Tensor:
     return tensor[(..., *(slice(low, high) for low, high in windows))]
 
@@ -183,16 +189,21 @@ class _Recording(TorchFunctionMode):
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and all(id(tensor) in self.static for tensor in tensors):
             result = func(*args, **(kwargs or {}))
-            made = {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
-            self.static = {**self.static, **made}
+            results = {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
+            self.static = {**self.static, **results}
             return result
+        if not tensors and isinstance(func(*args, **(kwargs or {})), Tensor):
+            raise NotTileable(f"{func.__name__} makes a tensor, which may be another one for a part of the input")
         return self.recorder.call(func, args, kwargs or {}, lambda tensor: id(tensor) in self.static)
 
 
 def _program(model: nn.Module, input: Tensor) -> Program:
     """Return the ops of a model on an input without data."""
-    with torch.no_grad(), _Recording(model) as recording:
-        result = model(input)
+    try:
+        with torch.no_grad(), _Recording(model) as recording:
+            result = model(input)
+    except RuntimeError as error:  # it reads values, or cannot run on a part of this size
+        raise NotTileable(f"on an input without values it raises {str(error).splitlines()[0]}") from None
     if not isinstance(result, Tensor):
         raise NotTileable("the model returns more than one tensor")
     return recording.recorder.program([result])

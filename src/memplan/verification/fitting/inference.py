@@ -120,10 +120,10 @@ def _checked(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     model = model if isinstance(model, nn.Module) else model()
     if any(module.training for module in model.modules()):
         raise UsageError("The model is in training mode", expected="evaluation mode", do="Call model.eval() first")
-    given = [as_spec(value) for value in inputs]
-    if len(given) != 1 or kwargs:
+    if len(inputs) != 1 or kwargs:
         raise InputError("inference in parts with several inputs", expected="a single tensor", do="Wrap the model")
-    input = given[0].make() if isinstance(given[0], Spec) else given[0]
+    described = as_spec(inputs[0])
+    input = described.make() if isinstance(described, Spec) else described
     if not isinstance(input, Tensor) or input.dim() < 3 or input.device.type != "cpu":
         raise InputError(f"an input of {type(input).__name__}", expected="samples, channels and space, on the CPU")
     return model, input
