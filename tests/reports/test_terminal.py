@@ -71,6 +71,19 @@ def test_no_line_is_a_command_of_github() -> None:
     assert "stop-commands" in lines[2]
 
 
+@pytest.mark.parametrize("amount", ["24 %", "8 B", "1.5 GiB", "312.0 MiB", "9 ms", "2 s"])
+@pytest.mark.parametrize("indent", [0, 3])
+def test_no_line_breaks_between_a_number_and_its_unit(amount: str, indent: int) -> None:
+    for before in range(55, 77):
+        line = Line("x" * before + f" {amount} after, and 3 things", indent=indent)
+        for part in [line] if indent else [line, line.text]:
+            lines = text_of(document(None, [part])).splitlines()
+            assert any(amount in line for line in lines)
+            assert " ".join(" ".join(lines).split()) == line.text
+            assert max(map(len, lines)) <= 80
+    assert text_of(document(None, ["a\ue000b 1 "]))[:3] == "a?b"
+
+
 def test_a_table_that_is_indented_is_as_much_narrower() -> None:
     columns = (
         Column("layer", ("a" * 60,), shrinks_to=16),

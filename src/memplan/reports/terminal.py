@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ _INDENT = 4
 _BOX = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")  # rules below the header and above the sums
 _STYLES: dict[Style, str] = {"good": "bold green", "warning": "bold yellow", "bad": "bold red"}
 _ASCII = str.maketrans("─█", "-#")
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[KMGT]?i?B|m?s)(?!\w))")
+_BOUND = "\ue000"  # rich breaks lines at every kind of space, a no-break space too
 
 
 def show(document: Document, file: TextIO | None = None) -> None:
@@ -79,10 +82,10 @@ class _Drawing:
         """Yield what rich prints of a part."""
         match part:
             case str():
-                yield Text(printable(part))
+                yield from self.paragraph(part, self.width)
             case Line():
-                line = Text(printable(part.text), _STYLES.get(part.style, part.style))
-                yield Padding(line, (0, 0, 0, part.indent)) if part.indent else line
+                lines = self.paragraph(part.text, self.width - part.indent, _STYLES.get(part.style, part.style))
+                yield Padding(Group(*lines), (0, 0, 0, part.indent))
             case Facts():
                 facts = Drawn.grid(padding=(0, 2, 0, 0))
                 for label, value in part.rows.items():
@@ -96,6 +99,12 @@ class _Drawing:
                 yield Padding(table, (0, 0, 0, part.indent)) if part.indent else table
             case Table():
                 yield from self.interleaved(part)
+
+    def paragraph(self, text: str, width: int, style: str = "") -> Iterator[Text]:
+        """Yield the lines of a text, with no line break between a number and its unit."""
+        bound = Text(_UNIT.sub(_BOUND, printable(text)), style)
+        for line in bound.wrap(_console(file=io.StringIO()), max(1, width)):
+            yield Text(line.plain.replace(_BOUND, " "), style)
 
     def table(self, table: Table) -> Drawn:
         """Draw the columns that fit into the width, with a rule above the totals."""
