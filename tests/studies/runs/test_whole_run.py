@@ -16,7 +16,7 @@ from truth.cpu_allocator import allocations, peak_of
 import memplan
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.request import Request
-from memplan.studies.runs import extended
+from memplan.studies.runs import extrapolation
 from memplan.studies.runs.whole_run import WholeRun, whole_run
 
 _LAST = 64
@@ -214,7 +214,7 @@ def test_predictions_that_an_evaluation_keeps(tmp_path: Path, monkeypatch: pytes
 
 def test_batches_beyond_the_most_storages_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(extended, "_MOST", 30)
+    monkeypatch.setattr(extrapolation, "_MOST_ADDED", 30)
     text = BEGIN + PREDICTIONS_KEPT.format(train=42, batch=8, val=200, val_batch=8)
     recorded, real = followed(tmp_path, text, really=False), followed(tmp_path, text, really=True)
     assert recorded.allocated == pytest.approx(real_peak(tmp_path, text), abs=_LAST)

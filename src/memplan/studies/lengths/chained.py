@@ -1,4 +1,4 @@
-"""Steps of different lengths, each recorded by itself, as one Trace in which they follow each other."""
+"""Chain steps of different lengths, each recorded alone, into a single Trace."""
 
 from __future__ import annotations
 
@@ -14,107 +14,120 @@ from memplan.trace.trace import Trace
 _OF_THE_MODEL = ("weight", "buffer", "optimizer_state", "parameter_gradient")
 
 _Key = tuple[str, int]
-"""What a step keeps for the next: the name of its parameter, else the op that allocates it; and a number among such."""
+"""Identifies a storage that outlives its step, such as a gradient, at any length: the name of its parameter or of the
+op that allocates it, and a number among the storages of the same name."""
 
 
 @dataclass(frozen=True)
-class _Steady:
-    """The second step of a recording, which every later batch of its length repeats."""
+class _SecondStep:
+    """The second step of a recording, which every later batch of the same length repeats."""
 
     trace: Trace
     inputs: tuple[Storage, ...]
-    """Of the batch: allocated before the step."""
-    born: tuple[Storage, ...]
-    """Allocated in the step, in order."""
+    """Storages of the batch, allocated before the step."""
+    allocated: tuple[Storage, ...]
+    """Storages allocated in the step, in order."""
     keys: Mapping[int, _Key]
-    """Of the storages that the step before or this step keeps for the next."""
+    """By id, keys of the storages that outlive the first or the second step."""
     freed: Mapping[_Key, int]
-    """What the step before kept -> the tick at which this step frees it."""
+    """Key of a storage from the first step -> tick at which the second step frees it."""
 
     @property
     def start(self) -> int:
-        """The tick at which the step begins."""
+        """Tick at which the step begins."""
         return self.trace.steps[1]
 
 
 def chained(traces: Mapping[int, Trace], order: Sequence[int]) -> Trace:
-    """Return the trace of batches of these lengths, a step each, without ops.
+    """Return the trace of batches of these lengths, with a step for each batch and without ops.
 
-    Weights, buffers and what the first step leaves for all later ones are those of the first batch. What a step keeps
-    for the next, such as gradients, is freed where a step of the next length frees it. The inputs of a batch are
-    allocated when it begins; then those of the batch before are freed.
+    Weights, buffers and optimizer states are those of the first batch. A storage that outlives its step, such as a
+    gradient, is freed where a step of the next batch's length frees it. The inputs of a batch are allocated before its
+    step; then the inputs of the previous batch are freed.
 
     Args:
-        traces: length -> recording of two steps, all for one device.
+        traces: length -> recording of two steps, all for the same device.
         order: the length of each batch.
 
     Raises:
         InputError: the model itself differs between lengths.
     """
     used = {length: traces[length] for length in sorted(set(order))}
-    places = _places_of_inputs(used)
-    steady = {length: _steady(trace, places) for length, trace in used.items()}
-    chain = _Chain()
-    first = steady[order[0]]
-    trace, end = first.trace, first.start
-    kept = dict[_Key, int]()
-    inputs = list[int]()
-    of_batch = {storage.id for storage in first.inputs}
-    for storage in trace.counted:
-        if storage.born <= end:
-            freed_later = storage.died is not None and storage.died > end
-            number = chain.add(trace, storage, 0, None if freed_later else storage.died)
-            if storage.id in of_batch:
-                inputs.append(number)
-            elif freed_later:
-                kept[first.keys[storage.id]] = number
-    calls = [call for call in trace.calls if call.tick <= end]
-    steps = [trace.steps[0]]
+    inputs = _input_indices(used)
+    second_steps = {length: _second_step(trace, inputs) for length, trace in used.items()}
+    chain = _Chain(second_steps[order[0]])
     for before, length in pairwise(order):
-        step = steady[length]
-        steps.append(end)
-        arrived = [
-            chain.add(step.trace, storage, end + place - storage.born, None)
-            for place, storage in enumerate(step.inputs, 1)
-        ]
-        end += len(arrived)
-        for number in inputs:
-            end += 1
-            chain.free(number, end)
-        inputs = arrived
-        shift = end - step.start
-        end = step.trace.end + shift
-        for key, number in kept.items():
-            if key in step.freed:
-                chain.free(number, step.freed[key] + shift)
-            elif key in steady[before].freed:  # a step of this length has no such tensor
-                end += 1
-                chain.free(number, end)
-        kept = {}
-        for storage in step.born:
-            number = chain.add(step.trace, storage, shift, storage.died)
-            if storage.died is None:
-                kept[step.keys[storage.id]] = number
-        calls += [replace(call, tick=call.tick + shift) for call in step.trace.calls if call.tick > step.start]
-    return Trace(
-        origin=trace.origin, device=trace.device, torch=trace.torch, ops=(), storages=tuple(chain.storages),
-        layers=trace.layers, steps=tuple(steps), end=end, calls=tuple(calls), engines=tuple(chain.engines),
-        measured=tuple(chain.measured), expected=tuple(chain.expected),
-    )  # fmt: skip
+        chain.append(second_steps[length], freed_before=second_steps[before].freed)
+    return chain.trace()
 
 
 class _Chain:
-    """The storages of the chained trace, and what is known of the workspaces among them."""
+    """Appends steps to the first step of a recording."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: _SecondStep) -> None:
+        """Begin with all of a recording up to its second step."""
+        self._recording = first.trace
+        self._end = first.start
+        self._steps = [first.trace.steps[0]]
+        self._calls = [call for call in first.trace.calls if call.tick <= self._end]
+        self._inputs: list[int] = []
+        """Numbers of the storages of the last batch."""
+        self._outliving: dict[_Key, int] = {}
+        """Numbers of the storages that outlive the last step, by key."""
         self.storages: list[Storage] = []
         self.engines: list[Engines] = []
         self.expected: list[ExpectedSize] = []
         self.measured: list[int] = []
         self._engines: dict[int, dict[int, Engines]] = {}
         self._expected: dict[int, dict[int, ExpectedSize]] = {}
+        inputs = {storage.id for storage in first.inputs}
+        for storage in first.trace.counted:
+            if storage.born <= self._end:
+                freed_later = storage.died is not None and storage.died > self._end
+                number = self._add(first.trace, storage, 0, None if freed_later else storage.died)
+                if storage.id in inputs:
+                    self._inputs.append(number)
+                elif freed_later:
+                    self._outliving[first.keys[storage.id]] = number
 
-    def add(self, trace: Trace, storage: Storage, shift: int, died: int | None) -> int:
+    def append(self, step: _SecondStep, *, freed_before: Mapping[_Key, int]) -> None:
+        """Append a step. ``freed_before``: the storages that a step of the previous batch's length would free."""
+        self._steps.append(self._end)
+        inputs = [
+            self._add(step.trace, storage, self._end + position - storage.born, None)
+            for position, storage in enumerate(step.inputs, 1)
+        ]
+        self._end += len(inputs)
+        for number in self._inputs:
+            self._end += 1
+            self._free(number, self._end)
+        self._inputs = inputs
+        shift = self._end - step.start
+        self._end = step.trace.end + shift
+        for key, number in self._outliving.items():
+            if key in step.freed:
+                self._free(number, step.freed[key] + shift)
+            elif key in freed_before:  # a step of this length has no such tensor
+                self._end += 1
+                self._free(number, self._end)
+        self._outliving = {}
+        for storage in step.allocated:
+            number = self._add(step.trace, storage, shift, storage.died)
+            if storage.died is None:
+                self._outliving[step.keys[storage.id]] = number
+        self._calls += [replace(call, tick=call.tick + shift) for call in step.trace.calls if call.tick > step.start]
+
+    def trace(self) -> Trace:
+        """Return the trace of all steps."""
+        recording = self._recording
+        return Trace(
+            origin=recording.origin, device=recording.device, torch=recording.torch, ops=(),
+            storages=tuple(self.storages), layers=recording.layers, steps=tuple(self._steps), end=self._end,
+            calls=tuple(self._calls), engines=tuple(self.engines), measured=tuple(self.measured),
+            expected=tuple(self.expected),
+        )  # fmt: skip
+
+    def _add(self, trace: Trace, storage: Storage, shift: int, died: int | None) -> int:
         """Append a storage of ``trace``, ``shift`` ticks later; return its number."""
         number = len(self.storages)
         self.storages.append(
@@ -128,11 +141,11 @@ class _Chain:
             self._add_workspace(trace, storage.id, number)
         return number
 
-    def free(self, number: int, tick: int) -> None:
-        """Set when a storage is freed."""
+    def _free(self, number: int, tick: int) -> None:
         self.storages[number] = replace(self.storages[number], died=tick)
 
     def _add_workspace(self, trace: Trace, old: int, new: int) -> None:
+        """Copy cuDNN's engine and the size of workspace ``old`` of ``trace`` for storage ``new``."""
         if id(trace) not in self._engines:
             self._engines[id(trace)] = {engine.storage: engine for engine in trace.engines}
             self._expected[id(trace)] = {size.storage: size for size in trace.expected}
@@ -144,21 +157,21 @@ class _Chain:
             self.measured.append(new)
 
 
-def _steady(trace: Trace, places: Sequence[int]) -> _Steady:
-    """Return the second step of a recording, with the inputs at these places among what building leaves."""
+def _second_step(trace: Trace, input_indices: Sequence[int]) -> _SecondStep:
+    """Return the second step of a recording. ``input_indices``: of the batch's inputs among the `_built` storages."""
     built, start = _built(trace), trace.steps[1]
-    inputs = tuple(built[place] for place in places)
+    inputs = tuple(built[index] for index in input_indices)
     ids = {storage.id for storage in inputs}
-    before = [s for s in trace.counted if s.born <= start and s.died is not None and s.died > start and s.id not in ids]
-    born = sorted((s for s in trace.counted if s.born > start), key=lambda storage: storage.born)
-    keys = _keys_of(trace, before)
-    freed = {keys[storage.id]: storage.died for storage in before if storage.died is not None}
-    keys |= _keys_of(trace, (storage for storage in born if storage.died is None))
-    return _Steady(trace, inputs, tuple(born), keys, freed)
+    first = [s for s in trace.counted if s.born <= start and s.died is not None and s.died > start and s.id not in ids]
+    allocated = sorted((s for s in trace.counted if s.born > start), key=lambda storage: storage.born)
+    keys = _keys_of(trace, first)
+    freed = {keys[storage.id]: storage.died for storage in first if storage.died is not None}
+    keys |= _keys_of(trace, (storage for storage in allocated if storage.died is None))
+    return _SecondStep(trace, inputs, tuple(allocated), keys, freed)
 
 
 def _keys_of(trace: Trace, storages: Iterable[Storage]) -> dict[int, _Key]:
-    """Return what each of the storages that a step keeps is to the next step."""
+    """Return the keys of storages that outlive their step, by id."""
     counts = Counter[str]()
     keys = dict[int, _Key]()
     for storage in sorted(storages, key=lambda storage: storage.born):
@@ -169,17 +182,17 @@ def _keys_of(trace: Trace, storages: Iterable[Storage]) -> dict[int, _Key]:
 
 
 def _built(trace: Trace) -> list[Storage]:
-    """Return the storages that building leaves, in order."""
+    """Return the storages that exist when the first step begins, in the order of their allocation."""
     start = trace.steps[0]
-    left = (s for s in trace.counted if s.born <= start and (s.died is None or s.died > start))
-    return sorted(left, key=lambda storage: storage.born)
+    live = (s for s in trace.counted if s.born <= start and (s.died is None or s.died > start))
+    return sorted(live, key=lambda storage: storage.born)
 
 
-def _places_of_inputs(traces: Mapping[int, Trace]) -> list[int]:
-    """Return which of the storages that building leaves are those of the batch: their bytes differ between lengths.
+def _input_indices(traces: Mapping[int, Trace]) -> list[int]:
+    """Return the indices of the batch's inputs among the `_built` storages: those whose bytes differ between lengths.
 
     Raises:
-        InputError: another of them differs, too.
+        InputError: the size of a weight or optimizer state, or the number of storages, differs.
     """
     built = {length: _built(trace) for length, trace in traces.items()}
     if len({len(storages) for storages in built.values()}) > 1:
@@ -188,13 +201,13 @@ def _places_of_inputs(traces: Mapping[int, Trace]) -> list[int]:
             expected="one model for all lengths", do="Give the lengths of one model, or make it the same for all",
         )  # fmt: skip
     rows = list(zip(*built.values(), strict=True))
-    places = [place for place, row in enumerate(rows) if len({storage.bytes for storage in row}) > 1]
-    for place in places:
-        storage = rows[place][0]
+    indices = [index for index, row in enumerate(rows) if len({storage.bytes for storage in row}) > 1]
+    for index in indices:
+        storage = rows[index][0]
         if storage.cause in _OF_THE_MODEL:
             raise InputError(
                 f"{storage.name or storage.cause} has another size at length {max(built)} than at {min(built)}",
                 expected="one model for all lengths: only its inputs differ",
                 do="Make the model for the longest, and give the inputs",
             )
-    return places
+    return indices

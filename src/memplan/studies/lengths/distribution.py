@@ -1,4 +1,4 @@
-"""How long batches are: a distribution of lengths, and sequences of batches drawn from it."""
+"""Distributions of batch lengths, and sequences of batches drawn from them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from memplan._text import whole_number
 from memplan.errors import InputError
 
 _TOLERANCE = 0.001
-"""By which shares may add up to more or less than 1: they are rounded."""
+"""Difference from 1 that the sum of the shares may have, since users round them."""
 _EXPECTED = "LENGTH:SHARE joined by commas, as in 512:0.6,2048:0.4, or a file with a length a line"
 
 
 def parse_lengths(text: str) -> dict[int, float]:
-    """Return length -> share of ``512:0.6,2048:0.4``, or of a file with the length of a batch in each line.
+    """Parse ``512:0.6,2048:0.4``, or a file with the length of a batch in each line; return length -> share.
 
     Raises:
-        InputError: neither, a length of zero, or shares that do not add up to 1.
+        InputError: the text is neither of these, a length is 0, or the shares do not add up to 1.
     """
     if ":" in text and not Path(text).is_file():
         return _from_shares(text)
@@ -27,12 +27,12 @@ def parse_lengths(text: str) -> dict[int, float]:
 
 
 def draw(lengths: Mapping[int, float], batches: int, seed: int) -> tuple[int, ...]:
-    """Return the lengths of batches, drawn independently; the same for the same seed."""
+    """Return the lengths of ``batches`` batches, drawn independently; equal for equal seeds."""
     return tuple(random.Random(seed).choices(list(lengths), list(lengths.values()), k=batches))
 
 
 def padded(order: Sequence[int], multiple: int) -> tuple[int, ...]:
-    """Return the lengths rounded up to multiples."""
+    """Return the lengths rounded up to multiples of ``multiple``."""
     return tuple(-(-length // multiple) * multiple for length in order)
 
 

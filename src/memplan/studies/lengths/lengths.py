@@ -1,4 +1,4 @@
-"""What batches of different lengths take, one after the other, and what would lower it."""
+"""Peak memory of a sequence of batches of different lengths, and changes that would lower it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
 from memplan.studies.axes.axes import Axis, axis_of, value_of
 from memplan.studies.axes.subject import Subject
-from memplan.studies.lengths.between import between, lengths_to_record
 from memplan.studies.lengths.chained import chained
 from memplan.studies.lengths.distribution import draw, padded
+from memplan.studies.lengths.interpolation import interpolated, lengths_to_record
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
 from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
 BATCHES = 1000
-"""In the sequence."""
+"""Batches in the sequence."""
 COMPARED = 200
-"""First batches of it that are put in another order, padded, or given other settings."""
+"""Batches in each `ChangedSequence`."""
 EPOCHS, EPOCH = 20, 50
-"""Further sequences, and their batches, of which some may run out of memory."""
+"""Number of further sequences that are checked for running out of memory, and batches in each."""
 _EXPANDABLE = "expandable_segments:True"
 _MOMENTS = (1, 10, 100, 300)
 
@@ -43,32 +43,32 @@ Change = Literal["as drawn", "expandable", "largest first", "padded to 64", "pad
 
 @dataclass(frozen=True)
 class LengthPeak:
-    """A length, how many batches have it, and the bytes of a step at it alone."""
+    """A length: the number of its batches in the sequence, and the peak bytes of a step by itself."""
 
     length: int
     batches: int
     allocated: int
     reserved: int
     recorded: bool
-    """Or its bytes lie between those of recorded lengths."""
+    """Whether the length was recorded; else its bytes are interpolated."""
 
 
 @dataclass(frozen=True)
 class ChangedSequence:
-    """Peaks of the first batches in another order, padded, or with other settings of the allocator."""
+    """Peak bytes of the first batches in another order, padded, or with other settings of the allocator."""
 
     change: Change
     allocated: int
     reserved: int
     fits: bool | None
-    """On the card; None on the CPU."""
+    """Whether the sequence fits on the card; None on the CPU."""
 
 
 @dataclass(frozen=True, repr=False)
 class Lengths(Saved, Displayed):
     """A sequence of batches whose lengths are drawn from a distribution.
 
-    ``allocated`` and ``reserved`` are the peaks of the sequence, without a limit of memory.
+    ``allocated`` and ``reserved`` are the peak bytes of the sequence on a device without a memory limit.
     """
 
     FORMAT: ClassVar[str] = "memplan.lengths"
@@ -81,28 +81,29 @@ class Lengths(Saved, Displayed):
     lengths: tuple[LengthPeak, ...]
     batches: int
     worst_batch: int
-    """The first batch with the allocated peak; the first of all is 1."""
+    """Number of the first batch at the allocated peak, from 1."""
     worst_length: int
     allocated: int
     reserved: int
     moments: tuple[tuple[int, int], ...]
-    """(batch, the most bytes reserved until it has run)."""
+    """(number of a batch, peak reserved bytes up to its end)."""
     compared: int
-    """Batches in each of ``changes``."""
+    """Number of batches in each of ``changes``."""
     changes: tuple[ChangedSequence, ...]
     capacity: int | None
     """Bytes of the card without its CUDA context; None on the CPU."""
     epochs: int
+    """Number of further sequences."""
     epoch: int
-    """Further sequences that were drawn, and their batches."""
+    """Number of batches in each of them."""
     ran_out: int
-    """How many of them need more than the card has."""
+    """Number of further sequences that do not fit on the card."""
     checked: int | None = None
-    """A length that was recorded to check those between recorded ones."""
+    """A length that was recorded to check the interpolation."""
     off: Signed = 0.0
-    """Relative difference there of the allocated peak from the recorded one."""
+    """Relative error of the interpolated allocated peak at ``checked``."""
     larger: int = 0
-    """Lengths for which the next longer recorded one stands, since recordings around them differ in more than bytes."""
+    """Number of lengths that could not be interpolated: the bytes of the next longer recorded length count for them."""
 
     @property
     def fragments(self) -> int:
@@ -113,13 +114,13 @@ class Lengths(Saved, Displayed):
 def lengths_of(
     subject: Subject, shares: Mapping[int, float], target: Target, *, settings: str | None = None, title: str = ""
 ) -> Lengths:
-    """Return what a sequence of batches takes whose lengths, or image sizes, are drawn from a distribution.
+    """Predict the memory of a sequence of batches whose lengths, or image sizes, are drawn from a distribution.
 
     Args:
         subject: the step.
         shares: length -> share of all batches.
         target: the device to record for.
-        settings: of a card's caching allocator.
+        settings: settings of a card's caching allocator.
         title: name for reports.
 
     Raises:
@@ -141,7 +142,7 @@ def lengths_of(
     for change in ("padded to 64", "padded to 256"):
         try:
             recordings.record([max(orders[change])])
-        except MemplanError:  # no such length: there are fewer positions
+        except MemplanError:  # the model has fewer positions
             del orders[change]
     recordings.fill(sorted({*shares, *(length for lengths in orders.values() for length in lengths)}))
     with _without_collections():
@@ -152,12 +153,12 @@ def lengths_of(
         sequence = _run(chained(traces, order), settings)
         worst = max(range(len(order)), key=lambda number: sequence.steps[number].peak_allocated)
         counts = Counter(order)
-        alone = {length: _run(traces[length], settings) for length in sorted(shares)}
+        single = {length: _run(traces[length], settings) for length in sorted(shares)}
         changes = list[ChangedSequence]()
         known = dict[tuple[tuple[int, ...], str | None], ChangedSequence]()
         for change, lengths in orders.items():
             case = (lengths, _EXPANDABLE if change == "expandable" else settings)
-            if case not in known:  # padding may change nothing
+            if case not in known:  # padding may not change any length
                 known[case] = _changed(change, chained(traces, lengths), case[1], capacity)
             changes.append(replace(known[case], change=change))
         ran_out = 0
@@ -168,9 +169,9 @@ def lengths_of(
         title or subject.title, target.name, axis.name,
         tuple(
             LengthPeak(
-                length, counts[length], one.peak_allocated, one.peak_reserved, length in recordings.recorded
+                length, counts[length], timeline.peak_allocated, timeline.peak_reserved, length in recordings.recorded
             )
-            for length, one in alone.items()
+            for length, timeline in single.items()
         ),
         len(order), worst + 1, order[worst], sequence.peak_allocated, sequence.peak_reserved,
         tuple((batch, _reserved_after(sequence, batch)) for batch in (*_MOMENTS, len(order))),
@@ -180,7 +181,7 @@ def lengths_of(
 
 
 class _Recordings:
-    """The traces of all lengths: recorded, or between recorded ones."""
+    """The traces of all lengths, recorded or interpolated."""
 
     def __init__(self, subject: Subject, axis: Axis, target: Target) -> None:
         self._subject, self._axis, self._target = subject, axis, target
@@ -191,7 +192,7 @@ class _Recordings:
         self.larger = 0
 
     def record(self, lengths: Sequence[int]) -> None:
-        """Record the step at lengths."""
+        """Record the step at each of these lengths, unless it is recorded already."""
         for length in lengths:
             if length not in self.recorded:
                 build = self._axis.at(self._subject, length).build(on_card=self._target.card is not None)
@@ -199,13 +200,14 @@ class _Recordings:
                 self.recorded.add(length)
 
     def fill(self, lengths: Sequence[int]) -> None:
-        """Add the traces of all other lengths, none of which is longer than all recorded ones; check the middle one."""
+        """Interpolate the traces at lengths that are not recorded, none of which is longer than all recorded lengths.
+        The middle one of them is also recorded, to measure the error of the interpolation."""
         missing = [length for length in lengths if length not in self.recorded]
         if not missing:
             return
         recorded = dict(self.traces)
         for length in missing:
-            trace = between(recorded, length)
+            trace = interpolated(recorded, length)
             if trace is None:
                 self.larger += 1
                 trace = recorded[min(known for known in recorded if known > length)]
@@ -217,7 +219,7 @@ class _Recordings:
 
 
 def _axis(subject: Subject) -> Axis:
-    """Return the axis that lengths are of: of the sequence, else of the image.
+    """Return the axis of the sequence length, or else of the image size.
 
     Raises:
         InputError: the step has neither.
@@ -235,7 +237,7 @@ def _axis(subject: Subject) -> Axis:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Within this context Python does not look for garbage: with millions of storages, that takes half of the time."""
+    """Disable the garbage collector within this context: with millions of storages it takes half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -246,7 +248,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _run(trace: Trace, settings: str | None, capacity: int | None = None) -> Timeline:
-    """Simulate a trace without the log of its allocator. Raises OutOfMemory beyond a capacity."""
+    """Simulate a trace without the log of its allocator. Raises OutOfMemory above ``capacity`` bytes."""
     if trace.device == HOST:
         return simulate(trace)
     _, levels = drive(trace, parse_settings(settings or ""), low=False, capacity=capacity, log=False)
@@ -254,7 +256,7 @@ def _run(trace: Trace, settings: str | None, capacity: int | None = None) -> Tim
 
 
 def _fits(trace: Trace, settings: str | None, capacity: int) -> bool:
-    """Return whether a sequence runs in the memory of a card."""
+    """Return whether a sequence runs in ``capacity`` bytes of a card."""
     try:
         _run(trace, settings, capacity)
     except OutOfMemory:
@@ -265,11 +267,11 @@ def _fits(trace: Trace, settings: str | None, capacity: int) -> bool:
 def _changed(change: Change, trace: Trace, settings: str | None, capacity: int | None) -> ChangedSequence:
     timeline = _run(trace, settings)
     fits = None
-    if capacity is not None:  # what never reserves more has no need of the card's limit
+    if capacity is not None:
         fits = timeline.peak_reserved <= capacity or _fits(trace, settings, capacity)
     return ChangedSequence(change, timeline.peak_allocated, timeline.peak_reserved, fits)
 
 
 def _reserved_after(timeline: Timeline, batch: int) -> int:
-    """Return the most bytes reserved until a batch has run."""
+    """Return the peak reserved bytes of the first ``batch`` batches."""
     return max(step.peak_reserved for step in timeline.steps[:batch])

@@ -1,4 +1,4 @@
-"""The parts of a run, joined to phases: training, evaluation, generation, checkpoints."""
+"""Group the parts of a run into phases: training, evaluation, generation, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ PhaseKind = Literal["train", "evaluate", "generate", "save", "load", "data"]
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """Parts of a run that are one phase: of training and evaluation, those of one pass over a loader.
+    """A phase of a run: for training and evaluation, the parts of a single pass over a loader.
 
-    What interrupts a pass, such as an evaluation after some updates, is a phase of its own.
+    An evaluation that interrupts a pass of training is a phase of its own, and the pass goes on after it.
     """
 
     kind: PhaseKind
     where: str | None
     """``file:line`` that iterates over the loader, saves, loads or generates."""
     parts: tuple[int, ...]
-    """Numbers of its parts, which are steps of the trace, in order."""
+    """Numbers of the parts, which are steps of the trace, in order."""
     active: tuple[int, ...]
-    """Those of them in which a model was trained or evaluated."""
+    """Parts in which a model was trained or evaluated."""
     batches: tuple[int, ...]
-    """Those of them that began with a batch of the loader; without a loader, those of ``active``."""
+    """Parts that began with a batch of the loader; without a loader, the same as ``active``."""
     length: int | None
-    """Number of batches of the whole loader; None without one, or if unknown."""
+    """Number of batches of the whole loader; None without a loader, or if unknown."""
     batch_size: int | None = None
-    """Number of samples in the loader's batches but the last; None if unknown."""
+    """Number of samples in every batch of the loader but the last; None if unknown."""
     last_batch: int | None = None
-    """Number of samples in the last one."""
+    """Number of samples in the last batch."""
 
     @property
     def last_share(self) -> float:
-        """Return the size of the last batch, as a share of the others'."""
+        """Size of the last batch as a share of the size of the others."""
         return self.last_batch / self.batch_size if self.last_batch and self.batch_size else 1.0
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the loader has more batches than ran."""
+        """Whether the loader has more batches than ran."""
         return self.length is not None and self.length > len(self.batches) and len(self.active) > 0
 
 
 @dataclass
-class _Open:
-    """A phase that later parts can belong to."""
+class _OpenPhase:
+    """A phase to which later parts can be added."""
 
     kind: PhaseKind
     where: str | None
     source: tuple[int, int] | None
-    """Numbers of the data set and of the pass over it; None without a loader."""
+    """Number of the data set, and of the pass over it; None without a loader."""
     parts: list[int]
     active: list[int]
     first: RunPart
@@ -62,13 +62,13 @@ class _Open:
 def phases_of(parts: Sequence[RunPart]) -> tuple[PhaseSpan, ...]:
     """Return the phases of a run, in the order in which they begin.
 
-    A part without a call of a model ends the pass over its loader if that was exhausted there; else it begins the phase
-    that follows.
+    A part without a call of a model belongs to the pass over its loader if the loader was exhausted in it, else to the
+    next phase.
     """
-    spans: list[_Open] = []
+    phases: list[_OpenPhase] = []
     passes: dict[int, int] = {}
-    closed = 0  # phases before this one have ended, but for passes over other loaders
-    waiting: list[int] = []
+    pass_began = 0  # number of phases when the last pass over a loader began
+    idle: list[int] = []  # parts without a call of a model, for the next phase
     begins = False
     for number, part in enumerate(parts):
         kind = _kind(part)
@@ -76,40 +76,41 @@ def phases_of(parts: Sequence[RunPart]) -> tuple[PhaseSpan, ...]:
             passes[part.loader] = passes.get(part.loader, 0) + 1
             begins = True
         source = None if part.loader is None else (part.loader, passes.get(part.loader, 0))
-        own = next((span for span in reversed(spans) if source is not None and span.source == source), None)
-        if part.exhausted and (kind == "data" or (own is not None and kind != own.kind)):
-            source = None  # what follows the last batch
+        same_pass = next((phase for phase in reversed(phases) if source and phase.source == source), None)
+        if part.exhausted and (kind == "data" or (same_pass is not None and kind != same_pass.kind)):
+            source = None  # the part runs after the last batch
         if kind == "data":
-            if part.exhausted and own is not None:
-                own.parts += [*waiting, number]
-                waiting = []
+            if part.exhausted and same_pass is not None:
+                same_pass.parts += [*idle, number]
+                idle = []
             else:
-                waiting.append(number)
+                idle.append(number)
             continue
         if begins:
-            closed = len(spans)
-        span = None if begins and source is not None else _continued(spans[closed:], spans, kind, part, source)
-        if span is None:
-            span = _Open(kind, part.where, source, [], [], part)
-            spans.append(span)
-        span.parts += [*waiting, number]
+            pass_began = len(phases)
+        phase = None if begins and source else _phase_to_continue(phases, pass_began, kind, part, source)
+        if phase is None:
+            phase = _OpenPhase(kind, part.where, source, [], [], part)
+            phases.append(phase)
+        phase.parts += [*idle, number]
         if kind in ("train", "evaluate"):
-            span.active.append(number)
-        waiting, begins = [], False
-    if waiting:
-        first = parts[waiting[0]]
-        spans.append(_Open("data", first.where, None, waiting, [], first))
-    return tuple(_closed(span, parts, spans) for span in spans)
+            phase.active.append(number)
+        idle, begins = [], False
+    if idle:
+        first = parts[idle[0]]
+        phases.append(_OpenPhase("data", first.where, None, idle, [], first))
+    return tuple(_finished(phase, parts, phases) for phase in phases)
 
 
-def _closed(span: _Open, parts: Sequence[RunPart], spans: Sequence[_Open]) -> PhaseSpan:
-    """Return the finished phase. Batches that were loaded for a rollout belong to the training on it."""
-    same_pass = [span, *(other for other in spans if other.kind == "generate" and other.source == span.source)]
-    loaded = sorted(n for one in same_pass for n in one.parts if parts[n].loads and not parts[n].exhausted)
-    has_loader = span.source is not None and span.kind in ("train", "evaluate")
+def _finished(phase: _OpenPhase, parts: Sequence[RunPart], phases: Sequence[_OpenPhase]) -> PhaseSpan:
+    """Return a complete phase. Batches loaded for generation count for the training on what was generated."""
+    same_pass = [phase, *(other for other in phases if other.kind == "generate" and other.source == phase.source)]
+    numbers = sorted(number for other in same_pass for number in other.parts)
+    loaded = [number for number in numbers if parts[number].loads and not parts[number].exhausted]
+    has_loader = phase.source is not None and phase.kind in ("train", "evaluate")
     return PhaseSpan(
-        span.kind, span.where, tuple(span.parts), tuple(span.active), tuple(loaded if has_loader else span.active),
-        span.first.length if has_loader else None, span.first.batch_size, span.first.last_batch,
+        phase.kind, phase.where, tuple(phase.parts), tuple(phase.active), tuple(loaded if has_loader else phase.active),
+        phase.first.length if has_loader else None, phase.first.batch_size, phase.first.last_batch,
     )  # fmt: skip
 
 
@@ -119,16 +120,16 @@ def _kind(part: RunPart) -> PhaseKind:
     return "data" if not part.calls and not part.updates else "train" if part.trains else "evaluate"
 
 
-def _continued(
-    recent: Sequence[_Open], spans: Sequence[_Open], kind: PhaseKind, part: RunPart, source: tuple[int, int] | None
-) -> _Open | None:
-    """Return the phase that a part goes on with, or None if it begins one.
+def _phase_to_continue(
+    phases: Sequence[_OpenPhase], pass_began: int, kind: PhaseKind, part: RunPart, source: tuple[int, int] | None
+) -> _OpenPhase | None:
+    """Return the phase to which a part belongs, or None if the part begins a phase.
 
-    ``recent``: those of ``spans`` that began with the last pass over a loader, or after it.
+    ``phases[pass_began:]`` began with the last pass over a loader, or after it.
     """
     if kind in ("train", "evaluate") and source is not None:
-        return next((span for span in reversed(spans) if (span.kind, span.source) == (kind, source)), None)
+        return next((phase for phase in reversed(phases) if (phase.kind, phase.source) == (kind, source)), None)
     if kind == "generate":
-        return next((span for span in recent if (span.kind, span.where) == (kind, part.where)), None)
-    last = spans[-1] if spans else None
+        return next((p for p in phases[pass_began:] if (p.kind, p.where) == (kind, part.where)), None)
+    last = phases[-1] if phases else None
     return last if last is not None and (last.kind, last.source) == (kind, None) else None

@@ -8,7 +8,7 @@ from models.decoders import Decoder
 from memplan.simulation.simulate import simulate
 from memplan.studies.axes.axes import Length
 from memplan.studies.axes.subject import Subject
-from memplan.studies.lengths.between import between, lengths_to_record
+from memplan.studies.lengths.interpolation import interpolated, lengths_to_record
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
@@ -24,7 +24,7 @@ def recorded(length: int, device: str) -> Trace:
 def test_bytes_between_are_those_of_a_recording() -> None:
     traces = {length: recorded(length, "cpu") for length in (64, 128, 256)}
     for length in (96, 200, 320):
-        trace, real = between(traces, length), recorded(length, "cpu")
+        trace, real = interpolated(traces, length), recorded(length, "cpu")
         assert trace is not None
         assert [s.bytes for s in trace.storages] == [s.bytes for s in real.storages]
         assert simulate(trace).events == simulate(real).events
@@ -33,7 +33,7 @@ def test_bytes_between_are_those_of_a_recording() -> None:
 def test_on_a_card_all_but_temporaries_are_those_of_a_recording() -> None:
     traces = {length: recorded(length, "h100") for length in (64, 128, 256)}
     for length in (96, 200, 320):
-        trace, real = between(traces, length), recorded(length, "h100")
+        trace, real = interpolated(traces, length), recorded(length, "h100")
         assert trace is not None
         # reductions take fewer or more temporaries; attention rounds the length of its sums up to a multiple of 32
         sizes, expected = ([s.bytes for s in t.storages if s.cause != "temporary"] for t in (trace, real))
@@ -42,7 +42,7 @@ def test_on_a_card_all_but_temporaries_are_those_of_a_recording() -> None:
 
 
 def test_one_recording_says_nothing_of_other_lengths() -> None:
-    assert between({64: recorded(64, "cpu")}, 96) is None
+    assert interpolated({64: recorded(64, "cpu")}, 96) is None
 
 
 def test_few_lengths_are_all_recorded_and_of_many_the_ends_and_some_between() -> None:
