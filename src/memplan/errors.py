@@ -120,7 +120,7 @@ class BudgetError(UsageError):
         found: as in MemplanError, and so are `expected` and `do`.
         smallest_budget: the least that this step can be given, in bytes.
         timeline: bytes over time of the step in that budget, where it is known (a Timeline).
-        held_by: what is live at its peak, the largest first (planning.plan.budget_error.Holder).
+        held_by: what is live at its peak, the largest first (planning.plan.budget_error.PeakStorage).
         lower_by: what would lower it, and to how much (planning.plan.budget_error.Way).
         precision: of the plan that takes the least, where lossy ones were allowed (planning.precision.Precision).
 

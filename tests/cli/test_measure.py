@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from models.steps import STEPS
 
 import memplan
-from memplan.cli import main
+from memplan.cli import main, measure
 from memplan.errors import DeviceError, UsageError
+from memplan.explanation.explain import explain_trace
+from memplan.reports.html.saved_results import read_results
+from memplan.reports.terminal import text_of
+from memplan.studies.comparisons.measured import compare_with_prediction
+from memplan.trace.records import Counters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 STEP = "import torch\ndef build():\n    model = torch.nn.Linear(4, 4)\n"
@@ -63,3 +70,22 @@ def test_the_cpu_is_measured_as_ever(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "training step on cpu" in " ".join(result.stdout.split())
     assert "Beside the prediction" not in result.stdout
+
+
+def test_the_page_of_a_measured_step_has_its_peaks_beside_the_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ``measure --json`` writes of a step on a card, ``memplan report`` reads."""
+    trace = memplan.record(STEPS["frozen_and_tied"], device="h100")
+    peaks = memplan.simulate(trace)
+    counters = tuple(Counters(peak.peak_allocated, peak.peak_reserved) for peak in (peaks.build, *peaks.steps))
+    measured = replace(trace, origin="measured", counters=counters)
+    monkeypatch.setattr(measure, "_measure", lambda *_: (measured, explain_trace(measured)))
+    monkeypatch.setattr(
+        measure, "_compare_with_prediction", lambda *_: compare_with_prediction(trace, measured, "steps.py:build")
+    )
+    file = tmp_path / "step.json"
+    result = CliRunner().invoke(main, ["measure", "--device", "cuda", "--json", str(file), "steps.py:build"])
+    assert result.exit_code == 0, result.output
+    [page] = read_results(str(file))
+    assert "Every peak is as predicted, to the byte." in text_of(page.document)

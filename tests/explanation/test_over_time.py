@@ -15,10 +15,10 @@ from models.steps import mlp
 import memplan
 from memplan import Trace
 from memplan.errors import InputError
-from memplan.explanation.course import Course, Span
 from memplan.explanation.explain import explain_trace
+from memplan.explanation.memory_timeline import MemoryTimeline, Span
 from memplan.explanation.model import Explanation
-from memplan.explanation.over_time import course_of, selected_moments
+from memplan.explanation.over_time import memory_timeline_of, selected_moments
 from memplan.simulation.simulate import simulate
 
 
@@ -39,8 +39,8 @@ def trace() -> Trace:
     return memplan.record(build, device="h100")
 
 
-def course(trace: Trace, moments: int = 10**6) -> Course:
-    return course_of(trace, simulate(trace), moments=moments)
+def course(trace: Trace, moments: int = 10**6) -> MemoryTimeline:
+    return memory_timeline_of(trace, simulate(trace), moments=moments)
 
 
 def test_causes_at_each_moment_are_the_storages_that_live_then(trace: Trace) -> None:
@@ -128,7 +128,7 @@ def test_a_long_course_keeps_the_peak_of_every_phase_and_cause(trace: Trace) -> 
             assert highest(short, cause, span) == highest(whole, cause, span), (span, cause)
 
 
-def highest(found: Course, cause: str, span: Span) -> int:
+def highest(found: MemoryTimeline, cause: str, span: Span) -> int:
     moments = zip(found.ticks, found.causes[cause], strict=True)
     return max((value for tick, value in moments if span.start < tick <= span.end), default=0)
 
@@ -176,7 +176,7 @@ def test_a_step_of_a_course_is_its_moments_alone(trace: Trace) -> None:
     start = trace.steps[1]
     assert last.ticks == tuple(tick for tick in whole.ticks if tick > start)
     assert max(last.allocated) == simulate(trace).steps[1].peak_allocated
-    more = last.beside({"weight": 5, "saved": 0})
+    more = last.plus({"weight": 5, "saved": 0})
     assert more.allocated == tuple(one + 5 for one in last.allocated)
     assert more.causes["weight"] == tuple(one + 5 for one in last.causes["weight"])
 

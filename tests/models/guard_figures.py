@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memplan.studies.guarding.baseline import Figures, LayerBytes, LayerOps
-from memplan.studies.guarding.taken import RecordedFigures
+from memplan.studies.guarding.recorded_figures import RecordedFigures
 
 MIB = 1 << 20
 

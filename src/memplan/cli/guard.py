@@ -31,7 +31,7 @@ from memplan.trace.naming.targets import contained, short
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Request
     from memplan.studies.guarding.baseline import Baseline
-    from memplan.studies.guarding.taken import RecordedFigures
+    from memplan.studies.guarding.recorded_figures import RecordedFigures
     from memplan.trace.trace import Trace
 
 HELP = """Fail where a step takes more memory than its baseline says.
@@ -156,7 +156,7 @@ def _read(path: str) -> Baseline:
 
 def _snapshot(arguments: StepArguments, request: Request | None) -> RecordedFigures:
     """Record the target's step, load the trace that it names, or run the script, and return its figures."""
-    from memplan.studies.guarding.taken import figures_of_trace
+    from memplan.studies.guarding.recorded_figures import figures_of_trace
 
     target, options = _portable(arguments.target), options_text(arguments)
     trains = None if arguments.train else False  # None: unknown, a step may run no backward pass
@@ -199,7 +199,7 @@ def _named_cudnn(arguments: StepArguments) -> str | bool:
 
 def _portable(target: str) -> str:
     """Return a target with a relative path and forward slashes, the same on all systems and in all checkouts."""
-    from memplan.studies.guarding.taken import with_forward_slashes
+    from memplan.studies.guarding.recorded_figures import with_forward_slashes
 
     module, colon, name = target.rpartition(":")
     if not colon:

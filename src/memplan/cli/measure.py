@@ -25,7 +25,7 @@ from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
-    from memplan.studies.comparisons.measured import Beside
+    from memplan.studies.comparisons.measured import MeasuredComparison
     from memplan.trace.recording.session import Step
     from memplan.trace.trace import Trace
 
@@ -106,7 +106,7 @@ def command(
     from memplan.reports.explain import dumps, report
     from memplan.reports.terminal import show
 
-    outputs.write(trace, explanation, partial(dumps, explanation, compare_with_prediction=comparison), _settings(trace))
+    outputs.write(trace, explanation, partial(dumps, explanation, beside=comparison), _settings(trace))
     if not outputs.takes_stdout:
         step = report(explanation, top)
         show(step if comparison is None else step + measured_report(comparison, top))
@@ -167,7 +167,7 @@ def _settings(trace: Trace) -> str | None:
     return None if trace.device == HOST else allocator_settings()
 
 
-def _compare_with_prediction(arguments: StepArguments, measured: Trace, steps: int) -> Beside:
+def _compare_with_prediction(arguments: StepArguments, measured: Trace, steps: int) -> MeasuredComparison:
     """Record the measured step for the same card, and compare the peaks."""
     from memplan.studies.comparisons.measured import compare_with_prediction
     from memplan.trace.dry_run.process import allocator_settings

@@ -18,7 +18,7 @@ from memplan.errors import InputError
 
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Ran, Request
-    from memplan.studies.comparisons.measured import Beside
+    from memplan.studies.comparisons.measured import MeasuredComparison
 
 HELP = """Say what a training script needs, as it is, before it trains.
 
@@ -143,7 +143,7 @@ def command(
     return warn_of_branches(explanation) or int(does_not_fit(explanation) or bool(ran.facts.unwritten))
 
 
-def _compare_with_prediction(request: Request, ran: Ran, settings: str | None) -> Beside:
+def _compare_with_prediction(request: Request, ran: Ran, settings: str | None) -> MeasuredComparison:
     """Record a script that was measured on a card for the same card, and compare the peaks."""
     from memplan.studies.comparisons.measured import compare_with_prediction
 

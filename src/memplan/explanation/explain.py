@@ -17,11 +17,11 @@ from memplan.errors import DeviceError
 from memplan.explanation.by_line import line_profiles
 from memplan.explanation.card import card_use, context_of, levels_at
 from memplan.explanation.grad import with_eager_note, with_training_note
-from memplan.explanation.holders import holders_at
 from memplan.explanation.host import host_need, read_host
 from memplan.explanation.layers import layer_rows, origin_word, saved_rows, tick_of_most_saved
 from memplan.explanation.model import Explanation, PeakRow, headline
-from memplan.explanation.over_time import course_of
+from memplan.explanation.over_time import memory_timeline_of
+from memplan.explanation.owners import owners_at
 from memplan.explanation.scaling import with_scaling
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import StepPeak, Timeline
@@ -192,14 +192,14 @@ def explain_trace(
         saved=tuple(saved),
         saved_bytes=sum(row.bytes for row in saved if row.counted),
         peak=_op_at(trace, timeline.peak_tick, timeline.peak_allocated),
-        holders=holders_at(trace, timeline.peak_tick),
+        holders=owners_at(trace, timeline.peak_tick),
         sentence=headline(_by_cause(trace, step.peak_tick), step.peak_allocated, timeline.peak_allocated),
         scaling=None,
         notes=(*trace.notes, *_notes(recorded, timeline)),
         assumptions=trace.assumptions,
         card=card_use(recorded, timeline, card, settings) if card is not None else None,
         lines=line_profiles(trace, timeline),
-        course=course_of(trace, timeline, settings),
+        course=memory_timeline_of(trace, timeline, settings),
         host=host_need(
             recorded, timeline, card, 0 if card is None else context_of(trace, card), host,
             lambda tick: _op_at(trace, tick, 0),

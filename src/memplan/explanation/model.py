@@ -12,8 +12,8 @@ from memplan._display import Displayed, Printed
 from memplan._json import Saved, Signed, SignedInt, Unreadable
 from memplan._text import format_share
 from memplan.cudnn.questions import ExecutionPlan
-from memplan.explanation.course import Course
 from memplan.explanation.line_profile import LineProfile
+from memplan.explanation.memory_timeline import MemoryTimeline
 from memplan.simulation.host import HostUse
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
@@ -80,7 +80,7 @@ class PeakRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HolderRow:
+class OwnerRow:
     """Equal storages live at the allocated peak; ``bytes`` is the total of all ``count``.
 
     ``name`` is the parameter or buffer (of a gradient, its parameter), else the op that produced them. ``phase`` and
@@ -249,7 +249,7 @@ class Explanation(Saved, Displayed):
     saved_bytes: int
     """Total of ``saved``, each storage counted once: the most that is saved for backward at any time."""
     peak: PeakRow | None
-    holders: tuple[HolderRow, ...]
+    holders: tuple[OwnerRow, ...]
     """The storages live at the allocated peak, the largest first; with ``rounding`` the bytes add up to it."""
     sentence: str
     scaling: Scaling | None
@@ -259,7 +259,7 @@ class Explanation(Saved, Displayed):
     """What the step takes from its card; None on the CPU."""
     lines: tuple[LineProfile, ...] = ()
     """The functions followed line by line, marked with `memplan.profile`."""
-    course: Course | None = None
+    course: MemoryTimeline | None = None
     """The memory timeline by cause, and the storages live at the peak."""
     source: str = ""
     """The script that was written for a model and a recipe, and recorded; empty for other steps."""

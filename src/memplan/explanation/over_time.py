@@ -1,4 +1,4 @@
-"""Build a `Course` from a trace: its memory timeline by cause, thinned without losing a peak, and the peak."""
+"""Build the `MemoryTimeline` of a trace, thinned without losing a peak."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from memplan.explanation.course import Alive, Course, OpRow, PeakBlock, PeakSegment, Span
 from memplan.explanation.layers import origin_word
+from memplan.explanation.memory_timeline import LiveStorage, MemoryTimeline, OpRow, PeakBlock, PeakSegment, Span
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.on_card import drive
 from memplan.simulation.simulate import live_at
@@ -18,23 +18,25 @@ from memplan.trace.records import CAUSES, HOST, Storage
 from memplan.trace.trace import Trace
 
 MOMENTS = 1600
-"""The most moments of a course, not counting the peaks of each cause and the bounds of phases."""
+"""Ticks of a timeline at most, not counting the peaks of each cause and the bounds of phases."""
 ALIVE = 300
-"""How many of the storages at the peak are listed: the largest."""
+"""Number of storages at the peak to list, the largest first."""
 
 
-def course_of(trace: Trace, timeline: Timeline, settings: str | None = None, moments: int = MOMENTS) -> Course:
-    """Return the course of a step.
+def memory_timeline_of(
+    trace: Trace, timeline: Timeline, settings: str | None = None, moments: int = MOMENTS
+) -> MemoryTimeline:  # fmt: skip
+    """Return the bytes of a step over time, by cause.
 
     Args:
-        trace: the step, in the case that was simulated.
-        timeline: its timeline.
-        settings: of the caching allocator in that simulation.
-        moments: about how many to keep.
+        trace: the step, in the case (low or high workspaces) that was simulated.
+        timeline: simulation of the trace.
+        settings: settings of the caching allocator in that simulation.
+        moments: approximate number of ticks to keep.
 
     Example:
-        >>> course = course_of(trace, simulate(trace))
-        >>> max(course.allocated) == simulate(trace).peak_allocated
+        >>> memory = memory_timeline_of(trace, simulate(trace))
+        >>> max(memory.allocated) == simulate(trace).peak_allocated
         True
     """
     levels = {tick: (allocated, reserved) for tick, allocated, reserved in timeline.events}
@@ -47,7 +49,7 @@ def course_of(trace: Trace, timeline: Timeline, settings: str | None = None, mom
     selected = selected_moments(allocated, [*causes.values(), reserved], bounds.tolist(), moments)
     ops, rows = _running_ops(trace, ticks[selected])
     alive, indices = _live_at_peak(trace, timeline.peak_tick)
-    return Course(
+    return MemoryTimeline(
         ticks=_column(ticks[selected]),
         allocated=_column(allocated[selected]),
         reserved=_column(reserved[selected]),
@@ -64,11 +66,11 @@ def course_of(trace: Trace, timeline: Timeline, settings: str | None = None, mom
 def selected_moments(
     levels: np.ndarray, others: Sequence[np.ndarray], bounds: Sequence[int], moments: int
 ) -> np.ndarray:  # fmt: skip
-    """Return the sorted indices of the moments to keep.
+    """Return the sorted indices to which columns of bytes can be thinned without losing a peak.
 
-    These are the first and last moment, both sides of each of ``bounds``, the maximum and minimum of ``levels`` in each
+    These are the first and last index, both sides of each of ``bounds``, the maximum and minimum of ``levels`` in each
     of about ``moments / 3`` equal parts, and the maxima of ``levels`` and of each of ``others`` between consecutive
-    ``bounds``. So every part, and every stretch between bounds, keeps its peak.
+    ``bounds``.
     """
     count = len(levels)
     if count <= moments:
@@ -123,7 +125,7 @@ def _running_ops(trace: Trace, ticks: np.ndarray) -> tuple[tuple[int, ...], tupl
     return _column(np.where(last < 0, -1, np.searchsorted(op_indices, last))), rows
 
 
-def _live_at_peak(trace: Trace, tick: int) -> tuple[tuple[Alive, ...], dict[int, int]]:
+def _live_at_peak(trace: Trace, tick: int) -> tuple[tuple[LiveStorage, ...], dict[int, int]]:
     """Return the largest storages live after a tick, in order of size, and the row index of each by storage id."""
     storages = [storage for storage in live_at(trace, tick) if storage.bytes]
     storages.sort(key=lambda storage: (-storage.bytes, storage.born))
@@ -134,13 +136,13 @@ def _live_at_peak(trace: Trace, tick: int) -> tuple[tuple[Alive, ...], dict[int,
     return tuple(rows), {storage.id: index for index, storage in enumerate(storages)}
 
 
-def _live_row(trace: Trace, storage: Storage, owner: str, engine: str | None) -> Alive:
+def _live_row(trace: Trace, storage: Storage, owner: str, engine: str | None) -> LiveStorage:
     """Return the row of a storage; ``owner`` is the layer whose weight or buffer it is, if any."""
     op = None if storage.op is None else trace.ops[storage.op]
     name = storage.name or ("" if op is None else origin_word(op, trace))
     layer = owner or ("" if op is None else op.layer)
     where = None if op is None else op.where
-    return Alive(
+    return LiveStorage(
         name, layer, where, storage.cause, storage.shape, storage.dtype, storage.bytes, storage.born, storage.died,
         engine,
     )  # fmt: skip

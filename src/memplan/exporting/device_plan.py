@@ -39,7 +39,7 @@ from memplan.planning.request import Request
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import base_level, levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
-from memplan.planning.search.search import Found, Heuristics, Search
+from memplan.planning.search.search import Heuristics, Search, Solution
 from memplan.planning.validation.validate import validate
 
 PLACINGS = 60_000
@@ -231,7 +231,7 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
         if over <= 0:
             validate(device.graph, step.schedule, outside_memory=search.outside_memory)
             return _TiledStep(device, search.floor_peak, least, step)
-        assert isinstance(result, Found), "the least fits"
+        assert isinstance(result, Solution), "the least fits"
         target = min(target, result.peak) - max(over, 1)
     return _TiledStep(device, search.floor_peak, least, None)
 

@@ -13,7 +13,7 @@ from memplan.exporting.rounding import Rounding
 from memplan.exporting.trials.cortex import CortexRun
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict
 from memplan.exporting.update_search import UpdateChoice
-from memplan.planning.plan.budget_error import Holder, budget_error
+from memplan.planning.plan.budget_error import PeakStorage, budget_error
 from memplan.planning.schedule.to_trace import timeline_of
 from memplan.simulation.timeline import Timeline
 
@@ -54,7 +54,7 @@ class Exported(Written, Displayed):
     """Bytes of RAM of the smallest plan."""
     levers: tuple[tuple[str, int], ...]
     """The memory techniques, each on top of those before, with the most bytes of the arena then live."""
-    held_by: tuple[Holder, ...]
+    held_by: tuple[PeakStorage, ...]
     """The largest owners of RAM at the peak, in order of size."""
     timeline: Timeline
     """RAM over the step."""

@@ -13,8 +13,8 @@ from torch import nn
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, CompileError, MemplanError
-from memplan.explanation.course import Course
-from memplan.explanation.over_time import course_of
+from memplan.explanation.memory_timeline import MemoryTimeline
+from memplan.explanation.over_time import memory_timeline_of
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.opaque_calls import foreign
@@ -42,7 +42,7 @@ from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.codegen import program
 from memplan.planning.schedule.scheduler import Schedule, frees_gradient, schedule, with_fewest_pieces
 from memplan.planning.schedule.to_trace import timeline_of, trace_of
-from memplan.planning.search.search import Found, Infeasible, Search
+from memplan.planning.search.search import Infeasible, Search, Solution
 from memplan.planning.settings import Engine, Settings
 from memplan.planning.tiles.tiled import Tile
 from memplan.planning.validation.validate import validate
@@ -128,7 +128,7 @@ class Study:
         resident = sum(_resident(graph, settings, search.outside_memory).values())
         return resident + sum(graph.values[of].own_bytes for of in staying)
 
-    def frontier(self, settings: Settings, points: int) -> list[Found]:
+    def frontier(self, settings: Settings, points: int) -> list[Solution]:
         """Return the frontier of plans between saving everything and the floor; for fused kernels in the first
         layout."""
         if settings.engine == "graph":
@@ -186,7 +186,7 @@ class _Step:
         return Fusing(self.search)
 
     @cached_property
-    def without_plan(self) -> tuple[int, Course]:
+    def without_plan(self) -> tuple[int, MemoryTimeline]:
         """Predicted peak of the step without a plan in bytes, and its memory timeline."""
         study, settings = self._study, self._settings
         if study.plain is not None:
@@ -194,14 +194,14 @@ class _Step:
         if _torch.is_fully_sharded(study.model):  # it cannot be copied: a plan that keeps everything stands for it
             kept = schedule(self.search.graph, Choices(gradients=settings.gradients))
             trace, timeline = trace_of(kept, self.search.outside_memory), timeline_of(kept, self.search.outside_memory)
-            return timeline.peak_reserved, course_of(trace, timeline, moments=_MOMENTS)
+            return timeline.peak_reserved, memory_timeline_of(trace, timeline, moments=_MOMENTS)
         known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
         trace, timeline = baseline(
             study.model, study.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
         )
         others = self.search.outside_memory.other_bytes
         added = {cause: size for cause, size in others.items() if cause != "workspace"}  # the recording has workspaces
-        course = course_of(trace, timeline, moments=_MOMENTS).step(len(timeline.steps) - 1).beside(added)
+        course = memory_timeline_of(trace, timeline, moments=_MOMENTS).step(len(timeline.steps) - 1).plus(added)
         return timeline.steps[-1].peak_reserved + sum(added.values()), course
 
 
@@ -295,7 +295,7 @@ class _Planning:
         eager_peak, eager_course = study.step(settings).without_plan
         in_pieces = max(0.0, step_seconds(graph) - step_seconds(plain)) if self._study.tiles else 0.0
         if not planned.choices.fused:
-            course = course_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
+            course = memory_timeline_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
             course = replace(course, alive=(), segments=())
         return Plan(
             fingerprint=graph.fingerprint,

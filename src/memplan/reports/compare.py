@@ -1,4 +1,4 @@
-"""Reports of comparisons, of two steps and of a measured step with its prediction."""
+"""Reports that compare two steps, or a measured step with its prediction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from memplan.studies.comparisons.comparison import (
     remarks,
     seconds_sentence,
 )
-from memplan.studies.comparisons.measured import Beside, Peak
+from memplan.studies.comparisons.measured import MeasuredComparison, Peak
 
 
 def report(comparison: Comparison, top: int = 12) -> Document:
@@ -48,7 +48,7 @@ def report(comparison: Comparison, top: int = 12) -> Document:
 
 
 def _head(comparison: Comparison) -> Iterator[Part]:
-    """Yield what A and B are, the headline, the times, and what limits the comparison."""
+    """Yield the titles of A and B, the headline, the times, and the notes on what cannot be compared."""
     for name, side in (("A", comparison.a), ("B", comparison.b)):
         kind = "" if side.train is None else ", training step" if side.train else ", inference"
         yield Line(f"{name}: {side.title} ({side.origin}{kind}, {side.device})", "bold")
@@ -75,7 +75,7 @@ def by_cause(comparison: Comparison, names: tuple[str, str, str] = ("A", "B", "B
 
 
 def _figures(comparison: Comparison) -> list[Table]:
-    """Return a table of the other figures: saved bytes, weights, parameters, time, techniques; [] if none is known."""
+    """Return a table of saved bytes, weights, parameters, time and memory techniques; [] if none of these is known."""
     a, b = comparison.a, comparison.b
     rows = [_bytes_row("saved from forward to backward", a.saved_bytes, b.saved_bytes)]
     rows.append(_bytes_row("weights", a.weight_bytes, b.weight_bytes))
@@ -157,7 +157,7 @@ def _layer_fields(name: str, drop: int) -> list[Field]:
 
 
 def _total(layers: Sequence[object], field: str) -> str:
-    """Return the sum of a figure over layers of A or of B; "none" if all of the layers are the other side's alone."""
+    """Return the sum of a figure over layers of A or of B; "none" if that side has none of these layers."""
     present = [layer for layer in layers if layer is not None]
     return size_or_dash(sum(getattr(layer, field) for layer in present)) if present else "none"
 
@@ -178,7 +178,7 @@ def _share(a: int, b: int) -> str:
     return f"{100 * (b - a) / a:+.0f} %" if a and b != a else ""
 
 
-def measured_report(beside: Beside, top: int = 12) -> Document:
+def measured_report(measured: MeasuredComparison, top: int = 12) -> Document:
     """Return measured and predicted peaks, and their comparison if they differ; tables with ``top`` rows, 0 for all."""
     fields = [
         Field("Beside the prediction: peak of", lambda row: row.part),
@@ -186,9 +186,9 @@ def measured_report(beside: Beside, top: int = 12) -> Document:
         number_field("measured", lambda row: row.measured),
         Field("off", _off, right=True),
     ]
-    if beside.same:
-        return document(None, [table_of(beside.peaks, fields)], ["Every peak is as predicted, to the byte."])
-    return document(None, [table_of(beside.peaks, fields)]) + report(beside.comparison, top)
+    if measured.same:
+        return document(None, [table_of(measured.peaks, fields)], ["Every peak is as predicted, to the byte."])
+    return document(None, [table_of(measured.peaks, fields)]) + report(measured.comparison, top)
 
 
 def _predicted(row: Peak) -> str:

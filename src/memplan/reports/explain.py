@@ -12,8 +12,8 @@ from memplan._text import format_share
 from memplan.explanation.model import (
     LABELS,
     Explanation,
-    HolderRow,
     LayerRow,
+    OwnerRow,
     peak_sentence,
     scaling_sentence,
     workspace_sentence,
@@ -43,7 +43,7 @@ _NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
 
 
 def dumps(explanation: Explanation, **more: Any) -> str:
-    """Return an explanation as JSON. ``more`` adds keys: ``script``, ``beside``; those that are None are left out."""
+    """Return an explanation as JSON, with the keys ``more`` (``script``, ``beside``, ``run``) that are not None."""
     return text_of(explanation.to_dict() | {name: to_plain(part) for name, part in more.items() if part is not None})
 
 
@@ -119,7 +119,7 @@ def _holders_table(explanation: Explanation, top: int) -> Table:
     return table_of(explanation.holders, fields, top, "all")
 
 
-def _holder_name(row: HolderRow) -> str:
+def _holder_name(row: OwnerRow) -> str:
     """Return "layer: storage x count"; only the name for parameters, which begins with the layer's."""
     qualified = row.layer and row.name.startswith(f"{row.layer}.")
     name = row.name if qualified or not row.layer else f"{row.layer}: {row.name}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memplan.explanation.model import LABELS, Explanation
-from memplan.explanation.over_time import course_of
+from memplan.explanation.over_time import memory_timeline_of
 from memplan.trace.records import Op
 from memplan.trace.trace import Trace, at_least
 
@@ -75,7 +75,7 @@ def _path(op: Op) -> list[str]:
 
 def _counters(trace: Trace, explanation: Explanation, settings: str | None) -> Iterator[dict[str, Any]]:
     """Yield the bytes by category wherever they change, and the reserved bytes."""
-    course = course_of(at_least(trace), explanation.timeline, settings, moments=_EVERY)
+    course = memory_timeline_of(at_least(trace), explanation.timeline, settings, moments=_EVERY)
     last: dict[str, int] = {}
     for moment, tick in enumerate(course.ticks):
         causes = {LABELS[cause]: column[moment] for cause, column in course.causes.items()}

@@ -10,7 +10,7 @@ from memplan._text import counted
 from memplan.explanation.model import Explanation
 from memplan.reports import compare, explain, whole_run
 from memplan.reports.document import Document, Field, Part, Table, document, name_field, table_of
-from memplan.studies.comparisons.measured import Beside
+from memplan.studies.comparisons.measured import MeasuredComparison
 from memplan.studies.runs.whole_run import WholeRun
 from memplan.trace.program_facts import Batch, Facts, Held
 
@@ -26,11 +26,15 @@ _ROWS = 8
 
 
 def dumps(
-    command: str, facts: Facts, explanation: Explanation, beside: Beside | None = None, whole: WholeRun | None = None
+    command: str,
+    facts: Facts,
+    explanation: Explanation,
+    measured: MeasuredComparison | None = None,
+    whole: WholeRun | None = None,
 ) -> str:
-    """Return the explanation and the facts about the script as JSON. ``beside`` adds the figures measured on a card,
-    ``whole`` those of a run's phases. All sizes are bytes."""
-    return explain.dumps(explanation, script={"command": command, **to_plain(facts)}, beside=beside, run=whole)
+    """Return the explanation, the facts about the script, the comparison with a measurement on a card, and the phases
+    of a whole run as JSON. All sizes are bytes."""
+    return explain.dumps(explanation, script={"command": command, **to_plain(facts)}, beside=measured, run=whole)
 
 
 def report(
@@ -38,17 +42,17 @@ def report(
     facts: Facts,
     explanation: Explanation,
     top: int = 12,
-    beside: Beside | None = None,
+    measured: MeasuredComparison | None = None,
     whole: WholeRun | None = None,
 ) -> Document:
-    """Return the explanation, the facts about the script, and ``beside``, the figures measured on a card compared with
-    the predicted ones; first those of a whole run's phases; tables with ``top`` rows, 0 for all."""
+    """Report the phases of a whole run, the explanation, the comparison with a measurement on a card, and the facts
+    about the script, in this order. Tables have ``top`` rows, 0 for all."""
     if whole is None:
         step = explain.report(explanation, top)
     else:
         step = whole_run.report(whole, top) + explain.at_peak(explanation, top)
-    if beside is not None:
-        step += compare.measured_report(beside, top)
+    if measured is not None:
+        step += compare.measured_report(measured, top)
     script = document(
         f"The script: {command}",
         _facts(facts, top),

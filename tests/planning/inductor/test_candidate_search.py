@@ -25,7 +25,7 @@ from memplan.planning.planner import Planner
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
-from memplan.planning.search.search import Found, Search
+from memplan.planning.search.search import Search, Solution
 from memplan.planning.settings import Settings
 
 
@@ -86,7 +86,7 @@ def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
     search, fused, lowering = fusing_of(monkeypatch, graph, lambda _: off)
     found, known = fused.within(middle(search) + off // 2), search.within(middle(search) - off // 2)
     assert found is not None
-    assert isinstance(known, Found)
+    assert isinstance(known, Solution)
     assert found.peak <= middle(search) + off // 2
     assert len(lowering.made) <= 2
     assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(graph)
@@ -143,7 +143,7 @@ def test_room_above_a_floor_that_takes_less_than_it_says_is_used(monkeypatch: py
     budget = whole.floor_peak - 1000
     found, known = fused.within(budget), search.within(budget + half)
     assert found is not None
-    assert isinstance(known, Found)
+    assert isinstance(known, Solution)
     assert found.peak <= budget
     assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(whole.graph)
 
@@ -179,7 +179,7 @@ def test_where_one_op_hides_what_the_others_take_these_are_lowered(
         found, known = Fusing(hidden).within(budget), plain.within(budget)
         assert found is not None
         assert found.peak <= budget
-        assert isinstance(known, Found)
+        assert isinstance(known, Solution)
         assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(graph)
 
 

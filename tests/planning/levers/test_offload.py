@@ -35,7 +35,7 @@ from memplan.planning.schedule.host_copies import simulate_waits
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.lower_bound import Relaxation
-from memplan.planning.search.search import Found, Heuristics, Search
+from memplan.planning.search.search import Heuristics, Search, Solution
 from memplan.planning.validation.validate import validate
 
 CARD = find("rtx4090")
@@ -305,9 +305,9 @@ def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(
     low = Search(graph).floor().peak
     budget = low + (levels(schedule(graph, Choices())).peak - low) // 4
     plain, quick, late = (Search(one).within(budget) for one in (graph, fast, slow))
-    assert isinstance(plain, Found)
-    assert isinstance(quick, Found)
-    assert isinstance(late, Found)
+    assert isinstance(plain, Solution)
+    assert isinstance(quick, Solution)
+    assert isinstance(late, Solution)
     assert quick.choices.saved_by("offload")
     assert quick.seconds < 0.5 * plain.seconds
     assert not late.choices.saved_by("offload")
@@ -317,7 +317,7 @@ def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(
         assert validate(one, made, budget=budget) == found.peak
         assert made.seconds == pytest.approx(found.seconds)
     off = Search(fast, heuristics=Heuristics(offload=False)).within(budget)
-    assert isinstance(off, Found)
+    assert isinstance(off, Solution)
     assert not off.choices.saved_by("offload")
 
 

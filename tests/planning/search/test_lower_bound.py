@@ -15,7 +15,7 @@ from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.lower_bound import Relaxation, lower_bound
-from memplan.planning.search.search import Found, Search
+from memplan.planning.search.search import Search, Solution
 
 
 def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, count: int = 40) -> None:
@@ -66,11 +66,11 @@ def test_the_bound_goes_by_the_op_that_makes_a_result_again() -> None:
     loss = tape.op("aten.made_up.default", [tape.op("aten.made_up.default", [small], 3000, 1.0)], 4, 1.0)
     graph = tape.finish(loss)
     kept = Search(graph).within(1 << 30)
-    assert isinstance(kept, Found)
+    assert isinstance(kept, Solution)
     assert kept.seconds == 0
     assert 4000 <= kept.peak < 4500
     tight = Search(graph).within(kept.peak - 1000)
-    assert isinstance(tight, Found)
+    assert isinstance(tight, Solution)
     assert tight.choices.recompute == {y}
     assert tight.seconds == pytest.approx(0.25)
     least = Relaxation(Evaluator(graph).flat).seconds(kept.peak - 1000)

@@ -21,7 +21,7 @@ from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
-from memplan.planning.search.search import STEEP, Found, Heuristics, Infeasible, Search
+from memplan.planning.search.search import STEEP, Heuristics, Infeasible, Search, Solution
 
 NEAR = 1e-4
 """Seconds; the ops of random graphs take 1e-3 and more."""
@@ -30,7 +30,7 @@ more_seeds = pytest.mark.parametrize(
 )
 
 
-def checked(graph: JointGraph, found: Found, budget: int, outside_memory: OutsideMemory | None = None) -> Found:
+def checked(graph: JointGraph, found: Solution, budget: int, outside_memory: OutsideMemory | None = None) -> Solution:
     """Whether the result is what the plain account says it is."""
     made = schedule(graph, found.choices)
     assert levels(made, outside_memory).peak == found.peak <= budget
@@ -61,7 +61,7 @@ def test_within_five_percent_of_the_optimum() -> None:
         for budget in (smallest, smallest + (kept - smallest) // 3):
             optimum, found = Rules(graph).least_seconds(budget), Search(graph).within(budget)
             assert optimum is not None
-            assert isinstance(found, Found)
+            assert isinstance(found, Solution)
             checked(graph, found, budget)
             assert found.seconds <= 1.05 * optimum + NEAR
             assert found.lower_bound_seconds <= optimum + 1e-6
@@ -91,7 +91,7 @@ def test_against_every_choice(early: bool, held: bool, seeds: range) -> None:
         for budget in {low, low + (high - low) // 3, low + (high - low) * 2 // 3}:
             best = float(every.seconds[every.peak <= budget].min())
             found = Search(graph, outside_memory=outside_memory, gradients=GradientUse(early, held)).within(budget)
-            assert isinstance(found, Found)
+            assert isinstance(found, Solution)
             checked(graph, found, budget, outside_memory)
             assert found.lower_bound_seconds <= best + 1e-9
             assert found.seconds <= 1.05 * best + NEAR
@@ -104,7 +104,7 @@ def test_what_fits_is_left_alone() -> None:
     graph = unet()
     kept = levels(schedule(graph, Choices())).peak
     found = Search(graph).within(kept)
-    assert isinstance(found, Found)
+    assert isinstance(found, Solution)
     assert found.choices == Choices()
     assert (found.peak, found.seconds) == (kept, 0.0)
 
@@ -117,7 +117,7 @@ def test_ahead_of_checkpoints_per_block(make: Callable[[], JointGraph]) -> None:
     checkpoints = schedule(graph, Choices(recompute=recomputable(graph) - crossing))
     budget = levels(checkpoints).peak
     found = Search(graph).within(budget)
-    assert isinstance(found, Found)
+    assert isinstance(found, Solution)
     checked(graph, found, budget)
     assert found.seconds <= checkpoints.seconds / 2
 
@@ -129,7 +129,7 @@ def test_time(make: Callable[[], JointGraph], limit: float) -> None:
     began = time.process_time()
     found = Search(graph).within(kept * 6 // 10)
     assert time.process_time() - began < limit
-    assert isinstance(found, Found)
+    assert isinstance(found, Solution)
     checked(graph, found, kept * 6 // 10)
 
 
@@ -146,7 +146,7 @@ def test_every_heuristic_can_be_turned_off(name: str) -> None:
     budget = kept * 85 // 100
     without = replace(Heuristics(), **{name: 2 if name == "rounds" else 0})
     found = Search(graph, heuristics=without).within(budget)
-    assert isinstance(found, Found)
+    assert isinstance(found, Solution)
     checked(graph, found, budget)
     assert any(name in note for note in found.notes) == (name != "rounds")
     if name == "encodings":

@@ -53,9 +53,11 @@ def test_before_and_after_of_a_plan_are_what_lives_at_each_moment(
 ) -> None:
     """The simulator does not count here: what is born and dies is added up for each moment of the picture."""
     traces: list[Trace] = []
-    course_of = study.course_of
+    memory_timeline_of = study.memory_timeline_of
     monkeypatch.setattr(
-        study, "course_of", lambda trace, *rest, **more: traces.append(trace) or course_of(trace, *rest, **more)
+        study,
+        "memory_timeline_of",
+        lambda trace, *rest, **more: traces.append(trace) or memory_timeline_of(trace, *rest, **more),
     )
     plan = memplan.plan(Net, "8x3x32x32", budget=planned().budget, costs="roofline")
     assert not plan.changes_nothing

@@ -13,7 +13,7 @@ from models.guard_figures import MIB, figures, taken
 from memplan.errors import BaselineError, UsageError
 from memplan.studies.guarding.baseline import Baseline
 from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
-from memplan.studies.guarding.taken import KernelChoice
+from memplan.studies.guarding.recorded_figures import KernelChoice
 
 FLASH, EFFICIENT = "scaled_dot_product_flash_attention", "scaled_dot_product_efficient_attention"
 

@@ -19,7 +19,7 @@ from memplan import _torch
 from memplan._frames import callers
 from memplan.errors import MemplanError
 from memplan.integrations.described_calls import Unknown, options_of, specs_of
-from memplan.integrations.scripts.beside import Calls, Span
+from memplan.integrations.scripts.unplanned_memory import Calls, Span
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.subclassed import output_kinds
 from memplan.trace.recording.place import format_frame, local_variables

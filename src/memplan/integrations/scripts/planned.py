@@ -16,10 +16,10 @@ from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, InputError, RecordingError
 from memplan.explanation.card import card_use
 from memplan.integrations.described_calls import copy_without_hooks, optimizer_factory, text_of
-from memplan.integrations.scripts.beside import unplanned_memory
 from memplan.integrations.scripts.model_call import ModelCall
 from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script import Script
+from memplan.integrations.scripts.unplanned_memory import unplanned_memory
 from memplan.planning.api import plan
 from memplan.planning.plan.plan import Plan
 from memplan.simulation.allocator.settings import AllocatorSettings

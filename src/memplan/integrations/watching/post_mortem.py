@@ -16,7 +16,7 @@ import torch
 from memplan import _torch
 from memplan._bytes import format_bytes, parse_bytes
 from memplan.errors import UnitError
-from memplan.explanation.model import LABELS, HolderRow
+from memplan.explanation.model import LABELS, OwnerRow
 from memplan.integrations.watching.inputs import LastInputs
 from memplan.integrations.watching.levers import failed_step, levers_for
 from memplan.integrations.watching.prediction import Prediction
@@ -121,7 +121,7 @@ def post_mortem(
 
 def _live_at_peak(prediction: Prediction | None, step: str) -> dict[str, Any]:
     """Return the report's part on what is live at the peak, by cause and by layer."""
-    rows = () if prediction is None else prediction.holders()
+    rows = () if prediction is None else prediction.owners()
     return {
         "alive_of": None if prediction is None else step,
         "peak": None if prediction is None else prediction.peak,
@@ -171,7 +171,7 @@ def _sum_by_key(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _by_layer(rows: tuple[HolderRow, ...]) -> list[dict[str, Any]]:
+def _by_layer(rows: tuple[OwnerRow, ...]) -> list[dict[str, Any]]:
     sizes: dict[tuple[str, str | None, str], int] = defaultdict(int)
     for row in rows:
         sizes[row.layer, row.where, row.cause] += row.bytes

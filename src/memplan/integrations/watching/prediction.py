@@ -1,12 +1,12 @@
-"""Predicted memory of the coming steps: the simulation of the observed ones."""
+"""Predict the memory of future steps by simulating the observed steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from memplan.explanation.explain import explain_trace
-from memplan.explanation.holders import holders_at
-from memplan.explanation.model import Explanation, HolderRow
+from memplan.explanation.model import Explanation, OwnerRow
+from memplan.explanation.owners import owners_at
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.trace import Trace, at_least
@@ -30,16 +30,16 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The peak of the last observed step in bytes, which is predicted for the coming ones."""
+        """Peak of the last observed step in bytes: the prediction for the following steps."""
         return self.timeline.steps[-1].peak_allocated
 
     def peaks(self) -> list[int]:
         """Return the peak of each observed step in bytes."""
         return [step.peak_allocated for step in self.timeline.steps]
 
-    def holders(self) -> tuple[HolderRow, ...]:
-        """Return what is live at the last step's peak."""
-        return holders_at(self.trace, self.timeline.steps[-1].peak_tick)
+    def owners(self) -> tuple[OwnerRow, ...]:
+        """Return the owners of the storages live at the last step's peak."""
+        return owners_at(self.trace, self.timeline.steps[-1].peak_tick)
 
     def explanation(self) -> Explanation:
         """Explain the observed steps."""
@@ -47,10 +47,10 @@ class Prediction:
 
 
 def grown(before: Prediction, after: Prediction) -> tuple[str, str | None, int]:
-    """Return (layer, line, bytes) of the place that grew most between the peaks of two predictions."""
+    """Return (layer, line, growth in bytes) of the place that grew most between the peaks of two predictions."""
     sizes: dict[tuple[str, str | None], int] = {}
     for sign, prediction in ((-1, before), (1, after)):
-        for row in prediction.holders():
+        for row in prediction.owners():
             place = row.layer, row.where
             sizes[place] = sizes.get(place, 0) + sign * row.bytes
     (layer, where), size = max(sizes.items(), key=lambda item: item[1], default=(("", None), 0))

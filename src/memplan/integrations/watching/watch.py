@@ -255,7 +255,7 @@ class Watch(Written, Printed):
         """Return what has been seen so far, as the rank's file has it."""
         follower, prediction = self._follower, self._follower.prediction
         measured = [row.peak for row in follower.rows if row.peak is not None]
-        rows = () if prediction is None else prediction.holders()
+        rows = () if prediction is None else prediction.owners()
         return RankWatch(
             self.rank, self.world, str(self._device) if self._card is None else self._card.name, self._ended,
             follower.steps, max(measured, default=None), None if prediction is None else prediction.peak,

@@ -23,7 +23,7 @@ from memplan.planning.inductor.partition import Fused, as_fused, fused, lowering
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import base_level, levels
 from memplan.planning.schedule.scheduler import Schedule
-from memplan.planning.search.search import STEEP, Found, Infeasible, Search
+from memplan.planning.search.search import STEEP, Infeasible, Search, Solution
 from memplan.simulation.timeline import Timeline
 
 FUSED_SHARE = 0.1
@@ -77,7 +77,7 @@ class Fusing:
         self._candidates: dict[Choices, Candidate] = {}
         self._targets: dict[Choices, int] = {}
         """Target in bytes for which each candidate was first planned."""
-        self._results: dict[int, Found | Infeasible] = {}
+        self._results: dict[int, Solution | Infeasible] = {}
         """Search results by target."""
         self._seconds = step_seconds(search.graph)
 
@@ -103,16 +103,16 @@ class Fusing:
             best = self._fastest_known(budget)
         return best
 
-    def frontier(self, points: int) -> list[Found]:
+    def frontier(self, points: int) -> list[Solution]:
         """Return the Pareto frontier in bytes and seconds of the lowered candidates, from the highest peak to the
         lowest. Peaks are those of the generated code."""
         candidates = [self.candidate(replace(plan.choices, joined=True)) for plan in self._search.frontier(points)]
         candidates += [self.lowest, *self.candidates]  # in this order: `lowest` lowers further candidates
-        fastest, frontier = float("inf"), list[Found]()
+        fastest, frontier = float("inf"), list[Solution]()
         for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.schedule.seconds)):
             if candidate.schedule.seconds < fastest:
                 fastest = candidate.schedule.seconds
-                frontier.append(Found(candidate.schedule.choices, candidate.peak, fastest, 0.0))
+                frontier.append(Solution(candidate.schedule.choices, candidate.peak, fastest, 0.0))
         return frontier[::-1]
 
     @cached_property
@@ -173,18 +173,18 @@ class Fusing:
             target = next_target
         return best
 
-    def _plan_for(self, target: int) -> Found:
+    def _plan_for(self, target: int) -> Solution:
         """Return the search's plan within the target, or its nearest plan if there is none: its code may need less."""
         plan = self._search_within(target)
         return self._search.nearest(target) if isinstance(plan, Infeasible) else plan
 
-    def _search_within(self, target: int) -> Found | Infeasible:
+    def _search_within(self, target: int) -> Solution | Infeasible:
         """Return the op-by-op search's plan within the target in bytes, cached."""
         if target not in self._results:
             self._results[target] = self._search.within(target)
         return self._results[target]
 
-    def _lower_plan(self, plan: Found, target: int) -> Candidate:
+    def _lower_plan(self, plan: Solution, target: int) -> Candidate:
         """Lower a plan of the op-by-op search, and record the target that it was planned for."""
         candidate = self.candidate(replace(plan.choices, joined=True))
         self._targets.setdefault(candidate.schedule.choices, target)
@@ -199,7 +199,7 @@ class Fusing:
         fit = (candidate for candidate in self.candidates if candidate.peak <= budget)
         return min(fit, key=lambda candidate: candidate.schedule.seconds, default=None)
 
-    def _is_worth(self, plan: Found, best: Candidate) -> bool:
+    def _is_worth(self, plan: Solution, best: Candidate) -> bool:
         """Return whether a plan of the search is enough faster to be worth lowering."""
         return best.schedule.seconds - plan.seconds > _MIN_SAVING * self._seconds
 

@@ -23,7 +23,7 @@ _NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class Holder(Printed):
+class PeakStorage(Printed):
     """A storage that is live at the peak of the smallest budget's schedule."""
 
     bytes: int
@@ -65,13 +65,13 @@ def budget_error(
     timeline = simulate(trace)
     least = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
-    holders = tuple(_holder_of(trace, storage) for storage in live)
+    storages = tuple(_peak_storage(trace, storage) for storage in live)
     peak, wanted = format_bytes(least), format_bytes(budget)
     helpful = (remedy for remedy in _remedies(floor, live, least) if format_bytes(remedy.bytes) != peak)
     remedies = tuple(sorted(helpful, key=lambda remedy: remedy.bytes))
     if peak == wanted:
         peak, wanted = f"{peak} ({least} bytes)", f"{wanted} ({budget} bytes)"
-    holding = ", ".join(str(holder) for holder in holders[:3])
+    holding = ", ".join(map(str, storages[:3]))
     return BudgetError(
         f"The budget is {wanted}",
         expected=f"at least {peak}, the smallest peak found: {_op_at(trace, timeline.peak_tick)} it takes {holding}",
@@ -79,7 +79,7 @@ def budget_error(
         + (f", or {'; or '.join(map(str, remedies))}" if remedies else ""),
         smallest_budget=least,
         timeline=predicted or timeline,
-        held_by=holders,
+        held_by=storages,
         lower_by=remedies,
     )
 
@@ -89,11 +89,11 @@ def with_remedy(error: BudgetError, remedy: Remedy) -> BudgetError:
     return error.but(do=f"{error.do}; or {remedy}", lower_by=(*error.lower_by, remedy))
 
 
-def _holder_of(trace: Trace, storage: Storage) -> Holder:
+def _peak_storage(trace: Trace, storage: Storage) -> PeakStorage:
     op = None if storage.op is None or storage.op >= len(trace.ops) else trace.ops[storage.op]
     if storage.name or op is None:
-        return Holder(storage.bytes, storage.cause, storage.name, "", None)
-    return Holder(storage.bytes, storage.cause, short(op.name), op.layer, op.where)
+        return PeakStorage(storage.bytes, storage.cause, storage.name, "", None)
+    return PeakStorage(storage.bytes, storage.cause, short(op.name), op.layer, op.where)
 
 
 def _op_at(trace: Trace, tick: int) -> str:

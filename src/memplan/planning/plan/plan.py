@@ -13,7 +13,7 @@ from memplan._display import Displayed
 from memplan._json import Json, Saved, Unreadable
 from memplan._text import format_seconds, printable
 from memplan.errors import BudgetError, UsageError
-from memplan.explanation.course import Course
+from memplan.explanation.memory_timeline import MemoryTimeline
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Grade, GradientUse
@@ -81,9 +81,9 @@ class Plan(Saved, Displayed):
     the weights themselves."""
     tiles: tuple[Tile, ...] = ()
     """Segments that run piece by piece."""
-    course: Course | None = None
+    course: MemoryTimeline | None = None
     """Memory timeline of the planned step by cause; None for fused kernels, and in plans older than this field."""
-    eager_course: Course | None = None
+    eager_course: MemoryTimeline | None = None
     """Memory timeline of the step without a plan."""
 
     def __post_init__(self) -> None:

@@ -19,9 +19,9 @@ from memplan.planning.search.local_search import Column, LocalSearch, State
 from memplan.planning.search.lower_bound import Fractions, Relaxation
 
 STEEP = 3
-"""How often the bytes over an unreachable budget are squared, to lower the highest position of the step first."""
+"""How often to square the bytes over an unreachable budget, so that the highest position of the step counts most."""
 EVEN = 1
-"""Likewise, to lower all high positions."""
+"""How often to square them so that all high positions count."""
 CLOSE = 1.005
 """A result within this factor of its lower bound is not improved further."""
 
@@ -31,30 +31,30 @@ class Heuristics:
     """Switches of the search. Each makes it faster or its result better; the result is valid without any of them."""
 
     relaxation: bool = True
-    """Start from the linear relaxation (bound.Relaxation), rounded."""
+    """Start from the rounded linear relaxation (`lower_bound.Relaxation`)."""
     encodings: bool = True
-    """Keep values in smaller encodings. Off: they are kept as they are or recomputed."""
+    """Save values in smaller encodings. Off: values are saved unencoded or recomputed."""
     offload: bool = True
     """Offload values to host memory, in plans for a CUDA card."""
     small_values: bool = True
-    """Always keep values smaller than 1/4096 of the largest."""
+    """Always save values smaller than 1/4096 of the largest."""
     improve: bool = True
     """Local search on single values for fewer seconds, once the budget is met."""
     pairs: bool = True
-    """Local search also on pairs: keep a value that was recomputed, and free another to make room for it."""
+    """Local search also on pairs: save a value that was recomputed, and free another to make room for it."""
     shakes: int = 6
-    """How often the search leaves a local optimum: it keeps a value in spite of the budget, repairs and improves."""
+    """How often the search escapes a local optimum: it saves a value beyond the budget, repairs and improves."""
     rounds: int = 60
     """Most rounds of one local search."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Choices that fit the budget."""
+class Solution:
+    """Choices within a budget."""
 
     choices: Choices
     peak: int
-    """Bytes, over the whole step."""
+    """Peak bytes of the whole step."""
     seconds: float
     """Seconds that recomputed values and encodings add to the step."""
     lower_bound_seconds: float
@@ -72,9 +72,9 @@ class Infeasible:
     """The search reached no schedule within the budget."""
 
     smallest: int
-    """The smallest peak that was reached."""
+    """Smallest peak that the search reached, in bytes."""
     choices: Choices
-    """The choices with that peak."""
+    """Choices with that peak."""
     lower_bound: int
     """Bytes that every schedule needs: a smaller budget is proven to be impossible."""
     notes: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def _by_peak(state: State) -> tuple[int, float]:
 
 @dataclass
 class Search:
-    """Searches on a graph, for any number of budgets, with shared intermediate results.
+    """Search for choices on a graph; all budgets share intermediate results.
 
     ``steady`` is the same graph with modelled instead of measured seconds. The floor is searched on it, so that another
     process with other measurements arrives at the same smallest budget.
@@ -114,9 +114,9 @@ class Search:
         self.earlier_results: list[State] = []
         """Results of earlier budgets: starts for the next search."""
         self._solved: dict[int, Fractions | None] = {}
-        self._nearest_results: dict[tuple[int, int], Found] = {}
+        self._nearest_results: dict[tuple[int, int], Solution] = {}
 
-    def within(self, budget: int) -> Found | Infeasible:
+    def within(self, budget: int) -> Solution | Infeasible:
         """Find choices within ``budget`` bytes that add as few seconds as the search can reach. The result is the same
         for the same arguments on every machine."""
         if self.save_all.peak <= budget:
@@ -128,11 +128,11 @@ class Search:
             state = self._optimize(budget, [self._lowest.column])
         return self._infeasible() if state is None else self._result(state, budget)
 
-    def floor(self) -> Found:
+    def floor(self) -> Solution:
         """Find the smallest peak that the search can reach, and the fewest seconds there."""
         return self._result(self._cheapest, self._cheapest.peak)
 
-    def nearest(self, budget: int, squared: int = EVEN) -> Found:
+    def nearest(self, budget: int, squared: int = EVEN) -> Solution:
         """Find the choices with the least excess over an unreachable budget, summed over all positions of the step; of
         those that are nowhere higher, the choices with the fewest seconds.
 
@@ -143,7 +143,7 @@ class Search:
             self._nearest_results[budget, squared] = self._nearest(budget, squared)
         return self._nearest_results[budget, squared]
 
-    def _nearest(self, budget: int, squared: int) -> Found:
+    def _nearest(self, budget: int, squared: int) -> Solution:
         nearest = self._best_repair(budget, [self._lowest.column, self._all_recomputed, self.save_all.column], squared)
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
@@ -151,7 +151,7 @@ class Search:
         if self.switches.improve:
             state = local.improve(state, self.switches.rounds, pairs=self.switches.pairs)
             state = local.escape_local_optima(state, self.switches.shakes, pairs=self.switches.pairs)
-        return Found(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
+        return Solution(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
 
     @cached_property
     def deterministic(self) -> Search:
@@ -160,17 +160,19 @@ class Search:
             return self
         return Search(self.steady, self.outside_memory, gradients=self.gradients, heuristics=self.heuristics)
 
-    def frontier(self, points: int) -> list[Found]:
+    def frontier(self, points: int) -> list[Solution]:
         """Plan at ``points`` evenly spaced budgets, from the peak with all values saved down to the floor.
 
         A result that adds at least as many seconds as one of the same or a smaller peak is left out.
         """
         low, high = self._lowest.peak, self.save_all.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
-        results, best = list[Found](), None
+        results, best = list[Solution](), None
         for budget in budgets:
             result = self.within(budget)
-            if isinstance(result, Found) and (best is None or result.seconds < best.seconds or result.peak < best.peak):
+            if isinstance(result, Solution) and (
+                best is None or result.seconds < best.seconds or result.peak < best.peak
+            ):
                 best = result
                 results.append(result)
         return results[::-1]
@@ -298,11 +300,11 @@ class Search:
             self._solved[budget] = self.relaxation.seconds(budget)
         return self._solved[budget]
 
-    def _result(self, state: State, budget: int) -> Found:
+    def _result(self, state: State, budget: int) -> Solution:
         """Return a state as choices, with the lower bound of the seconds that any schedule within the budget adds."""
         fractions = self._fractions(budget) if state.seconds > 0 else None
         bound = 0.0 if fractions is None else min(fractions.seconds, state.seconds)
-        return Found(self.evaluator.choices(state.column), state.peak, state.seconds, bound, self._notes())
+        return Solution(self.evaluator.choices(state.column), state.peak, state.seconds, bound, self._notes())
 
     def _infeasible(self) -> Infeasible:
         """Return the result for a budget that the search cannot meet: the smallest peak it can reach."""

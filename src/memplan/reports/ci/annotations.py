@@ -13,7 +13,7 @@ from memplan.checks.registry import CHECKS
 from memplan.reports.check import message_of
 from memplan.studies.comparisons.comparison import headline
 from memplan.studies.guarding.outcome import Outcome
-from memplan.studies.guarding.taken import with_forward_slashes
+from memplan.studies.guarding.recorded_figures import with_forward_slashes
 
 Level = Literal["error", "warning", "note"]
 GROWTH = "memory-growth"

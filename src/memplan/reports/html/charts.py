@@ -9,7 +9,7 @@ from typing import Any
 from memplan._bytes import format_bytes
 from memplan.devices import find
 from memplan.errors import DeviceError
-from memplan.explanation.course import Alive, Course, PeakBlock, PeakSegment
+from memplan.explanation.memory_timeline import LiveStorage, MemoryTimeline, PeakBlock, PeakSegment
 from memplan.explanation.model import Explanation
 from memplan.planning.plan.plan import Plan
 from memplan.reports.frontier import Frontier
@@ -56,7 +56,9 @@ def of_step(explanation: Explanation, capacity: int | None) -> Iterator[Chart]:
         yield _allocator(course.segments, course.alive)
 
 
-def over_time(courses: list[tuple[str, Course]], capacity: int | None = None, budget: int | None = None) -> Chart:
+def over_time(
+    timelines: list[tuple[str, MemoryTimeline]], capacity: int | None = None, budget: int | None = None
+) -> Chart:
     """Chart memory over time. Of several named timelines only the last is split by category, the others are lines."""
     series = [
         {
@@ -69,11 +71,11 @@ def over_time(courses: list[tuple[str, Course]], capacity: int | None = None, bu
             "opRows": [[op.name, op.layer, op.where or "", op.phase, op.step] for op in course.op_rows],
             "spans": [[span.phase, span.step, span.start, span.end] for span in course.spans],
         }
-        for name, course in courses
+        for name, course in timelines
     ]
-    _, last = courses[-1]
+    _, last = timelines[-1]
     hints = ["Drag to zoom, double-click for all", "arrow keys move along the step, p goes to the peak"]
-    if len(courses) == 1 and len(last.ticks) < last.total:
+    if len(timelines) == 1 and len(last.ticks) < last.total:
         hints.append(f"{len(last.ticks):,} of {last.total:,} moments are drawn, every peak among them")
     return Chart(
         "time",
@@ -114,7 +116,7 @@ def _tree(saved: dict[str, int], at_peak: dict[str, int]) -> list[list[Any]]:
     return nodes
 
 
-def _allocator(segments: tuple[PeakSegment, ...], alive: tuple[Alive, ...]) -> Chart:
+def _allocator(segments: tuple[PeakSegment, ...], alive: tuple[LiveStorage, ...]) -> Chart:
     """Chart the caching allocator's segments and their blocks, the largest segment first."""
     ordered = sorted(segments, key=lambda segment: -segment.size)
     merge_below = ordered[0].size // _THIN
@@ -131,7 +133,7 @@ def _allocator(segments: tuple[PeakSegment, ...], alive: tuple[Alive, ...]) -> C
     )
 
 
-def _segment_data(segment: PeakSegment, alive: tuple[Alive, ...], merge_below: int) -> dict[str, Any]:
+def _segment_data(segment: PeakSegment, alive: tuple[LiveStorage, ...], merge_below: int) -> dict[str, Any]:
     """Return a segment for the chart; each block is [offset, size, category or "" if free, text].
 
     Adjacent blocks of a category of at most ``merge_below`` bytes are merged.
@@ -151,7 +153,7 @@ def _segment_data(segment: PeakSegment, alive: tuple[Alive, ...], merge_below: i
     return {"size": segment.size, "name": f"{pool}{stream}", "blocks": [block[:4] for block in blocks]}
 
 
-def _block_text(block: PeakBlock, alive: tuple[Alive, ...]) -> str:
+def _block_text(block: PeakBlock, alive: tuple[LiveStorage, ...]) -> str:
     """Return what a block contains: "free", or the storage that is in it, with its layer."""
     if block.state == "inactive":
         return "free"
@@ -170,7 +172,7 @@ def of_plan(plan: Plan) -> Iterator[Chart]:
         yield over_time([*before, ("after", plan.course)], budget=plan.budget)
 
 
-def _from_first_op(course: Course) -> Course:
+def _from_first_op(course: MemoryTimeline) -> MemoryTimeline:
     """Cut off the frees before the first op of a step, which belong to the previous step."""
     step = course.spans[0].step if course.spans else 0
     first = next((index for index, op in enumerate(course.ops) if op >= 0 and course.op_rows[op].step == step), 0)

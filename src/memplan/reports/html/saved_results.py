@@ -17,8 +17,8 @@ from memplan.checks.finding import Findings
 from memplan.cudnn.answer_cache import Kept
 from memplan.devices.model import Device
 from memplan.errors import BudgetError, InputError
-from memplan.explanation.course import Course
 from memplan.explanation.explain import explain_trace
+from memplan.explanation.memory_timeline import MemoryTimeline
 from memplan.explanation.model import LABELS, Explanation, verdict_sentence
 from memplan.explanation.why_ranks import RankReasons
 from memplan.planning.plan.plan import Plan
@@ -61,7 +61,7 @@ from memplan.reports.largest import beyond_the_limit, fit_at_upper_end
 from memplan.simulation.replays.ranks import RankSnapshots
 from memplan.studies.capacity.on_cards import OnCards
 from memplan.studies.comparisons.comparison import Comparison, change_text
-from memplan.studies.comparisons.measured import Beside, Peak
+from memplan.studies.comparisons.measured import MeasuredComparison, Peak
 from memplan.studies.guarding.outcome import Outcome
 from memplan.studies.layouts.layouts import Layouts
 from memplan.studies.quantization.quantized import Quantized
@@ -101,7 +101,7 @@ def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
     )
 
 
-def _alive(explanation: Explanation, course: Course) -> Table:
+def _alive(explanation: Explanation, course: MemoryTimeline) -> Table:
     """Return the storages alive at the peak, and the bytes of those that are too small to be listed."""
     end = max(course.ticks[-1], 1)
     unlisted = explanation.timeline.peak_allocated - sum(storage.bytes for storage in course.alive)
@@ -129,8 +129,8 @@ def _explanation(plain: Any, source: str) -> Result:
     measured, script = data.inner("beside"), data.inner("script")
     if measured is not None:
         peaks = _json.from_plain(tuple[Peak, ...], measured.plain["peaks"], "it.beside.peaks")
-        beside = Beside(peaks, Comparison.from_dict(measured.part("comparison").plain, source))
-        result = replace(result, document=result.document + compare.measured_report(beside, _LAYERS))
+        comparison = MeasuredComparison(peaks, Comparison.from_dict(measured.part("comparison").plain, source))
+        result = replace(result, document=result.document + compare.measured_report(comparison, _LAYERS))
     if script is not None:
         result = replace(result, title=f"{script.get('command', str)}: {result.title.partition(': ')[2]}")
     return result

@@ -1,4 +1,4 @@
-"""Comparison of a step measured on a card with its prediction: torch's own peaks, and the two steps."""
+"""Compare a step measured on a card with its prediction: peaks by torch's counters, and bytes by cause and layer."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from memplan.trace.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Peak bytes of a part of a run: as predicted, and by torch's own counter."""
+    """Predicted and measured peak bytes of a part of a run."""
 
     part: str
     """``building``, ``step 1``, ...; with ``, reserved`` for reserved instead of allocated bytes."""
     low: int
-    """Predicted with the lower bounds of unknown workspaces."""
+    """Prediction with the lower bounds of unknown workspaces."""
     predicted: int
-    """Predicted with their upper bounds; equal to ``low`` where all workspaces are known."""
+    """Prediction with the upper bounds of unknown workspaces; equal to ``low`` if all workspaces are known."""
     measured: int
+    """Peak by torch's own counter."""
 
     @property
     def off(self) -> float | None:
-        """Return the error of the prediction as a share of the measured bytes: that of the nearer bound, 0 between
-        them. None if 0 bytes were measured."""
+        """Relative error of the prediction's nearer bound, 0 between the bounds; None if 0 bytes were measured."""
         nearest = min(max(self.measured, self.low), max(self.low, self.predicted))
         return nearest / self.measured - 1 if self.measured else None
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class MeasuredComparison:
     """A measured step compared with its prediction."""
 
     peaks: tuple[Peak, ...]
@@ -40,18 +40,20 @@ class Beside:
 
     @property
     def same(self) -> bool:
-        """Return whether every peak is as predicted, to the byte."""
+        """Whether every measured peak equals its prediction."""
         return all(peak.low == peak.predicted == peak.measured for peak in self.peaks)
 
 
-def compare_with_prediction(predicted: Trace, measured: Trace, title: str, *, settings: str | None = None) -> Beside:
+def compare_with_prediction(
+    predicted: Trace, measured: Trace, title: str, *, settings: str | None = None
+) -> MeasuredComparison:  # fmt: skip
     """Compare a measured step with its prediction.
 
     Args:
         predicted: the step, recorded for the card.
-        measured: the step as it ran there, with torch's counters.
-        title: what to call the step.
-        settings: of the caching allocator, in both.
+        measured: the step as it ran on the card, with torch's counters.
+        title: name of the step.
+        settings: settings of the caching allocator in both.
     """
     least, most = (simulate(predicted, settings=settings, workspace=case) for case in ("low", "high"))
     parts = ("building", *(f"step {number + 1}" for number in range(len(measured.counters) - 1)))
@@ -64,4 +66,4 @@ def compare_with_prediction(predicted: Trace, measured: Trace, title: str, *, se
         ]
     prediction = of_trace(predicted, f"{title}, predicted", settings=settings)
     measurement = of_trace(measured, f"{title}, measured", settings=settings)
-    return Beside(tuple(peaks), Comparison(prediction, measurement))
+    return MeasuredComparison(tuple(peaks), Comparison(prediction, measurement))

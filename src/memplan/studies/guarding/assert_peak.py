@@ -14,7 +14,7 @@ from memplan.explanation.explain import explain
 from memplan.explanation.model import LABELS, Explanation, peak_sentence
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import LayerBytes
-from memplan.studies.guarding.taken import bytes_by_layer, limit_in_band
+from memplan.studies.guarding.recorded_figures import bytes_by_layer, limit_in_band
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, public
 

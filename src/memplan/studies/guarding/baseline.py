@@ -1,4 +1,4 @@
-"""The baseline of `memplan guard`: the last accepted figures of steps. All sizes are bytes.
+"""The baseline of `memplan guard`: the accepted memory of steps. All sizes are bytes.
 
 It has no line numbers: a comment added above a layer must not change a file under version control.
 """
@@ -16,7 +16,7 @@ from memplan.studies.comparisons.comparison import Side
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes of one layer and cause that are live at the allocated peak."""
+    """Bytes of a layer and cause that are live at the allocated peak."""
 
     layer: str
     cause: str
@@ -33,30 +33,31 @@ class LayerOps:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Predicted memory of one step on one device."""
+    """Predicted memory of a step on a device."""
 
     target: str
-    """TARGET of the command, with forward slashes."""
+    """TARGET argument of the command, with forward slashes."""
     options: str
     """Options of the step as typed: ``--input 8x512 --optimizer adamw``."""
     device: str
     torch: str
     """Version without its local part (``+cu126``)."""
     cudnn: bool
-    """Whether an installed cuDNN was asked for its workspaces."""
+    """Whether an installed cuDNN computed the workspaces."""
     train: bool
     peak: int
     """Peak of allocated bytes."""
     reserved: int
-    """Peak of reserved bytes; equal to ``peak`` where there is no caching allocator."""
+    """Peak of reserved bytes; equal to ``peak`` without a caching allocator."""
     at: str
     """The op that runs at the peak: ``backward: linear's gradient of head``."""
     held: tuple[LayerBytes, ...]
-    """They add up to ``peak``."""
+    """Bytes live at the peak, which add up to ``peak``."""
     ran: tuple[LayerOps, ...]
+    """Forward ops of each layer."""
     expected: bool = False
-    """Whether cuDNN's workspaces are those of the version that belongs to this torch, stored or expected. Baselines of
-    former versions, and those with ``--cudnn off``, have the least that they may be."""
+    """Whether cuDNN's workspaces are those of this torch's version of cuDNN, stored or expected. Baselines of former
+    versions of memplan, and those with ``--cudnn off``, have the lower bounds instead."""
 
     def _check(self) -> None:
         total = sum(part.bytes for part in self.held)
@@ -65,29 +66,29 @@ class Figures:
 
     @property
     def title(self) -> str:
-        """Return the target and its options."""
+        """The target and its options."""
         return f"{self.target} {self.options}".strip()
 
     @property
     def by_cause(self) -> dict[str, int]:
-        """Bytes at the peak by cause; they add up to it."""
+        """Bytes at the peak by cause, which add up to ``peak``."""
         totals: dict[str, int] = {}
         for part in self.held:
             totals[part.cause] = totals.get(part.cause, 0) + part.bytes
         return totals
 
     def side(self, name: str) -> Side:
-        """Return this as a side of a comparison, with causes but without layers."""
+        """Return the figures as a side of a comparison, with causes but without layers."""
         return Side(name, "recorded", self.device, self.train, self.peak, self.reserved, self.by_cause, ())
 
     def same_step(self, target: str, options: str) -> bool:
-        """Return whether these are figures of this target and options, on any device."""
+        """Return whether the figures are of this target and these options, on any device."""
         return (self.target, self.options) == (target, options)
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline(Saved):
-    """Figures of any number of steps, each identified by target, options and device."""
+    """Figures of steps, each identified by target, options and device."""
 
     FORMAT: ClassVar[str] = "memplan.baseline"
     AGAIN: ClassVar[str] = "Take it from version control again, or delete it and write its steps with --update"
@@ -100,8 +101,8 @@ class Baseline(Saved):
 
     def updated(self, figures: Figures) -> Baseline:
         """Return a copy in which ``figures`` are added, or replace those of the same step and device."""
-        replaced = self.find(figures.target, figures.options, figures.device)
-        steps = [*(step for step in self.steps if step is not replaced), figures]
+        old = self.find(figures.target, figures.options, figures.device)
+        steps = [*(step for step in self.steps if step is not old), figures]
         return replace(self, steps=tuple(sorted(steps, key=lambda step: (step.title, step.device))))
 
     def to_json(self) -> str:
@@ -115,7 +116,7 @@ class Baseline(Saved):
 
 
 def read_baseline(path: str | os.PathLike[str]) -> Baseline:
-    """Read a baseline from a file. Raises FormatError, and BaselineError if there is no file that can be read."""
+    """Read a baseline from a file. Raises FormatError; BaselineError if the file cannot be read."""
     try:
         return Baseline.load(path)
     except OSError as error:

@@ -15,7 +15,7 @@ from memplan.errors import BaselineError, UnitError, UsageError
 from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import UPDATE, Baseline, Figures
-from memplan.studies.guarding.taken import KernelChoice, RecordedFigures, limit_in_band
+from memplan.studies.guarding.recorded_figures import KernelChoice, RecordedFigures, limit_in_band
 
 
 @dataclass(frozen=True, slots=True)

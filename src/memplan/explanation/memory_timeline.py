@@ -11,7 +11,7 @@ from memplan._json import SignedInt, Unreadable
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """An op that runs at some of the moments. ``step`` is 0-based, -1 during the build."""
+    """An op of a `MemoryTimeline`. ``step`` is 0-based, -1 during the build."""
 
     name: str
     layer: str
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class LiveStorage:
     """A storage live at the allocated peak. ``born`` and ``died`` are ticks; ``died`` is None if it is never freed."""
 
     name: str
@@ -49,7 +49,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class PeakBlock:
-    """A block of a segment, in bytes. ``alive`` is the index of its storage in `Course.alive`, -1 if not listed."""
+    """A block of a segment, in bytes. ``alive``: index of its storage in `MemoryTimeline.alive`, -1 if not listed."""
 
     offset: int
     size: int
@@ -70,11 +70,12 @@ class PeakSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """The memory timeline: bytes after each moment. At each, the causes (with rounding) add up to ``allocated``.
+class MemoryTimeline:
+    """Bytes over time: each column has a value for every tick of ``ticks``, after the allocation or free at that tick.
 
-    ``ops`` has for each moment the index in ``op_rows`` of the running op, -1 before the first op. ``total`` is the
-    number of moments before thinning. ``segments`` is empty without a caching allocator.
+    The columns of ``causes`` (with rounding) add up to ``allocated``. ``ops`` has the index in ``op_rows`` of the
+    running op, -1 before the first op. ``total`` is the number of ticks before thinning. ``alive`` and ``segments`` are
+    of the allocated peak; ``segments`` is empty without a caching allocator.
     """
 
     ticks: tuple[int, ...]
@@ -85,7 +86,7 @@ class Course:
     op_rows: tuple[OpRow, ...]
     spans: tuple[Span, ...]
     total: int
-    alive: tuple[Alive, ...] = ()
+    alive: tuple[LiveStorage, ...] = ()
     segments: tuple[PeakSegment, ...] = ()
 
     AS_ROWS: ClassVar[bool] = True
@@ -106,10 +107,10 @@ class Course:
         if any(block.alive >= len(self.alive) for segment in self.segments for block in segment.blocks):
             raise Unreadable("has segments with a storage that is not in alive")
 
-    def step(self, number: int) -> Course:
-        """Return the course of a single step, without the storages at the overall peak.
+    def step(self, number: int) -> MemoryTimeline:
+        """Return the timeline of a single step, without the storages at the overall peak.
 
-        Without such a step, the course is returned unchanged.
+        Without such a step, the timeline is returned unchanged.
         """
         spans = [span for span in self.spans if span.step == number]
         if not spans:
@@ -119,9 +120,9 @@ class Course:
         columns = {name: tuple(getattr(self, name)[i] for i in indices) for name in _COLUMNS}
         return replace(self, **columns, causes=causes, spans=tuple(spans), alive=(), segments=())
 
-    def beside(self, others: Mapping[str, int]) -> Course:
-        """Return the course with ``others``, bytes by cause, added at every moment."""
-        added = {cause: size for cause, size in others.items() if size}
+    def plus(self, sizes: Mapping[str, int]) -> MemoryTimeline:
+        """Return the timeline with ``sizes``, bytes by cause, added at every tick."""
+        added = {cause: size for cause, size in sizes.items() if size}
         zeros = (0,) * len(self.ticks)
         causes = {
             cause: tuple(size + added.get(cause, 0) for size in self.causes.get(cause, zeros))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.studies.guarding.outcome import compare_with
-from memplan.studies.guarding.taken import RecordedFigures, figures_of_trace
+from memplan.studies.guarding.recorded_figures import RecordedFigures, figures_of_trace
 
 HEADS, LENGTH, WIDTH, BATCH = 8, 128, 64, 2
 

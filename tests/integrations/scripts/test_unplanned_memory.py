@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import memplan
 from memplan import _torch
-from memplan.integrations.scripts.beside import Calls, Span, UnplannedMemory, unplanned_memory
+from memplan.integrations.scripts.unplanned_memory import Calls, Span, UnplannedMemory, unplanned_memory
 
 BATCH, WIDTH = 64, 100
 INPUT = memplan.spec(f"{BATCH}x{WIDTH}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.explanation.layers import origin_word
-from memplan.explanation.model import HolderRow
+from memplan.explanation.model import OwnerRow
 from memplan.simulation.simulate import live_at
 from memplan.trace.records import Layer, Storage
 from memplan.trace.trace import Trace
@@ -11,8 +11,8 @@ from memplan.trace.trace import Trace
 _Key = tuple[str, str, str | None, str, str, int, tuple[int, ...], str]
 
 
-def holders_at(trace: Trace, tick: int) -> tuple[HolderRow, ...]:
-    """Return the storages live right after an event, the largest first; equal storages share a row."""
+def owners_at(trace: Trace, tick: int) -> tuple[OwnerRow, ...]:
+    """Return the owners of the storages live after a tick, the largest first; equal storages share a row."""
     layers = {trace.storages[s].name: layer for layer in trace.layers for s in (*layer.weights, *layer.buffers)}
     root = next((layer for layer in trace.layers if not layer.name), None)
     sizes_by_key: dict[_Key, list[int]] = {}
@@ -20,12 +20,12 @@ def holders_at(trace: Trace, tick: int) -> tuple[HolderRow, ...]:
         if storage.bytes:
             layer = layers.get(storage.name, root) if storage.name else root
             sizes_by_key.setdefault(_key(trace, storage, layer), []).append(storage.bytes)
-    rows = [HolderRow(*key, len(sizes), sum(sizes)) for key, sizes in sizes_by_key.items()]
+    rows = [OwnerRow(*key, len(sizes), sum(sizes)) for key, sizes in sizes_by_key.items()]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
 def _key(trace: Trace, storage: Storage, layer: Layer | None) -> _Key:
-    """Return the fields of a storage's row. ``layer`` owns the parameter or buffer of its name, else it is the root."""
+    """Return the fields of a storage's row. ``layer`` owns the parameter or buffer of that name, else it is the root."""
     op = trace.ops[storage.op] if storage.op is not None else None
     step = sum(start < storage.born for start in trace.steps) - 1
     return (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memplan._bytes import format_bytes
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.layers import OUTSIDE, op_word
-from memplan.explanation.model import Explanation, HolderRow
+from memplan.explanation.model import Explanation, OwnerRow
 from memplan.studies.guarding.baseline import Figures, LayerBytes, LayerOps
 from memplan.trace.records import Assumption, loud
 from memplan.trace.trace import Trace
@@ -16,7 +16,7 @@ from memplan.trace.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Why torch chose a layer's attention kernel, and the ``file:line`` of the call."""
+    """The reason for which torch chose a layer's attention kernel, and the ``file:line`` of the call."""
 
     reason: str
     where: str | None
@@ -30,11 +30,11 @@ class RecordedFigures:
     where: dict[str, str]
     """``file:line`` by layer."""
     kernel_choices: dict[str, KernelChoice]
-    """By layer, for those with attention."""
+    """By name of a layer with attention."""
     assumptions: tuple[Assumption, ...]
     """Assumptions of the recording that the real step may not meet."""
     band: tuple[int, int] | None = None
-    """What holds the allocated peak in 95 % of steps, where workspaces are expected."""
+    """Interval of the allocated peak in 95 % of steps, if workspaces are expected."""
 
 
 def figures_of_trace(
@@ -50,20 +50,20 @@ def figures_of_trace(
 
     Args:
         trace: the step.
-        target, options: the names under which baselines have it.
-        train: whether it trains; None to infer it from the ops.
-        settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``.
-        names_cudnn: whether the cuDNN of the recording was named, instead of the version that belongs to this torch.
+        target, options: identify the step in baselines.
+        train: whether the step trains; None to infer it from the ops.
+        settings: settings of the caching allocator, as in ``PYTORCH_ALLOC_CONF``.
+        names_cudnn: whether the user named the cuDNN of the recording, instead of the version of this torch.
     """
     explanation = explain_trace(trace, title=target, train=train, settings=settings)
     timeline = explanation.timeline
-    knows = bool(trace.engines or trace.expected or trace.measured)  # one workspace, no interval
+    has_sizes = bool(trace.engines or trace.expected or trace.measured)  # of workspaces, instead of intervals
     figures = Figures(
-        target, options, trace.device, torch=trace.torch.partition("+")[0], cudnn=names_cudnn and knows,
+        target, options, trace.device, torch=trace.torch.partition("+")[0], cudnn=names_cudnn and has_sizes,
         train=explanation.train, peak=timeline.peak_allocated, reserved=timeline.peak_reserved,
         at=_op_at_peak(explanation), ran=_forward_ops(trace),
         held=bytes_by_layer(explanation.holders, explanation.by_cause.get("rounding", 0)),
-        expected=knows and not names_cudnn,
+        expected=has_sizes and not names_cudnn,
     )  # fmt: skip
     where = {row.name: row.where for row in explanation.layers if row.where}
     where |= {row.layer: row.where for row in explanation.holders if row.where and row.layer not in where}
@@ -87,10 +87,10 @@ def with_forward_slashes(path: str) -> str:
     return path.replace("\\", "/")
 
 
-def bytes_by_layer(holders: Iterable[HolderRow], rounding: int = 0) -> tuple[LayerBytes, ...]:
-    """Add up the bytes live at the peak by layer and cause, sorted by these; ``rounding`` bytes belong to no layer."""
+def bytes_by_layer(owners: Iterable[OwnerRow], rounding: int = 0) -> tuple[LayerBytes, ...]:
+    """Sum the bytes live at the peak by layer and cause, in sorted order; ``rounding`` bytes belong to no layer."""
     totals: dict[tuple[str, str], int] = {(OUTSIDE, "rounding"): rounding} if rounding else {}
-    for row in holders:
+    for row in owners:
         key = row.layer or OUTSIDE, row.cause
         totals[key] = totals.get(key, 0) + row.bytes
     return tuple(LayerBytes(*key, size) for key, size in sorted(totals.items()))
