@@ -60,7 +60,7 @@ from memplan.studies.axes.ranges import values_of
 from memplan.studies.comparisons.sides import side_of
 from memplan.studies.guarding.baseline import Baseline, Figures, read_baseline
 from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
-from memplan.studies.guarding.taken import RecordedFigures, figures_of_trace
+from memplan.studies.guarding.recorded_figures import RecordedFigures, figures_of_trace
 from memplan.studies.sweeps.points import KNOWN
 from memplan.trace.naming.step_parts import loss_of, optimizer_of
 from memplan.trace.naming.targets import resolve
