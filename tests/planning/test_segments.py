@@ -12,7 +12,7 @@ from memplan.planning.cost.op_timing import with_costs
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
-from memplan.planning.segments import Segments, hot_ops
+from memplan.planning.segments import Segments, over_budget_ops
 from memplan.planning.tiles.tiled import Axis
 
 
@@ -70,7 +70,7 @@ def test_hot_ops_are_above_the_target(stem: Captured) -> None:
     """Levels beside a walk through the schedule by hand."""
     graph = with_costs(stem.graph, how="roofline")
     kept = schedule(graph, Choices())
-    everything = hot_ops(graph, kept, OutsideMemory(), 0)
+    everything = over_budget_ops(graph, kept, OutsideMemory(), 0)
     highest = everything[0]
     live, peak = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "input", "constant")}, 0
     for action in (*kept.forward, *kept.backward):
@@ -82,14 +82,16 @@ def test_hot_ops_are_above_the_target(stem: Captured) -> None:
         if action.into is not None:
             live.discard(action.into)
     assert highest.level == pytest.approx(peak, rel=0.05)
-    assert all(hot.level > highest.level - 1 for hot in hot_ops(graph, kept, OutsideMemory(), highest.level - 1))
-    assert not hot_ops(graph, kept, OutsideMemory(), highest.level)
+    assert all(
+        hot.level > highest.level - 1 for hot in over_budget_ops(graph, kept, OutsideMemory(), highest.level - 1)
+    )
+    assert not over_budget_ops(graph, kept, OutsideMemory(), highest.level)
 
 
 def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: Captured) -> None:
     """The choice lowers the level; beside a tile, it is none or one that takes the tile in."""
     graph, segments = with_costs(stem.graph, how="roofline"), segments_of(stem)
-    hot = hot_ops(graph, schedule(graph, Choices()), OutsideMemory(), 0)[0]
+    hot = over_budget_ops(graph, schedule(graph, Choices()), OutsideMemory(), 0)[0]
     tile = segments.around(hot, hot.level // 2, [])
     assert tile is not None
     assert tile.first <= hot.call <= tile.last

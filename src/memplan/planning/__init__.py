@@ -1,1 +1,1 @@
-"""Joint graph and budget -> Plan: what of the forward pass is kept for the backward pass, and what is made again."""
+"""Joint graph and budget -> Plan: which forward values are saved for the backward pass, and which are recomputed."""

@@ -65,13 +65,13 @@ class Request:
 
 
 def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) -> Request:
-    """Check the arguments of a plan, and build the model and inputs that are given as a callable or as specs.
+    """Check the arguments of a plan, call the callable that returns the model, and make tensors of specs.
 
     Args:
         model: a module, or a callable that returns one.
-        step: its inputs, loss and optimizer.
+        step: inputs, loss and optimizer.
         options: all other arguments.
-        fake: build the model and inputs as fake tensors.
+        fake: make the model and inputs as fake tensors.
 
     Raises:
         UsageError: an argument is invalid (or a subclass of UsageError).
@@ -81,9 +81,9 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
         raise UsageError(f"engine={options.engine!r}", expected=engines, do="Leave it out")
     _check_early(step, options)
     _check_allow(options)
-    budget, budgeted = _parse_budget(options.budget)
+    budget, budget_card = _parse_budget(options.budget)
     is_card = options.device is not None and str(options.device).lower() != HOST
-    card, step = find(str(options.device)) if is_card else budgeted, step.checked()
+    card, step = find(str(options.device)) if is_card else budget_card, step.checked()
     with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
         built = _build_model(model)
         _check_data(built, fake)
@@ -103,9 +103,9 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     assert step.autocast is None or isinstance(step.autocast, torch.dtype), "options were checked"
     current = torch.get_autocast_dtype(home.type) if torch.is_autocast_enabled(home.type) else None
     autocast, notes = step.autocast or current, list[str]()
-    if budgeted is not None:
+    if budget_card is not None:
         kernels = "the CPU's kernels, in allocated bytes" if home.card is None else f"the kernels of {home.card.title}"
-        notes.append(f"the budget is what {budgeted.title} has, less its context; planned with {kernels}")
+        notes.append(f"the budget is what {budget_card.title} has, less its context; planned with {kernels}")
     if torch.float16 in {autocast, *(parameter.dtype for parameter in built.parameters() if parameter.requires_grad)}:
         notes.append(UNSCALED)
     return Request(built, module, call, autocast, settings, budget, tuple(notes))
@@ -208,8 +208,7 @@ def _check_shared_memory(model: nn.Module) -> None:
         if _torch.peculiarity(tensor) is None and tensor.numel()
     }
     ranges = sorted((_torch.storage_key(t.untyped_storage()), *_byte_range(t), name) for name, t in named.items())
-    last = (0, 0, "")
-    """(storage, end, name) of the tensor with the last end so far."""
+    last = (0, 0, "")  # (storage, end, name) of the tensor that ends last so far
     for storage, begin, end, name in ranges:
         shares = storage == last[0] and begin < last[1]
         if shares and (named[name].requires_grad or named[last[2]].requires_grad):
@@ -230,7 +229,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _parse_budget(budget: Any) -> tuple[int | Relative, Device | None]:
-    """Return the budget, and the card if the budget is the name of a card (then its usable bytes)."""
+    """Return the budget, and its card if it is the name of a card: then the budget is the card's usable bytes."""
     if budget is None:
         expected = "bytes, such as '6 GiB', a share of the step without a plan, such as '70%', or a card's name"
         raise UsageError("No budget", expected=expected, do="Give budget")

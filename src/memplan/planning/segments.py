@@ -1,9 +1,9 @@
-"""Find the segments of a step whose pieces would lower its peak.
+"""Choose segments of a step to run piece by piece, so that the step's peak falls.
 
-Where a step is above its budget at an op, a segment around that op is chosen: of all ranges of calls whose ops can run
-piece by piece along one axis, that which takes the fewest seconds among those that are expected to fit, else that which
-is expected to need the least. Expected bytes: what else is live at the op, the operands and results of the segment with
-their gradients, and what its ops make in a piece.
+For an op at which the step is above its budget, the candidates are all ranges of calls around it whose ops can run
+piece by piece along an axis. Of those that are expected to fit the budget, the fastest is chosen; if none is, that with
+the fewest expected bytes. Expected bytes are the sum of other live values, the segment's operands and results with
+their gradients, and the inner values of a piece.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from memplan.planning.tiles.program import Node, NotTileable, Program, without_r
 from memplan.planning.tiles.tiled import Axis, Tile, Tiled
 
 MAX_CALLS = 24
-"""Longest segment, in calls with data."""
+"""Length of a segment at most, in calls with data."""
 MAX_NORMS = 3
-"""Most norms over the axis in a segment: each takes a pass more, forward and backward."""
+"""Norms over the axis in a segment at most: each needs another pass over the pieces, forward and backward."""
 MOST_PIECES = 64
 PIECES = (2, 4, 8, 16, 32, MOST_PIECES)
 LEAST_ELEMENTS = 4
-"""Fewest elements of a dimension of space in a piece of the smallest result."""
-KEPT = 2.0
-"""Bytes that a piece takes in its backward pass, per byte of the values that its ops make."""
+"""Fewest elements of a spatial dimension in a piece of the smallest result."""
+BACKWARD_FACTOR = 2.0
+"""Bytes live in the backward pass of a piece, per byte of the piece's inner values."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,23 @@ class Segment:
     last: int
     tiled: Tiled
     operands: tuple[tuple[int, int], ...]
-    """Call that makes it, and bytes, of each value that it reads from other ops, without weights and the step's
-    inputs."""
+    """(call that computes it, bytes) of each value from before the segment, without weights and the step's inputs."""
     result_bytes: int
     inner_bytes: int
-    """Bytes of what its ops make, but the results."""
+    """Bytes of the values that only ops of the segment read."""
     ops: tuple[GraphOp, ...]
 
     derivative_seconds: tuple[float, ...]
     """Seconds of the derivative of each op."""
     overwritten_bytes: int
-    """Bytes of the gradient of a result that that of an operand overwrites."""
+    """Bytes of a result's gradient that the gradient of an operand overwrites; 0 if none does."""
 
     def seconds(self, pieces: int) -> float:
-        """Return the seconds that running the segment in so many pieces adds to the step.
+        """Return the seconds that running the segment in this number of pieces adds to the step.
 
-        In one piece each op and its derivative run once. In several, an op runs in each pass for the statistics of
-        norms, in the forward pass and again in the backward pass, a derivative in each pass for the sums of norms, too.
-        Each run is longer by the elements at borders, which two pieces compute (``overlap``: 1.0 for none).
+        Unsplit, each op and its derivative run once. In pieces, an op runs in every pass for the statistics of norms,
+        in the forward pass and again in the backward pass; a derivative also runs in every pass for the sums of norms.
+        Each run is longer by the elements at borders that two pieces compute (factor ``overlap``, 1.0 without).
         """
         tiled = self.tiled
         passes = zip(
@@ -76,42 +75,42 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Live:
-    """A value that is live during an op, without the step's inputs and weights."""
+class LiveValue:
+    """A value that is live during an op, other than the step's inputs and weights."""
 
     bytes: int
     call: int
-    """Number of the call whose op, or whose derivative, makes it; -1 for none."""
+    """Number of the call whose op or derivative computes the value; -1 for none."""
     backward: bool
-    """Whether a derivative makes it."""
+    """Whether a derivative computes the value."""
     readers: frozenset[int]
-    """Calls whose derivatives read it."""
+    """Calls whose derivatives read the value."""
     stays: bool
-    """Whether it is a gradient that the step returns."""
+    """Whether the value is a gradient that the step returns."""
 
 
 @dataclass(frozen=True)
-class Hot:
-    """An op of a schedule at which too many bytes are live."""
+class OverBudgetOp:
+    """An op of a schedule during which more bytes are live than the budget."""
 
     call: int
-    """Number of the call that it is part of, or whose derivative it computes."""
+    """Number of the call that the op is part of, or whose derivative it computes."""
     level: int
     """Live bytes."""
-    live: tuple[Live, ...]
+    live: tuple[LiveValue, ...]
     scratch: int
     backward: bool
-    """Whether it runs in the backward pass."""
+    """Whether the op runs in the backward pass."""
     tile: bool
-    """Whether it is a tile already."""
+    """Whether the op is a segment that runs piece by piece already."""
 
 
 class Segments:
-    """Ranges of calls of a step without tiles.
+    """The segments that a step can be cut into.
 
     Args:
-        graph: the step, with seconds.
-        in_place: calls that change an operand: a segment must not begin with one.
+        graph: the step without tiles, with seconds.
+        in_place: calls that change an operand, with which no segment may begin.
     """
 
     def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
@@ -136,22 +135,22 @@ class Segments:
                 self._derivative_seconds[op.gradient_of] += op.seconds  # pyright: ignore[reportArgumentType]
         self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
         """Calls that depend on data, in order."""
-        self._found: dict[tuple[int, int, Axis, int], Segment | None] = {}
+        self._segments: dict[tuple[int, int, Axis, int], Segment | None] = {}
         self._refused: dict[tuple[int, int], str] = {}
-        """Reasons why ranges of calls cannot run piece by piece that only a trace shows."""
+        """Reasons for which a trace refused ranges of calls."""
         self._untileable: dict[int, str] = {}
-        """Reasons of single calls."""
+        """Reasons for which single calls cannot run piece by piece."""
 
     def refuse(self, tile: Tile, reason: str) -> None:
-        """Note that a trace refused a segment: it is not chosen again, whatever its axis and pieces."""
+        """Exclude a segment that could not be traced, with any axis and number of pieces."""
         self._refused[tile.first, tile.last] = reason
-        self._found = {key: segment for key, segment in self._found.items() if key[:2] != (tile.first, tile.last)}
+        self._segments = {key: segment for key, segment in self._segments.items() if key[:2] != (tile.first, tile.last)}
 
-    def reasons(self, hot: Iterable[Hot]) -> list[str]:
-        """Return why segments that a trace refused, and calls of hot ops, do not run piece by piece, with their
-        layers."""
+    def reasons(self, ops: Iterable[OverBudgetOp]) -> list[str]:
+        """Return the reasons, with their layers, for which refused segments and the calls of these ops do not run piece
+        by piece."""
         reasons = list(self._refused.items())
-        reasons += [((op.call, op.call), self._untileable[op.call]) for op in hot if op.call in self._untileable]
+        reasons += [((op.call, op.call), self._untileable[op.call]) for op in ops if op.call in self._untileable]
         return list(dict.fromkeys(f"{self._layer(first, last)}{reason}" for (first, last), reason in reasons))
 
     def _layer(self, first: int, last: int) -> str:
@@ -162,7 +161,7 @@ class Segments:
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """Axes to try: the batch, and the largest dimension of space."""
+        """Axes to try: the batch, and the largest spatial dimension."""
         axes = list[Axis]()
         inputs = [value.shape for value in self._graph.values if value.kind == "input" and len(value.shape) > 1]
         if inputs and inputs[0][0] > 1:
@@ -174,11 +173,11 @@ class Segments:
         return tuple(axes)
 
     def segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
-        """Return the segment from one call to another; None if it cannot run piece by piece."""
+        """Return the segment from call ``first`` to call ``last``; None if it cannot run piece by piece."""
         key = first, last, axis, pieces
-        if key not in self._found:
-            self._found[key] = self._segment(*key)
-        return self._found[key]
+        if key not in self._segments:
+            self._segments[key] = self._segment(*key)
+        return self._segments[key]
 
     def _segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
         inside = self._between(first, last)
@@ -208,26 +207,25 @@ class Segments:
         )  # fmt: skip
 
     def _between(self, first: int, last: int) -> list[GraphOp]:
-        """Return the ops on data from the first of a call to the last of another."""
-        at = [position for position, op in enumerate(self._data) if op.call in (first, last)]
-        return self._data[at[0] : at[-1] + 1]
+        """Return the ops on data from the first op of call ``first`` to the last op of call ``last``."""
+        indices = [index for index, op in enumerate(self._data) if op.call in (first, last)]
+        return self._data[indices[0] : indices[-1] + 1]
 
     def _program(self, inside: Sequence[GraphOp]) -> Program:
         indices, nodes = {op.index for op in inside}, tuple(self._nodes[op.index] for op in inside)
-        made = {value for node in nodes for value in node.outputs}
-        inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in made))
+        computed = {value for node in nodes for value in node.outputs}
+        inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in computed))
         results = (node.outputs[0] for node in nodes if node.outputs)
         outputs = (v for v in results if v in self._graph.outputs or not self._readers.get(v, set()) <= indices)
         return Program(nodes, inputs, frozenset(v for v in inputs if v in self._static), tuple(outputs), self._likes)
 
-    # -- choice
-
-    def around(self, hot: Hot, target: int, taken: Sequence[Tile]) -> Tile | None:
-        """Return the segment to run piece by piece because of a hot op; None if none is expected to lower its level."""
-        fitting, best = list[tuple[float, int, Tile]](), (hot.level, None)
-        for segment, axis, most in self._options(hot.call, taken):
+    def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile]) -> Tile | None:
+        """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that at most ``target``
+        bytes are live at the op; None if no segment is expected to lower its level."""
+        fitting, best = list[tuple[float, int, Tile]](), (op.level, None)
+        for segment, axis, most in self._candidates(op.call, tiles):
             for pieces in PIECES:
-                expected = self._expected(segment, hot, pieces)
+                expected = self._expected_bytes(segment, op, pieces)
                 tile = Tile(segment.first, segment.last, axis, pieces)
                 if pieces > most:
                     break
@@ -237,9 +235,9 @@ class Segments:
                 best = min(best, (expected, tile), key=lambda known: known[0])
         return min(fitting, key=lambda known: known[:2])[2] if fitting else best[1]
 
-    def _options(self, call: int, taken: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
-        """Yield the segments around a call, with their axis and most pieces. They hold other tiles as a whole or not at
-        all."""
+    def _candidates(self, call: int, tiles: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
+        """Yield the segments around a call, with their axis and largest number of pieces. A segment contains each of
+        ``tiles`` as a whole or not at all."""
         if call not in self.calls:
             return
         at = self.calls.index(call)
@@ -254,10 +252,11 @@ class Segments:
                     segment = self.segment(first, last, axis, 2)
                     if segment is None:
                         break
-                    if not any(_cuts(tile, first, last) for tile in taken):
+                    if not any(_cuts(tile, first, last) for tile in tiles):
                         yield segment, axis, axis.samples or segment.tiled.elements // LEAST_ELEMENTS
 
     def _overwritten(self, tiled: Tiled, inside: Sequence[GraphOp]) -> int:
+        """Return `Segment.overwritten_bytes`."""
         values, program = self._graph.values, tiled.program
         kinds = (values[values[v].base].kind for v in program.inputs)
         needed = [kind not in ("input", "buffer", "constant") for kind in kinds]
@@ -270,7 +269,7 @@ class Segments:
             if values[value].op not in derivatives and self._is_gradient(value)
         }  # fmt: skip
         if any(incoming.intersection(op.reads) for op in self._graph.backward_ops if op.index not in derivatives):
-            return 0  # something else reads it
+            return 0  # an op outside of the segment reads it, too
         return program.likes[program.inputs[needed.index(True)]].bytes
 
     def _is_gradient(self, value: int) -> bool:
@@ -282,64 +281,68 @@ class Segments:
         call = None if maker is None else self._graph.ops[maker].call
         return -1 if call is None else call
 
-    def _expected(self, segment: Segment, hot: Hot, pieces: int) -> int:
-        """Return the bytes that are expected to be live at a hot op if a segment around it runs piece by piece.
+    def _expected_bytes(self, segment: Segment, op: OverBudgetOp, pieces: int) -> int:
+        """Return the bytes expected to be live at an op if a segment around it runs piece by piece.
 
-        What its ops make, and in the backward pass the gradients of its results, are live already where the schedule
-        is at one of them: they are taken off, and those of the tile are added.
+        The values of the segment's ops, and in the backward pass the gradients of its results, are subtracted from the
+        present level; the values of a piece are added.
         """
         first, last = segment.first, segment.last
         inside = [
-            live for live in hot.live
+            live for live in op.live
             if (first <= live.call <= last and not live.stays)
             or (live.backward and live.call > last and any(first <= reader <= last for reader in live.readers))
         ]  # fmt: skip
-        others = hot.level - hot.scratch - sum(live.bytes for live in inside)
-        before = Counter(live.bytes for live in hot.live if not live.backward and live.call < first)
+        others = op.level - op.scratch - sum(live.bytes for live in inside)
+        before = Counter(live.bytes for live in op.live if not live.backward and live.call < first)
         missing = Counter(size for _, size in segment.operands) - before
         others += sum(size * count for size, count in missing.items())
-        if not hot.backward:
+        if not op.backward:
             return others + segment.result_bytes + segment.inner_bytes // pieces
         gradients = segment.result_bytes + sum(size for _, size in segment.operands) - segment.overwritten_bytes
-        return others + gradients + int(KEPT * segment.inner_bytes / pieces)
+        return others + gradients + int(BACKWARD_FACTOR * segment.inner_bytes / pieces)
 
 
 def _cuts(tile: Tile, first: int, last: int) -> bool:
-    """Return whether a range of calls overlaps a tile without being larger than it."""
+    """Return whether a range of calls overlaps a tile but does not contain it, or is the same range."""
     overlaps = first <= tile.last and tile.first <= last
     larger = first <= tile.first and tile.last <= last and (first, last) != (tile.first, tile.last)
     return overlaps and not larger
 
 
-def hot_ops(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory, target: int) -> list[Hot]:
-    """Return the ops of a schedule at which more than ``target`` bytes are live, the highest first."""
-    counted, live, found = levels(schedule, outside_memory), set[int](), dict[int, Hot]()
-    known = {
-        value: _live(graph, value) for value in {v for a in (*schedule.forward, *schedule.backward) for v in a.makes}
+def over_budget_ops(
+    graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory, target: int
+) -> list[OverBudgetOp]:  # fmt: skip
+    """Return the ops of a schedule at which more than ``target`` bytes are live, the highest level first; of the ops of
+    a call, the highest."""
+    counted, live, highest = levels(schedule, outside_memory), set[int](), dict[int, OverBudgetOp]()
+    values = {
+        value: _live_value(graph, value)
+        for value in {v for a in (*schedule.forward, *schedule.backward) for v in a.makes}
     }
     actions = zip((*counted.forward, *counted.backward), (*schedule.forward, *schedule.backward), strict=True)
-    for at, (level, action) in enumerate(actions):
+    for index, (level, action) in enumerate(actions):
         live.update(action.makes)
         if level > target and action.op is not None:
             op = graph.ops[action.op]
             call = graph.call_of(op)
-            if call is not None and (call not in found or found[call].level < level):
-                found[call] = Hot(
-                    call, level, tuple(known[value] for value in live), max(0, op.scratch),
-                    at >= len(counted.forward), op.target in TILE_OPS,
+            if call is not None and (call not in highest or highest[call].level < level):
+                highest[call] = OverBudgetOp(
+                    call, level, tuple(values[value] for value in live), max(0, op.scratch),
+                    index >= len(counted.forward), op.target in TILE_OPS,
                 )  # fmt: skip
         live.difference_update(action.frees)
         if action.into is not None:
             live.discard(action.into)
-    return sorted(found.values(), key=lambda hot: -hot.level)
+    return sorted(highest.values(), key=lambda op: -op.level)
 
 
-def _live(graph: JointGraph, value: int) -> Live:
+def _live_value(graph: JointGraph, value: int) -> LiveValue:
     maker = graph.values[value].op
     op = None if maker is None else graph.ops[maker]
     call = None if op is None else graph.call_of(op)
     readers = (graph.call_of(op) for op in graph.backward_ops if value in op.reads)
-    return Live(
+    return LiveValue(
         graph.values[value].bytes, -1 if call is None else call, op is not None and op.phase == "backward",
         frozenset(reader for reader in readers if reader is not None),
         value in {graph.base(gradient) for _, gradient in graph.gradients},

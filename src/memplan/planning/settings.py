@@ -1,4 +1,4 @@
-"""Options of a plan, as the arguments of `memplan.plan` and `memplan.fit`, and checked."""
+"""Options of a plan: as passed to `memplan.plan` and `memplan.fit`, and after the checks."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class Settings:
 
     @property
     def chooses_precision(self) -> bool:
-        """Return whether the precision is still to be chosen."""
+        """Whether the planner chooses the precision."""
         return self.allow == "lossy" and self.precision is None and self.plan is None
 
     @property
     def fixed_precision(self) -> Precision:
-        """Precision of the given plan, else the requested precision, else that of the step as written."""
+        """Precision of ``plan``, else the requested precision, else that of the step as written."""
         return self.plan.precision if self.plan is not None else self.precision or EXACT

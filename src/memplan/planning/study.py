@@ -73,7 +73,7 @@ class Study:
 
     Args:
         model, call, captured: the call and its capture, with costs.
-        plain: study of the step as written, if this one is in another precision or layout, or has tiles.
+        plain: study of the step as written, if ``captured`` is in another precision or layout, or has tiles.
         tiles: segments of the captured call that run piece by piece.
     """
 
@@ -191,9 +191,14 @@ class _Step:
         study, settings = self._study, self._settings
         if study.plain is not None:
             return study.plain.step(settings).without_plan
-        if _torch.is_fully_sharded(study.model):  # it cannot be copied: a plan that keeps everything stands for it
-            kept = schedule(self.search.graph, Choices(gradients=settings.gradients))
-            trace, timeline = trace_of(kept, self.search.outside_memory), timeline_of(kept, self.search.outside_memory)
+        if _torch.is_fully_sharded(
+            study.model
+        ):  # it cannot be copied: a plan that saves all values replaces eager mode
+            save_all, outside_memory = (
+                schedule(self.search.graph, Choices(gradients=settings.gradients)),
+                self.search.outside_memory,
+            )
+            trace, timeline = trace_of(save_all, outside_memory), timeline_of(save_all, outside_memory)
             return timeline.peak_reserved, memory_timeline_of(trace, timeline, moments=_MOMENTS)
         known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
         trace, timeline = baseline(
@@ -207,12 +212,15 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Reference figures of a plan: floor and lower bounds."""
+    """Bounds of a plan, and its predicted timeline."""
 
     predicted: Timeline
     floor: int
+    """Smallest peak that the search reached, in bytes."""
     lower: int
+    """Lower bound of any plan's peak, in bytes."""
     seconds: float
+    """Lower bound of the added seconds."""
 
 
 class _Planning:
@@ -279,7 +287,7 @@ class _Planning:
         return Planned(captured, candidate.schedule, self._outside_memory, plan, candidate.fused)
 
     def _check(self, plan: Plan, peak: int) -> None:
-        """Raise if a given plan is for another step, other settings or a larger budget."""
+        """Raise UsageError if the user's plan is for another step, other settings or a larger budget."""
         settings, graph = self._settings, self._graph
         check_fingerprint(plan, graph)
         check_forms(plan, graph)

@@ -10,7 +10,7 @@ from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, RecordingError
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import STEEP
-from memplan.planning.segments import MOST_PIECES, Hot, Segments, hot_ops
+from memplan.planning.segments import MOST_PIECES, OverBudgetOp, Segments, over_budget_ops
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study
 from memplan.planning.tiles.program import NotTileable
@@ -19,26 +19,27 @@ from memplan.planning.tiles.tiled import Tile
 _log = logging.getLogger("memplan")
 
 ROUNDS = 8
-"""Most captures: each has the segments that the one before was found to need."""
+"""Captures at most; each adds segments where the plan of the previous capture is above the budget."""
 REFUSALS = 8
-"""Most captures that find that a segment cannot run piece by piece."""
+"""Further captures that may fail because a segment cannot run piece by piece."""
 AT_ONCE = 4
-"""Most new segments a round: with these, others may not be needed."""
+"""New segments in a capture at most, as the first may make others unnecessary."""
 
 
 def planned_in_tiles(
     study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Tile]], Study], error: BudgetError
 ) -> Planned:
-    """Return a plan whose segments run piece by piece.
+    """Return a plan within the budget with segments that run piece by piece.
 
     Args:
-        study: the step as written, which has no plan within the budget.
-        settings, budget: of the plan.
-        captured: returns the study of the step with tiles. Raises NotTileable.
-        error: why the step has no plan as written.
+        study: the step without tiles, which has no plan within the budget.
+        settings: options of the plan.
+        budget: bytes.
+        captured: returns the study of the step with tiles, or raises NotTileable.
+        error: the error of the step without tiles.
 
     Raises:
-        BudgetError: there is none; its ``smallest_budget`` is the smallest that was reached.
+        BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
     """
     segments, tiles, tried = Segments(study.captured.graph, study.captured.in_place_calls), tuple[Tile, ...](), study
     for _ in range(ROUNDS + REFUSALS):
@@ -51,7 +52,7 @@ def planned_in_tiles(
             tried = captured(more)
             tiles = more
             return tried.planned(settings, budget)
-        except NotTileable as reason:  # what the trace alone shows
+        except NotTileable as reason:  # tracing shows more than the graph
             _log.info("a segment cannot run piece by piece: %s", reason)
             if reason.at is None:
                 break
@@ -61,14 +62,14 @@ def planned_in_tiles(
             break
         except BudgetError as lower:
             error = min(error, lower, key=lambda known: known.smallest_budget)
-    reasons = segments.reasons(_hot_ops(tried, settings, budget)[:AT_ONCE])
+    reasons = segments.reasons(_over_budget_ops(tried, settings, budget)[:AT_ONCE])
     if reasons:
         error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
     raise error
 
 
 def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budget: int) -> BudgetError:
-    """Return the error of a step without tiles that says so if some may lower its peak."""
+    """Return the error of a step without tiles, with the advice to allow tiles if some may lower its peak."""
     if settings.allow != "exact":
         return error
     segments = Segments(study.captured.graph, study.captured.in_place_calls)
@@ -81,21 +82,22 @@ def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budge
 def _more_tiles(
     segments: Segments, study: Study, settings: Settings, budget: int, tiles: tuple[Tile, ...]
 ) -> tuple[Tile, ...]:
-    """Return tiles with more pieces, or more tiles, where a step is above its budget; the same if none may help."""
+    """Return the tiles to try next: with more pieces, or further tiles, around the ops at which the step is above its
+    budget; the same tiles if nothing is expected to help."""
     if budget < study.least(settings):
         return tiles
     chosen, new = list(tiles), 0
-    for hot in _hot_ops(study, settings, budget):
-        at = next((at for at, tile in enumerate(chosen) if tile.first <= hot.call <= tile.last), None)
-        if at is not None and chosen[at] not in tiles:
-            continue  # chosen for an op that is higher
-        if at is not None and hot.tile and chosen[at].pieces < MOST_PIECES:
-            finer = replace(chosen[at], pieces=chosen[at].pieces * 2)
+    for op in _over_budget_ops(study, settings, budget):
+        index = next((index for index, tile in enumerate(chosen) if tile.first <= op.call <= tile.last), None)
+        if index is not None and chosen[index] not in tiles:
+            continue  # chosen for an op with a higher level
+        if index is not None and op.tile and chosen[index].pieces < MOST_PIECES:
+            finer = replace(chosen[index], pieces=chosen[index].pieces * 2)
             if segments.segment(finer.first, finer.last, finer.axis, finer.pieces) is not None:
-                chosen[at] = finer
+                chosen[index] = finer
                 continue
         if new < AT_ONCE:
-            larger = segments.around(hot, budget, chosen)
+            larger = segments.around(op, budget, chosen)
             if larger is not None:
                 chosen = [tile for tile in chosen if not larger.first <= tile.first <= larger.last]
                 chosen.append(larger)
@@ -103,8 +105,8 @@ def _more_tiles(
     return tuple(sorted(chosen, key=lambda tile: tile.first))
 
 
-def _hot_ops(study: Study, settings: Settings, budget: int) -> list[Hot]:
-    """Return the ops at which a step is above its budget even where the search brought it as near as it could."""
+def _over_budget_ops(study: Study, settings: Settings, budget: int) -> list[OverBudgetOp]:
+    """Return the ops at which the plan that comes nearest to the budget is above it."""
     search = study.search(settings)
     nearest = schedule(search.graph, search.nearest(budget, STEEP).choices)
-    return hot_ops(search.graph, nearest, search.outside_memory, budget)
+    return over_budget_ops(search.graph, nearest, search.outside_memory, budget)

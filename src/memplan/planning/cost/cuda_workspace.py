@@ -1,4 +1,4 @@
-"""Workspaces of a graph's ops on a CUDA card: of this environment's cuDNN, else the expected ones of recorded steps.
+"""Workspaces of a graph's ops on a CUDA card: from this environment's cuDNN, or else from the model of its choice.
 
 Ops that were timed on the card have measured workspaces instead (see op_timing.py): measuring all would take too long.
 """
@@ -33,19 +33,19 @@ class OnCard:
     """A graph with the workspaces of a card's kernels."""
 
     graph: JointGraph
-    """Graph whose ops have the scratch of CUDA's kernels."""
+    """The graph, whose ops have the workspaces of CUDA's kernels."""
     libraries: int
-    """Bytes of workspaces that libraries keep after their first call."""
+    """Bytes of workspaces that libraries keep allocated after their first call."""
     expected: Mapping[int, ExpectedScratch] = field(default_factory=dict)
-    """Ops, by their index, with a workspace that is expected by a model of cuDNN's choice."""
+    """Possible workspaces, by index of the op, where a model of cuDNN's choice predicts them."""
 
 
 @dataclass(frozen=True)
 class ExpectedScratch:
-    """The possible scratch of an op with expected workspaces."""
+    """The possible workspaces of an op, with their probabilities."""
 
     asked: tuple[Asked, ...]
-    """Ops that ask the same have the same scratch."""
+    """Questions to cuDNN: ops with equal questions have equal workspaces."""
     sizes: ExpectedWorkspace
 
 
@@ -53,7 +53,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     """Return a captured graph with the workspaces of its ops on a card.
 
     Args:
-        graph: of a step whose tensors are on a card.
+        graph: a step whose tensors are on a card.
         device: the card.
     """
     library = find_cudnn(None)
@@ -79,7 +79,8 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
             request: models[request] for temporary in temporaries if (request := temporary.asked) in models
         }:
             probabilities = defaultdict[int, float](float)
-            for chosen in product(*(zip(one.sizes, one.probabilities, strict=True) for one in possible.values())):
+            distributions = (zip(sizes.sizes, sizes.probabilities, strict=True) for sizes in possible.values())
+            for chosen in product(*distributions):
                 sizes = dict(zip(possible, (size for size, _ in chosen), strict=True))
                 scratch_of = other + _cudnn_scratch(graph, op, temporaries, {**cudnn_bytes, **sizes})
                 probabilities[scratch_of] += prod(probability for _, probability in chosen)
@@ -92,8 +93,9 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
 def _cudnn_bytes(
     library: Cudnn, device: Device, temporaries: Sequence[Temporary]
 ) -> tuple[dict[Asked, int], dict[Asked, ExpectedWorkspace]]:
-    """Return the workspaces that cuDNN reports, in bytes: that of its first plan, with benchmark the largest; else the
-    expected ones, and what else these may be."""
+    """Return the bytes of workspaces, and the distributions of those that are only expected.
+
+    The bytes are those of cuDNN's first plan or, with ``benchmark``, of its largest; else the expected ones."""
     requests = dict.fromkeys(temporary.asked for temporary in temporaries if temporary.asked is not None)
     answers = ask(library, device, (request.question for request in requests))
     workspaces, expected = dict[Asked, int](), dict[Asked, ExpectedWorkspace]()
@@ -125,7 +127,7 @@ def _cudnn_scratch(
 
 
 def libraries(graph: JointGraph, home: Home) -> int:
-    """Return `OnCard.libraries` in bytes, 0 on the CPU."""
+    """Return the bytes of workspaces that libraries keep allocated on a step's device; 0 on the CPU."""
     return 0 if home.card is None else on_card(graph, home.card).libraries
 
 
@@ -165,7 +167,7 @@ def _workspace(place: str, call: KernelCall) -> int:
 
 
 def _temporaries_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:
-    """Return an op's temporaries by the formulas ``formulas``, called with meta tensors; empty where none applies."""
+    """Return an op's temporaries, from formulas called with meta tensors; () if no formula applies."""
     args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
     kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))
     outputs = [None if value is None else meta_tensor(graph.values[value]) for value in op.outputs]

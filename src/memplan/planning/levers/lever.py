@@ -42,7 +42,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class GradientUse:
-    """What a step does with a parameter's gradient once it is complete. By default it is kept until the update."""
+    """Use of a parameter's gradient once it is complete. By default it stays allocated until the update."""
 
     updates: bool = False
     """The optimizer applies it at once: the parameter changes in the backward pass."""
@@ -60,7 +60,7 @@ class GradientUse:
 
 
 STAYS = GradientUse()
-"""Gradients are kept until the update."""
+"""Gradients stay allocated until the update."""
 
 
 @dataclass(frozen=True, slots=True)

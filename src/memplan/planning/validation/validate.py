@@ -25,7 +25,7 @@ def validate(
 
 
 class _Walk:
-    """Runs a schedule on sets of live values, and raises ScheduleError at the first action that is not allowed."""
+    """Executes a schedule on sets of live values. Raises ScheduleError at the first action that is not allowed."""
 
     def __init__(self, graph: JointGraph, plan: Schedule, budget: float, outside_memory: OutsideMemory) -> None:
         self.graph, self.values, self.plan, self.budget, self.outside_memory = (
@@ -99,10 +99,10 @@ class _Walk:
             self.written.add(value)
             self.changed.add(self.values[value].base)
         else:
-            self.give(action, value, source, phase)
+            self.return_gradient(action, value, source, phase)
 
     def run(self, action: Action, op: GraphOp, phase: str) -> None:
-        """Check the run of an op: once and in order, or recomputed where that is allowed, on the operands it needs."""
+        """Check that an op runs on its operands, once and in order, or again where recomputation is allowed."""
         op = op.cheaper_recompute if action.recomputed and op.cheaper_recompute else op
         scratch = op.scratch - op.scratch_saved * (action.into is not None)
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
@@ -132,8 +132,8 @@ class _Walk:
             self.free(action.into)
         self.allocate(makes, op.discarded + scratch + self.size({*op.makes} - makes))
 
-    def give(self, action: Action, of: int, source: int, phase: str) -> None:
-        """Check the return of gradient ``source`` of value ``of``: once, and as a copy if its memory is not its own."""
+    def return_gradient(self, action: Action, of: int, source: int, phase: str) -> None:
+        """Check that gradient ``source`` of value ``of`` is returned once, and copied if it shares memory."""
         values, base, parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
         updates, adds = parameter and self.gradient_use.updates, parameter and self.gradient_use.adds
         known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
@@ -157,8 +157,8 @@ class _Walk:
         self.returned.add(of)
 
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
-        """Check that what an action reads is live and unchanged, and that what it makes is not live yet. ``idle``:
-        operands that its kernel does not read."""
+        """Check that the values that an action reads are live and unchanged, and that its results are not live yet.
+        ``idle``: operands that its kernel does not read."""
         self.require({*action.reads} == {*reads} and sorted(action.makes) == sorted({*makes}), "it says otherwise")
         self.require(self.live >= {*reads}, f"{self.names({*reads} - self.live)} is not there to be read")
         self.require(

@@ -1,1 +1,1 @@
-"""What a captured step reads beside tensors: the code that ran, what it can read, and whether that has changed."""
+"""Python values that a captured step can read: the code that ran, the values that it names, and their changes."""
