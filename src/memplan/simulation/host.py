@@ -13,23 +13,24 @@ from memplan.trace.records import HOST, LoaderUse, Storage
 from memplan.trace.trace import Trace
 
 HostTerm = Literal["tensors", "pinned", "shared", "loading", "cached", "arrays", "workers", "python"]
-"""Tensors of torch's CPU allocator; blocks of pinned memory; shared memory (``/dev/shm``); samples of which workers
-make a batch; the same of earlier batches, which malloc keeps in the other workers; numpy's arrays in data sets; the
-workers' own memory; the process with torch imported."""
+"""Tensors of torch's CPU allocator; blocks of pinned memory; shared memory (``/dev/shm``); samples that a worker loads
+and collates into a batch; freed samples of earlier batches, which malloc caches in the other workers; numpy's arrays in
+data sets; the worker processes' own memory; the main process with torch imported."""
 TERMS: tuple[HostTerm, ...] = get_args(HostTerm)
 
 PYTHON = 146_660 << 10
 """Anonymous memory of a process that has imported torch (2.13.0+cpu, Python 3.11, x86-64): ``Pss_Anon`` of
 /proc/PID/smaps_rollup, measured by benchmarks/host_memory.py. Other imports take more."""
 CUDA_BUILD = 128_400 << 10
-"""What a build for CUDA takes more (2.11.0+cu130, importing torch alone), without CUDA's own context on the host."""
+"""Additional anonymous memory of a CUDA build (2.11.0+cu130, importing torch alone), without CUDA's context on the
+host."""
 _OPTIMIZER = 70_150 << 10
-"""What `torch.optim.Optimizer` adds: its first instance imports ``torch._dynamo``."""
+"""Additional anonymous memory once a `torch.optim.Optimizer` exists: the first instance imports ``torch._dynamo``."""
 _WORKERS = {"fork": 11_660 << 10, "spawn": 148_220 << 10, "forkserver": 147_730 << 10}
-"""The same of a worker, by start method. A fork shares its parent's pages until either writes to them, as
-reference counts do. Other methods import torch again."""
+"""Anonymous memory of a loader's worker, by start method. A fork shares its parent's pages until either writes to them,
+as reference counts do. Other methods import torch again."""
 _HELPERS = {"fork": 0, "spawn": 5_870 << 10, "forkserver": 11_730 << 10}
-"""The same of the processes that start them and count their resources, once."""
+"""Anonymous memory of the processes that start workers and track their resources, once a loader."""
 _PAGE = 4096
 _MALLOC_RETURNS = 32 << 20
 """Bytes from which glibc's malloc returns a freed block to the system at once: M_MMAP_THRESHOLD grows to the size of
@@ -38,7 +39,7 @@ freed blocks, up to DEFAULT_MMAP_THRESHOLD_MAX on 64 bits (man 3 mallopt)."""
 
 @dataclass(frozen=True)
 class HostPeak:
-    """The host's memory where most of it is taken, in bytes."""
+    """The peak of the host's memory, in bytes, and its tick."""
 
     bytes: int
     tick: int
@@ -55,17 +56,18 @@ class HostUse:
     steps: tuple[HostPeak, ...]
     """Peaks before the first step, and of each step; ``peak`` is the largest."""
     shared: int
-    """The most of ``/dev/shm`` at any time."""
+    """Peak bytes in ``/dev/shm``."""
     pinned_tensors: int
-    """The most that tensors in pinned memory take at any time, of the ``pinned`` blocks."""
+    """Peak bytes of tensors in pinned memory; their blocks, which are larger, are the term ``pinned``."""
     exceeded: int | None = None
-    """The first tick at which it is more than a budget."""
+    """The first tick at which the host's memory exceeds the budget."""
 
 
 def pinned_block(size: int) -> int:
-    """Return the bytes of the block that torch's allocator of pinned memory gives for a request.
+    """Return the bytes of the block that torch's allocator of pinned memory allocates for a request of ``size`` bytes.
 
-    It rounds to powers of two (`CachingHostAllocator.h`, with ``pinned_max_round_threshold_mb`` as it is by default).
+    Requests are rounded up to powers of two (`CachingHostAllocator.h`, under the default
+    ``pinned_max_round_threshold_mb``).
 
     Example:
         >>> pinned_block(573_000_000)
@@ -75,14 +77,14 @@ def pinned_block(size: int) -> int:
 
 
 def ahead(use: LoaderUse) -> int:
-    """Return the number of batches that a loader's workers have loaded beside the one in use."""
+    """Return the number of batches that a loader's workers prefetch, not counting the batch in use."""
     most = use.workers * use.prefetch
     return most if use.length is None else max(min(most, use.length - 1), 0)
 
 
 @dataclass(frozen=True)
 class _Change:
-    """A change of the bytes of a term; of ``pinned``, one block is requested (or freed, if negative)."""
+    """A change of the bytes of a term; of ``pinned``, the requested bytes of a block (negative: freed)."""
 
     tick: int
     term: HostTerm
@@ -90,18 +92,18 @@ class _Change:
 
 
 def host_use(trace: Trace, budget: int | None = None) -> HostUse:
-    """Return what a step or a run takes of the host's memory.
+    """Return the host's memory over a step or a run: peaks, and their terms.
 
-    Pinned blocks are reused, and given back at no time. A block whose tensor was freed counts as free, though copies
-    to the card may still read it. Prefetched batches count as loaded all the time: the step takes longer than loading.
+    Freed pinned blocks stay cached and are reused. A block whose tensor was freed counts as free, though copies to the
+    card may still read it. Prefetched batches count as loaded all the time: the step takes longer than loading.
 
     Args:
         trace: a recorded step or run.
-        budget: bytes that it may take.
+        budget: bytes of host memory, for `HostUse.exceeded`.
     """
-    # frees first: what is moved at a tick is not held twice
+    # frees first: a tensor that moves to another term at a tick is not counted twice
     changes = sorted((*_of_storages(trace), *_of_loaders(trace)), key=lambda change: (change.tick, change.size > 0))
-    total = PYTHON + _build_of(trace) + _OPTIMIZER * any(op.phase == "optimizer" for op in trace.ops)
+    total = PYTHON + _cuda_build(trace) + _OPTIMIZER * any(op.phase == "optimizer" for op in trace.ops)
     levels: dict[HostTerm, int] = {**dict.fromkeys(TERMS, 0), "python": total}
     exceeded = 0 if budget is not None and total > budget else None
     used, blocks = dict[int, int](), dict[int, int]()  # number of pinned blocks by size: in use, and of all
@@ -133,13 +135,13 @@ def host_use(trace: Trace, budget: int | None = None) -> HostUse:
     )
 
 
-def _build_of(trace: Trace) -> int:
-    """Return what the build of torch that a recorded device needs takes more than that for the CPU."""
+def _cuda_build(trace: Trace) -> int:
+    """Return the additional bytes of importing torch's CUDA build; 0 for a step on the CPU."""
     return 0 if trace.device == HOST else CUDA_BUILD
 
 
 def _of_storages(trace: Trace) -> Iterator[_Change]:
-    """Yield allocations and frees of storages on the host, without those that workers make."""
+    """Yield allocations and frees of storages on the host, but for those allocated within workers."""
     kinds: dict[int, HostTerm] = {entry.storage: entry.kind for entry in trace.host}
     with_workers = [use for use in trace.loaders if use.workers]
     loads = sorted(load for use in with_workers for load in use.loads)
@@ -153,7 +155,7 @@ def _of_storages(trace: Trace) -> Iterator[_Change]:
         if load is not None:
             if term == "tensors":
                 continue
-            # a worker fills the place of the batch when the loop has let go of the one before
+            # a worker loads into the place of this batch once the loop has freed the previous batch
             place = bisect_right(births, load[1])
             born = births[place] if place < len(births) else trace.end
             if storage.died is not None and storage.died <= born:
@@ -166,12 +168,12 @@ def _of_storages(trace: Trace) -> Iterator[_Change]:
             continue
         yield from _live(term, _pages(storage.bytes) if term == "shared" else storage.bytes, born, storage.died)
         if term == "tensors":
-            for start, end in _snapshots(storage, forks, writes.get(storage.id, [])).items():
+            for start, end in _copied_on_write(storage, forks, writes.get(storage.id, [])).items():
                 yield from _live("workers", storage.bytes, start, end)
 
 
 def _live(term: HostTerm, size: int, start: int, end: int | None) -> Iterator[_Change]:
-    """Yield the changes of a size that is held from one tick to another; None: to the end."""
+    """Yield the changes of a term for ``size`` bytes that live from tick ``start`` to ``end`` (None: to the end)."""
     if size and start != end:
         yield _Change(start, term, size)
         if end is not None:
@@ -179,7 +181,7 @@ def _live(term: HostTerm, size: int, start: int, end: int | None) -> Iterator[_C
 
 
 def _moved_to_shared(trace: Trace) -> dict[int, int]:
-    """Return the ticks at which tensors of data sets are moved to shared memory: to be sent to workers that are not
+    """Return storage -> tick at which a data set's tensor moves to shared memory, to be sent to workers that are not
     forked."""
     moves = dict[int, int]()
     for use in trace.loaders:
@@ -190,7 +192,7 @@ def _moved_to_shared(trace: Trace) -> dict[int, int]:
 
 
 def _writes(trace: Trace) -> dict[int, list[int]]:
-    """Return the ticks at which ops write in place, in order, by storage."""
+    """Return storage -> ticks at which ops write to it in place, in order."""
     writes = dict[int, list[int]]()
     for op in trace.ops:
         if op.name.split(".")[1].endswith("_"):
@@ -199,10 +201,10 @@ def _writes(trace: Trace) -> dict[int, list[int]]:
     return writes
 
 
-def _snapshots(storage: Storage, forks: list[LoaderUse], writes: list[int]) -> dict[int, int | None]:
-    """Return when forked workers hold a storage's pages alone: from the tick at which the main process frees it or
-    writes to it, which copies the pages, to the end of the workers."""
-    held = dict[int, int | None]()
+def _copied_on_write(storage: Storage, forks: list[LoaderUse], writes: list[int]) -> dict[int, int | None]:
+    """Return (start -> end) ticks during which forked workers own a storage's old pages alone: from the tick at which
+    the main process frees the storage or writes to it, which copies the pages, to the end of the workers."""
+    lifetimes = dict[int, int | None]()
     for use in forks:
         if not storage.born <= use.start or (storage.died is not None and storage.died <= use.start):
             continue
@@ -211,13 +213,13 @@ def _snapshots(storage: Storage, forks: list[LoaderUse], writes: list[int]) -> d
         if not ends or (use.end is not None and use.end <= min(ends)):
             continue
         start = min(ends)
-        ends = (use.end, held.get(start, use.end))
-        held[start] = None if None in ends else max(end for end in ends if end is not None)
-    return held
+        ends = (use.end, lifetimes.get(start, use.end))
+        lifetimes[start] = None if None in ends else max(end for end in ends if end is not None)
+    return lifetimes
 
 
 def _of_loaders(trace: Trace) -> Iterator[_Change]:
-    """Yield what loaders and their data sets hold beside the storages of the recording."""
+    """Yield the memory of loaders, their workers and data sets that is in no recorded storage."""
     data_sets = set[int]()
     on_host = sorted(_on_host(trace), key=lambda storage: storage.born)
     marked = {entry.storage for entry in trace.host}
@@ -228,11 +230,11 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
         if use.workers:
             spawned = use.start_method != "fork"
             yield from _live("arrays", use.workers * use.arrays * spawned, use.start, use.end)
-            imports = spawned * _build_of(trace)
+            imports = spawned * _cuda_build(trace)
             processes = use.workers * (_WORKERS[use.start_method] + imports) + _HELPERS[use.start_method]
             yield from _live("workers", processes, use.start, use.end)
-        making = _making(use, on_host, marked)
-        cached = _making(use, on_host, marked, _MALLOC_RETURNS)
+        samples = _peak_of_samples(use, on_host, marked)
+        cached = _peak_of_samples(use, on_host, marked, _MALLOC_RETURNS)
         idle = use.start
         for _, loads in groupby(use.loads, key=lambda load: bisect_right(use.exhausted, load[0])):
             (start, first), *_ = loads
@@ -240,8 +242,8 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
             yield from _live("cached", use.workers * cached, idle, start)
             yield from _queue(use, start, first, end)
             if use.workers:
-                yield from _live("loading", use.workers * making, start, first)
-                yield from _live("loading", making, first, end)
+                yield from _live("loading", use.workers * samples, start, first)
+                yield from _live("loading", samples, first, end)
                 yield from _live("cached", (use.workers - 1) * cached, first, end)
             if end is None:
                 break
@@ -251,8 +253,9 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
 
 
 def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[_Change]:
-    """Yield the batches loaded ahead in a pass that gets its first batch at a tick. Workers have loaded all of them
-    before that is pinned; later, a batch is in shared memory while it is copied to its pinned block."""
+    """Yield the prefetched batches of a pass over the data from ``start`` to ``end`` whose first batch arrives at
+    ``first``. Workers have prefetched all of them before the first is pinned; later, a batch is in shared memory while
+    it is copied to its pinned block."""
     batches = ahead(use)
     batch = sum(map(_pages, use.batch))
     if not use.pinned:
@@ -266,28 +269,31 @@ def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[
             yield from _live("pinned", size, first, end)
 
 
-def _making(use: LoaderUse, on_host: list[Storage], marked: set[int], below: int = 1 << 62) -> int:
-    """Return the most bytes that storages ``below`` a size take at once while a batch is made, beside the batch itself
-    (and its pinned copy)."""
+def _peak_of_samples(use: LoaderUse, on_host: list[Storage], marked: set[int], below: int = 1 << 62) -> int:
+    """Return the peak bytes while a batch is loaded, without the batch itself if it is pinned.
+
+    Only storages of less than ``below`` bytes count, and none that are ``marked`` (pinned or shared).
+    """
     peaks = [0]
     for start, end in use.loads:
         first = bisect_right(on_host, start, key=lambda storage: storage.born)
         last = bisect_right(on_host, end, key=lambda storage: storage.born)
-        made = (storage for storage in on_host[first:last] if storage.id not in marked and storage.bytes < below)
-        peaks.append(peak_live_bytes(made))
+        samples = (storage for storage in on_host[first:last] if storage.id not in marked and storage.bytes < below)
+        peaks.append(peak_live_bytes(samples))
     return max(max(peaks) - use.pinned * sum(size for size in use.batch if size < below), 0)
 
 
 def _on_host(trace: Trace) -> Iterable[Storage]:
+    """Return the storages in host memory."""
     return trace.storages if trace.device == HOST else (s for s in trace.storages if s.device == HOST)
 
 
 def _load_at(loads: list[tuple[int, int]], tick: int) -> tuple[int, int] | None:
-    """Return the load ``start < tick <= end``, of those in order, or None."""
+    """Return the (start, end) of the load with ``start < tick <= end``, or None; ``loads`` are sorted."""
     place = bisect_right(loads, (tick - 1, 1 << 62)) - 1
     return loads[place] if place >= 0 and loads[place][0] < tick <= loads[place][1] else None
 
 
 def _pages(size: int) -> int:
-    """Return a file's bytes in whole pages."""
+    """Return ``size`` rounded up to whole pages."""
     return -(-size // _PAGE) * _PAGE

@@ -1,4 +1,4 @@
-"""Which of several ranks holds more than the others, and what it holds more of."""
+"""Compare the memory of ranks with the median of all ranks, in total and by owner (a line of code, a layer)."""
 
 from __future__ import annotations
 
@@ -14,40 +14,38 @@ _LEAST, _SHARE = 1 << 20, 0.01
 
 
 def median(sizes: Sequence[int]) -> int:
-    """Return the lower median: of two ranks the smaller one, so that the other is the odd one."""
+    """Return the lower median: for two ranks the smaller size, so that the larger is `is_odd`."""
     return statistics.median_low(sizes)
 
 
-def is_odd(size: int, usual: int) -> bool:
-    """Return whether a rank holds at least 1 MiB and 1 % more than the median of all."""
-    return size - usual >= max(_LEAST, _SHARE * usual)
+def is_odd(size: int, median_size: int) -> bool:
+    """Return whether a rank's bytes are at least 1 MiB and 1 % above the median of all ranks."""
+    return size - median_size >= max(_LEAST, _SHARE * median_size)
 
 
-def beyond_median(held: Mapping[int, Mapping[_Key, int]]) -> dict[int, list[tuple[_Key, int, int]]]:
-    """Return what each rank holds otherwise than the median of all, the most beyond it first.
+def beyond_median(sizes: Mapping[int, Mapping[_Key, int]]) -> dict[int, list[tuple[_Key, int, int]]]:
+    """Return the owners of memory (lines, layers) whose bytes on a rank differ from the median of all ranks.
 
     Args:
-        held: the bytes of each owner (a line, a layer), by rank.
+        sizes: rank -> owner -> bytes.
 
     Returns:
-        (owner, bytes, bytes beyond the median) by rank; negative where it holds less.
+        Rank -> (owner, bytes, bytes minus the median), the largest difference first; negative below the median.
 
     Example:
         >>> beyond_median({0: {"a.py:3": 10}, 1: {"a.py:3": 10}, 2: {"a.py:3": 10, "a.py:9": 7}})[2]
         [('a.py:9', 7, 7)]
     """
-    usual = {owner: median([own.get(owner, 0) for own in held.values()]) for own in held.values() for owner in own}
-    rows = {
-        rank: [(owner, own.get(owner, 0), own.get(owner, 0) - size) for owner, size in usual.items()]
-        for rank, own in held.items()
-    }
-    return {
-        rank: sorted((row for row in own if row[2]), key=lambda row: (-row[2], str(row[0])))
-        for rank, own in rows.items()
-    }
+    owners = dict.fromkeys(owner for by_owner in sizes.values() for owner in by_owner)
+    medians = {owner: median([by_owner.get(owner, 0) for by_owner in sizes.values()]) for owner in owners}
+    result: dict[int, list[tuple[_Key, int, int]]] = {}
+    for rank, by_owner in sizes.items():
+        rows = [(owner, by_owner.get(owner, 0), by_owner.get(owner, 0) - usual) for owner, usual in medians.items()]
+        result[rank] = sorted((row for row in rows if row[2]), key=lambda row: (-row[2], str(row[0])))
+    return result
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Return the rank in a file's name (``rank3_memory_snapshot.pickle``); None without one."""
+    """Return the rank in a file's name (3 for ``rank3_memory_snapshot.pickle``), or None."""
     numbers = _RANK.findall(path.name)
     return int(numbers[-1]) if numbers else None

@@ -41,7 +41,7 @@ def drive(
             tried, as torch does.
         smaller: gets the bytes of such workspaces by their storages.
         until: the last tick to run; by default all.
-        log: whether the allocator keeps its events, which take more memory than all else of a long trace.
+        log: whether to keep the allocator's events, which take more memory than all else of a long trace.
 
     Raises:
         OutOfMemory: more than ``capacity`` bytes were needed.
@@ -93,11 +93,11 @@ def _first_that_fits(
 
 
 def room_for(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool) -> dict[int, int] | None:
-    """Run a step in ``capacity`` bytes, with all that the allocator does before it gives up.
+    """Check whether a step runs in ``capacity`` bytes, counting that torch tries smaller workspaces and empties caches.
 
     Returns:
-        The bytes of workspaces for which only a smaller cuDNN plan than the first fits, by their storages. None if the
-        step runs out of memory.
+        Storage -> bytes of each workspace that fits only by a smaller cuDNN plan than the first; None if the step runs
+        out of memory.
     """
     smaller = dict[int, int]()
     try:

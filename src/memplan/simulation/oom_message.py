@@ -43,7 +43,7 @@ _PROCESS = re.compile(rf"\bProcess (\d{{1,20}}) has {_SIZE} memory in use")
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryMessage:
-    """The sizes in a message, in bytes; None for those that it does not mention."""
+    """The sizes in a message, in bytes; None for sizes that the message does not mention."""
 
     device: str
     """``CUDA``, ``HIP`` (ROCm), ``XPU``, ``MPS`` or ``CPU``."""
@@ -55,11 +55,11 @@ class OutOfMemoryMessage:
     allowed: int | None = None
     """The limit of the process, if it has one (`torch.cuda.set_per_process_memory_fraction`)."""
     this_process: int | None = None
-    """Of the process, including the CUDA context and libraries, which torch's allocator does not manage."""
+    """Bytes of the process, including the CUDA context and libraries, which torch's allocator does not manage."""
     processes: tuple[tuple[int, int], ...] = ()
     """(PID, bytes) of the other processes; in a container this process can be among them."""
     allocated: int | None = None
-    """In tensors, private pools included."""
+    """Bytes in tensors, private pools included."""
     private_pools: int | None = None
     """Allocated in pools of CUDA graphs or of the user's."""
     unallocated: int | None = None

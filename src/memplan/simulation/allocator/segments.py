@@ -37,7 +37,7 @@ def build_chunks(segments: Iterable[Segment], expandable: ExpandableSegments, fi
     Args:
         segments: in any order.
         expandable: gets the reservations of expandable segments.
-        find: returns the free chunks of (memory pool, whether for small requests).
+        find_pool: returns the free chunks of (memory pool, whether for small requests).
 
     Raises:
         UsageError: blocks do not fill their segment, or segments overlap.

@@ -240,7 +240,7 @@ def _pairs(tokens: list[str], text: str) -> list[tuple[str, Value]]:
 
 
 def _bracketed_pairs(tokens: list[str], position: int, text: str) -> tuple[list[tuple[str, str]], int]:
-    """Return the pairs in the brackets that open at token ``at``, and the index of the closing bracket."""
+    """Return the pairs in the brackets that open at token ``position``, and the index of the closing bracket."""
     pairs: list[tuple[str, str]] = []
     position += 1
     while tokens[position : position + 1] != ["]"]:

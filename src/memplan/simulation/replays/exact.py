@@ -27,7 +27,7 @@ OTHER_STREAM = -1
 
 @dataclass(frozen=True, slots=True)
 class Mismatch(Printed):
-    """A difference between what torch recorded and what the replay did."""
+    """A difference between a recorded event and its replay."""
 
     index: int
     """Of the event in the history, from 0."""
@@ -59,14 +59,15 @@ class OutOfMemoryEvent:
 
 
 class ExactReplay:
-    """A replay under the recorded settings. New segments get their recorded addresses; the rest is simulated."""
+    """A replay under the recorded settings. New segments get their recorded addresses; all else is simulated."""
 
     def __init__(self, snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> None:
         self.snapshot = snapshot
         self.requests = requests
         self.start = start
         self.suspect: tuple[int, int] | None = None
-        """(owner, bytes) at the first wrong address: which block of the start must have been larger, by how much."""
+        """(owner, bytes) of a block that was live at the start and must have been larger by that many bytes, as the
+        first wrong address shows."""
         self.allocator = start.allocator(snapshot.settings, place=self._address_for_segment)
         self.mismatches = [Mismatch(index, "history", text, "nothing") for index, text in start.conflicts]
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]

@@ -38,7 +38,7 @@ class Start:
     """Owners of blocks that may extend into the free block behind them."""
 
     def with_larger_block(self, owner: int, extra: int) -> Start:
-        """Return this state with the block of ``owner`` ``more`` bytes larger and the free block behind it smaller."""
+        """Return this state with the block of ``owner`` ``extra`` bytes larger and the free block behind it smaller."""
         segments = tuple(_with_larger_block(segment, owner, extra) for segment in self.segments)
         return replace(self, segments=segments)
 
@@ -267,7 +267,7 @@ class _Rewinder:
     # The result
 
     def start(self) -> Start:
-        """Return the present state, which is that before the history once all events are undone."""
+        """Return the present state: the state before the history, once all events are undone."""
         block_addresses = sorted(self.blocks)
         segments: list[Segment] = []
         stacks: list[int] = []

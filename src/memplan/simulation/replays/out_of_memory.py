@@ -26,8 +26,8 @@ REMEDIES = (
     "large_segment_size_mb:64",
     "expandable_segments:True,roundup_power2_divisions:8",
 )
-"""Settings to try, in this order: first what costs nothing, last what helps few. Garbage is collected only where the
-process is limited to a share of the memory."""
+"""Settings to try, in this order: first settings without a cost, last those that help rarely. Garbage is collected only
+where the process is limited to a share of the memory."""
 
 _SIZE_CLASSES = tuple(step << 20 for step in (0, 1, 2, 10, 20, 100, 500))
 _TORCH_FILE = re.compile(r"(^|[/\\])(site|dist)-packages[/\\]torch[/\\]|[/\\]pytorch[/\\]torch[/\\]|^torch[/\\]")
@@ -35,7 +35,7 @@ _TORCH_FILE = re.compile(r"(^|[/\\])(site|dist)-packages[/\\]torch[/\\]|[/\\]pyt
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
-    """Free blocks of the same pool, stream and size class, in bytes, and why none of them served."""
+    """Free blocks of the same pool, stream and size class, in bytes, and why none could serve the request."""
 
     pool: Pool
     stream: int
@@ -73,14 +73,14 @@ class OomExplanation:
 
     oom: OutOfMemoryEvent
     needed: int
-    """The new memory that the card would have had to give."""
+    """Bytes that the allocator had to reserve on the card for this request."""
     capacity: Capacity | None
     stack: tuple[Frame, ...]
     """Of the request, the innermost frame first."""
     free: tuple[FreeBlocks, ...]
-    """The blocks that came closest to serving the request first."""
+    """First the blocks that came closest to serving the request."""
     waiting: int
-    """In blocks that were freed and are still in use on other streams."""
+    """Bytes of freed blocks that are still in use on other streams."""
     largest_free: int
     largest_why: str
     holders: tuple[Holder, ...]
@@ -88,9 +88,9 @@ class OomExplanation:
     remedies: tuple[Remedy, ...]
     tried: tuple[str, ...]
     shortfall: int
-    """How much more memory the card would have needed for this request."""
+    """Additional bytes that the card would have needed for this request."""
     beyond: int
-    """By how much the blocks in use and the request exceed the card. If above 0, no setting can help."""
+    """Bytes by which the blocks in use and the request exceed the card. If above 0, no setting can help."""
 
     @property
     def frame(self) -> Frame | None:
@@ -140,7 +140,7 @@ def explain_oom(replay: Replay, oom: OutOfMemoryEvent | None = None, tried: Sequ
 
 
 def _new_memory(settings: AllocatorSettings, size: int) -> int:
-    """Return the bytes that the allocator takes from the card for a block of ``size`` if no free block serves."""
+    """Return the bytes that the allocator reserves on the card for a block of ``size`` if no free block fits."""
     if not settings.expandable_segments:
         return segment_size(settings, size)
     page = SMALL_SEGMENT if size <= LARGEST_SMALL else settings.large_segment_size
@@ -169,7 +169,7 @@ def innermost(stack: Sequence[Frame]) -> Frame | None:
 
 
 def _stack_at(replay: Replay, oom: OutOfMemoryEvent) -> Sequence[Frame]:
-    """Return the stack of the failed request; () if it is not of the history."""
+    """Return the stack of the failed request; () if the request is not in the history."""
     entries = replay.snapshot.entries
     return replay.snapshot.stacks[entries[oom.index].stack] if 0 <= oom.index < len(entries) else ()
 

@@ -1,4 +1,4 @@
-"""Compare snapshots of several ranks at the same step: which rank holds more than the others, and what it is."""
+"""Compare memory snapshots of several ranks at the same step: ranks above the median, and the lines responsible."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _EVENTS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class OwnerRow:
-    """A line of code, and the bytes that it holds more than in the median of all ranks; less if negative."""
+    """A line of code and the bytes of its blocks on a rank."""
 
     frame: Frame | None
     """None where no stack was recorded."""
     bytes: int
     beyond: SignedInt
+    """``bytes`` minus the median of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +46,29 @@ class RankRow:
     """At the peak; without histories, in the snapshot."""
     reserved: int
     beyond: SignedInt
-    """``allocated`` beyond the median of all ranks."""
+    """``allocated`` minus the median of all ranks."""
     odd: bool
-    """Whether that is much."""
+    """Whether ``beyond`` is at least 1 MiB and 1 % of the median."""
     owners: tuple[OwnerRow, ...]
-    """Lines whose bytes differ from the median, those that hold the most more first."""
+    """Lines whose bytes differ from the median, the largest ``beyond`` first."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankSnapshots(Saved, Displayed):
-    """Snapshots of several ranks, the one that holds the most first. Bytes throughout."""
+    """Snapshots of several ranks, in order of falling ``allocated``. Bytes throughout."""
 
     FORMAT: ClassVar[str] = "memplan.rank_snapshots"
     AGAIN: ClassVar[str] = "Compare the snapshots again"
 
     at_peak: bool
-    """Whether all have a history, so that they are compared at their peaks; else as they were when they were taken."""
+    """Whether all snapshots have a history and are compared at their peaks; else in the state that they record."""
     median: int
     rows: tuple[RankRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def odd(self) -> tuple[RankRow, ...]:
-        """Return the ranks that hold much more than the median."""
+        """Return the ranks at least 1 MiB and 1 % above the median."""
         return tuple(row for row in self.rows if row.odd)
 
     def _check(self) -> None:
@@ -81,9 +82,9 @@ def replay_ranks(
     *,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RankSnapshots:
-    """Compare snapshots that several ranks took of the same step, and say which rank holds more than the others.
+    """Compare memory snapshots of several ranks at the same step: which rank allocates more than the others, and where.
 
-    Each is replayed, and the lines that hold its memory at the peak are compared with the median of all ranks.
+    Each snapshot is replayed, and the bytes of each line of code at the peak are compared with the median of all ranks.
 
     Args:
         paths: files of `torch.cuda.memory._dump_snapshot`, one for each rank, or a folder with them. The rank is the
@@ -93,7 +94,7 @@ def replay_ranks(
     Raises:
         TargetError: a file cannot be read, or a folder has none.
         SnapshotFormatError: a file is no snapshot.
-        InputError: fewer than two, two of the same rank, or of different steps by their names.
+        InputError: fewer than two snapshots, two of the same rank, or names of different steps.
 
     Example:
         >>> memplan.replay_ranks("snapshots").odd
@@ -101,7 +102,7 @@ def replay_ranks(
     """
     files = _files(paths)
     _check_steps(files)
-    found: dict[int, tuple[Path, Replay]] = {}
+    replays: dict[int, tuple[Path, Replay]] = {}
     for file in files:
         progress(file.name)
         try:
@@ -109,34 +110,33 @@ def replay_ranks(
         except SnapshotFormatError as error:
             raise error.about(file.name) if file.name not in error.found else error from None
         rank = _rank_of(file, replayed)
-        if rank in found:
-            other = found[rank][0]
+        if rank in replays:
+            other = replays[rank][0]
             by = "" if rank_in_name(file) is not None else " (of their GPUs, as the names have no rank)"
             raise InputError(
                 f"{other} and {file} are both of rank {rank}{by}", expected="one snapshot for each rank",
                 do="Leave one out, or write the ranks in the names: rank0.pickle",
             )  # fmt: skip
-        found[rank] = file, replayed
-    at_peak = all(replayed.has_history for _, replayed in found.values())
-    held = {rank: _held(replayed, at_peak=at_peak) for rank, (_, replayed) in found.items()}
-    allocated = {rank: _allocated(replayed, at_peak=at_peak) for rank, (_, replayed) in found.items()}
-    owners, usual = beyond_median(held), median(list(allocated.values()))
+        replays[rank] = file, replayed
+    at_peak = all(replayed.has_history for _, replayed in replays.values())
+    by_line = {rank: _bytes_by_line(replayed, at_peak=at_peak) for rank, (_, replayed) in replays.items()}
+    allocated = {rank: _allocated(replayed, at_peak=at_peak) for rank, (_, replayed) in replays.items()}
+    owners, usual = beyond_median(by_line), median(list(allocated.values()))
     rows = [
         RankRow(
             rank, str(file), len(replayed.snapshot.entries), allocated[rank], _reserved(replayed, at_peak=at_peak),
             allocated[rank] - usual, is_odd(allocated[rank], usual), tuple(OwnerRow(*row) for row in owners[rank]),
         )
-        for rank, (file, replayed) in found.items()
+        for rank, (file, replayed) in replays.items()
     ]  # fmt: skip
     rows.sort(key=lambda row: (-row.allocated, row.rank))
-    return RankSnapshots(at_peak, usual, tuple(rows), tuple(_notes(rows, found)))
+    return RankSnapshots(at_peak, usual, tuple(rows), tuple(_notes(rows, replays)))
 
 
 def _files(paths: Any) -> list[Path]:
-    """Return the files that are named, those of a folder by their endings."""
-    named = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    """Return the snapshot files of a path or several; a folder stands for its files with a suffix of `_SUFFIXES`."""
     files: list[Path] = []
-    for path in map(Path, named):
+    for path in map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths):
         if not path.is_dir():
             files.append(path)
             continue
@@ -155,34 +155,35 @@ def _files(paths: Any) -> list[Path]:
 
 
 def _check_steps(files: Sequence[Path]) -> None:
-    """Raise InputError where names of files or of their folders say that they are of different steps."""
+    """Raise InputError if the names of the files, or of their folders, contain different step numbers."""
     steps: dict[int, Path] = {}
     for file in files:
         numbers = _STEP.findall(file.name) or _STEP.findall(file.parent.name)
         if numbers:
             steps.setdefault(int(numbers[-1]), file)
     if len(steps) > 1:
-        (first, one), (second, other) = list(steps.items())[:2]
+        (step, file), (other_step, other_file) = list(steps.items())[:2]
         raise InputError(
-            f"{one} is of step {first} and {other} of step {second}, by their names",
+            f"{file} is of step {step} and {other_file} of step {other_step}, by their names",
             expected="snapshots of the same step", do="Leave out those of other steps",
         )  # fmt: skip
 
 
 def _rank_of(file: Path, replayed: Replay) -> int:
-    named = rank_in_name(file)
-    return replayed.snapshot.gpu if named is None else named
+    """Return the rank in the file's name, else the number of the snapshot's GPU."""
+    rank = rank_in_name(file)
+    return replayed.snapshot.gpu if rank is None else rank
 
 
 def _allocated(replayed: Replay, *, at_peak: bool) -> int:
-    return replayed.peak_allocated if at_peak else sum(size for _, size in _live(replayed))
+    return replayed.peak_allocated if at_peak else sum(size for _, size in _live_at_end(replayed))
 
 
 def _reserved(replayed: Replay, *, at_peak: bool) -> int:
     return replayed.peak_reserved if at_peak else sum(segment.size for segment in replayed.timeline.segments)
 
 
-def _live(replayed: Replay) -> Iterator[tuple[int | None, int]]:
+def _live_at_end(replayed: Replay) -> Iterator[tuple[int | None, int]]:
     """Yield owner and bytes of the blocks that are allocated at the end."""
     for segment in replayed.timeline.segments:
         for block in segment.blocks:
@@ -190,19 +191,18 @@ def _live(replayed: Replay) -> Iterator[tuple[int | None, int]]:
                 yield block.owner, block.size
 
 
-def _held(replayed: Replay, *, at_peak: bool) -> dict[Frame | None, int]:
-    """Return the bytes that each line holds."""
-    live = [(owner, size) for owner, size in _live_at_peak(replayed)] if at_peak else list(_live(replayed))
-    held: dict[Frame | None, int] = {}
-    for owner, size in live:
+def _bytes_by_line(replayed: Replay, *, at_peak: bool) -> dict[Frame | None, int]:
+    """Return the bytes of live blocks by the line that allocated them, at the peak or at the end."""
+    sizes: dict[Frame | None, int] = {}
+    for owner, size in _live_at_peak(replayed) if at_peak else _live_at_end(replayed):
         frame = innermost(replayed.stack_of(owner))
-        held[frame] = held.get(frame, 0) + size
-    return held
+        sizes[frame] = sizes.get(frame, 0) + size
+    return sizes
 
 
 def _live_at_peak(replayed: Replay) -> Iterator[tuple[int | None, int]]:
-    """Yield owner and requested bytes of the blocks that are allocated at the peak: those at the end, with what
-    happened since then undone."""
+    """Yield owner and requested bytes of the blocks that are allocated at the peak: the blocks at the end, with the
+    events after the peak undone."""
     timeline = replayed.timeline
     blocks = (block for segment in timeline.segments for block in segment.blocks if block.state == "active_allocated")
     live: dict[int, tuple[int | None, int]] = {block.address: (block.owner, block.requested) for block in blocks}
@@ -216,17 +216,16 @@ def _live_at_peak(replayed: Replay) -> Iterator[tuple[int | None, int]]:
     yield from live.values()
 
 
-def _notes(rows: Sequence[RankRow], found: dict[int, tuple[Path, Replay]]) -> Iterator[str]:
-    """Yield what makes the comparison less sure."""
+def _notes(rows: Sequence[RankRow], replays: dict[int, tuple[Path, Replay]]) -> Iterator[str]:
+    """Yield notes on differences between the snapshots that make the comparison less certain."""
     most, least = max(rows, key=lambda row: row.events), min(rows, key=lambda row: row.events)
     if most.events - least.events > _EVENTS * most.events:
         yield (
             f"rank {most.rank} has {most.events:,} events and rank {least.rank} {least.events:,}: are they of the same "
             "step?"
         )
-    inexact = sorted(rank for rank, (_, replayed) in found.items() if replayed.mismatches)
+    inexact = sorted(rank for rank, (_, replayed) in replays.items() if replayed.mismatches)
     if inexact:
         yield f"replayed with differences from the recording: rank {', '.join(map(str, inexact))}"
-    devices = {replayed.snapshot.settings for _, replayed in found.values()}
-    if len(devices) > 1:
+    if len({replayed.snapshot.settings for _, replayed in replays.values()}) > 1:
         yield "the allocators' settings differ between the ranks"

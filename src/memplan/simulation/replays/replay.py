@@ -27,22 +27,22 @@ def replay(
     """Replay the history of a snapshot of torch's CUDA memory.
 
     By default every address and every segment is compared with the recorded ones. With ``settings`` or ``capacity``
-    it is a what-if: the same requests in the same order, with other allocator settings or another card size.
+    the replay is a what-if: the same requests in the same order, with other allocator settings or another card size.
 
     Args:
         path_or_dict: a file that `torch.cuda.memory._dump_snapshot` wrote (or JSON of the same, each also as .gz), or
             the dict of `torch.cuda.memory._snapshot()`. A pickle is read without running anything in it.
         settings: as in PYTORCH_ALLOC_CONF; by default as recorded.
-        capacity: bytes that the card can give to torch ("24 GiB" or a number). By default unlimited, unless the
-            recording ran out of memory: then what there was.
+        capacity: bytes of the card available to torch ("24 GiB" or a number). By default unlimited, unless the
+            recording ran out of memory: then the recorded capacity.
         gpu: the GPU to replay; needed if the snapshot has more than one.
 
     Raises:
         TargetError: the file cannot be read.
-        SnapshotFormatError: it is no snapshot.
-        DeviceError: the snapshot has several GPUs and ``gpu`` is None, or it has nothing of ``gpu``.
-        UsageError: settings that do not exist.
-        UnitError: a capacity that is no number of bytes.
+        SnapshotFormatError: the file is no snapshot.
+        DeviceError: the snapshot has several GPUs and ``gpu`` is None, or nothing of ``gpu``.
+        UsageError: unknown settings.
+        UnitError: ``capacity`` is no number of bytes.
 
     Example:
         >>> replay = memplan.replay("snapshot.pickle")
@@ -65,10 +65,10 @@ def replay(
 
 
 def replay_exactly(snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> Replay:
-    """Replay a snapshot under its own settings, compared with the recording.
+    """Replay a snapshot under its recorded settings, and compare each address and segment with the recording.
 
-    The sizes of a few blocks of the start are not known: where a replayed address differs, the block that explains it
-    is enlarged and the replay repeated. The replay with the fewest mismatches is returned.
+    The sizes of a few blocks that were live at the start are unknown: where a replayed address differs, the block that
+    explains the difference is enlarged and the replay repeated. The replay with the fewest mismatches is returned.
     """
     best = exact = ExactReplay(snapshot, start, requests)
     exact.run()

@@ -18,7 +18,7 @@ from memplan.simulation.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Replay(Displayed):
-    """What torch's caching allocator did in a snapshot's history, or would have done. Bytes throughout.
+    """A snapshot's history, replayed on a simulated caching allocator. Bytes throughout.
 
     The ticks of ``timeline`` count the history's events from 1; 0 is its start. The owner of a block is the index
     of the event that allocated it, from 0, and for the blocks of the start a number beyond these.
@@ -30,7 +30,7 @@ class Replay(Displayed):
     settings: AllocatorSettings
     """Of this replay: the recorded settings, or those of the what-if."""
     capacity: int | None
-    """What the card could give to torch; None: unlimited."""
+    """Bytes of the card available to torch; None: unlimited."""
     compared: bool
     """Whether addresses and segments were compared with the recording. False for a what-if: ``mismatches`` is empty."""
     mismatches: list[Mismatch]
@@ -38,10 +38,11 @@ class Replay(Displayed):
     ooms: tuple[OutOfMemoryEvent, ...]
     """Requests that ran out of memory: in the recording, or in this what-if."""
     ended: bool = False
-    """Whether a request ran out of memory that did not in the recording. The replay and its peaks end there, since it
-    is not known what the program would have done then."""
+    """Whether a request ran out of memory that did not in the recording. The replay and its peaks end there, since the
+    program's further requests are unknown."""
     from_recorded_start: bool = True
-    """Whether it starts in the recorded state; else only the live blocks are allocated anew, without cached memory."""
+    """Whether the replay starts in the recorded state; else only the live blocks are allocated again, without cached
+    memory."""
 
     @property
     def peak_allocated(self) -> int:
@@ -55,7 +56,7 @@ class Replay(Displayed):
 
     @property
     def fragmentation(self) -> int:
-        """Return ``peak_reserved`` minus the bytes allocated then (the most, if it lasts more than one event)."""
+        """Return ``peak_reserved`` minus the most bytes allocated at its tick."""
         tick = self.timeline.reserved_tick
         return self.peak_reserved - max(
             (
@@ -78,7 +79,7 @@ class Replay(Displayed):
 
     @property
     def has_history(self) -> bool:
-        """Return whether events were recorded; if not, only the state at the end is known."""
+        """Return whether the snapshot has events; without them only the state at the end is known."""
         return bool(self.snapshot.entries)
 
     @property
@@ -87,7 +88,7 @@ class Replay(Displayed):
         return not self.ooms
 
     def stack_of(self, owner: int | None) -> Sequence[Frame]:
-        """Return the stack that allocated a block, the innermost frame first; () if it is not recorded."""
+        """Return the stack of a block's allocation, the innermost frame first; () if no stack was recorded."""
         count = len(self.snapshot.entries)
         if owner is None or owner >= count + len(self.start.stacks):
             return ()

@@ -44,7 +44,7 @@ class Cases:
     replay: Replay
     """The snapshot as it was recorded."""
     base: Replay
-    """The same, or the what-if on a card of the requested capacity."""
+    """``replay``, or its what-if on a card of the requested capacity."""
     others: tuple[Replay, ...]
     """Under other settings, with the same capacity."""
     explanation: OomExplanation | None
@@ -54,7 +54,7 @@ class Cases:
     def all_fit(self) -> bool | None:
         """Return whether all requests fit: under any of the other settings, or else in the base; None if unknown.
 
-        It is unknown if an old recording ran out of memory without writing down how much the card had.
+        The answer is unknown if an old recording ran out of memory without recording the card's free bytes.
         """
         if not self.others:
             return self.base.fits
@@ -69,9 +69,9 @@ def cases(replay: Replay, settings: Sequence[AllocatorSettings] = (), capacity: 
     A replay of more than 300,000 events takes seconds, so then only the first of `REMEDIES` is tried.
 
     Args:
-        replay: the snapshot's own.
-        settings: a what-if for each of them.
-        capacity: bytes that the card can give to torch; None: as in the recording.
+        replay: the replay under the recorded settings.
+        settings: other settings, each for a what-if.
+        capacity: bytes of the card available to torch; None: as in the recording.
     """
     base = replay if capacity is None else what_if(replay, None, capacity)
     others = tuple(what_if(replay, changed, capacity) for changed in settings)

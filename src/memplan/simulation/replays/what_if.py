@@ -18,12 +18,12 @@ from memplan.simulation.timeline import Block, Segment
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the recording's card could give to torch, in bytes, inferred from its out-of-memory events."""
+    """Bytes of the recording's card available to torch, inferred from its out-of-memory events."""
 
     bytes: int
     is_card: bool
-    """Whether the card was full. If not, the process had a limit of its own (a memory fraction), and ``bytes`` is the
-    most that it ever reserved."""
+    """Whether the card was full. If not, the process had a limit of its own (a memory fraction), and ``bytes`` is its
+    peak of reserved bytes."""
 
 
 def recorded_capacity(replay: Replay) -> Capacity | None:
@@ -50,12 +50,12 @@ def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity:
     address. That leaves out earlier fragmentation and cached memory.
 
     Calls of `torch.cuda.empty_cache` are replayed; releases by an allocator that had run out are not. A request that
-    failed in the recording is tried; if it succeeds, it is freed at once, since the program went on without it.
+    failed in the recording is tried; if it succeeds, its block is freed at once, since the program went on without.
 
     Args:
         replay: the snapshot's own replay.
-        settings: by default the recorded ones.
-        capacity: bytes that the card can give to torch; by default `recorded_capacity`, else unlimited.
+        settings: by default as recorded.
+        capacity: bytes of the card available to torch; by default `recorded_capacity`, else unlimited.
     """
     settings = replay.recorded_settings if settings is None else settings
     if capacity is None and (recorded := recorded_capacity(replay)) is not None:
@@ -70,7 +70,7 @@ def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity:
 
 
 class _WhatIfRun:
-    """Serves the requests of a history on a new allocator; `ended` once one fails that did not in the recording."""
+    """Serves the requests of a history on a new allocator, until a request fails that did not in the recording."""
 
     def __init__(self, start: Start, settings: AllocatorSettings, capacity: int | None, *, as_recorded: bool) -> None:
         self.ooms: list[OutOfMemoryEvent] = []
