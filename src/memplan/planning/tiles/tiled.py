@@ -332,24 +332,7 @@ class Tiled:
             self._add_up(norms, tensors, known, sums, gradients, pieces)
         first = {at: positions[self.norms[at].input] for at in self.first_norms}
         for piece in pieces or range(self.pieces):
-            run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
-            leaves = run.leaves([need and at not in first.values() for at, need in enumerate(needed)])
-            with torch.enable_grad():
-                run.until(None)
-            targets = [*leaves.values(), *(leaf for _, leaf in run.cuts.values())]
-            computed = self._derivative(run, piece, gradients, targets)
-            if into is not None:  # only this piece reads and writes this part
-                value = self.program.inputs[over]
-                self.part(into, value, self.own(value, piece)).zero_()
-            places = [run.input_part(results[at], self.program.inputs[at]) for at in leaves]
-            for at, (x, _) in run.cuts.items():
-                norm, result = self.norms[at], results[first[at]]
-                places.append(None if result is None else self.part(result, norm.input, run.windows[norm.output]))
-                self._add(sums, at, x, known[at], computed[len(places) - 1])
-            for place, gradient in zip(places, computed, strict=True):
-                if place is not None and gradient is not None:
-                    place.add_(gradient)
-            del run, leaves, targets, computed, places
+            self._add_piece(piece, tensors, known, sums, gradients, needed, results, over, first)
         for at, position in first.items():
             self._finish(at, tensors, known[at], sums.get(at), results, position)
         return results
@@ -372,15 +355,52 @@ class Tiled:
     ) -> None:  # fmt: skip
         """Add up the sums of the derivatives of norms, with those of all later norms known."""
         for piece in pieces or range(self.pieces):
-            run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
-            with torch.enable_grad():
-                run.until(None)
-            computed = self._derivative(run, piece, gradients, [leaf for _, leaf in run.cuts.values()])
-            for (at, (x, _)), dy in zip(run.cuts.items(), computed, strict=True):
-                self._add(sums, at, x, known[at], dy)
-            del run, computed
+            self._add_piece_sums(piece, norms, tensors, known, sums, gradients)
         for at in norms:
             sums.setdefault(at, self._no_sums(at, known[at]))
+
+    # A piece is a call of its own: variables of a loop would hold its tensors while the next piece runs.
+
+    def _add_piece_sums(
+        self, piece: int, norms: Sequence[int], tensors: Sequence[Tensor], known: Mapping[int, Pair],
+        sums: dict[int, Pair], gradients: Sequence[Tensor | None],
+    ) -> None:  # fmt: skip
+        run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
+        with torch.enable_grad():
+            run.until(None)
+        computed = self._derivative(run, piece, gradients, [leaf for _, leaf in run.cuts.values()])
+        for (at, (x, _)), dy in zip(run.cuts.items(), computed, strict=True):
+            self._add(sums, at, x, known[at], dy)
+
+    def _add_piece(
+        self, piece: int, tensors: Sequence[Tensor], known: Mapping[int, Pair], sums: dict[int, Pair],
+        gradients: Sequence[Tensor | None], needed: Sequence[bool], results: Sequence[Tensor | None], over: int,
+        first: Mapping[int, int],
+    ) -> None:  # fmt: skip
+        """Add the gradients of a piece to those of the inputs.
+
+        Args:
+            results: gradients of the inputs.
+            over: position of that which takes the place of a gradient of a result; -1: none does.
+            first: position of the input of each norm of an input, whose gradient of the result is collected there.
+        """
+        run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
+        leaves = run.leaves([need and at not in first.values() for at, need in enumerate(needed)])
+        with torch.enable_grad():
+            run.until(None)
+        targets = [*leaves.values(), *(leaf for _, leaf in run.cuts.values())]
+        computed = self._derivative(run, piece, gradients, targets)
+        if over >= 0 and (into := results[over]) is not None:  # only this piece reads and writes this part
+            value = self.program.inputs[over]
+            self.part(into, value, self.own(value, piece)).zero_()
+        places = [run.input_part(results[at], self.program.inputs[at]) for at in leaves]
+        for at, (x, _) in run.cuts.items():
+            norm, result = self.norms[at], results[first[at]]
+            places.append(None if result is None else self.part(result, norm.input, run.windows[norm.output]))
+            self._add(sums, at, x, known[at], computed[len(places) - 1])
+        for place, gradient in zip(places, computed, strict=True):
+            if place is not None and gradient is not None:
+                place.add_(gradient)
 
     def _add(self, sums: dict[int, Pair], at: int, x: Tensor, known: Pair, dy: Tensor | None) -> None:
         if dy is not None:
