@@ -25,7 +25,7 @@ def owners_at(trace: Trace, tick: int) -> tuple[OwnerRow, ...]:
 
 
 def _key(trace: Trace, storage: Storage, layer: Layer | None) -> _Key:
-    """Return the fields of a storage's row. ``layer`` owns the parameter or buffer of that name, else it is the root."""
+    """Return the fields of a storage's row. ``layer`` owns the parameter or buffer of that name, else the root."""
     op = trace.ops[storage.op] if storage.op is not None else None
     step = sum(start < storage.born for start in trace.steps) - 1
     return (
