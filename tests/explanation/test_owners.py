@@ -45,7 +45,7 @@ def test_rows_name_what_where_why_and_since_when() -> None:
     weight = rows["0.weight", "weight"]
     assert (weight.layer, weight.phase, weight.step, weight.bytes) == ("0", "build", -1, WIDTH * WIDTH * 4)
     assert weight.where is not None
-    assert weight.where.startswith("tests/explanation/test_holders.py:")
+    assert weight.where.startswith("tests/explanation/test_owners.py:")
     saved = rows["sigmoid", "saved"]
     assert (saved.layer, saved.phase, saved.bytes, saved.shape) == ("1", "forward", ROWS * WIDTH * 4, (ROWS, WIDTH))
     assert rows["randn", "input"].bytes == ROWS * WIDTH * 4
