@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import linecache
 import os
@@ -103,15 +104,16 @@ def format_frame(frame: tuple[str, int] | None) -> str | None:
 
 def _short(path: str) -> str:
     """Return a path relative to site-packages, the working directory or a folder of ``sys.path``; else the name."""
-    working_directory = os.getcwd() + os.sep
-    packages = [root for root in map(os.path.abspath, sys.path) if root.endswith(("site-packages", "dist-packages"))]
-    # site-packages first: the virtual environment may be inside the working directory
-    roots = [
-        *(root + os.sep for root in packages),
-        working_directory,
-        *(os.path.abspath(root) + os.sep for root in sys.path),
-    ]
+    roots = _roots(os.getcwd(), tuple(sys.path))
     return next((path[len(root) :] for root in roots if path.startswith(root)), os.path.basename(path))
+
+
+@functools.lru_cache(maxsize=8)  # every op of a capture asks
+def _roots(working_directory: str, search_path: tuple[str, ...]) -> tuple[str, ...]:
+    folders = [os.path.abspath(folder) for folder in search_path]
+    packages = [folder for folder in folders if folder.endswith(("site-packages", "dist-packages"))]
+    # site-packages first: the virtual environment may be inside the working directory
+    return tuple(folder + os.sep for folder in (*packages, working_directory, *folders))
 
 
 class Place:
