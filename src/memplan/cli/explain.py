@@ -19,6 +19,7 @@ from memplan.cli.options import (
     names_all,
     step_options,
     top_option,
+    used_options,
     with_input_advice,
 )
 from memplan.cli.outputs import Outputs, output_options
@@ -170,14 +171,13 @@ def _read_saved(arguments: StepArguments, really: bool, host: str | None, output
     if not isinstance(data, dict) or data.get("format") != Explanation.FORMAT:
         return None
     explanation = Explanation.from_dict(data, arguments.target)
-    other_options = {
+    values = dict.fromkeys(arguments.changed_options(), True) | {
         "--measure": really, "--host": host, "--trace": outputs.trace,
         "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
     }  # fmt: skip
-    unused_options = [*arguments.changed_options(), *(option for option, value in other_options.items() if value)]
-    if unused_options:
+    if unused := used_options(values):
         raise InputError(
-            f"{arguments.target} is an explanation, and {', '.join(unused_options)} was given, too",
+            f"{arguments.target} is an explanation, and {unused} was given, too",
             expected="an explanation alone: its step is no longer there",
             do="Leave the options out, or name a callable",
         )

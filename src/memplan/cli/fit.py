@@ -19,6 +19,7 @@ from memplan.cli.options import (
     result_options,
     step_options,
     top_option,
+    used_options,
     with_input_advice,
 )
 from memplan.cli.progress import progress
@@ -73,7 +74,7 @@ for another model, or a step that cannot be planned.
 """
 _POINTS = 9
 _UPDATES = 4
-"""Number of updates of a script to run before it is planned: state that lasts over steps grows in the first ones."""
+"""Updates of a script to record before planning, as persistent state grows in the first of them."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +196,11 @@ recipe_option(command)
 
 
 def _check_script(*files: str | None) -> None:
-    """Raise InputError for options that do not go with a script."""
-    options = ("--use-plan", "--frontier", "--python")
-    wrong = [option for option, file in zip(options, files, strict=True) if file is not None]
-    if wrong:
+    """Raise InputError for options that cannot be combined with a script."""
+    used = (file is not None for file in files)
+    if wrong := used_options(dict(zip(("--use-plan", "--frontier", "--python"), used, strict=True))):
         raise InputError(
-            f"{', '.join(wrong)} with --script",
+            f"{wrong} with --script",
             expected="--plan and --json, as files to write",
             do="Leave it out, or name a callable that makes the model",
         )
@@ -363,7 +363,8 @@ def _frontier(
     model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plan for several budgets, from that of eager mode to the floor; with ``peers``, measure those, too."""
+    """Plan for several budgets, from the peak of eager mode to the floor; with ``peers``, also measure the
+    baselines."""
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds
@@ -395,7 +396,7 @@ def _frontier(
 
 
 def _write(outcome: Outcome, files: _Files) -> None:
-    """Write the outcome to the files that were asked for."""
+    """Write the outcome to the files of the options."""
     files.results.write(outcome.to_json)
     if outcome.plan is not None and files.plan is not None:
         write(files.plan, outcome.plan.to_json())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.cli.files import is_trace
-from memplan.cli.options import StepArguments, describe, subject_of, with_input_advice
+from memplan.cli.options import StepArguments, describe, subject_of, used_options, with_input_advice
 from memplan.cli.outputs import Outputs
 from memplan.cli.progress import progress
 from memplan.errors import InputError, StepError
@@ -11,7 +11,7 @@ from memplan.trace.naming.targets import contained
 
 
 def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: int, *, measured: bool) -> int:
-    """Draw a sequence of batches, print what it takes, and return the exit code.
+    """Predict the memory of a sequence of batches with drawn lengths, print it, and return the exit code.
 
     Args:
         arguments: the step.
@@ -44,18 +44,15 @@ def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: 
 
 
 def _check(arguments: StepArguments, outputs: Outputs, measured: bool) -> None:
-    """Raise InputError for what does not go with lengths."""
+    """Raise InputError for a trace or options that cannot be combined with ``--lengths``."""
     if is_trace(arguments.target):
         raise InputError(
             f"--lengths for {arguments.target}, a file", expected="a callable: other lengths are recorded anew",
             do="Name the callable",
         )  # fmt: skip
-    given = {
+    values = {
         "--measure": measured, "--trace": outputs.trace, "--snapshot": outputs.snapshot,
         "--perfetto": outputs.perfetto, "--html": outputs.results.html,
     }  # fmt: skip
-    others = [option for option, value in given.items() if value]
-    if others:
-        raise InputError(
-            f"--lengths with {', '.join(others)}", expected="--json for its result", do="Leave the other options out"
-        )
+    if others := used_options(values):
+        raise InputError(f"--lengths with {others}", expected="--json for its result", do="Leave the other options out")

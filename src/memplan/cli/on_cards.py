@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import Described, StepArguments, subject_of, with_input_advice
+from memplan.cli.options import Described, StepArguments, subject_of, used_options, with_input_advice
 from memplan.cli.progress import line
 from memplan.devices import Device, catalogue
 from memplan.errors import InputError, StepError
@@ -17,32 +17,31 @@ from memplan.trace.recording.session import Target
 
 def show_on_cards(
     arguments: StepArguments, described: Callable[[StepArguments], Described], title: str, results: ResultFiles,
-    surplus: Mapping[str, Any], axis: str | None = None, most: int | None = None,
+    excluded: Mapping[str, Any], axis: str | None = None, most: int | None = None,
 ) -> int:  # fmt: skip
-    """Write and print what a step needs on each card, or the largest value of an axis that fits there.
+    """Report the memory of a step on each card of the catalogue, or the largest value of an axis that fits each card.
 
     Args:
-        arguments: of the step.
-        described: returns it.
-        title: its name.
-        results: the files to write.
-        surplus: values of options that do not go with all cards, by their names.
-        axis: batch or sequence; None: the step as it is.
-        most: the largest value to try.
+        arguments: options of the step.
+        described: returns the step.
+        title: name of the step.
+        results: files to write the result to.
+        excluded: values, by name, of options that cannot be combined with ``--device all``.
+        axis: "batch" or "sequence"; None: the step as it is.
+        most: largest value to try.
 
     Returns:
         The exit code: 1 if nothing fits any card.
 
     Raises:
-        InputError: one of ``surplus`` was used.
+        InputError: an ``excluded`` option was used.
     """
     from memplan.reports.on_cards import report
     from memplan.reports.terminal import show
 
-    surplus = {**surplus, "--world": arguments.world}
-    if used := [option for option, value in surplus.items() if value]:
+    if used := used_options({**excluded, "--world": arguments.world}):
         raise InputError(
-            f"{', '.join(used)} with --device all", expected="a step alone: the memory of each card is the limit",
+            f"{used} with --device all", expected="a step alone: the memory of each card is the limit",
             do="Leave it out, or name one card",
         )  # fmt: skip
     subject = subject_of(described(arguments), arguments)
@@ -53,15 +52,15 @@ def show_on_cards(
     try:
         with line(f"recording {title}" if axis is None else f"looking for the largest {axis}") as progress:
             if axis is None:
-                found = step_on_cards(subject, catalogue(), target_of, arguments.settings, progress)
+                result = step_on_cards(subject, catalogue(), target_of, arguments.settings, progress)
             else:
-                found = largest_on_cards(
+                result = largest_on_cards(
                     subject, axis, catalogue(), target_of, most=most, settings=arguments.settings, progress=progress
                 )
     except StepError as error:
         raise with_input_advice(error, arguments) from error.__cause__
-    found = replace(found, title=title)
-    results.write(found.to_json)
+    result = replace(result, title=title)
+    results.write(result.to_json)
     if not results.takes_stdout:
-        show(report(found))
-    return int(not any(row.fits for row in found.rows))
+        show(report(result))
+    return int(not any(row.fits for row in result.rows))

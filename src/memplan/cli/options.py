@@ -65,7 +65,7 @@ def result_options(what: str) -> Callable[[Decorated], Decorated]:
 
 
 def top_option(default: int, what: str) -> Callable[[Decorated], Decorated]:
-    """Return the option ``--top``. ``what``: the things that are listed, for the help."""
+    """Return the option ``--top``. ``what``: the rows that it limits, for the help."""
     return click.option(
         "--top", type=Whole(min=0), default=default, show_default=True, metavar="N",
         help=f"{what} to list; 0 for all.",
@@ -89,7 +89,7 @@ def _target_arguments(ctx: click.Context, parameter: click.Parameter, value: tup
 
 
 def _show_output(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """With the option, show until the command ends what the target prints."""
+    """Callback of ``--show-output``: show the target's output until the command ends."""
     if value and not ctx.resilient_parsing:
         from memplan.trace.held_output import output_shown
 
@@ -159,6 +159,11 @@ def step_options(function: Decorated) -> Decorated:
     return function
 
 
+def used_options(values: Mapping[str, Any], separator: str = ", ") -> str:
+    """Return the options, of those in ``values``, that have a value: ``--trace, --html``; "" if none has."""
+    return separator.join(option for option, value in values.items() if value)
+
+
 def names_all(device: str | None) -> bool:
     """Return whether ``--device`` means all cards of the catalogue."""
     return device is not None and device.lower() == "all"
@@ -186,12 +191,12 @@ class RankNumber(Whole):
 
 
 def rank_options(function: Decorated) -> Decorated:
-    """Add the options for one rank of several, of `StepArguments` too."""
+    """Add ``--world`` and ``--rank``, whose values are fields of `StepArguments`."""
     return _rank_options(function, RankNumber(takes_all=False), "R", "Which one. Default: 0.")
 
 
 def all_ranks_options(function: Decorated) -> Decorated:
-    """Add the same options, of which ``--rank`` can also be "all"."""
+    """Add ``--world`` and ``--rank``, which can also be "all"."""
     text = "Which one; all: each that differs from others, the fullest first. Default: 0."
     return _rank_options(function, RankNumber(takes_all=True), "R|all", text)
 
@@ -208,7 +213,7 @@ def _rank_options(function: Decorated, number: RankNumber, metavar: str, text: s
 
 
 def remove_parameters(command: click.Command, *names: str) -> click.Command:
-    """Remove parameters from a command, for example because it defines its own."""
+    """Remove parameters from a command."""
     command.params = [parameter for parameter in command.params if parameter.name not in names]
     return command
 
@@ -244,7 +249,7 @@ class StepArguments:
 
     @property
     def assumed(self) -> dict[str, float]:
-        """The share that is selected, by ``FILE:LINE``.
+        """Shares of ``--assume``, by ``FILE:LINE``.
 
         Raises:
             UsageError: an option of another form.

@@ -1,4 +1,4 @@
-"""The step options of a command that compares two steps: those for both, and ``--a``, ``--b`` for either of them."""
+"""The step options of a command that compares two steps: options for both sides, and ``--a``, ``--b`` for a side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from memplan.cli.options import StepArguments, step_options
 
 _PAIRS = ("args", "kwargs")
-"""Options NAME=VALUE, of which a side replaces single names."""
+"""Options NAME=VALUE, which a side replaces name by name."""
 
 
 @click.command("compare")
@@ -37,10 +37,10 @@ def pair_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def side_arguments(target: str, common: Mapping[str, Any], texts: Sequence[str]) -> StepArguments:
-    """Return the step options of one side: those of ``texts`` (``batch=8``, ``no-train``), else those for both.
+    """Return the step options of a side: the options in ``texts`` (``batch=8``, ``no-train``) override ``common``.
 
     Raises:
-        click.UsageError: there is no such option, or it does not take the value.
+        click.UsageError: no such option, or an invalid value.
     """
     words = [f"--{text.strip()}" for text in texts]
     context = _one_side.make_context("compare", [*words, "--", target], obj=True)

@@ -50,7 +50,7 @@ def quantize(
 
 
 def _check(arguments: StepArguments, weights: str | None, activations: str | None, outputs: Outputs) -> None:
-    """Raise InputError for options that do not go with quantization."""
+    """Raise InputError for options that cannot be combined with quantization."""
     option = f"--weights {weights}" if weights else f"--activations {activations}"
     if weights is None:
         raise InputError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from memplan.cli.options import Whole
+from memplan.cli.options import Whole, used_options
 from memplan.errors import InputError
 
 _RECIPE_OPTIONS = (
@@ -50,8 +50,8 @@ def recipe_option(command: click.Command) -> click.Command:
 
 
 def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
-    """Pop the options of a recipe from a command's values, and make its script their target. Return both, or None
-    without ``--model``. The script's file lasts as long as the command.
+    """Pop the options of a recipe from a command's values, and set their target to the recipe's script, a file that
+    exists as long as the command runs. Return the recipe, or None without ``--model``.
 
     Raises:
         UsageError: a model, recipe or option that cannot be used.
@@ -73,21 +73,18 @@ def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
     from memplan.studies.recipes.script import script_of
     from memplan.trace.held_output import CapturedOutput
 
-    given = {
+    target_options = {
         "TARGET": values["target"], "--script": values.get("script"), "--arg": values["args"],
         "--input": values["inputs"], "--kwarg": values["kwargs"], "--target": values["targets"],
         "--loss": values["loss"], "--no-train": not values["train"],
     }  # fmt: skip
-    wrong = [option for option, value in given.items() if value]
-    if wrong:
-        raise InputError(
-            f"{', '.join(wrong)} with --model", expected="a target and its options, or a model", do="Leave it out"
-        )
+    if wrong := used_options(target_options):
+        raise InputError(f"{wrong} with --model", expected="a target and its options, or a model", do="Leave it out")
     options = Options(
         values["batch"], sequence, values["optimizer"] or "adamw", values["dtype"] or "bfloat16",
         values["autocast"], checkpointing, values.get("device") not in (None, "cpu"),
     )  # fmt: skip
-    with CapturedOutput().capturing():  # what importing transformers prints
+    with CapturedOutput().capturing():  # output of importing transformers
         kind = recipe_of(recipe or "full")
         if isinstance(kind, Diffusion):
             script, positions = diffusion_script(find_pipeline(name), kind, options), None

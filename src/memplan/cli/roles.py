@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memplan.cli.files import is_trace
-from memplan.cli.options import StepArguments, describe, with_input_advice
+from memplan.cli.options import StepArguments, describe, used_options, with_input_advice
 from memplan.cli.outputs import Outputs
 from memplan.cli.progress import line
 from memplan.cli.verdicts import does_not_fit, warn_of_branches
@@ -15,22 +15,22 @@ from memplan.errors import InputError, StepError
 from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
-    from memplan.integrations.scripts.request import Ran, Request
+    from memplan.integrations.scripts.request import Request, RunResult
     from memplan.reports.document import Document
     from memplan.studies.roles.roles import Roles
     from memplan.trace.trace import Trace
 
 
 def check(world: int | None, really: bool, outputs: Outputs) -> None:
-    """Raise InputError for options that do not go with all ranks."""
+    """Raise InputError for options that cannot be combined with ``--rank all``."""
     if world is None:
         raise InputError("--rank all without --world", expected="the number of ranks", do="Add it: --world 8")
-    unused = {
+    values = {
         "--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot, "--perfetto": outputs.perfetto,
     }  # fmt: skip
-    if other := [option for option, value in unused.items() if value]:
+    if others := used_options(values, " and "):
         raise InputError(
-            f"--rank all with {' and '.join(other)}", expected="these for a single rank",
+            f"--rank all with {others}", expected="these for a single rank",
             do="Name the fullest rank, as in --rank 3",
         )  # fmt: skip
 
@@ -76,7 +76,12 @@ def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, 
 
 
 def run_roles(
-    request: Request, run: Callable[[Request], Ran], room: int | None, settings: str | None, outputs: Outputs, top: int
+    request: Request,
+    run: Callable[[Request], RunResult],
+    room: int | None,
+    settings: str | None,
+    outputs: Outputs,
+    top: int,
 ) -> int:
     """Record all ranks of a script, each in a process of its own, and return the exit code.
 
@@ -92,7 +97,7 @@ def run_roles(
     from memplan.reports import run as reports
     from memplan.studies.roles.roles import find_roles
 
-    ran: dict[int, Ran] = {}
+    ran: dict[int, RunResult] = {}
 
     def record(rank: int) -> Trace:
         ran[rank] = run(replace(request, rank=rank))

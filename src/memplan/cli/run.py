@@ -17,7 +17,7 @@ from memplan.cli.verdicts import does_not_fit, warn_of_branches
 from memplan.errors import InputError
 
 if TYPE_CHECKING:
-    from memplan.integrations.scripts.request import Ran, Request
+    from memplan.integrations.scripts.request import Request, RunResult
     from memplan.studies.comparisons.measured import MeasuredComparison
 
 HELP = """Say what a training script needs, as it is, before it trains.
@@ -143,7 +143,7 @@ def command(
     return warn_of_branches(explanation) or int(does_not_fit(explanation) or bool(ran.facts.unwritten))
 
 
-def _compare_with_prediction(request: Request, ran: Ran, settings: str | None) -> MeasuredComparison:
+def _compare_with_prediction(request: Request, ran: RunResult, settings: str | None) -> MeasuredComparison:
     """Record a script that was measured on a card for the same card, and compare the peaks."""
     from memplan.studies.comparisons.measured import compare_with_prediction
 
@@ -186,7 +186,7 @@ def request_of(values: dict[str, Any]) -> Request:
     )  # fmt: skip
 
 
-def run(request: Request) -> Ran:
+def run(request: Request) -> RunResult:
     """Run a script in its own process, with a progress line. If it exits, exit with its code."""
     from memplan.integrations.scripts.process import run_script
     from memplan.integrations.scripts.request import ScriptEnded

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.options import StepArguments
+from memplan.cli.options import StepArguments, used_options
 from memplan.cli.run import request_of
 from memplan.errors import InputError
 
@@ -56,11 +56,10 @@ def target_or_script(values: dict[str, Any]) -> Request | None:
     arguments = values["argv"] if values["target"] is None else (values["target"], *values["argv"])
     values["target"] = script
     step = StepArguments(**values)
-    wrong = [option for name, option in _TARGET_OPTIONS.items() if getattr(step, name)]
-    wrong += [] if step.train else ["--no-train"]
-    if wrong:
+    target_options = {option: getattr(step, name) for name, option in _TARGET_OPTIONS.items()}
+    if wrong := used_options(target_options | {"--no-train": not step.train}):
         raise InputError(
-            f"{', '.join(wrong)} with --script",
+            f"{wrong} with --script",
             expected="none of a target's options: a script says itself what it does",
             do="Leave it out; the script's own arguments come last, behind --",
         )

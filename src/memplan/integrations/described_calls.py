@@ -52,7 +52,8 @@ def copy_without_hooks(module: nn.Module) -> nn.Module:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's defaults that its constructor accepts: AdamW's have one that it refuses."""
+    """Return the optimizer's defaults that its constructor accepts; AdamW's defaults include an option that it
+    refuses."""
     parameters = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in parameters}
 

@@ -24,7 +24,7 @@ from memplan.studies.comparisons.comparison import (
     CAUSE_LABELS,
     Comparison,
     LayerPair,
-    by_one_measure,
+    have_comparable_seconds,
     headline,
     remarks,
     seconds_sentence,
@@ -84,7 +84,7 @@ def _figures(comparison: Comparison) -> list[Table]:
     rows.append(_row("parameters", a.parameters, b.parameters, lambda n: f"{n:,}", lambda n: f"{n:+,}"))
     if a.reserved != a.peak or b.reserved != b.peak:
         rows.append(_bytes_row("reserved, at most", a.reserved, b.reserved))
-    if by_one_measure(a, b):
+    if have_comparable_seconds(a, b):
         rows.append(_row("seconds", a.seconds, b.seconds, format_seconds, _signed_seconds))
     levers_a, levers_b = ([row.lever for row in side.decided] for side in (a, b))
     for lever in dict.fromkeys((*levers_a, *levers_b)):

@@ -20,7 +20,7 @@ from memplan.integrations.scripts.answer import read_answer, text_of_error, text
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
 from memplan.integrations.scripts.recorded import run_request
-from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.integrations.scripts.request import Request, RunResult, ScriptEnded
 from memplan.integrations.scripts.script import Script
 from memplan.integrations.scripts.views import View
 from memplan.trace.program_facts import Facts
@@ -51,7 +51,7 @@ def script_of(path: str, *arguments: str, rules: Rules | None = None, **options:
     return Script(Request(Command(path, arguments), rules=rules or Rules(), **options), View(), _give_up)
 
 
-def run_here(request: Request, warn: Callable[[str], None] = lambda _: None) -> Ran:
+def run_here(request: Request, warn: Callable[[str], None] = lambda _: None) -> RunResult:
     """Do what `run_script` does, without a process for the script: for tests of what is made of its answer.
 
     The request is pickled and the answer goes through its text, as between processes. Nothing holds back what the

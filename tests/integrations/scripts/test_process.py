@@ -30,7 +30,7 @@ from memplan.integrations.scripts import process
 from memplan.integrations.scripts.answer import read_answer
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
-from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.integrations.scripts.request import Request, RunResult, ScriptEnded
 from memplan.integrations.scripts.sandbox.messages import Outcome
 
 Done = subprocess.CompletedProcess[str]
@@ -72,7 +72,7 @@ def _written(tmp_path: Path, text: str) -> Command:
     return Command(str(tmp_path / "script.py"))
 
 
-def _peak(ran: Ran) -> int:
+def _peak(ran: RunResult) -> int:
     return memplan.simulate(ran.trace).peak_allocated
 
 

@@ -1,1 +1,1 @@
-"""A training script as it is: run unchanged in a process of its own, its steps recorded, its writes held back."""
+"""Run an unchanged training script in a sandboxed process of its own, and record its steps."""

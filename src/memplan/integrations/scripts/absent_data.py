@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from memplan import _torch
 
 SAMPLES = 100_000
-"""How many an absent data set is said to have."""
+"""Length of an absent data set."""
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from memplan import errors
 from memplan._json import LONGEST, Unreadable, from_plain, parse, to_plain
 from memplan.errors import BudgetError, MemplanError, RecordingError
-from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.integrations.scripts.request import Request, RunResult, ScriptEnded
 from memplan.studies.capacity.largest import Largest
 from memplan.trace.program_facts import Facts
 from memplan.trace.trace import Trace
@@ -25,7 +25,7 @@ _TEXTS = ("found", "expected", "do")
 _PLACES = ("layer", "where")
 
 
-def text_of_run(ran: Ran, contributed: str | None) -> str:
+def text_of_run(ran: RunResult, contributed: str | None) -> str:
     """Return a run as text: a line of JSON, and the trace's own JSON after it.
 
     Args:
@@ -45,7 +45,7 @@ def text_of_error(error: MemplanError) -> str:
     return json.dumps({"error": _plain_error(error)})
 
 
-def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
+def read_answer(data: bytes, request: Request) -> tuple[RunResult, str | None]:
     """Return the run that a script's process answered with, and its contribution.
 
     Raises:
@@ -64,7 +64,7 @@ def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
         raise Unreadable(str(error)) from None
     facts = from_plain(Facts, plain.get("facts"), "facts")
     contributed = from_plain(str, plain["contributed"], "contributed") if plain.get("contributed") is not None else None
-    ran = Ran(request.command, recorded, facts)
+    ran = RunResult(request.command, recorded, facts)
     if plain.get("largest") is not None and request.room is not None:
         ran = replace(ran, largest=Largest(room=request.room, **_read_fields(Largest, plain["largest"])))
     if plain.get("fitting") is not None:

@@ -1,4 +1,4 @@
-"""What a recording saves: shapes, of which tensors of the recording are made again."""
+"""Checkpoints of a recording: shapes are saved, and new tensors of these shapes are loaded."""
 
 from __future__ import annotations
 

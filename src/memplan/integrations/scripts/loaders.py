@@ -1,4 +1,4 @@
-"""The data loaders of a script: what they give, how much of it is taken, another batch in its place."""
+"""Control the data loaders of a script: watch, shorten or replace their batches."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from memplan.trace.spec import realize
 
 @dataclass(frozen=True)
 class Rules:
-    """How the batches of loaders are replaced."""
+    """Which batches replace those of the loaders."""
 
     inputs: tuple[Any, ...] = ()
-    """Specs of the batch's tensors, in order; none for the loader's own."""
+    """Specs of a batch's tensors, in order; () for the loader's own batches."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Specs of the batch's tensors by name, if it is a dict."""
+    """Specs of a batch's tensors by name, if it is a dict."""
     batch: int | None = None
-    """Leading dimension of the first loader's batches, and of all that have the same."""
+    """New batch size, of the first loader and of all loaders with the same batch size; None: unchanged."""
 
     @property
     def replaces_data(self) -> bool:
-        """Return whether the batch is described, so that no data is loaded."""
+        """Whether specs describe the batch, so that no data is loaded."""
         return bool(self.inputs or self.kwargs)
 
 
 class LoaderWatcher(Protocol):
-    """What is told of the batches that a script requests."""
+    """Callbacks for the batches that a script requests."""
 
     def before_batch(self, batches: Batches) -> None:
-        """Called before each batch, and before the request that finds none."""
+        """Called at each request of a batch, also of an exhausted loader."""
         ...
 
     def after_last_batch(self, batches: Batches) -> None:
-        """Called where a loader has no further batch."""
+        """Called at the request of a batch from an exhausted loader."""
         ...
 
 
 class Loaders:
-    """Follows the loaders of one run.
+    """The loaders of a run of a script.
 
     Args:
-        rules: of its batches.
-        idle_limit: limit of batches from a loader that trains nothing; None: no limit.
-        watcher: told of each request of a batch.
-        folder: of the script's own code.
+        rules: which batches to replace.
+        idle_limit: most batches from a loader on which no model is trained; None: no limit.
+        watcher: callbacks for the batches.
+        folder: folder of the script's own code.
         really: whether tensors have values.
-        most: length to which loaders are shortened; None: their own. A shorter loader is a sound loader: schedules,
-            progress bars and trainers that ask for its length find the number of batches that it yields.
-        multiple: number of which a multiple is left out of each loader.
-        repeats: whether a pass over a loader that had two batches repeats the shapes of the second, so that its data
-            set is not asked for more: what a data set allocates is on the host.
+        most: length to which loaders are shortened; None: not at all. ``len`` of a shortened loader is the number of
+            batches that it yields, on which schedules, progress bars and trainers rely.
+        multiple: the number of batches left out of a loader is a multiple of this.
+        repeats: whether later batches of a loader are tensors with the shapes of its second batch, without loading
+            data: a data set allocates in host memory alone.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Loaders:
         self._most, self._multiple = most, multiple
         self._repeats = repeats
         self._seen_shapes: dict[int, Any] = {}
-        """id() of a loader -> its second batch, as shapes."""
+        """id() of a loader -> shapes of its second batch."""
         self._plain_length = DataLoader.__len__
         self._seen: list[Batches] = []
         self.absent = dict[str, None]()
@@ -88,11 +88,11 @@ class Loaders:
         """Leading dimension of the first batch that was loaded."""
 
     def batches(self) -> tuple[Batch, ...]:
-        """Return the first batch of each loader, in the order in which the script iterated over them."""
+        """Return the first batch of each loader, in the order of the script's iterations."""
         return tuple(dict.fromkeys(loader.summary() for loader in self._seen if loader.text))
 
     def model_called(self, *, trains: bool) -> None:
-        """Note a call of a model: ``trains`` says that it trains, so that no loader is idle."""
+        """Record a call of a model. If it ``trains``, no loader counts as idle any more."""
         for loader in self._seen:
             if trains:
                 loader.idle = 0
@@ -102,7 +102,7 @@ class Loaders:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Within this context every `DataLoader` of the script yields its batches by way of `next_batch`."""
+        """Within this context every `DataLoader` of the script yields the batches of `next_batch`."""
         iterate = DataLoader.__iter__
 
         def iterate_hooked(loader: Any) -> Iterator[Any]:
@@ -129,11 +129,11 @@ class Loaders:
             yield
 
     def _shortened(self, length: int | None, most: int) -> int:
-        """Return the number of batches that a loader of this length yields at most."""
+        """Return the number of batches to which a loader of this length is shortened."""
         return most if length is None else min(length, most + (length - most) % self._multiple)
 
     def length(self, loader: Any) -> int | None:
-        """Return the number of batches of a whole loader, or None: a data set can refuse its length in any way."""
+        """Return the number of batches of a loader before it is shortened; None if its length raises any error."""
         try:
             return self._plain_length(loader) if isinstance(loader, DataLoader) else len(loader)
         except Exception:
@@ -144,10 +144,10 @@ class Loaders:
         self._watcher.after_last_batch(loader)
 
     def next_batch(self, loader: Batches) -> Any:
-        """Return a loader's next batch: its own or one of the described shapes, and of the requested size.
+        """Return a loader's next batch: its own, or tensors of the described shapes; in the requested batch size.
 
         Raises:
-            StopIteration: the loader is exhausted, or has reached its limit.
+            StopIteration: the loader is exhausted, or has yielded as many batches as it may.
         """
         self._watcher.before_batch(loader)
         idle = self._idle_limit is not None and loader.idle >= self._idle_limit
@@ -183,11 +183,11 @@ def fetch_for_recording(fetch: Callable[[Any], Any], indices: Any) -> Any:
         return fetch(indices)
     except StopIteration:
         raise
-    except Exception as error:  # code that meets tensors without values can raise anything
+    except Exception as error:  # tensors without values can cause any error
         try:
             with _torch.no_modes():
                 batch = fetch(indices)
-        except Exception:  # then missing values were not the cause
+        except Exception:  # missing values were not the cause
             raise error from None
     return as_recorded(_plain(batch))
 
@@ -202,7 +202,7 @@ class Batches:
         self.where = where
         self.loaded = 0
         self.idle = 0
-        """Batches used by a model since the last training call."""
+        """Batches on which a model was called since the last training call."""
         self.fresh = False
         """Whether no model was called since the last batch."""
         self.text = ""
@@ -243,17 +243,17 @@ class Batches:
 
     @property
     def length(self) -> int | None:
-        """Return the number of batches of the whole loader; None if unknown."""
+        """Number of batches of the whole loader; None if unknown."""
         return self._loaders.length(self.loader)
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """Return the number of samples in the loader's batches, and in the last of them; None if unknown."""
+        """Number of samples in a batch, and in the last batch; None if unknown."""
         try:
-            sampler = self.loader.batch_sampler  # of a loader that was given it, the loader knows no size
+            sampler = self.loader.batch_sampler  # also of the user's: then loader.batch_size is None
             size, samples, drops_last = sampler.batch_size, len(sampler.sampler), sampler.drop_last
             whole, rest = divmod(samples, size)
-        except Exception:  # a stream of samples has no length; a batch sampler of the user's has no size
+        except Exception:  # a stream has no length, a user's batch sampler no batch_size
             return self.size, None
         if self.length != whole + (rest > 0 and not drops_last):
             return self.size, None
@@ -265,12 +265,12 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a mapping of any class, such as a tokenizer's batch, as a dict: torch's pytrees know only that."""
+    """Return a mapping of any class, such as a tokenizer's batch, as a dict, which torch's pytrees support."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def _is_plain(batch: Any) -> bool:
-    """Return whether a batch consists of dicts, lists, tuples, plain tensors on the host, numbers and texts alone."""
+    """Return whether a batch consists only of dicts, lists, tuples, plain tensors on the host, numbers and texts."""
     return all(
         leaf.device.type == HOST if type(leaf) in (torch.Tensor, _torch.FakeTensor)
         else isinstance(leaf, (int, float, str, type(None)))
@@ -295,7 +295,7 @@ def text_of_shapes(batch: Any) -> str:
 
 
 def resized(batch: Any, old: int, new: int) -> Any:
-    """Return a batch of another size: tensors whose leading dimension is ``old`` become zeros of size ``new``."""
+    """Return a batch in which tensors with leading dimension ``old`` are zeros with leading dimension ``new``."""
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != old:

@@ -83,11 +83,11 @@ class CallWatch:
         self._update = 0
         """Tick at which the update that runs began."""
         self._running = False
-        """Whether the kept model runs."""
+        """Whether the model of the first training call runs."""
         self.call: ModelCall | None = None
         """None before the first training call."""
         self._inside = False
-        """Whether the first layer of the kept call was called."""
+        """Whether the first layer of that call was called."""
         self._optimizer_statement: _OptimizerStatement | None = None
         """Construction of the latest optimizer."""
 
@@ -101,7 +101,8 @@ class CallWatch:
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            """Replace a module's ``__call__``: keep the first training call, and time the later ones of its model."""
+            """Replace a module's ``__call__``: store the first training call, and the ticks of its model's later
+            calls."""
             if is_suspended():
                 return plain(module, *args, **kwargs)
             if self.call is None:
@@ -138,7 +139,7 @@ class CallWatch:
         self._update = self._tick()
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record an update. The first optimizer that updates parameters of the model alone is the one to plan with."""
+        """Record an update. The plan uses the first optimizer that updates parameters of the model alone."""
         call = self.call
         if call is None:
             return
@@ -194,7 +195,7 @@ def _autocast(module: nn.Module) -> torch.dtype | None:
 
 
 def _modules(frame: FrameType) -> dict[int, str]:
-    """Return by id() of each module the variable that refers to it: a local one if there is one."""
+    """Return the variable that refers to each module, by its id(); a local variable rather than a global."""
     names: dict[int, str] = {}
     here = local_variables(frame)
     attributes = getattr(here.get("self"), "__dict__", {})

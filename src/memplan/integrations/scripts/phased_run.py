@@ -21,9 +21,9 @@ from memplan.trace.recording.boundaries import Boundaries
 from memplan.trace.records import HOST
 
 _PASSES = 2
-"""Passes over the data that a model is trained on: the second shows what the first one left."""
+"""Passes over the training data; the second shows which memory the first leaves allocated."""
 _UPDATES = 8
-"""Updates in a row after which a training loop without a loader ends the run: it cannot be shortened."""
+"""Consecutive updates after which a training loop without a loader, which cannot be shortened, ends the run."""
 
 
 class PhasedRun(ScriptRun):
@@ -45,7 +45,7 @@ class PhasedRun(ScriptRun):
         self._data_sets: dict[int, int] = {}
         """id() of a data set -> its number."""
         self._kept: list[Any] = []
-        """These data sets, so that no other gets the id of one."""
+        """These data sets, alive so that their ids stay unique."""
         self._passes: dict[int, int] = {}
         """Number of a data set -> passes over it in which a model was trained."""
         self._pass_trains = False
@@ -63,7 +63,7 @@ class PhasedRun(ScriptRun):
         return replace(super().facts(), parts=tuple(self._parts))
 
     def before_batch(self, batches: Batches) -> None:
-        """Begin a part; end the run where a further pass over training data would repeat what was seen."""
+        """Begin a part; end the run instead if a third pass over training data begins."""
         data_set = getattr(batches.loader, "dataset", batches.loader)
         if id(data_set) not in self._data_sets:
             self._data_sets[id(data_set)] = len(self._kept)
@@ -81,7 +81,7 @@ class PhasedRun(ScriptRun):
         self._pass_trains = self._pass_trains and not begins
 
     def after_last_batch(self, batches: Batches) -> None:
-        """Note that the part which the request began has no batch."""
+        """Mark the part that the request began as one without a batch."""
         self._part = replace(self._part, exhausted=True)
         if self._pass_trains and self._part.loader is not None:
             self._passes[self._part.loader] = self._passes.get(self._part.loader, 0) + 1
@@ -93,8 +93,8 @@ class PhasedRun(ScriptRun):
             self._begin(RunPart(kind, script_line(self._folder)))
 
     def _before_call(self, module: nn.Module) -> None:
-        """Note the call in the part that runs; begin one for `generate`, after it, and without a loader after an
-        update."""
+        """Count a call in the part that runs. Before it, begin a new part at the start and end of `generate`, or, in a
+        loop without a loader, after an update."""
         with_gradients = torch.is_grad_enabled()
         generates = not with_gradients and any(frame.f_code.co_name == "generate" for frame in callers())
         part = self._part
@@ -124,7 +124,7 @@ class PhasedRun(ScriptRun):
         self._part = replace(self._part, updates=self._part.updates + 1)
 
     def _begin(self, part: RunPart) -> None:
-        """End the part that runs and begin another."""
+        """End the part that runs and begin ``part``."""
         if self._over:
             self._stop()
         if not self._built:

@@ -1,4 +1,4 @@
-"""A plan of a script's model for a budget of the whole script, and the lines that would use it. Nothing runs."""
+"""Plan the model of a script for a budget of the whole script, without running it, and write the lines to add."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
     """Plan the model of a recorded script, and record the script with the plan to confirm the bound.
 
     Args:
-        trace: of the script.
-        script: that was recorded.
-        request: has the budget of the script.
+        trace: trace of the script.
+        script: the recorded script.
+        request: has the budget of the whole script.
 
     Raises:
         InputError: no model was trained, or it was called with something that cannot be described.
         UsageError, RecordingError: as `memplan.plan`.
     """
     room = request.room
-    assert room is not None, "a budget was given"
+    assert room is not None, "the request has a budget"
     title = request.command.name
     timeline = simulate(trace)
     recorded = timeline.peak_reserved + room.context_of(trace)
@@ -145,7 +145,7 @@ def _bytes_above_bound(
 
 
 def _plannable(call: ModelCall | None, title: str) -> ModelCall:
-    """Return the call, or raise the reason for which there can be no plan of it."""
+    """Return the call; raise if it cannot be planned."""
     if call is None:
         raise InputError(
             f"{title} called no model in training",
@@ -164,7 +164,8 @@ def _plannable(call: ModelCall | None, title: str) -> ModelCall:
 
 
 def _with_ones(arguments: Any) -> Any:
-    """Return arguments with ones for small tensors of integers, as a recording reads them: masks decide branches."""
+    """Return arguments with tensors of ones for specs of small integer tensors, as in recordings, since masks can
+    decide branches."""
 
     def with_values(leaf: Any) -> Any:
         is_integral = isinstance(leaf, Spec) and not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
@@ -177,12 +178,12 @@ def _optimizer(call: ModelCall) -> Any:
     return None if call.optimizer is None else optimizer_factory(call.optimizer, call.options)
 
 
-def _lines(call: ModelCall, room: Room, beside: int, options: Mapping[str, Any]) -> Lines:
-    """Return the lines that make the model fit, to be inserted into the script."""
+def _lines(call: ModelCall, room: Room, unplanned: int, options: Mapping[str, Any]) -> Lines:
+    """Return the lines to insert into the script; the model's budget is the limit less ``unplanned`` bytes."""
     arguments = [call.name, *(_python_text(argument) for argument in call.inputs)]
     kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
     arguments += [f"kwargs={_kwargs_text(kwargs)}"] if kwargs else []
-    arguments.append(f"budget={room.limit - beside:_}")
+    arguments.append(f"budget={room.limit - unplanned:_}")
     arguments += [f"optimizer={_optimizer_text(call)}"] if call.optimizer is not None else []
     arguments += [f'autocast="{_LOWER[call.autocast]}"'] if call.autocast in _LOWER else []
     arguments += [f"{name}={value!r}" for name, value in options.items()]

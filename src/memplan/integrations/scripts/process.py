@@ -25,7 +25,7 @@ from memplan._json import Unreadable
 from memplan.errors import MemplanError, StepError, UsageError
 from memplan.integrations.scripts.answer import MOST, read_answer
 from memplan.integrations.scripts.command import Command
-from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.integrations.scripts.request import Request, RunResult, ScriptEnded
 from memplan.integrations.scripts.sandbox.messages import SCRATCH, Job, Outcome, Protection, Setting
 
 _START = "from memplan.integrations.scripts.child import answer; import sys; answer(sys.argv[1])"
@@ -36,7 +36,7 @@ _TAIL_BYTES = 64 << 10
 """Bytes of a script's output that are stored, counted from its end."""
 
 
-def run_script(request: Request, warn: Callable[[str], None] = lambda _: None) -> Ran:
+def run_script(request: Request, warn: Callable[[str], None] = lambda _: None) -> RunResult:
     """Run a script in a process of its own and return its steps.
 
     Args:

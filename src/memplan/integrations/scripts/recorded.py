@@ -1,4 +1,4 @@
-"""In the script's process: run it, recorded or for real, with its effects held back."""
+"""Run a script in its own process, recorded or for real, with its effects sandboxed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from memplan import _torch
 from memplan.errors import InputError, MemplanError, StepError
 from memplan.integrations.scripts.planned import planned
-from memplan.integrations.scripts.request import Ran, Request
+from memplan.integrations.scripts.request import Request, RunResult
 from memplan.integrations.scripts.script import Script
 from memplan.integrations.scripts.views import View
 from memplan.studies.axes.subject import Subject
@@ -37,16 +37,16 @@ _OFFLINE_ERRORS = (ConnectionError, socket.gaierror)
 _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
 
-def run_request(request: Request, view: View, give_up: GiveUp) -> Ran:
-    """Run a script as a request asks and return its steps and what else it did.
+def run_request(request: Request, view: View, give_up: GiveUp) -> RunResult:
+    """Run a script, and return its trace, the facts about the run, and the largest batch or plan if requested.
 
     Args:
-        request: what to run, and for which device.
-        view: the files as the script sees them.
-        give_up: called with the error of a script that does not let itself be ended.
+        request: script, device and options.
+        view: the file system as the script sees it.
+        give_up: called with the error of a script that catches the exception that ends it.
 
     Raises:
-        InputError: for the largest batch, the script uses no loader of torch; for a plan, it trains no model.
+        InputError: the largest batch of a script without a loader of torch, or the plan of a script without a model.
     """
     if not request.writes:
         os.environ.update({name: value for name, value in _OFFLINE.items() if name not in os.environ})
@@ -62,7 +62,7 @@ def run_request(request: Request, view: View, give_up: GiveUp) -> Ran:
             error.where = error.where or format_frame(frame_of_error(error))
             raise
         raise _script_error(error, request) from error.__cause__
-    ran = Ran(request.command, trace, script.facts(trace))
+    ran = RunResult(request.command, trace, script.facts(trace))
     if request.room is None:
         return ran
     if request.plan is not None:
@@ -96,16 +96,17 @@ def _trace_of(script: Script, request: Request) -> Trace:
 
 
 _BATCHES = 6, 96
-"""Lengths of shortened loaders: the first, and the last that is tried where a pass makes fewer than two updates. Where
-a batch is fetched ahead and the first has nothing to concatenate with, three of six are alike."""
+"""Smallest and largest length to which loaders are shortened; larger ones are tried if a pass makes fewer than two
+updates. With a batch fetched ahead and no tensor for the first to be concatenated with, three of six batches match."""
 _PERIODS = 4
-"""Updates of a pass that is recorded again because its last update had another number of batches than really: the first
-makes the optimizer's states, and the last part of a loader that fetches ahead repeats nothing."""
+"""Updates of a pass that is recorded again because its last update accumulated another number of batches than in a
+whole run. The first update creates the optimizer's states, and the last of a loader that fetches ahead cannot be
+repeated."""
 
 
 def _record_phases(request: Request, view: View, give_up: GiveUp) -> tuple[Script, Trace]:
-    """Record a script through its phases, with loaders so long that gradients accumulate for two updates in each, and
-    for as many batches as really before the last one."""
+    """Record a script through its phases, with loaders long enough for two updates in each pass, the last of which
+    accumulates as many batches as in a whole run."""
     batches, multiple = _BATCHES[0], 1
     while True:
         script = Script(replace(request, batches=batches, multiple=multiple), view, give_up)
@@ -125,7 +126,7 @@ def _record_phases(request: Request, view: View, give_up: GiveUp) -> tuple[Scrip
 
 
 def _first_pass(parts: Sequence[RunPart]) -> list[RunPart]:
-    """Return the parts of the first pass over the training data, without what interrupts it."""
+    """Return the parts of the first pass over the training data, without phases that interrupt it."""
     data = next((part.loader for part in parts if part.trains and part.loader is not None), None)
     own = [part for part in parts if data is not None and part.loader == data]
     end = next((number for number, part in enumerate(own) if part.exhausted), len(own))
@@ -136,8 +137,8 @@ def _accumulated(parts: Sequence[RunPart], updates: Sequence[int]) -> int:
     """Return the number of batches whose gradients are accumulated for an update.
 
     Args:
-        parts: of a pass.
-        updates: places of those that make updates.
+        parts: parts of a pass.
+        updates: indices of the parts with an update.
     """
     loads = [sum(part.loads for part in parts[a + 1 : b + 1]) for a, b in pairwise([-1, *updates])]
     if loads and parts[-1].exhausted and parts[-1].trains:  # the first update came after a batch was fetched ahead
@@ -146,7 +147,7 @@ def _accumulated(parts: Sequence[RunPart], updates: Sequence[int]) -> int:
 
 
 def _script_error(error: StepError, request: Request) -> StepError:
-    """Return the error of a step with advice for a script; an error that already has other advice stays as it is."""
+    """Return the error of a step with advice for a script; an error with other advice is returned unchanged."""
     if error.expected != RUNS:
         return error
     cause = error.__cause__
@@ -175,7 +176,8 @@ def _script_error(error: StepError, request: Request) -> StepError:
 
 
 def _torchrun_variable(cause: BaseException) -> str | None:
-    """Return the variable of torchrun's that a line failed to read, as in ``int(os.environ.get("LOCAL_RANK"))``."""
+    """Return the variable of torchrun that an error is about, as in ``int(os.environ.get("LOCAL_RANK"))``; else
+    None."""
     if not isinstance(cause, (KeyError, TypeError, ValueError)):
         return None
     frames = traceback.extract_tb(cause.__traceback__)
@@ -185,7 +187,7 @@ def _torchrun_variable(cause: BaseException) -> str | None:
 
 
 class _ScriptOfBatch(Programs):
-    """A script as a function of its batch size, for the search for the largest one."""
+    """A script as a function of its batch size, for the search for the largest batch."""
 
     def __init__(self, request: Request, view: View, give_up: GiveUp) -> None:
         self._request, self._view, self._give_up = request, view, give_up
@@ -196,6 +198,6 @@ class _ScriptOfBatch(Programs):
         """Do nothing: a subject of a search has to be callable, and its parameters are those of `program`."""
 
     def program(self, **arguments: Any) -> Script:
-        """Return the script with loaders of ``batch`` samples at a time."""
+        """Return the script with the batch size ``batch``."""
         request = replace(self._request, rules=replace(self._request.rules, batch=arguments["batch"]))
         return Script(request, self._view, self._give_up)

@@ -1,4 +1,4 @@
-"""Request and result of running a script."""
+"""Request and result of a run of a script."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ class Request:
     phases: bool = False
     """Whether to follow the script through its phases, instead of ``steps`` updates."""
     batches: int | None = None
-    """Of a script followed through its phases: length that no loader exceeds; None: its own."""
+    """With ``phases``: length to which loaders are shortened; None: not at all."""
     multiple: int = 1
-    """Number of batches that an update accumulates: a multiple of it is left out of each loader, so that its last
-    update has as many as really. Loaders exceed ``batches`` by less than that."""
+    """Number of batches that an update accumulates. A multiple of it is left out of each loader, so that the last
+    update accumulates as many batches as in a whole run; loaders may be longer than ``batches`` by less than that."""
     world: int | None = None
-    """Number of ranks, of which the script is one that torchrun starts; None: it runs as under python."""
+    """Number of ranks that torchrun starts, of which the script is ``rank``; None: it runs as under python."""
     rank: int = 0
     lines: tuple[Followed, ...] = ()
     """Functions to follow line by line, in addition to decorated functions."""
 
 
 @dataclass(frozen=True)
-class Ran:
-    """Recorded steps and other facts of a script."""
+class RunResult:
+    """Recorded steps of a script, and the facts about its run."""
 
     command: Command
     trace: Trace
@@ -80,9 +80,9 @@ class ScriptEnded(StepError):
     """A script that ended before it called a model.
 
     Args:
-        name: what to call it.
-        code: what it called sys.exit with; None where it did not.
-        said: what it printed.
+        name: name of the script.
+        code: argument of sys.exit; None if the script did not call it.
+        said: output of the script.
     """
 
     def __init__(self, name: str, code: int | str | None, said: str = "") -> None:

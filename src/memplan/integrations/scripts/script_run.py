@@ -24,7 +24,8 @@ from memplan.trace.recording.boundaries import Boundaries
 from memplan.trace.recording.session import is_suspended
 
 _RARE = 8
-"""Multiple of the requested updates by one optimizer after which steps no longer wait for the others."""
+"""Updates by an optimizer, as a multiple of the requested ones, after which steps no longer wait for slower
+optimizers."""
 _UNUSED = 256
 """Batches or model calls without an update after which the run ends."""
 _ROLLOUT = 16
@@ -38,7 +39,7 @@ class _Over(BaseException):
 
 
 class ScriptRun:
-    """One run of a script, until its optimizers have made the requested updates."""
+    """A run of a script until its optimizers have made the requested updates."""
 
     def __init__(
         self, request: Request, steps: int, boundaries: Boundaries, give_up: Callable[[MemplanError], NoReturn]
@@ -170,7 +171,7 @@ class ScriptRun:
                 pass
 
     def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Count an update; the step is complete, up to the next boundary, once all optimizers have made one more."""
+        """Count an update. A step is complete once each optimizer has made another update, and ends at a boundary."""
         self.calls.update_ended(optimizer)
         before = self._common_updates()
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
@@ -180,7 +181,7 @@ class ScriptRun:
         self._loaders.model_called(trains=True)
 
     def _common_updates(self) -> int:
-        """Return the number of updates that each optimizer has made, but for those updated far less often."""
+        """Return the smallest number of updates of any optimizer, without those that are updated far less often."""
         counts = sorted(self._optimizers.values())
         most = counts[-1] if counts else 0
         return next((count for count in counts if most < _RARE * max(count, self._steps)), most)
@@ -204,7 +205,7 @@ class ScriptRun:
             self._end_unfinished("time")
 
     def _end_unfinished(self, ending: Ending) -> None:
-        """End the run in the middle of a step, which counts as one."""
+        """End the run in the middle of a step, which counts as a step."""
         self._end_step()
         self._end(ending)
 

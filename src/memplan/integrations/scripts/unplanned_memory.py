@@ -87,7 +87,7 @@ def unplanned_memory(
         for storage, sign in uncounted_changes[tick]:
             key, size = (storage.shape, storage.dtype), _size(storage, trace)
             inputs_before = min(live_inputs[key], counted[key])
-            live_inputs[key] += sign  # those that look like an input are counted by the plan, one for each input
+            live_inputs[key] += sign  # for each input the plan counts a storage of its shape and dtype
             uncounted += sign * size - (min(live_inputs[key], counted[key]) - inputs_before) * size
         if planned.is_counting(tick):
             in_steps = max(in_steps, uncounted)
@@ -126,7 +126,7 @@ class _PlannedMemory:
         return (at >= 0 and tick <= self._steps[at].end) or self._is_in_update(tick, tick)
 
     def counted_until(self, storage: Storage) -> int:
-        """Return the tick until which a plan counts a storage, such as that of the next call; -1: never."""
+        """Return the tick until which a plan counts a storage, such as the start of the next call; -1: never."""
         if storage.cause in _NAMED and storage.name:
             return _ALWAYS if storage.name.rpartition(".")[0] in self._layers else _NEVER
         if storage.cause == "optimizer_state":
@@ -171,7 +171,7 @@ class _PlannedMemory:
 def _layer_names(trace: Trace, kind: str, paths: Collection[str]) -> frozenset[str]:
     """Return the names of a model's layers in a trace.
 
-    A model that is part of another has its path there as a prefix: the one with which most of its layers are found.
+    In a trace of a larger model they begin with the path of the model: the path with which most names exist.
     """
     names = {layer.name for layer in trace.layers} | {op.layer for op in trace.ops}
     roots = ["", *dict.fromkeys(f"{layer.name}." for layer in trace.layers if layer.kind == kind)]

@@ -1,4 +1,4 @@
-"""The files as a script's process sees them, by what protects the real ones; anew for each run."""
+"""The file system as a script's process sees it, for each protection of the real files; anew for each run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from memplan.integrations.scripts.sandbox.messages import NEXT, Change, Changes
 
 
 class View:
-    """The real files: nothing protects them here."""
+    """The real files, without protection."""
 
     protects = False
-    """Whether what is written does not reach the real files, or only after a look for checkpoints."""
+    """Whether writes do not reach the real files, or only after a check for checkpoints."""
     own: tuple[str, ...] = ()
     """memplan's own folders: changes below these are not the script's."""
 
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:
-        """Within this context one run sees these files, and notes its changes in ``effects``."""
+        """Within this context a run sees these files; changes are noted in ``effects``."""
         yield
 
     def changes(self) -> Changes:
-        """Return the changes of the run that has ended; the next run sees the real files again."""
+        """Return the changes of the last run, and discard them: the next run sees the real files again."""
         return Changes()
 
 
 class OverlaidView(View):
-    """Overlays, which the supervisor mounts: it is at the other end of the control socket."""
+    """Overlays mounted by the supervisor, which answers requests on the socket ``control``."""
 
     protects = True
 
@@ -44,12 +44,12 @@ class OverlaidView(View):
 
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:
-        """Within this context, copy where an overlay refuses a rename: of an older folder, or to another overlay."""
+        """Within this context, renames that an overlay refuses (of an older folder, to another overlay) are copies."""
         with renames_copied():
             yield
 
     def changes(self) -> Changes:
-        """Ask the supervisor for the changes in the overlays of the run that has ended, and for new overlays."""
+        """Return the changes in the overlays of the last run; the supervisor mounts new overlays."""
         folder = os.getcwd()
         answer = b""
         try:
@@ -71,7 +71,7 @@ class OverlaidView(View):
 
 
 class RedirectedView(View):
-    """What Python writes goes to a folder; the kernel refuses all other writes."""
+    """Redirects Python's writes to a folder; the kernel refuses all other writes."""
 
     protects = True
 
@@ -95,5 +95,5 @@ class RedirectedView(View):
             yield
 
     def changes(self) -> Changes:
-        """Return what was written to the folder of the run that has ended."""
+        """Return the changes of the last run."""
         return Changes(tuple(self._changes))

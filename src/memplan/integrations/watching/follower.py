@@ -43,7 +43,7 @@ class Follower:
         self._first_steps: FirstSteps | None = None if device.type == "cuda" else FirstSteps()
         self._window: Window | None = None
         self._first_drift: int | None = None
-        """Drift of the first step after the prediction was made, in bytes."""
+        """Drift of the first step after the prediction, in bytes."""
         self._began = 0.0
 
     @property

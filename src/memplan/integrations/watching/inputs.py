@@ -1,4 +1,4 @@
-"""The arguments of a model's last call, with shapes in place of tensors, so that no tensor is kept alive."""
+"""The arguments of a model's last call, with specs in place of tensors, so that no tensor stays alive."""
 
 from __future__ import annotations
 

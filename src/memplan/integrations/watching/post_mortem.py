@@ -32,7 +32,7 @@ _ROWS = 15
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is raised by one of torch's allocators for lack of memory."""
+    """Return whether one of torch's allocators raised an error for lack of memory."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _ON_HOST.search(str(error)) is not None
     )
@@ -135,7 +135,7 @@ def _available_memory(device: torch.device, resident: int) -> dict[str, Any]:
 
     Args:
         device: that ran out of memory.
-        resident: bytes of the model and its optimizers, which on the CPU count as available besides free memory.
+        resident: bytes of the model and its optimizers, which on the CPU count as available in addition to free memory.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)

@@ -1,4 +1,4 @@
-"""The file of one rank's watch: written while it runs, so that it is there when the rank dies."""
+"""The file of a rank's watch, written while the watch runs, so that it exists if the rank is killed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from memplan.errors import MemplanError
 from memplan.studies.watched.watched import RankWatch, files_in, name_of, summary, watched_ranks
 
 _INTERVAL = 10.0
-"""Least seconds between two writes, besides those at events (a prediction, an error, the end)."""
+"""Seconds between two writes at least, except at events (a prediction, an error, the end)."""
 
 
 class RankFile:
-    """Writes what a rank's watch has seen to ``rank3.json`` in a folder. The file is replaced as a whole."""
+    """Writes the results of a rank's watch to ``rank3.json`` in a folder. The file is replaced as a whole."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class RankFile:
             self._written = time.monotonic()
 
     def others(self) -> list[str]:
-        """Return sentences on all ranks if none of them runs any more and this one was the last to end; else []."""
+        """Return the summary of all ranks if this rank is the last to end; else []."""
         try:
             ranks = watched_ranks(self.folder)
         except (MemplanError, OSError):  # a file of an earlier training

@@ -248,11 +248,11 @@ class Watch(Written, Printed):
 
     @property
     def _of(self) -> str:
-        """Return whose messages they are: the rank if there are several."""
+        """Prefix of messages: the rank, if there are several."""
         return f"rank {self.rank}: " if self.world > 1 else ""
 
     def _of_rank(self) -> RankWatch:
-        """Return what has been seen so far, as the rank's file has it."""
+        """Return the results so far, as written to the rank's file."""
         follower, prediction = self._follower, self._follower.prediction
         measured = [row.peak for row in follower.rows if row.peak is not None]
         rows = () if prediction is None else prediction.owners()

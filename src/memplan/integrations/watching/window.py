@@ -96,7 +96,7 @@ class Window:
         self.collected = list[tuple[int, int]]()
         """(begin, end) in ticks of each run of Python's garbage collector that freed storages."""
         self.broken: str | None = None
-        """Why recording was given up; None: it was not."""
+        """Why the recording failed; None if it did not."""
         self.recorded: StepParts | None = None
         """Ops and storages, once recording has stopped without an error."""
         self._subject = subject

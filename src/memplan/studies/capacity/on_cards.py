@@ -1,7 +1,6 @@
-"""A step on each card of the catalogue: what it needs there, and the largest batch or sequence that fits
-(``--device all``).
+"""Memory of a step on each card of the catalogue, and the largest batch or sequence that fits it (``--device all``).
 
-A recording is the same for all cards with the same kernels and workspaces (`Trace.alike`): they share it.
+Cards with the same kernels and workspaces (`Trace.alike`) share a recording.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from memplan.trace.recording.session import Target
 from memplan.trace.trace import Trace
 
 _FIRST = {"batch": 1, "sequence": 128}
-"""Axis -> the smallest value that is tried."""
+"""Axis -> smallest value to try."""
 _MOST = {"batch": 1 << 16, "sequence": 1 << 20}
 _GUESSES = 4
-"""Values that a prediction chooses for a card before the search bisects."""
+"""Extrapolated values to try on a card before the search bisects."""
 
 TargetOf = Callable[[Device], Target]
-"""Card -> what to record a step for."""
+"""Returns the target of a recording for a card."""
 Progress = Callable[[str], None]
 
 
@@ -41,37 +40,38 @@ class CardRow:
     capacity: int
     fits: bool
     peak: int
-    """Allocated at most, at ``value``; at the smallest value tried where none fits."""
+    """Allocated peak at ``value``, or at the smallest value if none fits."""
     need: int
-    """What it then needs from the card: reserved bytes and the CUDA context."""
+    """Reserved peak and CUDA context at the same value."""
     value: int | None = None
-    """The largest value tried that fits, 0 if none does; None for a step as it is."""
+    """Largest value that fits, 0 if none does; None for a step as it is."""
     end: int | None = None
-    """The next value tried, which does not fit; None if ``value`` is the last one, or 0."""
+    """Next value, which does not fit; None if ``value`` is the last value, or 0."""
     end_peak: int | None = None
-    """Allocated at most there; None if it cannot be recorded."""
+    """Allocated peak at ``end``; None if it cannot be recorded."""
 
 
 @dataclass(frozen=True)
 class OnCards(Saved):
-    """A row for each card, the smallest first, and how many recordings they took."""
+    """A row for each card, the smallest card first."""
 
     FORMAT: ClassVar[str] = "memplan.on_cards"
 
     title: str
     axis: str
-    """What the values are of; empty for a step as it is."""
+    """Axis of the values; empty for a step as it is."""
     rows: tuple[CardRow, ...]
     recordings: int
+    """Number of recordings behind the rows."""
     failed: str = ""
-    """Why the smallest value that cannot be recorded is none; empty if there is no such value."""
+    """Smallest value that cannot be recorded, and why; empty if all could."""
 
 
 def step_on_cards(
     subject: Subject, cards: Sequence[Device], target_of: TargetOf, settings: str | None = None,
     progress: Progress = lambda text: None,
 ) -> OnCards:  # fmt: skip
-    """Return what a step needs on each card. Raises MemplanError if it cannot be recorded."""
+    """Return the memory of a step on each card. Raises MemplanError if the step cannot be recorded."""
 
     def record(value: int, target: Target) -> Trace:
         progress(f"on {target.name}")
@@ -90,8 +90,8 @@ def largest_on_cards(
     subject: Subject, name: str, cards: Sequence[Device], target_of: TargetOf, *, most: int | None = None,
     settings: str | None = None, progress: Progress = lambda text: None,
 ) -> OnCards:  # fmt: skip
-    """Return the largest of `tried_values` that fits each card. It and the next are recorded, for the card or one that
-    is alike; values beyond the next are taken not to fit.
+    """Return the largest of `tried_values` that fits each card. It and the next value are recorded, for the card or one
+    with the same kernels; larger values are assumed not to fit.
 
     Raises:
         InputError: another axis than batch or sequence, or the step has no such axis.
@@ -119,8 +119,8 @@ def largest_on_cards(
 
 
 def tried_values(axis: str, most: int | None = None) -> list[int]:
-    """Return powers of two times 1, 1.25, 1.5 and 1.75, from a batch of 1 or 128 tokens up to ``most``, which is the
-    last.
+    """Return powers of two times 1, 1.25, 1.5 and 1.75, from a batch of 1 or a sequence of 128, up to and with
+    ``most``.
 
     Example:
         >>> tried_values("batch", 11)
@@ -137,20 +137,21 @@ def _by_capacity(cards: Sequence[Device]) -> list[Device]:
 
 
 class _Recorder:
-    """The verdicts of all recordings so far."""
+    """Records values for cards, each once, and keeps the verdicts."""
 
     def __init__(self, record: Callable[[int, Target], Trace], target_of: TargetOf, settings: str | None) -> None:
         self._record = record
         self._target_of = target_of
         self._settings = settings
         self._known: dict[str, dict[int, tuple[int, Verdict]]] = {}
-        """Card -> value -> allocated peak, and verdict."""
+        """Card -> value -> (allocated peak, verdict)."""
         self.recordings = 0
         self.failed: tuple[int, MemplanError] | None = None
-        """The smallest value that cannot be recorded, and why."""
+        """Smallest value that cannot be recorded, and its error."""
 
     def on(self, card: Device, value: int) -> tuple[int, Verdict]:
-        """Return the allocated peak of a value and its verdict on a card. Raises MemplanError."""
+        """Return the allocated peak of a value, and its verdict on a card. Raises MemplanError if it cannot be
+        recorded."""
         known = self._known.setdefault(card.name, {})
         if value not in known:
             if self.failed is not None and value >= self.failed[0]:
@@ -167,7 +168,8 @@ class _Recorder:
         return known[value]
 
     def samples(self, card: Device) -> list[Sample]:
-        """Return the allocated peak with the context at the values recorded for a card: the least that it needs."""
+        """Return the values recorded for a card, each with a lower bound of its need: allocated peak and CUDA
+        context."""
         return [
             Sample(value, value, peak + card.context[0], verdict.answer == "fits")
             for value, (peak, verdict) in self._known.get(card.name, {}).items()
@@ -175,7 +177,7 @@ class _Recorder:
 
 
 def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: list[Sample]) -> CardRow:
-    """Return a card's row. ``others``: what another card needs, to begin with."""
+    """Search for the largest value that fits a card. ``others``: samples of another card, for the first guess."""
 
     def fits(index: int) -> bool:
         """Record a value unless it is known; return whether it fits."""
@@ -209,7 +211,7 @@ def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: li
 
 
 def _guess(samples: list[Sample], values: list[int], capacity: int) -> int | None:
-    """Return the index of the largest value that fits by what others need; None without two of them."""
+    """Return the index of the largest value that fits by extrapolation; None with fewer than two samples."""
     if len(samples) < 2:
         return None
     nearest_last = sorted(samples, key=lambda sample: -abs(sample.need - capacity))

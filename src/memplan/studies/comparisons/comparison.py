@@ -27,7 +27,7 @@ WHOLE = "(the model itself)"
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """Bytes of one layer: its outputs, its tensors saved for backward, its weights."""
+    """Bytes of a layer: of its outputs, its tensors saved for backward, and its weights."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A weight that contains zeros. ``zeros`` is None where values are unknown: a recording has no values of a mask."""
+    """A weight that contains zeros. ``zeros`` is None if values are unknown, as in a recording of a masked weight."""
 
     DERIVED: ClassVar[tuple[str, ...]] = ("fewer_channels", "bytes_of_fewer")
 
@@ -47,17 +47,17 @@ class Zeros:
     elements: int
     zeros: int | None
     bytes: int
-    """Of the dense tensor, zeros included."""
+    """Bytes of the dense tensor, including zeros."""
     mask_bytes: int
-    """Of the mask that `torch.nn.utils.prune` adds; 0 without one."""
+    """Bytes of the mask of `torch.nn.utils.prune`; 0 without a mask."""
     channels: int
-    """Output channels of the layer."""
+    """Number of output channels of the layer."""
     empty_channels: int | None
-    """Output channels whose weights are all zero."""
+    """Number of output channels whose weights are all zero."""
 
     @property
     def fewer_channels(self) -> int:
-        """Return how many whole output channels have as many weights as there are zeros."""
+        """Number of whole output channels with as many elements as there are zeros."""
         return (self.zeros or 0) * self.channels // self.elements
 
     @property
@@ -68,7 +68,7 @@ class Zeros:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A plan's decision about a value of the forward pass: its lever, and the bytes it keeps (``keep``) or frees."""
+    """A plan's decision about a forward value: its lever, and the bytes that it saves (``keep``) or frees."""
 
     value: str
     layer: str
@@ -84,13 +84,13 @@ class Side:
     origin: Origin
     device: str
     train: bool | None
-    """Whether it trains; None if unknown."""
+    """Whether the step trains; None if unknown."""
     peak: int
     """Peak of allocated bytes."""
     reserved: int
-    """Peak of reserved bytes; equal to ``peak`` where there is no caching allocator."""
+    """Peak of reserved bytes; equal to ``peak`` without a caching allocator."""
     by_cause: dict[str, int]
-    """Bytes at the peak; they add up to it."""
+    """Bytes at the peak by cause, which add up to ``peak``."""
     layers: tuple[LayerPart, ...]
     saved_bytes: int | None = None
     """Peak of tensors saved for backward."""
@@ -98,18 +98,18 @@ class Side:
     cast_bytes: int = 0
     """Peak of copies of weights in another dtype."""
     activation_bytes: int | None = None
-    """Peak of activations, saved for backward or not, without these copies."""
+    """Peak of activations, saved for backward or not, without copies of weights."""
     parameters: int | None = None
     """Number of elements of all weights."""
     outputs: tuple[str, ...] | None = None
     """Shape and dtype of each output of the model, in order; None if unknown."""
     seconds: float | None = None
-    """Of one step."""
+    """Seconds of a step."""
     seconds_by: str = ""
     """Source of ``seconds``: a roofline, a measurement, a plan."""
     zeros: tuple[Zeros, ...] = ()
     decided: tuple[Decided, ...] = ()
-    """Of a plan: its decisions about values."""
+    """Decisions of a plan about values."""
     notes: tuple[str, ...] = ()
 
 
@@ -131,14 +131,14 @@ class CauseRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerPair:
-    """The layers of one name; None on a side without such a layer."""
+    """The layers of A and B with the same name; None on a side without such a layer."""
 
     name: str
     a: LayerPart | None
     b: LayerPart | None
 
     def difference(self, field: str) -> int:
-        """Return a field of B's `LayerPart` minus that of A's; a missing layer counts as 0."""
+        """Return a field of B's `LayerPart` minus the field of A's; a missing layer counts as 0."""
         return getattr(self.b, field, 0) - getattr(self.a, field, 0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Comparison(Saved, Displayed):
 
     @property
     def layers(self) -> tuple[LayerPair, ...]:
-        """Return a row for each layer by name: those of A in its order, then those that only B has."""
+        """Return a row for each name of a layer: the layers of A in order, then those that only B has."""
         a, b = _by_name(self.a.layers), _by_name(self.b.layers)
         if WHOLE not in a or WHOLE not in b:  # a side without a root module: keep the class names
             a, b = ({part.name: part for part in side.layers} for side in (self.a, self.b))
@@ -223,7 +223,7 @@ CAUSE_LABELS = LABELS | {CAST_COPIES: "weights in another dtype", STEP: "what th
 _CAUSES = 3
 """Causes that the headline lists."""
 _CHANGE = 0.005
-"""Share of A from which on a change is stated in percent, too."""
+"""Change, as a share of A, from which on it is also stated in percent."""
 
 
 def headline(comparison: Comparison) -> str:
@@ -259,7 +259,7 @@ def remarks(comparison: Comparison) -> Iterator[str]:
 
 
 def distance_text(difference: ResultDifference, reference: str) -> str:
-    """Return ``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``, where ``reference`` is A."""
+    """Return ``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``; ``reference`` is ``A``."""
     if difference.relative == 0:
         return f"are {reference}'s bit for bit"
     if difference.relative is None or difference.largest is None:
@@ -306,20 +306,20 @@ def _outputs_text(outputs: tuple[str, ...]) -> str:
     return ", ".join(outputs[:4]) + (f" and {len(outputs) - 4} more" if len(outputs) > 4 else "")
 
 
-def by_one_measure(a: Side, b: Side) -> bool:
-    """Return whether the seconds of two sides have the same source (rooflines, measurements or plans) and compare."""
+def have_comparable_seconds(a: Side, b: Side) -> bool:
+    """Return whether the seconds of two sides are comparable: from the same source, as rooflines or measurements."""
     return a.seconds_by.partition(" ")[0] == b.seconds_by.partition(" ")[0]
 
 
 def seconds_sentence(comparison: Comparison) -> str | None:
-    """Return the sentence on step times, or None if one is unknown; with their ratio only if `by_one_measure`."""
+    """Return the sentence on step times, with their ratio if they are comparable; None if a time is unknown."""
     a, b = comparison.a, comparison.b
     if a.seconds is None or b.seconds is None:
         return None
     time_a, time_b = format_seconds(a.seconds), format_seconds(b.seconds)
     if a.seconds_by != b.seconds_by:
         time_a, time_b = f"{time_a} ({a.seconds_by})", f"{time_b} ({b.seconds_by})"
-    if not by_one_measure(a, b):
+    if not have_comparable_seconds(a, b):
         return f"Time of a step: {time_a}, and {time_b}: not by one measure."
     ratio = f", {100 * (b.seconds / a.seconds - 1):+.0f} %" if a.seconds else ""
     how = f" ({a.seconds_by})" if a.seconds_by == b.seconds_by else ""

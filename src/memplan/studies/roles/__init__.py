@@ -1,1 +1,1 @@
-"""The distinct ranks of a step on several cards: which are recorded, and which are taken to equal them."""
+"""Distinct ranks of a step on several cards: which to record, and which of the others are equal to them."""

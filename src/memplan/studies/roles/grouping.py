@@ -1,13 +1,14 @@
-"""Which ranks do the same, from recordings of few of them.
+"""Group ranks that allocate the same, from recordings of a few of them.
 
-What ranks hold differs for three reasons, and each says which recordings are enough:
+The memory of ranks differs for three reasons, which determine the ranks to record:
 
-- Shards. `torch.chunk` gives the first ranks of a mesh dimension whole shards, one rank the rest, and the last ones
-  nothing: sizes never grow along a dimension. Of a box of ranks (a range in each dimension), the first holds the
-  largest shards and the last the smallest. Where these two are equal, all between them are.
-- Stages of a pipeline, of which any can differ: along a dimension whose ranks send to single others, all are recorded.
-- Code that asks for the rank. What the first rank alone does, of all or of a machine, is seen by the same comparison;
-  what a rank between does is not.
+- Shards. `torch.chunk` gives the first ranks of a mesh dimension full shards, the next rank a smaller shard and the
+  last ranks nothing: sizes never grow along a dimension. In a box of ranks (a range in each dimension), the first rank
+  has the largest shards and the last the smallest. If these two are equal, so are all ranks between them.
+- Stages of a pipeline, which can all differ: along a dimension whose ranks send to single other ranks, all are
+  recorded.
+- Code that depends on the rank. The comparison of the first and last rank shows what only the first rank does, of all
+  or of a machine; not what only a rank in between does.
 """
 
 from __future__ import annotations
@@ -21,33 +22,34 @@ from memplan.errors import InputError
 from memplan.trace.records import RankGroup
 
 ALL = 8
-"""Of so many ranks, all are recorded."""
+"""Number of ranks up to which all are recorded."""
 MOST = 64
-"""Ranks that are recorded at most."""
+"""Number of ranks to record at most."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Ranks that do the same."""
+    """Ranks grouped by equal recordings."""
 
     roles: tuple[tuple[int, ...], ...]
-    """Ranks with equal recordings, or taken to have them; in the order of their first ranks."""
+    """Groups of equal ranks, in the order of their first ranks."""
     recorded: tuple[int, ...]
+    """Ranks that were recorded."""
     unsettled: tuple[int, ...] = ()
-    """Ranks between two that differ, which were not recorded as there are too many: in the role of the first one."""
+    """Ranks between two different ranks that were not recorded, as there are too many; grouped with the first."""
 
 
 def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: Callable[[int], Hashable]) -> Grouping:
-    """Group the ranks of a world by what a recording of each is.
+    """Group ranks by their recordings.
 
     Args:
         world: number of ranks.
-        per_node: ranks of a machine.
-        groups: the process groups of rank 0.
-        key_of: records a rank, and returns what is equal for ranks that do the same.
+        per_node: number of ranks per machine.
+        groups: process groups of rank 0.
+        key_of: records a rank, and returns a key that is equal for ranks that allocate the same.
 
     Raises:
-        InputError: any of more than `MOST` ranks can differ, as they send to single others.
+        InputError: more than `MOST` ranks can all differ, as they send to single other ranks.
     """
     boxes = list(_boxes(world, per_node, groups))
     if len(boxes) > MOST:
@@ -62,8 +64,8 @@ def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: 
             keys[rank] = key_of(rank)
         return keys[rank]
 
-    def same(box: _Box) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield ranks that are equal, after the one of them that was recorded."""
+    def equal_ranks(box: _Box) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield (a recorded rank, the ranks equal to it)."""
         first, last = box.rank(0), box.rank(-1)
         if all(key(rank) == key(first) for rank in box.ranks if rank in keys or rank == last):
             yield first, box.ranks
@@ -72,11 +74,11 @@ def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: 
             yield first, box.ranks
         else:
             for half in box.halves(lambda rank: key(rank) == key(first)):
-                yield from same(half)
+                yield from equal_ranks(half)
 
     roles: dict[Hashable, list[int]] = {}
     for box in boxes:
-        for recorded, ranks in same(box):
+        for recorded, ranks in equal_ranks(box):
             for rank in ranks:
                 roles.setdefault(key(rank if rank in keys else recorded), []).append(rank)
     ordered = sorted(tuple(sorted(ranks)) for ranks in roles.values())
@@ -92,18 +94,18 @@ class _Box:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return all of them, in order."""
+        """The ranks in order."""
         return tuple(sum(map(math.prod, zip(self.strides, place, strict=True))) for place in product(*self.ranges))
 
     def rank(self, end: int) -> int:
-        """Return the first rank (0) or the last one (-1)."""
+        """Return the first rank (``end`` 0) or the last (-1)."""
         return sum(stride * part[end] for stride, part in zip(self.strides, self.ranges, strict=True))
 
     def halves(self, is_first: Callable[[int], bool]) -> tuple[_Box, _Box]:
-        """Return two halves, along a dimension at whose end a rank differs from the first one if there is one.
+        """Return two halves, split along a dimension whose last rank differs from the first rank, if possible.
 
         Args:
-            is_first: whether a rank is equal to the first one.
+            is_first: returns whether a rank is equal to the first rank.
         """
         long = [index for index, part in enumerate(self.ranges) if len(part) > 1]
         ends = {
@@ -120,7 +122,7 @@ class _Box:
 
 
 def _boxes(world: int, per_node: int, groups: Sequence[RankGroup]) -> Iterator[_Box]:
-    """Yield boxes of ranks that can only differ by their shards and by what a first rank does."""
+    """Yield boxes of ranks that differ at most by their shards and by code for the first rank."""
     dimensions = _dimensions(world, per_node, groups)
     strides = tuple(stride for stride, _ in dimensions)
     ranges = [
@@ -134,19 +136,19 @@ def _boxes(world: int, per_node: int, groups: Sequence[RankGroup]) -> Iterator[_
 
 
 def _is_along(ranks: Sequence[int], stride: int) -> bool:
-    """Return whether the ranks of a group differ in the dimension of a stride."""
+    """Return whether the ranks of a process group differ in the dimension with this stride."""
     step = _step(ranks)
     return step is None or step <= stride < step * len(ranks)
 
 
 def _step(ranks: Sequence[int]) -> int | None:
-    """Return the distance between the ranks of a group; None if it is not the same everywhere."""
+    """Return the distance between consecutive ranks of a process group; None if it varies."""
     steps = {after - before for before, after in pairwise(ranks)}
     return steps.pop() if len(steps) == 1 else None
 
 
 def _dimensions(world: int, per_node: int, groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
-    """Return stride and size of each dimension of all meshes and of the machines; the longest stride first."""
+    """Return (stride, size) of each dimension of all meshes and of the machines, the largest stride first."""
     ends = {per_node, world}
     for group in groups:
         step = _step(group.ranks)

@@ -1,4 +1,4 @@
-"""The memory of every rank of a step, one report for ranks that do the same (`memplan.roles`)."""
+"""Memory of every rank of a step, with an explanation for each group of equal ranks (`memplan.roles`)."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from memplan.trace.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Ranks that allocate and free the same, and where their memory goes."""
+    """Ranks that allocate and free the same, with their explanation."""
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
-    """Indices of the pipeline's stages that the first of them has; () without a pipeline."""
+    """Indices of the pipeline stages of the first of these ranks; () without a pipeline."""
     explanation: Explanation
-    """Of the first of them that was recorded."""
+    """Explanation of the first of these ranks that was recorded."""
 
     @property
     def largest(self) -> str:
-        """Return the cause that holds the most bytes at the allocated peak."""
+        """Cause with the most bytes at the allocated peak."""
         return max(self.explanation.by_cause.items(), key=lambda row: row[1])[0]
 
     @property
     def reserved_share(self) -> float | None:
-        """Return the reserved bytes as a share of the card's; None on the CPU."""
+        """Reserved peak as a share of the card's capacity; None on the CPU."""
         card = self.explanation.card
         return None if card is None else self.explanation.timeline.peak_reserved / card.verdict.capacity
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Roles(Saved, Displayed):
-    """All ranks of a step, those that hold the most first. Bytes throughout."""
+    """All ranks of a step, the highest reserved peak first. Sizes are bytes."""
 
     FORMAT: ClassVar[str] = "memplan.roles"
     AGAIN: ClassVar[str] = "Explain the ranks again"
@@ -60,12 +60,13 @@ class Roles(Saved, Displayed):
     world: int
     roles: tuple[Role, ...]
     recorded: tuple[int, ...]
-    """The ranks that were recorded; the others are taken to equal those of their role."""
+    """Ranks that were recorded; each other rank is assumed to equal the recorded ranks of its role."""
     unsettled: tuple[int, ...] = ()
-    """Ranks between two that differ, which are not recorded as there are too many; at most what their role says."""
+    """Ranks between two different ranks that were not recorded, as there are too many: they need at most the memory of
+    their role."""
 
     def _check(self) -> None:
-        """Raise Unreadable for a loaded file whose roles are not those of all ranks."""
+        """Raise Unreadable if the roles of a loaded file do not contain each rank once."""
         ranks = sorted(rank for role in self.roles for rank in role.ranks)
         if not ranks or len(ranks) != self.world or ranks != list(range(len(ranks))):
             raise Unreadable(f"has roles that are not those of {self.world} ranks")
@@ -74,7 +75,7 @@ class Roles(Saved, Displayed):
 
     @property
     def fullest(self) -> Role:
-        """Return the role that reserves the most, on the CPU that allocates the most."""
+        """Role with the highest reserved peak, on the CPU with the highest allocated peak."""
         return self.roles[0]
 
 
@@ -95,22 +96,22 @@ def roles(
     cudnn: Environment = None,
     host: str | int | None = None,
 ) -> Roles:
-    """Explain every rank of a step on several cards: `explain` with ``rank``, once for ranks that do the same.
+    """Explain the memory of every rank of a step on several cards, once for each group of equal ranks.
 
-    Of at most eight ranks all are recorded. Of more, the first and the last along each dimension of the meshes are,
-    each stage of a pipeline, and what lies between two that differ: shards of `torch.chunk` never grow with the rank,
-    so that ranks between two equal ones are equal to them.
+    Up to eight ranks are all recorded. Of more ranks, the first and the last along each dimension of the meshes are
+    recorded, each stage of a pipeline, and ranks between two different ranks. Ranks between two equal ranks are equal
+    to them, since shards of `torch.chunk` never grow with the rank.
 
     Args:
-        what: a ``build`` that shards or copies its model and returns a step, as for `record`; a module or a callable
-            that returns one is the same on each rank.
+        what: a ``build`` that shards or copies its model and returns a step, as for `record`; a module, or a callable
+            that returns a module, is the same on each rank.
         world: number of ranks.
         inputs, kwargs, targets, loss, optimizer, device, autocast, dtype, settings, assume, cudnn, host: as for
             `explain`.
 
     Raises:
         StepError: a rank cannot be recorded.
-        InputError: the ranks are stages of a pipeline, more than can be recorded.
+        InputError: the ranks are more stages of a pipeline than can be recorded.
 
     Example:
         >>> ranks = memplan.roles(build, device="h100", world=8)
@@ -137,14 +138,14 @@ def find_roles(
     title: str,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Roles:
-    """Record as many ranks as needed: see `roles`.
+    """Record the ranks that `roles` needs, and explain each group of equal ranks.
 
     Args:
         record: records a rank.
-        explain: explains its trace, under a title.
+        explain: returns the explanation of a trace, with a title.
         world: number of ranks.
-        title: of the step.
-        progress: gets the name of each rank before it is recorded.
+        title: name of the step.
+        progress: called with the name of each rank before it is recorded.
     """
     by_key: dict[str, tuple[int, Trace]] = {}
 
@@ -163,16 +164,16 @@ def find_roles(
 
     first = recorded(0)
     grouping = group_ranks(world, _torch.Rank(0, world).local_world, first.groups, key_of)
-    found: list[Role] = []
+    roles: list[Role] = []
     for rank, trace in by_key.values():
-        ranks = next(role for role in grouping.roles if rank in role)
+        ranks = next(ranks for ranks in grouping.roles if rank in ranks)
         stages = tuple(sorted(stage for group in trace.groups for stage in group.stages))
-        found.append(Role(ranks, stages, explain(trace, f"{title}, {ranks_text(ranks)}")))
-    found.sort(key=lambda role: (-role.explanation.timeline.peak_reserved, -role.explanation.timeline.peak_allocated))
-    return Roles(title, first.device, world, tuple(found), grouping.recorded, grouping.unsettled)
+        roles.append(Role(ranks, stages, explain(trace, f"{title}, {ranks_text(ranks)}")))
+    roles.sort(key=lambda role: (-role.explanation.timeline.peak_reserved, -role.explanation.timeline.peak_allocated))
+    return Roles(title, first.device, world, tuple(roles), grouping.recorded, grouping.unsettled)
 
 
 def _fingerprint(trace: Trace) -> str:
-    """Return what is equal for ranks that allocate and free the same, at the same ops."""
+    """Return a hash that is equal for traces that allocate and free the same at the same ticks."""
     rows = [(s.bytes, s.low, s.cause, s.born, s.died, s.stream, s.used_on) for s in trace.counted]
     return hashlib.sha256(repr((trace.steps, trace.end, rows)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The watches of several ranks of one training, from the file that each rank writes: which holds more, which died."""
+"""Compare the watches of several ranks of a training, from the file that each rank writes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from memplan.simulation.odd_ranks import beyond_median, is_odd, median
 from memplan.trace.records import HOST
 
 State = Literal["running", "over", "out of memory", "failed"]
-"""``running``: of a process that has ended, it was killed. ``failed``: the watch ended with another error."""
+"""``running``: or killed, if the process has ended. ``failed``: ended with an error other than out of memory."""
 _ORDER: tuple[State, ...] = ("out of memory", "running", "failed", "over")
-"""Where a rank dies, the others fail, as their collective operations do."""
+"""Order of the rows. When a rank dies, collective operations fail on the others."""
 _FILE = re.compile(r"rank\d{1,6}\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner(Printed):
-    """What a rank holds at the peak of its last observed step: tensors of one line, layer and cause."""
+    """The line, layer and cause of tensors live at the peak of a rank's last observed step."""
 
     where: str | None
     layer: str
@@ -48,7 +48,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class RankWatch(Saved, Printed):
-    """What a rank's watch has seen so far; the content of ``rank3.json``. Bytes throughout."""
+    """Results so far of a rank's watch: the content of ``rank3.json``. Sizes are bytes."""
 
     FORMAT: ClassVar[str] = "memplan.rank_watch"
     AGAIN: ClassVar[str] = "Watch the training again"
@@ -59,15 +59,15 @@ class RankWatch(Saved, Printed):
     state: State
     steps: int
     peak: int | None
-    """The highest measured so far."""
+    """Highest measured peak so far."""
     predicted: int | None
-    """The peak of the last observed step, as simulated from its ops."""
+    """Simulated peak of the last observed step."""
     held: tuple[Held, ...]
-    """At that step's peak, the largest first."""
+    """Bytes live at that step's peak by owner, the largest first."""
     leaks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     error: str = ""
-    """The first line of the error that ended the watch."""
+    """First line of the error that ended the watch."""
     post_mortem: str | None = None
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class RankWatch(Saved, Printed):
 
 @dataclass(frozen=True, slots=True)
 class OwnerBeyond:
-    """Bytes of an owner on a rank, and how many more than in the median of all ranks."""
+    """Bytes of an owner on a rank, and by how many they exceed the median of all ranks."""
 
     owner: Owner
     bytes: int
@@ -85,41 +85,42 @@ class OwnerBeyond:
 
 @dataclass(frozen=True, slots=True)
 class WatchedRank:
-    """A rank beside the others."""
+    """A rank compared with the others."""
 
     watch: RankWatch
     source: str
     peak: int
-    """As `WatchedRanks.measured` says."""
+    """Measured or predicted, as `WatchedRanks.measured` says."""
     beyond: SignedInt
-    """``peak`` beyond the median of all ranks."""
+    """Difference of ``peak`` from the median of all ranks."""
     odd: bool
+    """Whether the peak is much above the median."""
     owners: tuple[OwnerBeyond, ...]
-    """What it holds otherwise than the median, the most beyond it first."""
+    """Owners whose bytes differ from the median, the largest difference first."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WatchedRanks(Saved, Displayed):
-    """The watches of several ranks: those that ended badly first, then by their peaks. Bytes throughout."""
+    """The watches of several ranks, ordered by how they ended, then by peak. Sizes are bytes."""
 
     FORMAT: ClassVar[str] = "memplan.watched_ranks"
     AGAIN: ClassVar[str] = "Read the ranks' files again"
 
     world: int
     measured: bool
-    """Whether the peaks are measured ones; else predicted from observed steps: on the CPU, or where a rank has none."""
+    """Whether the peaks are measured; on the CPU, and if a rank has no measured peak, they are predicted."""
     median: int
     rows: tuple[WatchedRank, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def odd(self) -> tuple[WatchedRank, ...]:
-        """Return the ranks that hold much more than the median."""
+        """Ranks whose peak is much above the median."""
         return tuple(row for row in self.rows if row.odd)
 
     @property
     def ended_badly(self) -> tuple[WatchedRank, ...]:
-        """Return the ranks that are not over: out of memory, failed, or running when they were last written."""
+        """Ranks whose training did not end normally: out of memory, failed, or killed."""
         return tuple(row for row in self.rows if row.watch.state != "over")
 
     def _check(self) -> None:
@@ -143,12 +144,12 @@ def watched_ranks(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     """Put the watches of several ranks side by side, from the files that they wrote.
 
     Args:
-        paths: the folder that was given to `memplan.watch`, or files in it.
+        paths: the ``folder`` of `memplan.watch`, or files in it.
 
     Raises:
-        TargetError: a folder without such a file, or a file that cannot be read.
-        FormatError: a file of something else.
-        InputError: two files of the same rank, or of trainings with different numbers of ranks.
+        TargetError: the folder has no such file, or a file cannot be read.
+        FormatError: a file has another format.
+        InputError: two files are of the same rank, or of trainings with different numbers of ranks.
 
     Example:
         >>> with memplan.watch(model, optimizer, folder="watched"):  # on each rank
@@ -163,22 +164,22 @@ def watched_ranks(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str
             f"{', '.join(map(str, named))} has no file of a rank", expected=f"{name_of(0)} and the others",
             do="Name the folder that memplan.watch got",
         )  # fmt: skip
-    found: dict[int, tuple[Path, RankWatch]] = {}
+    by_rank: dict[int, tuple[Path, RankWatch]] = {}
     for file in files:
         watch = _loaded(file)
-        if watch.rank in found:
+        if watch.rank in by_rank:
             raise InputError(
-                f"{found[watch.rank][0]} and {file} are both of rank {watch.rank}",
+                f"{by_rank[watch.rank][0]} and {file} are both of rank {watch.rank}",
                 expected="one file for each rank", do="Leave one out",
             )  # fmt: skip
-        found[watch.rank] = file, watch
-    worlds = sorted({watch.world for _, watch in found.values()})
+        by_rank[watch.rank] = file, watch
+    worlds = sorted({watch.world for _, watch in by_rank.values()})
     if len(worlds) > 1:
         raise InputError(
             f"files of trainings with {worlds[0]} and {worlds[1]} ranks", expected="those of one training",
             do="Remove those of the earlier training",
         )  # fmt: skip
-    return _side_by_side(found, worlds[0])
+    return _compare(by_rank, worlds[0])
 
 
 def _loaded(file: Path) -> RankWatch:
@@ -190,40 +191,40 @@ def _loaded(file: Path) -> RankWatch:
         ) from None
 
 
-def _side_by_side(found: dict[int, tuple[Path, RankWatch]], world: int) -> WatchedRanks:
-    watches = [watch for _, watch in found.values()]
+def _compare(by_rank: dict[int, tuple[Path, RankWatch]], world: int) -> WatchedRanks:
+    watches = [watch for _, watch in by_rank.values()]
     # on the CPU torch's profiler misses what gloo's threads allocate and free: measured peaks of equal ranks differ
     on_cpu = any(watch.device == HOST for watch in watches)
     measured = all(watch.peak is not None for watch in watches) and not (on_cpu and any(w.predicted for w in watches))
     peaks = {watch.rank: (watch.peak if measured else watch.predicted) or 0 for watch in watches}
     known = [peak for peak in peaks.values() if peak]
     usual = median(known) if known else 0
-    owners = beyond_median({watch.rank: _summed(watch.held) for watch in watches if watch.held})
+    owners = beyond_median({watch.rank: _bytes_by_owner(watch.held) for watch in watches if watch.held})
     rows = [
         WatchedRank(
             watch, str(file), peaks[rank], peaks[rank] - usual if peaks[rank] else 0, is_odd(peaks[rank], usual),
             tuple(OwnerBeyond(*row) for row in owners.get(rank, ())),
         )
-        for rank, (file, watch) in found.items()
+        for rank, (file, watch) in by_rank.items()
     ]  # fmt: skip
     rows.sort(key=lambda row: (_ORDER.index(row.watch.state), -row.peak, row.watch.rank))
-    return WatchedRanks(world, measured, usual, tuple(rows), tuple(_notes(found, world)))
+    return WatchedRanks(world, measured, usual, tuple(rows), tuple(_notes(by_rank, world)))
 
 
-def _summed(held: Iterable[Held]) -> dict[Owner, int]:
+def _bytes_by_owner(held: Iterable[Held]) -> dict[Owner, int]:
     sizes: dict[Owner, int] = {}
     for row in held:
         sizes[row.owner] = sizes.get(row.owner, 0) + row.bytes
     return sizes
 
 
-def _notes(found: dict[int, tuple[Path, RankWatch]], world: int) -> Iterable[str]:
-    """Yield what makes the comparison less sure."""
-    missing = sorted(set(range(min(world, 1 << 16))) - set(found))
+def _notes(by_rank: dict[int, tuple[Path, RankWatch]], world: int) -> Iterable[str]:
+    """Yield notes on missing files and unknown peaks, and on the post-mortems of ranks."""
+    missing = sorted(set(range(min(world, 1 << 16))) - set(by_rank))
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
         yield f"no file of {counted(len(missing), 'rank')}: {listed}"
-    for _, watch in found.values():
+    for _, watch in by_rank.values():
         if not watch.held:
             yield f"rank {watch.rank} ended before its third step was observed: what it held is not known"
         if watch.post_mortem is not None:
@@ -231,14 +232,14 @@ def _notes(found: dict[int, tuple[Path, RankWatch]], world: int) -> Iterable[str
 
 
 def finding(row: WatchedRank) -> str:
-    """Return a sentence on a rank that holds more than the others, with what makes the most of it."""
+    """Return a sentence on a rank above the median, with the owner that exceeds its median most."""
     text = f"rank {row.watch.rank} holds {format_bytes(row.beyond)} more than the others"
     more = [owner for owner in row.owners if owner.beyond > 0]
     return f"{text}: {format_bytes(more[0].beyond)} of it are {more[0].owner}" if more else text
 
 
 def ending(watch: RankWatch) -> str:
-    """Return a sentence on how a rank's training ended that is not over."""
+    """Return a sentence on how a rank's training ended, if not normally."""
     step = watch.steps + 1
     if watch.state == "running":
         return f"rank {watch.rank} was last seen in step {step}: it runs still, or was killed"
@@ -248,7 +249,7 @@ def ending(watch: RankWatch) -> str:
 
 
 def summary(ranks: WatchedRanks) -> list[str]:
-    """Return the sentences on ranks that ended badly and on those that hold more than the others."""
+    """Return sentences on ranks that did not end normally and on ranks much above the median."""
     lines = [ending(row.watch) for row in ranks.ended_badly]
     lines += [finding(row) for row in ranks.odd]
     return lines or [f"no rank holds much more than the others: the median is {format_bytes(ranks.median)}"]

@@ -158,7 +158,7 @@ def program_of(rules: tuple[Rule, ...]) -> bytes:
 
 
 def _body(rule: Rule) -> list[tuple[int, int, int, int]]:
-    """Return the instructions for a call of this rule: return the answer, if given only for some arguments.
+    """Return the BPF instructions for a call of this rule: they return the answer, perhaps only for some arguments.
 
     For others they load the number of the call again and go on with the next rule, which may be of the same call.
     """

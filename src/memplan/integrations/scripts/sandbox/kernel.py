@@ -150,7 +150,7 @@ def landlock(rights: int, scopes: int, allowed: Iterable[tuple[str, int]]) -> No
     Args:
         rights: to give up, as bits of ``LANDLOCK_ACCESS_FS``.
         scopes: of signals and abstract sockets, from version 6 on.
-        allowed: paths and the rights kept below each; those that are not there are left out.
+        allowed: (path, rights that remain below it); missing paths are left out.
 
     Raises:
         OSError: the kernel refuses.
@@ -158,13 +158,13 @@ def landlock(rights: int, scopes: int, allowed: Iterable[tuple[str, int]]) -> No
     attributes = struct.pack("=QQQ", rights, 0, scopes) if scopes else struct.pack("=Q", rights)
     rules = _check(_libc().syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock")
     try:
-        for path, kept in allowed:
+        for path, remaining in allowed:
             try:
                 descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except OSError:
                 continue
             try:
-                rule = struct.pack("=Qi", kept, descriptor)
+                rule = struct.pack("=Qi", remaining, descriptor)
                 _check(_libc().syscall(_LANDLOCK_ADD, rules, _LANDLOCK_PATH_BENEATH, rule, 0), f"landlock {path}")
             finally:
                 os.close(descriptor)

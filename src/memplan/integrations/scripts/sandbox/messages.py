@@ -1,4 +1,4 @@
-"""What passes between memplan, the supervisor of a script's process, and that process."""
+"""Messages between memplan, the supervisor of a script's process, and that process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 MARK = b"memplan: a checkpoint of tensors without values "
-"""How a checkpoint begins that a recording saved."""
+"""First bytes of a checkpoint saved in a recording."""
 
 NEXT = b"n"
-"""What a script's process sends at the end of a run; the answer is the run's changes, as a line of JSON."""
+"""Request of a script's process at the end of a run; the answer is the run's `Changes` as a line of JSON."""
 TRACEBACK = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 """Signal on which a script's process writes its traceback."""
 SCRATCH = "scratch folder"
-"""Name, among the reasons for which nothing was started, of the folder for what a script writes."""
+"""Key in `Outcome.reasons` if the folder for the script's writes could not be created."""
 LISTED = 10_000
-"""Changes that are listed at most."""
+"""Number of changes to list at most."""
 Protection = Literal["namespaces", "landlock", "none"]
 """Protection of the real files: namespaces with an overlay; Landlock and seccomp alone; none, on request."""
 
@@ -27,16 +27,16 @@ class Change:
 
     path: str
     kind: Literal["file", "removed", "changed", "checkpoint"]
-    """Written, or made; removed; its mode, owner or times; a checkpoint of tensors without values."""
+    """``file``: written or created; ``changed``: mode, owner or times; ``checkpoint``: of tensors without values."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What a script changed in its view."""
+    """The changes that a script made in its view."""
 
     rows: tuple[Change, ...] = ()
     more: int = 0
-    """How many there are besides: beyond `LISTED`, or with paths too long to be read."""
+    """Number of further changes: beyond `LISTED`, or with paths too long to be read."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Job:
     """A script to be run by a supervisor.
 
     Args:
-        command: of the script's process; a `Setting` as JSON is added as its last argument.
-        protections: to try, in this order.
-        own_network: whether it is cut off from the network.
-        commit: whether what it writes is written to the real files at the end of each run, but for checkpoints.
-        seconds: after which it is ended.
-        report: descriptor of a pipe for the outcome, as JSON (`Outcome`).
+        command: command of the script's process; a `Setting` as JSON is added as the last argument.
+        protections: protections to try, in this order.
+        own_network: whether to cut the script off from the network.
+        commit: whether to copy the script's writes, except checkpoints, to the real files at the end of each run.
+        seconds: time limit, after which the script is ended.
+        report: descriptor of a pipe for the `Outcome` as JSON.
         answer: path of the script's answer, for the script's process.
-        parent: number of the process that started this one.
+        parent: number of the process that started the supervisor.
     """
 
     command: tuple[str, ...]
@@ -66,29 +66,30 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a script's process ended. ``status``: as `os.waitpid` has it; None where nothing was started."""
+    """How a script's process ended. ``status``: as of `os.waitpid`; None if no process was started."""
 
     protection: Protection | None
     status: int | None = None
     over: bool = False
-    """Whether its time was over."""
+    """Whether the time limit ended the process."""
     reasons: tuple[tuple[str, str], ...] = ()
-    """Why a protection could not be had, by its name."""
+    """(protection, why it is not available)."""
     room: int | None = None
-    """Bytes that it could write, if it was ended since it wrote more."""
+    """Limit in bytes of the script's writes, if the process was ended for exceeding it."""
     unwritten: tuple[tuple[str, str], ...] = ()
-    """Paths of files that were to be committed and could not be written, with why."""
+    """(path, reason) of files that could not be committed."""
     unwritten_more: int = 0
-    """How many there are besides."""
+    """Number of further such files."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a script's process is told of its protection."""
+    """The protection of a script's process, and its paths and descriptors."""
 
     protection: Protection
     temporary: str
-    """A folder for its temporary files."""
+    """Folder for temporary files."""
     answer: str
+    """Path of the answer."""
     control: int | None = None
-    """Descriptor of a socket to the process that lays its overlays."""
+    """Descriptor of a socket to the process that mounts the overlays."""

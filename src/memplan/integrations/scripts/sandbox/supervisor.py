@@ -1,7 +1,7 @@
 """The process that starts a script's process, follows it, and ends everything that it has started.
 
-It is given a `Job`. It imports nothing but the standard library, has one thread, and ends, with all below it, when the
-process that started it does.
+Its argument is a `Job` as JSON. It imports nothing but the standard library, has one thread, and ends, with all below
+it, when the process that started it does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GRACE_SECONDS = 60.0
 
 
 class _Stopped(BaseException):
-    """The process that started this one wants it to end, or is no more."""
+    """The parent process has ended, or wants the supervisor to end."""
 
 
 def main(text: str) -> None:
