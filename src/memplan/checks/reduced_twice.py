@@ -23,6 +23,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _by_hand(use: _torch.DataParallelUse) -> Iterator[Finding]:
+    """Yield a finding for each line that reduces most gradients again by all_reduce."""
     for where, keys in use.by_hand.items():
         size = sum(use.sizes[key] for key in keys)
         if size < _MOST * sum(use.sizes.values()):
@@ -38,6 +39,7 @@ def _by_hand(use: _torch.DataParallelUse) -> Iterator[Finding]:
 
 
 def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
+    """Yield a finding if every micro-batch reduces most gradients, instead of the last alone."""
     times = _least_often(use.updates, _MOST * sum(use.sizes.values()), use)
     if times < 2:
         return
@@ -54,7 +56,7 @@ def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
 
 
 def _least_often(updates: Sequence[dict[int, int]], size: float, use: _torch.DataParallelUse) -> int:
-    """Return how often gradients of at least so many bytes are reduced before every update; 0 without updates."""
+    """Return how often gradients of at least ``size`` bytes are reduced before every update; 0 without updates."""
     often: list[int] = []
     for counts in updates:
         levels = sorted(set(counts.values()), reverse=True)

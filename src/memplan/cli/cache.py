@@ -1,4 +1,4 @@
-"""`memplan cache`: what memplan keeps on disk."""
+"""`memplan cache`: the files that memplan caches on disk."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def command(
 
 
 def _numbers(text: str) -> tuple[tuple[float, ...], ...]:
-    """Return mean and deviation, of one channel or several. Raises InputError for anything else."""
+    """Return (mean, deviation), each with a number for every channel. Raises InputError for other texts."""
     try:
         mean, std = (tuple(map(float, part.split(","))) for part in text.split("/"))
     except ValueError as error:

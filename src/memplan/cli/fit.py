@@ -153,7 +153,7 @@ def command(
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     recipe = take_recipe(values)
-    if recipe is not None:  # what can be made to fit is a model or a script, not a step
+    if recipe is not None:  # fit takes a model or a script, not a step
         values |= {"target": None, "script": recipe.path}
     request = target_or_script(values)
     arguments = StepArguments(**values)
@@ -281,7 +281,7 @@ def _read_plan(path: str, budget: str | None) -> Plan:
 def _outcome(
     model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any]
 ) -> Outcome:
-    """Fit a model; if it is a callable that builds one, only plan it."""
+    """Fit a model; only plan it if it is a callable that builds the model."""
     from torch import nn
 
     import memplan

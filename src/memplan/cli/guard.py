@@ -125,7 +125,7 @@ def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
 
 
 def _update(arguments: StepArguments, request: Request | None, path: str) -> int:
-    """Write the step's present figures into the baseline, and print what changed. Return the exit code."""
+    """Write the step's present figures into the baseline, and print the changes. Return the exit code."""
     from memplan._bytes import format_bytes
     from memplan._text import printable
     from memplan.studies.comparisons.comparison import change_text
@@ -145,7 +145,7 @@ def _update(arguments: StepArguments, request: Request | None, path: str) -> int
 
 
 def _read(path: str) -> Baseline:
-    """Read a baseline; options in a former spelling are replaced by the present one."""
+    """Read a baseline, with former spellings of options replaced."""
     from memplan.studies.guarding.baseline import Baseline, read_baseline
 
     def current(options: str) -> str:
@@ -191,7 +191,7 @@ def _record_target(arguments: StepArguments) -> Trace:
 
 
 def _named_cudnn(arguments: StepArguments) -> str | bool:
-    """Return the cuDNN to ask: by default a version and not what is installed, as that differs between machines."""
+    """Return the cuDNN to ask for workspaces: by default a version, as the installed cuDNN differs between machines."""
     from memplan.cudnn.cudnn_library import of_this_torch, title_of
 
     return title_of(of_this_torch().version) if arguments.environment is None else arguments.environment

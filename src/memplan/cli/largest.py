@@ -152,7 +152,7 @@ def _report(largest: Largest, results: ResultFiles) -> int:
 def _find(
     arguments: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any], title: str
 ) -> Largest:
-    """Return the largest value of an axis that fits, found by recordings."""
+    """Return the largest value of an axis that fits."""
     from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _BATCH_NAMES = ("batch", "batch_size")
 _UNSET = (None, "none")
-"""What leaves autocast or the dtype as it is; one side of a comparison says so by name."""
+"""Value of --autocast and --dtype that changes nothing, for a side of a comparison."""
 
 Decorated = Callable[..., Any]
 
@@ -170,7 +170,7 @@ def names_all(device: str | None) -> bool:
 
 
 class RankNumber(Whole):
-    """A rank, or "all" where a command takes it."""
+    """A rank, or "all" if the command supports it."""
 
     name = "rank"
 

@@ -19,7 +19,7 @@ def quantize(
     outputs: Outputs,
     top: int,
 ) -> int:
-    """Run the what-if and return the exit code.
+    """Compare inference of a model with its quantized copy, print the comparison, and return the exit code.
 
     Args:
         arguments: the step.

@@ -1,4 +1,4 @@
-"""Former spellings of options: they keep working, with a line that names the present one."""
+"""Former spellings of options, which still work and print the present spelling."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def current_spelling(command: str, arguments: Sequence[str]) -> tuple[list[str],
 
 
 def _replacement(command: str, option: str, value: str) -> tuple[list[str] | None, bool]:
-    """Return the words that replace a former option (None: it is none), and whether they replace its value, too."""
+    """Return the words that replace a former option, None for other options; and whether they replace its value,
+    too."""
     if option in _KEPT.get(command, ()):
         return None, False
     if option == "--infer":

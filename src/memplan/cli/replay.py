@@ -1,4 +1,4 @@
-"""`memplan replay`: what torch's caching allocator did, and what it would have done."""
+"""`memplan replay`: run a memory snapshot through the caching allocator, with its settings and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the exit code of an explained step says: whether it fits, and whether its path is known."""
+"""Exit code of an explained step: whether it fits, and whether branches were assumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute what a step takes from a card, as nvidia-smi would show it, and on which cards it fits."""
+"""Compute the memory of a step on a card, as nvidia-smi would show it, and the cards on which it fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORDER: tuple[ChargeName, ...] = ("context", "workspace", "tensors", "rounding",
 
 
 def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | None = None) -> CardUse:
-    """Return what a step takes from a card, and whether it fits there and on the other cards of the catalogue.
+    """Return the memory of a step on a card, and whether it fits this card and the others of the catalogue.
 
     Args:
         trace: the step, recorded for the card.
@@ -52,8 +52,8 @@ def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | Non
 
 
 def verdicts_on(trace: Trace, cards: Iterable[Device], settings: str | None = None) -> tuple[int, tuple[Verdict, ...]]:
-    """Return the allocated peak of a step in bytes, and whether it fits on each of several cards, on which it allocates
-    the same as on its own."""
+    """Return the allocated peak of a step in bytes, and whether the step fits on each of several cards with the same
+    kernels."""
     cases, band = _cases(trace, simulate(at_least(trace), settings=settings), settings)
     peak = max(case.timeline.peak_allocated for case in cases)
     return peak, tuple(_verdict(cases, band, card) for card in cards)
@@ -143,7 +143,7 @@ class Case:
         self._low = low
 
     def terms_on(self, card: Device) -> dict[ChargeName, int]:
-        """Return the terms of what the step takes from a card."""
+        """Return the terms of the step's memory on a card, in bytes."""
         terms = _terms(self._trace, self.timeline, self.reserved)
         terms["context"] = self.context_on(card)
         return terms
@@ -181,7 +181,7 @@ class _Band:
         self.allocated = min(peaks), max(peaks)
 
     def needs(self, card: Device) -> tuple[int, int]:
-        """Return the ends of the band of what the step takes from a card."""
+        """Return the ends of the band of the step's memory on a card."""
         reserved = [case.reserved for case in (self._low, self._expected, self._high)]
         return min(reserved) + self._low.context_on(card), max(reserved) + self._high.context_on(card)
 
@@ -202,7 +202,7 @@ def _verdict(cases: tuple[Case, Case], band: _Band | None, card: Device) -> Verd
 
 
 def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[ChargeName, int]:
-    """Return the terms of the allocated peak, and as fragmentation what the reserved bytes exceed it by."""
+    """Return the terms of the allocated peak, and as fragmentation the reserved bytes beyond it."""
     live = live_at(trace, timeline.peak_tick)
     workspace = sum(s.bytes for s in live if s.cause == "workspace")
     tensors = sum(s.bytes for s in live if s.cause != "workspace")

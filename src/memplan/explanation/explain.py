@@ -122,13 +122,13 @@ def explain_build(
     settings: str | None,
     host: int | None = None,
 ) -> tuple[Trace, Explanation]:
-    """Record a step and explain it, with what the training step would keep if it is inference, and its scaling.
+    """Record a step and explain it, with its scaling; for inference also with the memory that training would save.
 
     Args:
         build_of_step: batch size (None: the step's own) and whether it trains -> the build.
         target: the device and options of the recording.
         train: whether the step trains.
-        batch: its batch size; None if it has none that can be changed.
+        batch: batch size of the step; None if it cannot be changed.
         title: its name in the explanation.
         settings: of the caching allocator.
         host: budget of the host's memory in bytes.
@@ -223,7 +223,7 @@ def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
 
 
 def _title(what: Any) -> str:
-    """Return the name of what is explained: the module's class, or the function's name."""
+    """Return the title of an explanation: the module's class, or the function's name."""
     if isinstance(what, nn.Module):
         return type(what).__name__
     return getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", "step")

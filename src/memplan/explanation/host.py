@@ -1,4 +1,4 @@
-"""What a step takes of the host's memory, beside its card's."""
+"""Memory that a step takes on the host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def host_need(
     trace: Trace, timeline: Timeline, card: Device | None, context: int, budget: int | None,
     op_at: Callable[[int], PeakRow | None],
 ) -> HostNeed | None:  # fmt: skip
-    """Return what a recorded step takes of the host; None if that is its memory on the CPU alone.
+    """Return the host's memory of a recorded step; None for a step on the CPU without further host memory.
 
     Args:
         trace: the step.
@@ -74,7 +74,7 @@ def host_need(
 
 
 def host_sentence(need: HostNeed, device: str) -> str:
-    """Return the sentence on what the host needs, and which memory is exceeded first."""
+    """Return the sentence on the host's need, and on the memory that is exceeded first."""
     needs = format_bytes(need.use.peak.bytes)
     beside = "" if device == HOST else f" beside {device}"
     where = f", at {need.peak.where}" if need.peak is not None and need.peak.where else ""

@@ -167,14 +167,14 @@ def keepers_of(storage: Storage) -> list[Keeper]:
 def _saved_row(
     trace: Trace, storage: Storage, keeper: Keeper, keepers: list[Keeper], producer: str, counted: bool, is_mask: bool
 ) -> SavedRow:
-    """Return the row of a storage and one of the ops that save it.
+    """Return the row of a storage and an op that saves it.
 
     Args:
         trace: the step.
         storage: that is saved.
         keeper: the op that the row is of, by its roles.
         keepers: all ops that save the storage.
-        producer: whose result the storage is, in words; "" if it is one of the keepers.
+        producer: name of the op whose result the storage is; "" if it is among the keepers.
         counted: whether the storage counts for this row.
         is_mask: whether it is a mask of dropout.
     """
@@ -243,7 +243,7 @@ def _roles_text(op: Op, keeper: Keeper, is_mask: bool) -> str:
 
 
 def _role_text(op: Op, sharer: Sharer) -> str:
-    """Return what a saved storage is to an op, in words: "its input", "its statistics"."""
+    """Return the role of a saved storage for an op, in words: "its input", "its statistics"."""
     role, read_as = sharer.role, sharer.read_as
     if role == "result":
         if read_as in ("indices", "mask", "workspace"):
@@ -271,14 +271,14 @@ def _why_text(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ..
 
 
 def _keeper_title(trace: Trace, keeper: Keeper, is_mask: bool) -> str:
-    """Return how other ops that share a storage call this one: "layer1.conv's input"."""
+    """Return a name of a shared storage, by an op that saves it: "layer1.conv's input"."""
     op = trace.ops[keeper[0].op]
     what = _roles_text(op, keeper, is_mask).removeprefix("its ").removeprefix("a ")
     return f"{op.layer or op_word(op, trace)}'s {what}"
 
 
 def _producer_title(trace: Trace, storage: Storage, sharers: list[Sharer], in_place: dict[int, list[Op]]) -> str:
-    """Return whose result a saved storage is ("layer1.relu's result"), or "" if that op is one of its sharers."""
+    """Return a name of a saved storage by the op that computed it ("layer1.relu's result"); "" if that op saves it."""
     first = min(sharer.op for sharer in sharers)
     writers = [op for op in in_place.get(storage.id, ()) if op.index < first]
     producer = writers[-1] if writers else trace.ops[storage.op] if storage.op is not None else None

@@ -44,7 +44,7 @@ class LiveStorage:
     born: int
     died: int | None
     engine: str | None = None
-    """Of a cuDNN workspace: the engine that uses it."""
+    """cuDNN's engine, if the storage is its workspace."""
 
 
 @dataclass(frozen=True, slots=True)

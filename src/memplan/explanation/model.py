@@ -136,7 +136,7 @@ ChargeName = Literal["tensors", "workspace", "rounding", "fragmentation", "conte
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A term of what nvidia-smi would show, in bytes; ``low`` and ``high`` bound what is not known exactly."""
+    """A term of the memory that nvidia-smi would show, in bytes; ``low`` and ``high`` are bounds of uncertain terms."""
 
     name: ChargeName
     low: int
@@ -183,7 +183,7 @@ class SmallerPlan(Printed):
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """What a step takes from its card at most, and where it fits.
+    """Memory of a step on its card, and the cards on which it fits.
 
     ``charges`` add up to what nvidia-smi would show: the allocated peak, the reserved bytes beyond it, and the CUDA
     context. ``others`` are the cards of the catalogue on which the step runs the same kernels, smallest first; on
@@ -221,7 +221,7 @@ class HostNeed:
 
     @property
     def fits(self) -> bool:
-        """Return whether it is within the budget; True without one."""
+        """Whether the host's memory is within the budget; True without a budget."""
         return self.budget is None or self.use.peak.bytes <= self.budget
 
 
@@ -264,7 +264,7 @@ class Explanation(Saved, Displayed):
     source: str = ""
     """The script that was written for a model and a recipe, and recorded; empty for other steps."""
     host: HostNeed | None = None
-    """The host's memory, for a recorded step: on a card, with workers of loaders, or if a budget is given."""
+    """The host's memory, for a recorded step on a card, with workers of loaders, or with a budget."""
 
     def _plain(self) -> dict[str, Any]:
         plain = Saved._plain(self)
@@ -407,8 +407,8 @@ def _line(fixed: float, per_sample: float) -> str:
 
 
 def workspace_sentence(explanation: Explanation) -> str | None:
-    """Return the sentence on the peak with other workspaces than the expected ones, or with the largest; None if all
-    workspaces are known, or if the others change nothing."""
+    """Return the sentence on the peak with other workspaces than expected, or with the largest; None if all workspaces
+    are known, or if the peak is the same."""
     peak = explanation.timeline.peak_allocated
     if explanation.card is None:
         return None

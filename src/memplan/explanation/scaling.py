@@ -18,7 +18,7 @@ from memplan.trace.trace import at_least
 _MANY_EVENTS = 20_000
 """Above this number of events the second recording runs a single step, to halve its time."""
 _TOLERANCE = 0.02
-"""How far the peak of a third batch may be from the line through two, as a share of it."""
+"""Relative distance that the peak at a third batch may have from the line through two."""
 
 
 def with_scaling(
@@ -64,7 +64,7 @@ def with_scaling(
 
 
 def _is_on_lines(third: int, scaling: Scaling, doubled: Timeline) -> bool:
-    """Check whether the peak at batch 3 is that of the lines."""
+    """Return whether the peak at batch 3 (``third`` bytes) is the peak that the scaling predicts."""
     expected = scaling.peak(3)
     return abs(third + scaling.peaks[1] - doubled.peak_allocated - expected) <= _TOLERANCE * expected
 

@@ -1,4 +1,4 @@
-"""Explain torch's out-of-memory message: who had the device's memory, how much was missing, what helps."""
+"""Explain torch's out-of-memory message: the parts of the device's memory, the missing bytes, and what to do."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def memory_by_process(message: OutOfMemoryMessage) -> tuple[int | None, tuple[tu
 
 
 def _parts(message: OutOfMemoryMessage) -> list[Part]:
-    """Return the parts of the device's memory that the message tells apart, and what remains unexplained."""
+    """Return the parts of the device's memory that the message lists, and the remainder."""
     allocated, unallocated, reserved = message.allocated, message.unallocated, message.reserved
     parts: list[Part] = []
     if allocated is not None:
@@ -201,7 +201,7 @@ def _is_nearly_full(message: OutOfMemoryMessage, lack: int | None) -> bool:
 
 
 def _advice(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> tuple[str, ...]:
-    """Return what the user can do, the most specific first."""
+    """Return advice to the user, the most specific first."""
     advice: list[str] = []
     if verdict == "others":
         numbers = ", ".join(str(number) for number, _ in memory_by_process(message)[1])

@@ -1,4 +1,4 @@
-"""Explain the out-of-memory errors of several ranks at once: which rank is the odd one, and why it ran out."""
+"""Explain the out-of-memory errors of several ranks together: the odd rank, and why it ran out of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PREFIX = re.compile(r"^(?:\[default(?P<local>\d{1,6})\]:\s?)?(?:\[rank(?P<rank>
 _LOG_SUFFIXES = (".log", ".txt", ".err", ".out")
 _ATTEMPT = re.compile(r"attempt_(\d{1,6})")
 _OTHERS = 256 << 20
-"""Bytes of other processes beyond those on most ranks' GPUs, from which they are mentioned: about a context."""
+"""Excess over the median of other processes' bytes on a rank's GPU to mention: about a CUDA context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +36,26 @@ class RankReason:
     why: Why | None
     """None if its log has no message about memory."""
     beyond: SignedInt
-    """What PyTorch had allocated beyond the median of the ranks that ran out; 0 if a message does not say it."""
+    """Difference of the allocated bytes from the median of the ranks that ran out; 0 if the message has no figure."""
     odd: bool
-    """Whether it held more than the others, or alone ran out."""
+    """Whether the rank had allocated more than the others, or is the only rank that ran out."""
     others: int
-    """What other processes held on its GPU."""
+    """Bytes of other processes on the rank's GPU."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankReasons(Saved, Displayed):
-    """The out-of-memory errors of several ranks, the odd one first. Bytes throughout."""
+    """The out-of-memory errors of several ranks, the odd rank first. Sizes are bytes."""
 
     FORMAT: ClassVar[str] = "memplan.rank_reasons"
 
     rows: tuple[RankReason, ...]
     verdict: tuple[str, ...]
-    """Sentences on what makes the odd rank odd, or that all ran out alike."""
+    """Sentences on how the odd rank differs, or that all ranks ran out alike."""
 
     @property
     def first(self) -> RankReason:
-        """Return the odd rank; if all are alike, the one of the lowest number."""
+        """The odd rank; if there is none, the first rank."""
         return self.rows[0]
 
     def _check(self) -> None:
@@ -65,7 +65,7 @@ class RankReasons(Saved, Displayed):
 
 
 def why_ranks(errors: Mapping[int, str] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> RankReasons:
-    """Explain why several ranks ran out of memory, from what torch wrote on each; the odd rank first.
+    """Explain why several ranks ran out of memory, from torch's message of each; the odd rank first.
 
     Args:
         errors: texts by rank, or files: a log of each rank, a log of all whose lines begin with their rank
@@ -104,7 +104,7 @@ def texts_by_rank(text: str) -> dict[int, str]:
 
 def _read(paths: Sequence[str | os.PathLike[str]]) -> dict[int, tuple[str, str]]:
     """Return text and file by rank; texts of several files of a rank (stdout and stderr) are joined."""
-    found: dict[int, tuple[str, str]] = {}
+    by_rank: dict[int, tuple[str, str]] = {}
     for file in [file for path in paths for file in _files(Path(path))]:
         text = _text(file)
         parts = texts_by_rank(text)
@@ -117,13 +117,13 @@ def _read(paths: Sequence[str | os.PathLike[str]]) -> dict[int, tuple[str, str]]
                 do="Rename it, like rank3.log",
             )  # fmt: skip
         for rank, part in parts.items():
-            before = f"{found[rank][0]}\n" if rank in found else ""
-            found[rank] = before + part, str(file)
-    return found
+            before = f"{by_rank[rank][0]}\n" if rank in by_rank else ""
+            by_rank[rank] = before + part, str(file)
+    return by_rank
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a file, or the logs in a folder; of torchrun's restarts, those of the last."""
+    """Return a file, or the logs in a folder; of torchrun's restarts, the logs of the last."""
     if not path.is_dir():
         return [path]
     logs = sorted(file for file in path.rglob("*") if file.suffix.lower() in _LOG_SUFFIXES and file.is_file())
@@ -158,8 +158,9 @@ def _text(file: Path) -> str:
 
 
 def _reasons(texts: Mapping[int, tuple[str, str]]) -> RankReasons:
-    found = {rank: _why(text) for rank, (text, _) in texts.items()}
-    failed = {rank: reason for rank, reason in found.items() if reason is not None}
+    """Compare the ranks whose text has an out-of-memory message. ``texts``: rank -> (text, source)."""
+    reasons = {rank: _why(text) for rank, (text, _) in texts.items()}
+    failed = {rank: reason for rank, reason in reasons.items() if reason is not None}
     if not failed:
         raise InputError(
             f"no message about memory of {ranks_text(sorted(texts))}" if texts else "no texts",
@@ -172,7 +173,7 @@ def _reasons(texts: Mapping[int, tuple[str, str]]) -> RankReasons:
     alone = len(failed) == 1 < len(texts)
     rows: list[RankReason] = []
     for rank, (_, source) in texts.items():
-        reason, size = found[rank], sizes.get(rank)
+        reason, size = reasons[rank], sizes.get(rank)
         others = 0 if reason is None else sum(held for _, held in memory_by_process(reason.message)[1])
         odd = reason is not None and (alone or (size is not None and is_odd(size, usual)))
         rows.append(RankReason(rank, source, reason, 0 if size is None else size - usual, odd, others))
@@ -189,7 +190,7 @@ def _why(text: str) -> Why | None:
 
 
 def _crowded(rows: Sequence[RankReason]) -> set[int]:
-    """Return the ranks on whose GPUs other processes hold more than on those of most ranks."""
+    """Return the ranks on whose GPUs other processes have more memory than the median."""
     failed = [row for row in rows if row.why is not None]
     usual = median([row.others for row in failed])
     return {row.rank for row in failed if len(failed) > 1 and row.others - usual >= _OTHERS}

@@ -123,6 +123,7 @@ def _with_loss(model: nn.Module, step: StepOptions) -> nn.Module:
 
 
 def _check_allow(options: PlanOptions) -> None:
+    """Raise UsageError for an unknown ``allow``, or a plan that loses more than it allows."""
     allow, plan = options.allow, options.plan
     if allow not in get_args(Allow):
         raise UsageError(
@@ -175,6 +176,7 @@ def _check_compiler(engine: Engine, home: Home) -> None:
 
 
 def _check_early(step: StepOptions, options: PlanOptions) -> None:
+    """Raise UsageError for an invalid ``accumulate``, or for early updates that the step does not support."""
     accumulate, clip_norm = options.accumulate, options.clip_norm
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}", expected="how many micro-batches make one update, at least 1")
@@ -247,6 +249,7 @@ def _build_model(model: Any) -> nn.Module:
 
 
 def _check_data(model: nn.Module, fake: bool) -> None:
+    """Raise InputError or DeviceError for a model without data that is to run."""
     if not fake and is_fake(model):
         raise InputError(
             f"The model {type(model).__name__} is without data: it was made under fake tensors",

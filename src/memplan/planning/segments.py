@@ -180,6 +180,7 @@ class Segments:
         return self._segments[key]
 
     def _segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
+        """Return `segment`, computed anew; note why a single call cannot run piece by piece."""
         inside = self._between(first, last)
         if (first, last) in self._refused:
             return None
@@ -240,14 +241,14 @@ class Segments:
         ``tiles`` as a whole or not at all."""
         if call not in self.calls:
             return
-        at = self.calls.index(call)
+        index = self.calls.index(call)
         for axis in self.axes:
-            for begin in range(at, max(-1, at - MAX_CALLS), -1):
+            for begin in range(index, max(-1, index - MAX_CALLS), -1):
                 if self.segment(self.calls[begin], call, axis, 2) is None:
                     break
                 if self.calls[begin] in self._in_place:
                     continue
-                for end in range(at, min(len(self.calls), begin + MAX_CALLS)):
+                for end in range(index, min(len(self.calls), begin + MAX_CALLS)):
                     first, last = self.calls[begin], self.calls[end]
                     segment = self.segment(first, last, axis, 2)
                     if segment is None:
@@ -265,7 +266,7 @@ class Segments:
         indices = {op.index for op in inside}
         derivatives = {op.index for op in self._graph.backward_ops if op.gradient_of in indices}
         incoming = {
-            value for at in derivatives for value in self._graph.ops[at].reads
+            value for index in derivatives for value in self._graph.ops[index].reads
             if values[value].op not in derivatives and self._is_gradient(value)
         }  # fmt: skip
         if any(incoming.intersection(op.reads) for op in self._graph.backward_ops if op.index not in derivatives):

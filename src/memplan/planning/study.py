@@ -297,6 +297,7 @@ class _Planning:
         )  # fmt: skip
 
     def _plan(self, planned: Schedule, bounds: _Bounds) -> Plan:
+        """Return the plan of a schedule: its decisions and choices, predicted memory and time."""
         study, settings, graph, outside_memory = self._study, self._settings, self._graph, self._outside_memory
         precision, course = settings.fixed_precision, None
         plain = graph if study.plain is None else study.plain.captured.graph
@@ -340,6 +341,7 @@ class _Planning:
         )
 
     def _notes(self, planned: Schedule, bounds: _Bounds) -> tuple[str, ...]:
+        """Return the notes of a plan: what is not counted, estimated, or valid for this call alone."""
         captured, call, settings, notes = self._study.captured, self._study.call, self._settings, list[str]()
         if settings.optimizer is None:
             notes.append("no optimizer was given: its state and update are not counted")

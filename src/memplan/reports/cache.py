@@ -28,5 +28,5 @@ class Caches(Written):
 
 
 def report(entries: Sequence[Kept]) -> Document:
-    """Return a table of the caches, in the order given."""
+    """Return a table of the caches."""
     return document(None, [table_of(entries, _FIELDS) if entries else "nothing is kept"])

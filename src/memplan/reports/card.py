@@ -26,8 +26,8 @@ _STYLES: dict[str, Style] = {"fits": "good", "low only": "warning", "does not fi
 
 
 def parts(use: CardUse) -> Iterator[Part]:
-    """Yield what adds up to the memory that nvidia-smi would show, as one number or in a low and a high case; the
-    verdict; the other GPUs by answer; and what the sum leaves out."""
+    """Yield the terms of the memory that nvidia-smi would show, as a number or as a low and a high case; the verdict;
+    the other GPUs by verdict; and memory that is not counted."""
 
     def why_not_one_number(charge: Charge) -> str:
         return _WHY.get(charge.name, "") if charge.low != charge.high else ""

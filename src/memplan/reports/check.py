@@ -75,7 +75,7 @@ def message_of(finding: Finding) -> str:
 
 
 def _layers(rows: list[dict[str, Any]], top: int) -> Table:
-    """Return the layers of a finding, those that cost most first."""
+    """Return a table of the layers of a finding, the largest cost first."""
     fields = [name_field("layer", lambda row: row["layer"] or "-", layers=True)]
     if any("lost" in row for row in rows):
         fields.append(Field("lost on each side, in pixels", lambda row: _lost(row["lost"])))

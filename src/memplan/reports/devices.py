@@ -29,7 +29,7 @@ class Catalogue(Written):
 
 
 def report(devices: Sequence[Device]) -> Document:
-    """Return a table of GPUs, in the order given."""
+    """Return a table of GPUs."""
     return document(None, [table_of(devices, _FIELDS)], [Line(_LEGEND, "dim")])
 
 

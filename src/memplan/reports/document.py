@@ -1,4 +1,4 @@
-"""What a report says, as data: paragraphs, facts, tables and code in sections. `terminal` and `html` draw it.
+"""Reports as data: paragraphs, facts, tables and code in sections. `terminal` and `html` draw them.
 
 Texts are as they are in the result, which can come from a file: what draws them makes them printable.
 """
@@ -25,7 +25,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labels and values, one below the other."""
+    """Labels and their values, each on a line."""
 
     rows: Mapping[str, str]
 
@@ -53,7 +53,7 @@ class Column:
     from_left: bool = False
     drop: int = 0
     numbers: tuple[float, ...] = ()
-    """What a page sorts the rows by; () where it is their text."""
+    """Keys by which a page sorts the rows; () to sort by the texts."""
     bars: tuple[tuple[float, float], ...] = ()
     """Drawn instead of texts: bars from one share of the cell's width to another."""
     layers: bool = False
@@ -79,7 +79,7 @@ Part = str | Line | Facts | Code | Table
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts that belong together, below a heading if there is one. An empty line separates sections."""
+    """Parts below an optional heading. An empty line separates sections."""
 
     parts: tuple[Part, ...]
     title: str = ""
@@ -94,7 +94,7 @@ class Document:
 
     @property
     def heading(self) -> str:
-        """Text of the title, "" without one."""
+        """Text of the title, "" without a title."""
         return "" if self.title is None else self.title.text
 
     def __add__(self, other: Document) -> Document:
@@ -113,7 +113,7 @@ def document(title: str | Line | None, *sections: Section | Iterable[Part]) -> D
 
 
 def notes(texts: Iterable[str], style: Style = "") -> list[Part]:
-    """Return a line for each remark; equal ones once."""
+    """Return a line for each distinct remark."""
     return [Line(f"note: {text}", style) for text in dict.fromkeys(texts)]
 
 

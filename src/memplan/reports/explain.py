@@ -66,7 +66,7 @@ def report(explanation: Explanation, top: int = 12) -> Document:
 
 
 def at_peak(explanation: Explanation, top: int = 12) -> Document:
-    """Return what is allocated at the peak, and whether it fits on cards: of a run of many steps."""
+    """Report the memory at the peak of a run of many steps, and whether it fits on cards."""
     return document(
         None,
         [_by_cause(explanation)],
@@ -78,7 +78,7 @@ def at_peak(explanation: Explanation, top: int = 12) -> Document:
 
 
 def causes(explanation: Explanation) -> Document:
-    """Return the bytes at the peak by cause: of a rank beside others."""
+    """Report the bytes at the peak by cause, for a rank among others."""
     return document(explanation.title, [explanation.sentence], [_by_cause(explanation)])
 
 
@@ -144,7 +144,7 @@ def _saves(row: LayerRow) -> str:
 
 
 def _needs(row: LayerRow) -> str:
-    """Return which gradients read what the layer saves: that of its weight, of its input, both, or none."""
+    """Return the gradients that read the tensors a layer saves: of its weight, of its input, both, or none."""
     if not row.kept_bytes:
         return "-"
     words = [_NEEDS.get(need, need) for need in row.needed_for]
@@ -182,7 +182,7 @@ _TRAINING = (
 
 
 def _legend(explanation: Explanation) -> Line:
-    """Return what the columns of the table by layer mean."""
+    """Return the legend of the table by layer."""
     outputs = "outputs: a layer's last result, not all alive at one time."
     if not explanation.train:
         return Line(outputs, "dim")

@@ -38,7 +38,7 @@ def report(outcome: Outcome, top: int = 12) -> Document:
 
 
 def fitted_report(fitted: Fitted, top: int = 12) -> Document:
-    """Return what was done to a model, its plan, the proof and remarks; tables with ``top`` rows, 0 for all."""
+    """Report the verdict on a fitted model, its plan, the proof and remarks; tables with ``top`` rows, 0 for all."""
     name = type(fitted.model).__name__
     how = "runs as planned" if fitted.changed else "runs unplanned: nothing is changed"
     sections = plans.report(fitted.plan, top).sections if fitted.changed else ([fitted.plan.summary],)
@@ -93,7 +93,7 @@ def _errors(proof: Proof) -> Table:
 
 
 def _shortfall_sentences(error: BudgetError) -> Iterator[str]:
-    """Yield why a step does not fit, what would, and what to do, as sentences."""
+    """Yield sentences: why a step does not fit, the smallest budget that would, and what to do."""
     yield f"{error.found.rstrip('.')}."
     if error.expected:
         yield f"Expected {error.expected.rstrip('.')}."
@@ -162,7 +162,7 @@ _BESIDE = (
 
 
 def _as_recorded(fitting: Fitting) -> str:
-    """Return the bytes of the unchanged script, with the band where cuDNN's workspaces are expected."""
+    """Return the peak of the unchanged script as text, with its 95 % band if cuDNN's workspaces are expected."""
     needs = format_bytes(fitting.recorded)
     if fitting.recorded_band is None:
         return needs
@@ -171,7 +171,7 @@ def _as_recorded(fitting: Fitting) -> str:
 
 
 def _script_facts(fitting: Fitting) -> dict[str, str]:
-    """Return the parts of a script's peak: the model's step, what else is live, and the sum with a plan."""
+    """Return the parts of a script's peak: the model's step, other live memory, and the sum with a plan."""
     rows = {"the script as it is": _as_recorded(fitting)}
     if fitting.plan is not None:
         rows["the model's step"] = f"{format_bytes(fitting.plan.eager_peak)} -> {format_bytes(fitting.plan.peak)}"

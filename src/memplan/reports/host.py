@@ -1,4 +1,4 @@
-"""Part of reports about the host's memory, beside the card's."""
+"""Part of reports about the host's memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LABELS: dict[HostTerm, str] = {
     "python": "Python and torch",
 }
 _SMALL = 64 << 20
-"""Bytes beside Python and torch up to which the host's memory is not shown if there is no budget for it."""
+"""Bytes in addition to Python and torch up to which the host's memory is not shown without a budget."""
 _DOCKER_SHM = 64 << 20
 """Size of ``/dev/shm`` in a container without ``--shm-size`` (docs.docker.com, "docker container run")."""
 
 
 def parts(explanation: Explanation) -> Iterator[Part]:
-    """Yield what the host holds at its peak, whether that fits, and what needs a setting."""
+    """Yield the host's memory at its peak by cause, whether it fits the budget, and settings that it needs."""
     need = explanation.host
     if need is None or (need.budget is None and need.use.peak.bytes - need.use.peak.terms.get("python", 0) <= _SMALL):
         return

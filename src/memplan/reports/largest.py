@@ -47,7 +47,7 @@ def _answer(result: Largest) -> str:
 
 
 def _remarks(result: Largest) -> Iterator[str]:
-    """Yield what limits the next larger value, and why the answer may not hold for every value."""
+    """Yield remarks: the parts of memory that limit the next value, and why smaller values may not fit."""
     answer, next_trial = result.answer, result.following
     if next_trial is not None and next_trial.bytes is not None:
         yield f"At {result.axis} {next_trial.value}, what holds it up is {result.largest_parts(next_trial)}."
@@ -90,7 +90,7 @@ def fit_at_upper_end(axis: str, value: int, likely: int, most: int) -> str:
 
 
 def beyond_the_limit(axis: str, value: int, band: tuple[int, int] | None) -> str:
-    """Return the sentence on an answer that reserves more than the limit; ``band``: of what it needs, if any."""
+    """Return the sentence on an answer that reserves more than the limit. ``band``: of its need, if any."""
     text = f"At {axis} {value} torch gives cached segments back to keep the limit: it fits"
     if band is None:
         return f"{text}."
@@ -98,7 +98,7 @@ def beyond_the_limit(axis: str, value: int, band: tuple[int, int] | None) -> str
 
 
 def _failures(result: Largest) -> Iterator[str]:
-    """Yield why values failed: those with the same reason together, first that of the value after the answer."""
+    """Yield why values failed, grouped by reason; first the reason of the value after the answer."""
     if any(trial.value % result.step for trial in result.failed):
         yield f"Values between the multiples of {result.step} fail, so only these were looked at."
     by_reason: dict[str, list[Tried]] = {}
@@ -115,7 +115,7 @@ def _failures(result: Largest) -> Iterator[str]:
 
 
 def _table(result: Largest) -> Table:
-    """Return a row for each value tried, smallest first: what it needs and whether that fits."""
+    """Return a row for each value tried, smallest first: its need, and whether it fits."""
     fields = [Field(result.axis, lambda trial: str(trial.value), right=True, number=lambda trial: trial.value)]
     if any(trial.plan is not None for trial in result.tried):
         fields += [Field("least budget", _need, right=True), Field("added time", _added_time, right=True)]

@@ -62,7 +62,7 @@ def _slices(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 _DEEPEST = 32
-"""Depth of nested modules; deeper ones share a slice, since each slice is named by a whole path."""
+"""Depth of nested modules; deeper modules share a slice, since a slice has the whole path as its name."""
 
 
 def _path(op: Op) -> list[str]:

@@ -19,7 +19,7 @@ _LEGEND = (
 
 
 def report(plan: Plan, top: int = 12) -> Document:
-    """Return the figures of a plan and its decisions, the ``top`` largest of those about values, 0 for all."""
+    """Report the figures of a plan and its decisions; of decisions about values the ``top`` largest, 0 for all."""
     (first, *others) = sections(plan, top)
     verdict = [plan.summary] if plan.changes_nothing else []
     return document(first.title, [*verdict, *first.parts], *others)

@@ -44,7 +44,7 @@ def report(result: RankSnapshots, top: int = 10) -> Document:
 
 
 def finding(row: RankRow) -> str:
-    """Return a sentence on a rank that holds more than the others, with the line that holds the most of it."""
+    """Return a sentence on a rank above the median, with the source line that exceeds its median most."""
     text = f"rank {row.rank} holds {format_bytes_as_torch(row.beyond)} more than the others"
     more = [owner for owner in row.owners if owner.beyond > 0]
     if not more:

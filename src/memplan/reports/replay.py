@@ -56,7 +56,7 @@ def report(cases: Cases, top: int = 10) -> Document:
 
 
 def _head(replay: Replay) -> Iterator[Part]:
-    """Yield how exact the replay is, with the first differences; without a history, how to record one."""
+    """Yield how exact the replay is, with the first differences; without a history, how to record a history."""
     if not replay.has_history:
         yield (
             "It says what was held when it was taken, not how that came about. To record the history, call "
@@ -101,7 +101,7 @@ def _outcome(case: Replay, cases: Cases) -> str:
 
 
 def _remarks(cases: Cases) -> Iterator[Part]:
-    """Yield what the figures of the cases do not include."""
+    """Yield remarks on memory that the figures of the cases do not include."""
     replay = cases.replay
     if any(case.ended for case in (cases.base, *cases.others)):
         yield "A case that runs out where the recording did not ends there: its peaks are those up to there."
@@ -117,7 +117,8 @@ def _remarks(cases: Cases) -> Iterator[Part]:
 
 
 def _oom_sections(cases: Cases, why: OomExplanation, top: int) -> Iterator[Section]:
-    """Yield why memory ran out: the request, the free blocks that did not serve it, the owners, and what helps."""
+    """Yield why memory ran out: the request, the free blocks that could not serve it, the owners, and settings that
+    help."""
     where = "before the history" if why.oom.index < 0 else f"at event {why.oom.index}"
     yield Section(tuple(Line(line, indent=2) for line in _oom_lines(why)), f"Out of memory {where}")
     if why.free:
@@ -127,7 +128,7 @@ def _oom_sections(cases: Cases, why: OomExplanation, top: int) -> Iterator[Secti
 
 
 def _oom_lines(why: OomExplanation) -> Iterator[str]:
-    """Yield what was requested, what the card had left, and what the allocator held."""
+    """Yield the requested bytes, the card's free bytes, and the allocator's reserved and allocated bytes."""
     oom = why.oom
     kind = ", ".join(part for part in (_pool_name(oom.pool), f"stream {oom.stream}" if oom.stream else "") if part)
     frame = why.frame
@@ -182,7 +183,7 @@ def _owners_table(title: str, rows: Sequence[Holder], top: int) -> Table:
 
 
 def _remedies(cases: Cases, why: OomExplanation) -> Iterator[Part]:
-    """Yield the settings under which the replay does not run out of memory; if there are none, what was tried."""
+    """Yield the settings with which the replay does not run out of memory; if there are none, the settings tried."""
     if not why.tried or why.capacity is None:
         yield "What the card could give is not recorded, so no setting can be tried: give --capacity."
         return
@@ -206,7 +207,7 @@ def _remedies(cases: Cases, why: OomExplanation) -> Iterator[Part]:
 
 
 def _segments_table(cases: Cases) -> Table:
-    """Return the segments by kind, with what is allocated and free in them."""
+    """Return a row for each kind of segment: number, reserved, allocated and free bytes."""
     largest = lambda rows: format_bytes_as_torch(max((row.largest_free for row in rows), default=0))  # noqa: E731
     fields = [
         name_field(

@@ -1,4 +1,4 @@
-"""The report of each kind of result that memplan's functions return: what ``print`` and notebooks show."""
+"""Reports of the results that memplan's functions return, for ``print`` and notebooks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from memplan.verification.fitting.fitted import Fitted
 
 
 def document_of(result: object) -> Document:
-    """Return the report of a result; of what has none of its own, the lines of its ``str``."""
+    """Return the report of a result; for a kind without a report, the lines of its ``str``."""
     match result:
         case Explanation():
             return explain.report(result)

@@ -17,12 +17,12 @@ _DIFFERENCES = 3
 
 
 def report(result: Roles, top: int = 12, fullest: Document | None = None) -> Document:
-    """Return a row for ranks that do the same, then the explanation of the fullest, and causes of the others.
+    """Report each group of equal ranks, the explanation of the fullest rank, and the causes of the others.
 
     Args:
         result: the ranks.
         top: rows of each table, 0 for all.
-        fullest: instead of the explanation of the fullest.
+        fullest: report of the fullest rank, instead of its explanation.
     """
     text = summary(result) + (explain.report(result.fullest.explanation, top) if fullest is None else fullest)
     for role in result.roles[1:]:
@@ -31,7 +31,7 @@ def report(result: Roles, top: int = 12, fullest: Document | None = None) -> Doc
 
 
 def summary(result: Roles) -> Document:
-    """Return a row for ranks that do the same, those that hold the most first, and which of them were recorded."""
+    """Return a row for each group of equal ranks, the highest peak first, and the ranks that were recorded."""
     first, on_card = result.fullest, result.fullest.explanation.card is not None
     fields = [name_field("Ranks", lambda role: ranks_text(role.ranks).partition(" ")[2], 8, from_left=False)]
     if any(role.stages for role in result.roles):
@@ -52,7 +52,7 @@ def summary(result: Roles) -> Document:
 
 
 def _head(result: Roles) -> Iterator[Part]:
-    """Yield what the fullest rank takes, and which ranks were recorded."""
+    """Yield the memory of the fullest rank, and the ranks that were recorded."""
     timeline = result.fullest.explanation.timeline
     who = ranks_text(result.fullest.ranks)
     equal = "All ranks do the same" if len(result.roles) == 1 else f"The fullest: {who}"
@@ -86,5 +86,5 @@ def _difference_from(role: Role, first: Role) -> str:
 
 
 def _gib(size: int) -> str:
-    """Return bytes in GiB with two digits, as torchtitan prints them; small ones as torch does."""
+    """Return bytes in GiB with two digits, as torchtitan prints them; small sizes as torch prints them."""
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else format_bytes_as_torch(size)

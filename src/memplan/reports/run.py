@@ -63,7 +63,7 @@ def report(
 
 
 def _facts(facts: Facts, top: int) -> Iterator[Part]:
-    """Yield how the script ended, its batches, and what of it is not shown."""
+    """Yield how the script ended, its batches, and the number of output lines that are not shown."""
     yield _ending(facts)
     yield from (_batch_line(batch, follows_phases=bool(facts.parts)) for batch in facts.batches[: top or None])
     for name in facts.absent:
@@ -76,7 +76,7 @@ def _facts(facts: Facts, top: int) -> Iterator[Part]:
 
 
 def _sandboxed_effects(facts: Facts, top: int) -> Table:
-    """Return what the script would have changed outside of its process, which did not happen."""
+    """Return the sandboxed effects of the script: files, connections and processes that did not happen."""
     fields = [
         name_field("Held back", _short_name, from_left=True),
         Field("would be", lambda row: _KINDS[row.kind] + (f" {row.count} times" if row.count > 1 else "")),
@@ -117,7 +117,7 @@ def _batch_line(batch: Batch, *, follows_phases: bool) -> str:
 
 
 def _short_name(row: Held) -> str:
-    """Return the name of what the script would have changed; paths in the working directory are relative."""
+    """Return the name of a sandboxed effect; paths in the working directory are relative."""
     path = row.what
     if row.kind not in ("network", "process") and os.path.isabs(path):
         relative = os.path.relpath(path)

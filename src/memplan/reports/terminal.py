@@ -55,7 +55,7 @@ def text_of(document: Document, width: int = PIPE_WIDTH, *, ascii_only: bool = F
 
 
 def _console(**options: object) -> Console:
-    # in a notebook rich would display what it prints, besides
+    # in a notebook rich would also display what it prints
     return Console(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)  # pyright: ignore[reportArgumentType]
 
 
@@ -67,7 +67,7 @@ class _Drawing:
     ascii_only: bool
 
     def document(self, document: Document) -> Iterator[RenderableType]:
-        """Yield what rich prints of a document: its title, and its sections with an empty line between them."""
+        """Yield rich's objects for a document: its title, and its sections with an empty line between them."""
         if document.title is not None:
             yield from self.part(document.title)
         for index, section in enumerate(document.sections):
@@ -79,7 +79,7 @@ class _Drawing:
                 yield from self.part(part)
 
     def part(self, part: Part) -> Iterator[RenderableType]:
-        """Yield what rich prints of a part."""
+        """Yield rich's objects for a part."""
         match part:
             case str():
                 yield from self.paragraph(part, self.width)

@@ -1,4 +1,4 @@
-"""Report of several ranks' watches: how each ended, the rank that holds more than the others, and what it holds."""
+"""Report of several ranks' watches: how each ended, the ranks above the median, and the owners of their memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from memplan.studies.watched.watched import WatchedRank, WatchedRanks, summary
 
 
 def report(result: WatchedRanks, top: int = 10) -> Document:
-    """Return how the ranks ended, which hold more, and of what; then all. Tables have ``top`` rows, 0 for all."""
+    """Report how the ranks ended, the ranks above the median with their owners, and all ranks; tables have ``top``
+    rows, 0 for all."""
     peak = "measured peak" if result.measured else "predicted peak"
     fields = [
         name_field("Rank", lambda row: str(row.watch.rank), None),

@@ -1,4 +1,4 @@
-"""Report of a whole run: its phases, the largest of them, and what of it could be freed."""
+"""Report of a whole run: its phases, the largest phase, and memory that could be freed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memplan.reports.document import (
 from memplan.studies.runs.whole_run import RunPhase, WholeRun
 
 _SHARE = 0.05
-"""Share of a peak from which what could be freed is worth a sentence."""
+"""Smallest share of a peak for which memory that could be freed is mentioned."""
 _EPOCH_SHARE = 0.001
 _VERBS = {
     "build": "building", "train": "training", "evaluate": "evaluation", "generate": "generation", "save": "saving",
@@ -36,7 +36,7 @@ _ENDINGS = {
 
 
 def report(run: WholeRun, top: int = 12) -> Document:
-    """Return the peak of a whole run, a row a phase, and what could be freed; ``top`` rows, 0 for all."""
+    """Report the peak of a whole run, a row for each phase, and memory that could be freed; ``top`` rows, 0 for all."""
     return document(
         f"{run.title}: the whole run on {run.device}",
         [_sentence(run)],
@@ -47,26 +47,26 @@ def report(run: WholeRun, top: int = 12) -> Document:
 
 
 def _sentence(run: WholeRun) -> str:
-    """Return the peak and the phase in which it is."""
+    """Return the sentence on the peak of the run and its phase."""
     largest = max(run.phases, key=lambda phase: phase.allocated)
     reserved = "" if run.reserved == run.allocated else f", {format_bytes(run.reserved)} reserved"
     return f"{format_bytes(run.allocated)} peak, in {_name(run, largest)}{reserved}."
 
 
 def _title(run: WholeRun, phase: RunPhase) -> str:
-    """Return what a phase does, and which time."""
+    """Return the kind of a phase, with its number if there are several: ``evaluate 2``."""
     alike = [other for other in run.phases if (other.kind, other.where) == (phase.kind, phase.where)]
     number = f" {next(n for n, other in enumerate(alike, 1) if other is phase)}" if len(alike) > 1 else ""
     return f"{_VERBS[phase.kind]}{number}"
 
 
 def _name(run: WholeRun, phase: RunPhase) -> str:
-    """Return what a phase does, which time, and where."""
+    """Return the title of a phase, with its source line."""
     return _title(run, phase) + (f" ({phase.where})" if phase.where else "")
 
 
 def _batches(phase: RunPhase) -> str:
-    """Return how many batches ran, and of how many."""
+    """Return the number of recorded batches, and of all batches of the loader."""
     if not phase.batches:
         return "-"
     length = phase.length if phase.length is not None else phase.batches
@@ -89,7 +89,8 @@ def _table(run: WholeRun, top: int) -> Table:
 
 
 def _advice(run: WholeRun) -> Iterator[Part]:
-    """Yield what could be freed at the peak of a phase, each kind once where it is largest."""
+    """Yield advice on memory that could be freed at the peak of a phase, each kind for the phase where it is
+    largest."""
     growing = max(run.phases, key=lambda phase: phase.per_batch * (phase.length or 0))
     growth = growing.per_batch * (growing.length or 0)
     if growth > _SHARE * growing.allocated:
@@ -133,6 +134,6 @@ def _advice(run: WholeRun) -> Iterator[Part]:
 
 
 def _left(phase: RunPhase) -> int:
-    """Return the bytes that earlier phases left at a phase's peak, but gradients, inputs and libraries' workspaces."""
+    """Return the bytes at a phase's peak from earlier phases, without gradients, inputs and libraries' workspaces."""
     meant = ("parameter_gradient", "input", "workspace")
     return sum(size for cause, size in phase.left.items() if cause not in meant)

@@ -20,7 +20,7 @@ from memplan.reports.document import (
 
 
 def report(why: Why) -> Document:
-    """Return where the memory was, why it ran out, and what helps."""
+    """Report the parts of the device's memory, why memory ran out, and what to do."""
     title, total = headline(why.message), why.message.total
     fields = [
         name_field("Where the memory was", lambda part: part.name, from_left=False),
@@ -38,7 +38,7 @@ def report(why: Why) -> Document:
 
 
 def ranks_report(reasons: RankReasons) -> Document:
-    """Return which rank is the odd one, all ranks, and then why the first ran out of memory."""
+    """Report the odd rank, a table of all ranks, and why the first rank ran out of memory."""
     size = lambda row, name: "-" if row.why is None else _size(getattr(row.why.message, name))  # noqa: E731
     fields = [
         name_field("Rank", lambda row: str(row.rank), None),

@@ -322,6 +322,7 @@ class Watch(Written, Printed):
         return True
 
     def _write_post_mortem(self, error: BaseException) -> None:
+        """Write the post-mortem of an out-of-memory error; an error of writing it is only reported."""
         follower = self._follower
         prediction, is_failed_step = follower.at_failure()
         follower.close()

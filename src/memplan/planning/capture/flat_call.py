@@ -52,7 +52,7 @@ class Call:
     def aliases(self) -> tuple[int, ...]:
         """By tensor, the first tensor with the same memory. Calls that differ in this are different steps."""
         first: dict[int, int] = {}
-        return tuple(first.setdefault(_memory(tensor), at) for at, tensor in enumerate(self.tensors))
+        return tuple(first.setdefault(_memory(tensor), index) for index, tensor in enumerate(self.tensors))
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -77,7 +77,7 @@ class Returned:
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the output with these tensors, the graph's outputs in order."""
-        return self.structure.rebuild([tensors[at] for at in self.order])
+        return self.structure.rebuild([tensors[index] for index in self.order])
 
 
 class Flat(nn.Module):
@@ -142,12 +142,14 @@ class Flat(nn.Module):
             output = (self._output_structure or structure).rebuild(converted)
             outputs, structure = take_apart(output)
         unique = list({id(tensor): tensor for tensor in outputs}.values())
-        index_of = {id(tensor): at for at, tensor in enumerate(unique)}
+        index_of = {id(tensor): index for index, tensor in enumerate(unique)}
         with_gradient = {id(tensor) for tensor in differentiable(output)}
         self.returned = Returned(
             structure,
             tuple(index_of[id(tensor)] for tensor in outputs),
-            tuple(at for at, output in enumerate(unique) if output.requires_grad and id(output) not in with_gradient),
+            tuple(
+                index for index, output in enumerate(unique) if output.requires_grad and id(output) not in with_gradient
+            ),
         )
         bases = {_base(tensor) for tensor in (*tensors, *state.values())}
         replaced = self._without_hooks[0].replaced

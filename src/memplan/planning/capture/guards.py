@@ -62,7 +62,8 @@ class Guards:
             return False
         indexed_reads = enumerate(_run_and_log_reads(run))
         self._real_reads = tuple(
-            _FlagRead(line, flag, at < _MAX_FLAGS and _ends_in_raise(run, at)) for at, (line, flag) in indexed_reads
+            _FlagRead(line, flag, index < _MAX_FLAGS and _ends_in_raise(run, index))
+            for index, (line, flag) in indexed_reads
         )
         return any(read.is_guard for read in self._real_reads)
 

@@ -184,7 +184,7 @@ class _OpaqueFunction(torch.autograd.Function):
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *results, handle = torch.ops.memplan.opaque.default(list(tensors), call.key)
         candidates = (*tensors, *results)
-        ctx.call, ctx.handle, ctx.saved = call, handle, [candidates[at] for at in call.saved_positions]
+        ctx.call, ctx.handle, ctx.saved = call, handle, [candidates[index] for index in call.saved_positions]
         ctx.set_materialize_grads(False)
         pairs = zip(results, call.differentiable, strict=True)
         ctx.mark_non_differentiable(*(result for result, differentiable in pairs if not differentiable))

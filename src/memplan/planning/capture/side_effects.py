@@ -112,7 +112,7 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     if fake:
         _refuse_unregistered(model)
     named = (*model.named_parameters(), *model.named_buffers())
-    for name, tensor in (*named, *((f"input {at}", tensor) for at, tensor in enumerate(inputs))):
+    for name, tensor in (*named, *((f"input {index}", tensor) for index, tensor in enumerate(inputs))):
         if fake and isinstance(tensor, _torch.FakeTensor) and _torch.has_shape(tensor):
             continue
         kind = _torch.peculiarity(tensor)

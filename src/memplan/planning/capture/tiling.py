@@ -62,18 +62,18 @@ class Tiling:
         """Run a call of a torch function of the traced model, or record it as part of a segment."""
         if _changes_operand(func, args, kwargs):
             self.in_place.add(number)
-        at = next((at for at, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
+        index = next((index for index, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
         try:
-            return self._call(at, number, func, args, kwargs)
+            return self._call(index, number, func, args, kwargs)
         except NotTileable as reason:
-            reason.at = at if reason.at is None else reason.at
+            reason.at = index if reason.at is None else reason.at
             raise
 
-    def _call(self, at: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, index: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call that belongs to the segment at a position; None: to none."""
         self._refuse_questions_of_autograd(func, args)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
-        if at is None:
+        if index is None:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         static = self._static_tensors()
@@ -84,7 +84,7 @@ class Tiling:
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
             result = self._recorded(func, args, kwargs)
-        return self._finish(at, result) if number == self._tiles[at].last else result
+        return self._finish(index, result) if number == self._tiles[index].last else result
 
     def _refuse_questions_of_autograd(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
         """Raise NotTileable for a hook on a tensor of a segment, which has only a part of its gradient, and for a
@@ -107,25 +107,25 @@ class Tiling:
         self._results += [weakref.ref(leaf) for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)]
         return result
 
-    def _finish(self, at: int, result: Any) -> Any:
+    def _finish(self, index: int, result: Any) -> Any:
         """Add a segment to the traced graph as one op, and return its last result."""
-        recorder, tile = self._recorder, self._tiles[at]
+        recorder, tile = self._recorder, self._tiles[index]
         if recorder is None:
             raise NotTileable("no call of the segment reads data")
         self._recorder = None
         recorder.release()
-        alive = {at: tensor for at, ref in enumerate(self._results) if (tensor := ref()) is not None}
+        alive = {index: tensor for index, ref in enumerate(self._results) if (tensor := ref()) is not None}
         wanted = [
             (position, tensor)
-            for position, tensor in {id(tensor): (at, tensor) for at, tensor in alive.items()}.values()
-            if recorder.owns(tensor) and (self._first_pass or (at, position) in self._read)
+            for position, tensor in {id(tensor): (index, tensor) for index, tensor in alive.items()}.values()
+            if recorder.owns(tensor) and (self._first_pass or (index, position) in self._read)
         ]
         self._results = []
         if not self._first_pass and recorder.share_memory([tensor for _, tensor in wanted]):
             raise NotTileable("a result is a view of another, or of what the segment reads: writes would not reach it")
         program = recorder.program([tensor for _, tensor in wanted])
         tiled, key = register(program, tile.axis, tile.pieces)
-        updated = {id(source): at for at, (sources, _) in recorder.running.items() for source in sources}
+        updated = {id(source): index for index, (sources, _) in recorder.running.items() for source in sources}
         if not tiled.norms.keys() >= set(updated.values()):
             raise NotTileable("a batch norm updates statistics that are not over the axis")
         if any(id(_torch.viewed(source)) in updated for source in recorder.sources.values()):
@@ -133,16 +133,16 @@ class Tiling:
         self.registered.append(tiled)
         outputs = TracedTile.apply(key, *recorder.sources.values())
         for (position, tensor), output in zip(wanted, outputs, strict=False):
-            self._replacements[id(tensor)] = tensor, output, (at, position)
+            self._replacements[id(tensor)] = tensor, output, (index, position)
         self._update_running(tiled, recorder, outputs[len(wanted) :])
         return _torch.tree_map(self._replaced, result)
 
     def _update_running(self, tiled: Tiled, recorder: Recorder, statistics: Sequence[Tensor]) -> None:
         """Update the running statistics of the segment's batch norms as torch does."""
-        for (at, norm), mean, variance in zip(tiled.norms.items(), statistics[::2], statistics[1::2], strict=True):
+        for (index, norm), mean, variance in zip(tiled.norms.items(), statistics[::2], statistics[1::2], strict=True):
             shape = tiled.program.likes[norm.input].shape
             count = math.prod((shape[0], *shape[2:]))
-            running, momentum = recorder.running.get(at, ((), 0.0))
+            running, momentum = recorder.running.get(index, ((), 0.0))
             with torch.no_grad():
                 for source, new in zip(running, (mean, variance * (count / max(count - 1, 1))), strict=False):
                     source.mul_(1 - momentum).add_(new.reshape(-1).to(source.dtype), alpha=momentum)

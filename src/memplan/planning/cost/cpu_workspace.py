@@ -133,7 +133,7 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
                 _failed.add(_key(call))
             ran.append(call)
     workspaces = _workspaces(_torch.Profile.of(profile), len(ran))
-    _known.update((_key(call), workspaces[at]) for at, call in enumerate(ran) if _key(call) not in _failed)
+    _known.update((_key(call), workspaces[index]) for index, call in enumerate(ran) if _key(call) not in _failed)
 
 
 def _workspaces(profile: _torch.Profile, calls: int) -> list[int]:

@@ -142,7 +142,7 @@ class _Signatures:
 
 
 def _tensor_text(value: Value) -> str:
-    contiguous = tuple(math.prod(max(n, 1) for n in value.shape[at + 1 :]) for at in range(len(value.shape)))
+    contiguous = tuple(math.prod(max(n, 1) for n in value.shape[index + 1 :]) for index in range(len(value.shape)))
     stride = "" if value.stride == contiguous else f":{list(value.stride)}"
     return f"{value.dtype}{list(value.shape)}{stride}"
 

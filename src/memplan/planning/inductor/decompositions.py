@@ -70,12 +70,12 @@ def _cross_entropy_backward(
 ) -> Tensor:  # fmt: skip
     """(softmax - one_hot(target)) * scale of the sample, without a buffer for the gradient of the log-probabilities."""
     is_counted = target != ignore
-    at = torch.where(is_counted, target, 0)
-    scale = torch.where(is_counted, 1.0 if weight is None else weight[at], 0.0).to(log_probs.dtype)
+    index = torch.where(is_counted, target, 0)
+    scale = torch.where(is_counted, 1.0 if weight is None else weight[index], 0.0).to(log_probs.dtype)
     scale = scale * (grad_output / total_weight if reduction == 1 else grad_output)
     classes = torch.arange(log_probs.shape[1], device=log_probs.device)
     classes = classes.view(-1, *[1] * (log_probs.dim() - 2))
-    one_hot = classes == at.unsqueeze(1)
+    one_hot = classes == index.unsqueeze(1)
     return (log_probs.exp() - one_hot.to(log_probs.dtype)) * scale.unsqueeze(1)
 
 

@@ -72,24 +72,24 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
     and backward actions, concatenated."""
     graph = schedule.graph
     sizes = dict[int, int]()
-    for at, action in enumerate((*schedule.forward, *schedule.backward)):
+    for index, action in enumerate((*schedule.forward, *schedule.backward)):
         if action.op is not None:
             op = action.called(graph)
-            sizes[at] = work_of(graph, op).bytes
+            sizes[index] = work_of(graph, op).bytes
             names = _TWICE.get(op.target, ())
             arguments = op_schema.arguments_of(op.target, op.args, op.kwargs) if names else {}
             if arguments.get("train", arguments.get("training", True)):  # in evaluation statistics are arguments
-                sizes[at] += sum(graph.values[arguments[name].value].own_bytes for name in names)
+                sizes[index] += sum(graph.values[arguments[name].value].own_bytes for name in names)
             if action.form is not None:
                 form = graph.form[action.form]
-                sizes[at] += graph.values[form.encoded].bytes - graph.values[form.value].bytes
+                sizes[index] += graph.values[form.encoded].bytes - graph.values[form.value].bytes
         elif action.form is not None and action.kind in ("store", "fetch"):
             form = graph.form[action.form]
             stored, fetched, _ = registry.find(form.lever).works(graph, form)
-            sizes[at] = (stored if action.kind == "store" else fetched).bytes
+            sizes[index] = (stored if action.kind == "store" else fetched).bytes
         elif action.kind == "write" or action.copies:
             assert action.value is not None
-            sizes[at] = 2 * graph.values[action.value].own_bytes
+            sizes[index] = 2 * graph.values[action.value].own_bytes
     return sizes
 
 
@@ -107,7 +107,7 @@ class _Grouping:
     def groups(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> tuple[Group, ...]:
         """Return all kernels of a step in order. The engine's own copies follow the forward pass."""
         work = self.work(called)
-        groups = [self.group(part, kernel, work[at]) for at, (part, kernel) in enumerate(called)]
+        groups = [self.group(part, kernel, work[index]) for index, (part, kernel) in enumerate(called)]
         forward_kernels = sum(not part.lowerable.backward for part, _ in called)
         return (*groups[:forward_kernels], *self.copies(), *groups[forward_kernels:])
 
@@ -117,21 +117,23 @@ class _Grouping:
         it."""
         work_of_kernel, counted, seen = defaultdict[int, list[Work]](list), set[int | None](), set[tuple[str, str]]()
         kernels_of = defaultdict[int, list[int]](list)
-        for at, (part, kernel) in enumerate(called):
+        for index, (part, kernel) in enumerate(called):
             for origin in kernel.origins:
                 if origin.mark is not None:
-                    kernels_of[origin.mark].append(at)
+                    kernels_of[origin.mark].append(index)
                 if origin.flops and (part.name, origin.name) not in seen:
                     seen.add((part.name, origin.name))
                     counted.add(origin.mark)
-                    work_of_kernel[at].append(Work(origin.flops, 0, self.rate(origin.mark)))
+                    work_of_kernel[index].append(Work(origin.flops, 0, self.rate(origin.mark)))
         for mark, places in kernels_of.items():
             op = self.op(mark)
             if mark in counted or op is None:
                 continue
             work = work_of(self.graph, op)
             if work.flops:
-                work_of_kernel[max(places, key=lambda at: called[at][1].bytes)].append(Work(work.flops, 0, work.rate))
+                work_of_kernel[max(places, key=lambda index: called[index][1].bytes)].append(
+                    Work(work.flops, 0, work.rate)
+                )
         return work_of_kernel
 
     def group(self, part: Part, kernel: inductor.Kernel, work: Sequence[Work]) -> Group:

@@ -128,7 +128,7 @@ def fused(planned: Schedule) -> Fused:
     exec(compile(program(planned, marked=True), "<memplan fused>", "exec"), functions)
     resident = [value for value in graph.values if value.kind in RESIDENT]
     read = read_in_backward(planned)
-    handed = tuple(at for at, value in enumerate(resident) if value.id in read)
+    handed = tuple(index for index, value in enumerate(resident) if value.id in read)
 
     def forward(*inputs: Tensor) -> list[Tensor]:
         outputs, saved = functions["forward"](list(inputs))
@@ -136,8 +136,8 @@ def fused(planned: Schedule) -> Fused:
 
     def backward(*arguments: Tensor) -> list[Tensor]:
         inputs: list[Any] = [None] * len(resident)
-        for at, tensor in zip(handed, arguments, strict=False):
-            inputs[at] = tensor
+        for index, tensor in zip(handed, arguments, strict=False):
+            inputs[index] = tensor
         tangents_begin = len(handed) + len(planned.saved)
         saved, tangents = list(arguments[len(handed) : tangents_begin]), list(arguments[tangents_begin:])
         return [gradient for group in functions["backward"](inputs, saved, tangents) for _, gradient in group]
@@ -145,7 +145,7 @@ def fused(planned: Schedule) -> Fused:
     with lowering("forward"):
         forward_trace = inductor.traced(forward, _fake_tensors(resident, mode), mode, decomposition_of)
     backward_inputs = [
-        *(resident[at] for at in handed),
+        *(resident[index] for index in handed),
         *(graph.values[value] for value in planned.saved),
         *(value for value in graph.values if value.kind == "tangent"),
     ]
@@ -184,6 +184,10 @@ def _fake_tensors(values: Sequence[Value], mode: Any) -> list[Tensor]:
 def _partition(
     planned: Schedule, forward_trace: inductor.Traced, backward_trace: inductor.Traced, read_inputs: tuple[int, ...]
 ) -> Fused:
+    """Cut the traced passes into parts, and drop saved values that no op of the backward pass reads.
+
+    ``read_inputs``: resident values that the backward pass reads, by index.
+    """
     chunks = tuple(tuple(chunk) for chunk in _chunks(planned))
     inputs, ops, gradients = inductor.taken_apart(backward_trace)
     begin, end = len(read_inputs), len(read_inputs) + len(planned.saved)
@@ -299,7 +303,7 @@ class CompiledPasses:
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs and the saved tensors. ``inputs`` is cleared."""
-        targets = [inputs[at] for at in self._step.written]
+        targets = [inputs[index] for index in self._step.written]
         (results,) = _run(self._step.forward.arguments, self._forward, inputs)
         saved_end = self._outputs + self._saved
         _torch.copy_all(targets, results[saved_end:])
@@ -310,7 +314,7 @@ class CompiledPasses:
     ) -> Iterator[list[tuple[int, Tensor]]]:
         """Yield lists of (value id, gradient). A part computes all of its gradients before the first is yielded. The
         caller has to clear each list; the lists of arguments are cleared here."""
-        arguments = [*(inputs[at] for at in self._step.handed), *saved, *tangents]
+        arguments = [*(inputs[index] for index in self._step.handed), *saved, *tangents]
         for tensors in (inputs, saved, tangents):
             tensors.clear()
         running = _run(self._step.backward.arguments, self._backward, arguments)

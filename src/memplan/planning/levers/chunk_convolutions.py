@@ -77,8 +77,8 @@ def _convolution_chunks(
     """Run ``aten::convolution`` on ``pieces`` slices of the batch."""
     result: Tensor | None = None
     size = input.shape[0] // pieces
-    for at in range(pieces):
-        samples = slice(at * size, (at + 1) * size)
+    for index in range(pieces):
+        samples = slice(index * size, (index + 1) * size)
         piece: Tensor = torch.ops.aten.convolution(
             input[samples], weight, bias, stride, padding, dilation, transposed, output_padding, groups
         )

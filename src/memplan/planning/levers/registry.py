@@ -63,7 +63,7 @@ def apply_rewrites(graph: JointGraph, precision: Precision) -> JointGraph:
 def with_forms(graph: JointGraph, situation: Situation) -> JointGraph:
     """Return the graph with the encodings that all levers offer, instead of those that it has."""
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
-    assert all(value.id == at for at, value in enumerate(values)), "kept forms are added last"
+    assert all(value.id == index for index, value in enumerate(values)), "kept forms are added last"
     return offered(replace(graph, values=values, forms=()), situation, LEVERS)
 
 

@@ -298,13 +298,13 @@ def _native_layer_norm_(
     trailing = len(normalized_shape)
     count, step = rows(input.shape, trailing)
     statistics: list[Tensor] = []
-    for at, piece in enumerate(input.view(count, *normalized_shape).split(step)):
+    for index, piece in enumerate(input.view(count, *normalized_shape).split(step)):
         result, *piece_statistics = _ATEN.native_layer_norm(piece, normalized_shape, weight, bias, eps)
         piece.copy_(result)
         del result
         statistics = statistics or [statistic.new_empty(count) for statistic in piece_statistics]
         for whole, part in zip(statistics, piece_statistics, strict=True):
-            whole[at * step : at * step + part.numel()] = part.view(-1)
+            whole[index * step : index * step + part.numel()] = part.view(-1)
     shape = (*input.shape[: input.dim() - trailing], *[1] * trailing)
     return (input, *(statistic.view(shape) for statistic in statistics))
 

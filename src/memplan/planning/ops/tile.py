@@ -104,8 +104,8 @@ def overwritten_gradient(args: Sequence[Any]) -> Any:
     """Return the gradient of a result that the first gradient of an input can overwrite, from the arguments of
     `TILE_BACKWARD`: a tensor or a Ref; None if there is none."""
     _, _, gradients, needed, key = args
-    at = _TILES[key].overwritten(needed) if True in needed else None
-    return None if at is None else gradients[at]
+    index = _TILES[key].overwritten(needed) if True in needed else None
+    return None if index is None else gradients[index]
 
 
 class TracedTile(torch.autograd.Function):

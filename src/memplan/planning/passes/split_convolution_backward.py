@@ -71,14 +71,15 @@ class _Splitter(Rebuild):
         self._read_by_own_gradient: set[int] = set()
         """Bases that the derivative of the op that computed them reads."""
         for op in graph.backward_ops:
-            at = 1 if _is_weight_frozen(op) else SHAPE_ONLY.get(op.target, -1)
-            args = [arg for position, arg in enumerate(op.args) if position != at]
+            index = 1 if _is_weight_frozen(op) else SHAPE_ONLY.get(op.target, -1)
+            args = [arg for position, arg in enumerate(op.args) if position != index]
             for base in {graph.base(value) for value in refs((args, op.kwargs))}:
                 maker = self.values[base].op
                 if maker is not None and maker == op.gradient_of and reads_bits(graph, op, base) is None:
                     self._read_by_own_gradient.add(base)
 
     def run(self) -> JointGraph:
+        """Add every op, with convolutions' derivatives split and arguments replaced that are read for their shape."""
         for op in self.graph.ops:
             if op.target == CONVOLUTION_BACKWARD:
                 mask, frozen = op.args[10], _is_weight_frozen(op)
@@ -88,8 +89,8 @@ class _Splitter(Rebuild):
                     view = None if frozen else self._view_of_gradient(op, op.args[0], op.args[1], dense=True)
                     self._add_part(op, view or input_, [True, False, False])
             elif op.target in SHAPE_ONLY:
-                args, at = list(op.args), SHAPE_ONLY[op.target]
-                args[at] = self._shape_argument(op, args[0], args[at], dense=False)
+                args, index = list(op.args), SHAPE_ONLY[op.target]
+                args[index] = self._shape_argument(op, args[0], args[index], dense=False)
                 self.add(op, args=tuple(args))
             else:
                 self.add(op)

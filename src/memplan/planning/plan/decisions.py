@@ -163,13 +163,13 @@ class _Decider:
     def freed_after(self, form: SavedForm) -> str:
         """Describe the op after which an offloaded value is freed."""
         forward = self.schedule.forward
-        stored = next(at for at, a in enumerate(forward) if (a.kind, a.form) == ("stored", form.encoded))
+        stored = next(index for index, a in enumerate(forward) if (a.kind, a.form) == ("stored", form.encoded))
         return self._describe_ops([next(action for action in reversed(forward[:stored]) if action.kind == "run")])
 
     def fetched_before(self, form: SavedForm) -> str:
         """Describe the op before which the copy back to the device begins."""
         backward = self.schedule.backward
-        fetch = next(at for at, a in enumerate(backward) if (a.kind, a.form) == ("fetch", form.encoded))
+        fetch = next(index for index, a in enumerate(backward) if (a.kind, a.form) == ("fetch", form.encoded))
         return self._describe_ops([next(action for action in backward[fetch:] if action.kind == "run")])
 
     def waits(self, form: SavedForm) -> float:

@@ -155,12 +155,12 @@ class Plan(Saved, Displayed):
 
     def _check(self) -> None:
         levers = ["keep", *(lever.name for lever in LEVERS)]
-        for at, decision in enumerate(self.decisions):
+        for index, decision in enumerate(self.decisions):
             if decision.lever not in levers:
                 unknown = f"is {decision.lever!r:.40}, which is none of {', '.join(map(repr, levers))}"
-                raise Unreadable(unknown).within(f".decisions[{at}].lever")
+                raise Unreadable(unknown).within(f".decisions[{index}].lever")
             for name in _BYTES:
-                _json.read_part(int, decision.details.get(name, 0), f".decisions[{at}].details.{name}")
+                _json.read_part(int, decision.details.get(name, 0), f".decisions[{index}].details.{name}")
 
     @property
     def summary(self) -> str:

@@ -149,6 +149,7 @@ class _Scheduler:
         self.copies = copied_gradients(graph, choices)
 
     def run(self) -> Schedule:
+        """Schedule the backward pass first: it determines the values to save."""
         backward = self._backward()
         live, first_use = self.resident | set(self.tangents), dict[int, None]()
         for draft in backward:
@@ -187,11 +188,11 @@ class _Scheduler:
             after_op[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
         begins, ends = self._copies_to_host([form for form in stored if form.is_copied])
         drafts = list[_Draft]()
-        for at, op in enumerate(self.graph.forward_ops):
+        for index, op in enumerate(self.graph.forward_ops):
             drafts.append(_Draft(Action("run", op=op.index), op.reads, op.makes))
             drafts += begins[op.index]
             drafts += after_op.pop(op.index, ())
-            drafts += ends[at]
+            drafts += ends[index]
         return drafts + [draft for remaining in after_op.values() for draft in remaining]
 
     def _copies_to_host(
@@ -209,19 +210,20 @@ class _Scheduler:
     # -- backward
 
     def _backward(self) -> list[_Draft]:
+        """Return the actions of the backward pass: each op after the recomputations and copies that it needs."""
         parts, needed = list[list[_Draft]](), dict[int, int]()
-        for at, op in enumerate(self.graph.backward_ops):
+        for index, op in enumerate(self.graph.backward_ops):
             form = next((self.direct[op.index, v] for v in op.reads if (op.index, v) in self.direct), None)
             direct, form_id = (None, None) if form is None else (form.value, form.encoded)
             reads = tuple(form_id if v == direct and form_id is not None else v for v in op.reads)
             drafts, copied = self._rematerialize(v for v in op.reads if v != direct)
-            needed.update(dict.fromkeys(copied, at))
+            needed.update(dict.fromkeys(copied, index))
             parts.append([*drafts, _Draft(Action("run", op=op.index, form=form_id), reads, op.makes)])
             self.live.update(op.makes)
         begins, ends = self._copies_to_device(needed)
         drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
-        for at, part in enumerate(parts):
-            drafts += (*begins[at], *ends[at], *part)
+        for index, part in enumerate(parts):
+            drafts += (*begins[index], *ends[index], *part)
         return self._with_gradient_returns(drafts)
 
     def _copies_to_device(
@@ -231,10 +233,10 @@ class _Scheduler:
         before = host_copies.fetch_positions(self.graph, needed, self.fetchable)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
-        for value, at in sorted(needed.items(), key=lambda item: (item[1], item[0])):
+        for value, index in sorted(needed.items(), key=lambda item: (item[1], item[0])):
             form = self.fetchable[value]
             begins[before[value]].append(_fetch_draft(form))
-            ends[at].append(_wait_draft("fetched", form))
+            ends[index].append(_wait_draft("fetched", form))
         return begins, ends
 
     def _rematerialize(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
@@ -291,7 +293,7 @@ class _Scheduler:
     def _with_gradient_returns(self, drafts: list[_Draft]) -> list[_Draft]:
         """Insert the return of each gradient after its last read and, if its parameter may change at once, after the
         last read of the parameter. Gradients that stay in memory are returned in groups: see MAX_AUTOGRAD_NODES."""
-        last = {value: at for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
+        last = {value: index for index, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
         ready_at, grouped = dict[int, int](), set[int]()
         for of, gradient in self.graph.gradients:
             ready_at[of] = last.get(self.graph.base(gradient), 0)
@@ -303,13 +305,15 @@ class _Scheduler:
                 grouped.add(of)
         positions = sorted({ready_at[of] for of in grouped})
         size = max(1, -(-len(positions) // (1 if self.choices.fused else MAX_AUTOGRAD_NODES)))
-        last_of_group = {at: positions[min(k - k % size + size, len(positions)) - 1] for k, at in enumerate(positions)}
+        last_of_group = {
+            index: positions[min(k - k % size + size, len(positions)) - 1] for k, index in enumerate(positions)
+        }
         due: dict[int, list[_Draft]] = defaultdict(list)
         for of, gradient in self.graph.gradients:
             action = Action("give", value=of, source=gradient, copies=of in self.copies)
-            at = last_of_group[ready_at[of]] if of in grouped else ready_at[of]
-            due[at].append(_Draft(action, (self.graph.base(gradient),), ()))
-        return [action for at, draft in enumerate(drafts) for action in (draft, *due.get(at, ()))]
+            index = last_of_group[ready_at[of]] if of in grouped else ready_at[of]
+            due[index].append(_Draft(action, (self.graph.base(gradient),), ()))
+        return [action for index, draft in enumerate(drafts) for action in (draft, *due.get(index, ()))]
 
     def _is_kept_by_autograd(self, of: int) -> bool:
         """Return whether autograd keeps the gradient itself, neither a copy nor nothing, so that it must not be

@@ -99,6 +99,7 @@ class _Tracer:
         )  # fmt: skip
 
     def _allocate_resident(self) -> None:
+        """Allocate the storages that exist during the whole step: inputs, weights, and memory outside of the graph."""
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
                 self.storage_of[value.id] = self._allocate(value.bytes, _CAUSES[value.kind], value, None, value.path)

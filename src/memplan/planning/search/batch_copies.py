@@ -33,12 +33,12 @@ class Copies:
         """Copies that any candidate uses. All arrays below have a row for each of these."""
         self.needed = np.where(used, first, NEVER)[self.used_copies].astype(np.int64)
         self.count = used.shape[1]
-        forms = [flat.copied[at] for at in self.used_copies]
+        forms = [flat.copied[index] for index in self.used_copies]
         self.rows = np.array([flat.form_rows[form] for form in forms], dtype=np.int64)
         self.seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
-        seconds = (used[at] * flat.forms[flat.copied[at]].use_seconds for at in self.used_copies)
+        seconds = (used[index] * flat.forms[flat.copied[index]].use_seconds for index in self.used_copies)
         self.use_seconds = sum(seconds, np.zeros(self.count))
-        self.store_order = [int(at) for at in np.lexsort((self.rows, flat.maker[self.rows]))]
+        self.store_order = [int(index) for index in np.lexsort((self.rows, flat.maker[self.rows]))]
         """The copies in the order in which they are copied to the host."""
         self.fetch_order = np.argsort(self.needed, axis=0, kind="stable")
         """By candidate: the copies in the order in which they are needed, ties in the order of values."""
@@ -47,34 +47,34 @@ class Copies:
 
     def uses(self, row: int) -> Bools:
         """Return which candidates keep forward value ``row`` as a copy in host memory."""
-        at = np.flatnonzero(self.rows == row)
-        return self.needed[at[0]] < NEVER if len(at) else np.zeros(self.count, dtype=bool)
+        index = np.flatnonzero(self.rows == row)
+        return self.needed[index[0]] < NEVER if len(index) else np.zeros(self.count, dtype=bool)
 
     def _free_positions(self) -> Ints:
         """Position of the forward op after which each copied value is freed on the device."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))
         freed_after = np.zeros(self.needed.shape, dtype=np.int64)
         done = np.zeros(self.count)
-        for at in self.store_order:
-            row, used = self.rows[at], self.needed[at] < NEVER
-            end = np.maximum(done, ends[self.flat.maker[row]]) + self.seconds[at]
+        for index in self.store_order:
+            row, used = self.rows[index], self.needed[index] < NEVER
+            end = np.maximum(done, ends[self.flat.maker[row]]) + self.seconds[index]
             done = np.where(used, end, done)
             position = np.minimum(np.searchsorted(ends, end), len(ends) - 1)
-            freed_after[at] = np.maximum(position, self.flat.used_last[row])
+            freed_after[index] = np.maximum(position, self.flat.used_last[row])
         return freed_after
 
     def _fetch_slots(self) -> Ints:
         """Slot at whose beginning each copy back to the device begins."""
         slots = np.full(self.needed.shape, NEVER, dtype=np.int64)
         latest, every = np.full(self.count, np.inf), np.arange(self.count)
-        for at in self.fetch_order[::-1]:
-            needed = self.needed[at, every]
+        for index in self.fetch_order[::-1]:
+            needed = self.needed[index, every]
             used = needed < NEVER
             slot = np.where(used, needed, 1)
-            begin = np.minimum(self.begins[slot - 1], latest) - self.seconds[at]
+            begin = np.minimum(self.begins[slot - 1], latest) - self.seconds[index]
             latest = np.where(used, begin, latest)
             before = np.maximum(np.searchsorted(self.begins, begin, side="right"), 1)
-            slots[at, every] = np.where(used, np.minimum(slot, before), NEVER)
+            slots[index, every] = np.where(used, np.minimum(slot, before), NEVER)
         return slots
 
     def live_in_forward(self, positions: int) -> tuple[Ints, Ints]:
@@ -86,19 +86,19 @@ class Copies:
         live = np.zeros((positions + 1, self.count), dtype=np.int64)
         freed = np.zeros((positions + 1, self.count), dtype=np.int64)
         every = np.arange(self.count)
-        for at, row in enumerate(self.rows):
-            size = np.where(self.needed[at] < NEVER, self.flat.bytes[row], 0)
+        for index, row in enumerate(self.rows):
+            size = np.where(self.needed[index] < NEVER, self.flat.bytes[row], 0)
             live[self.flat.used_last[row]] += size
-            freed[self.free_positions[at], every] += size
+            freed[self.free_positions[index], every] += size
         live[1:] -= freed[:-1]
         return np.cumsum(live, axis=0)[:-1], freed[:-1]
 
     def allocated_in_backward(self, slots: int) -> Ints:
         """Return an array over (slot, candidate): bytes allocated at the beginning of a slot for copies back."""
         allocated = np.zeros((slots, self.count), dtype=np.int64)
-        for at, row in enumerate(self.rows):
-            some = np.flatnonzero(self.needed[at] < NEVER)
-            allocated[self.fetch_slots[at, some], some] += self.flat.bytes[row]
+        for index, row in enumerate(self.rows):
+            some = np.flatnonzero(self.needed[index] < NEVER)
+            allocated[self.fetch_slots[index, some], some] += self.flat.bytes[row]
         return allocated
 
     def waits(self, storing: Floats, spent: Floats) -> Floats:
@@ -114,11 +114,11 @@ class Copies:
         """Return, by candidate, the seconds that the forward pass waits at its end for copies to host memory."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(storing, axis=0)
         done = np.zeros(self.count)
-        for at in self.store_order:
-            maker = self.flat.maker[self.rows[at]]
+        for index in self.store_order:
+            maker = self.flat.maker[self.rows[index]]
             begin = ends[maker] - storing[maker]
-            end = np.maximum(done, begin) + self.seconds[at]
-            done = np.where(self.needed[at] < NEVER, end, done)
+            end = np.maximum(done, begin) + self.seconds[index]
+            done = np.where(self.needed[index] < NEVER, end, done)
         # A wait before the end of the pass is for a copy that is done by then: see host_copies.
         return np.maximum(done - ends[-1], 0.0)
 
@@ -131,12 +131,12 @@ class Copies:
         waited = np.zeros((len(self.rows) + 1, self.count))
         """Seconds waited after the first k copies were needed."""
         done = np.zeros(self.count)
-        for k, at in enumerate(self.fetch_order):
+        for k, index in enumerate(self.fetch_order):
             used = needed[k] < NEVER
-            fetched = np.where(used, self.fetch_slots[at, every], 1)
+            fetched = np.where(used, self.fetch_slots[index, every], 1)
             slot = np.where(used, needed[k], 1)
             earlier = (needed[:k] < fetched).sum(axis=0)
-            end = np.maximum(done, begins[fetched, every] + waited[earlier, every]) + self.seconds[at]
+            end = np.maximum(done, begins[fetched, every] + waited[earlier, every]) + self.seconds[index]
             done = np.where(used, end, done)
             late = np.maximum(end - begins[slot, every] - waited[k], 0.0)
             waited[k + 1] = waited[k] + np.where(used, late, 0.0)

@@ -82,10 +82,10 @@ class Evaluator:
     def profiles(self, columns: Columns) -> list[Profile]:
         """Return the bytes at every position, a profile for each candidate."""
         return [
-            Profile(batch.forward[:, at], batch.slots[:, at], int(batch.update[at]))
+            Profile(batch.forward[:, index], batch.slots[:, index], int(batch.update[index]))
             for start in range(0, columns.shape[1], CHUNK)
             for batch in [self._batch(columns[:, start : start + CHUNK])]
-            for at in range(len(batch.seconds))
+            for index in range(len(batch.seconds))
         ]
 
     def _batch(self, columns: Columns) -> Levels:
@@ -101,10 +101,10 @@ def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:
         planned_levels = levels(planned, flat.outside_memory)
         forward = np.zeros(len(flat.forward), dtype=np.int64)
         slots = np.zeros(flat.slots, dtype=np.int64)
-        at = 0
+        index = 0
         for action, level in zip(planned.forward, planned_levels.forward, strict=True):
-            at = at + 1 if action.kind == "run" else at
-            forward[max(at - 1, 0)] = max(forward[max(at - 1, 0)], level)
+            index = index + 1 if action.kind == "run" else index
+            forward[max(index - 1, 0)] = max(forward[max(index - 1, 0)], level)
         slot, op_ran = 0, False
         for action, level in zip(planned.backward, planned_levels.backward, strict=True):
             if op_ran and action.kind != "give":

@@ -19,8 +19,8 @@ from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 
 
 class Batch(Needs):
-    """Counts bytes and seconds of many candidates in a single pass over the graph. ``at`` is the index of an op, form
-    or return of a gradient; ``row`` that of a forward value."""
+    """Counts bytes and seconds of many candidates in a single pass over the graph. ``index``: of an op, a saved form or
+    a return of a gradient; ``row``: of a forward value."""
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
         super().__init__(flat, columns)
@@ -56,8 +56,8 @@ class Batch(Needs):
         if len(flat.values):
             lost = np.where(freed, flat.bytes[:, None], 0)[flat.by_freed]
             net[flat.freed_positions] -= np.add.reduceat(lost, flat.freed_starts, axis=0)
-        for at in flat.plain:
-            net[flat.used_last[flat.form_rows[at]]] += self.used[at] * flat.form_bytes[at]
+        for index in flat.plain:
+            net[flat.used_last[flat.form_rows[index]]] += self.used[index] * flat.form_bytes[index]
         after = flat.base + np.cumsum(net, axis=0)
         leaving = None
         if self.copies is not None:
@@ -65,8 +65,8 @@ class Batch(Needs):
             after += copying - leaving
             net += np.diff(copying - leaving, axis=0, prepend=0)
         during = after - net + flat.forward_during[:, None]
-        for at, over in flat.forward_overwrites:
-            during[at] -= self._can_overwrite(over, freed) * flat.forward[at].in_place_saved
+        for index, over in flat.forward_overwrites:
+            during[index] -= self._can_overwrite(over, freed) * flat.forward[index].in_place_saved
         if leaving is not None:
             np.maximum(during, after + leaving, out=during, where=leaving > 0)
         self._store(during, after, freed, leaving)
@@ -78,8 +78,8 @@ class Batch(Needs):
         free = np.zeros(self.count, dtype=bool)
         for row in rows:
             here = freed[row]
-            for at in self.flat.plain_forms_of.get(row, ()):
-                here = here & ~self.used[at]
+            for index in self.flat.plain_forms_of.get(row, ()):
+                here = here & ~self.used[index]
             free |= here if self.copies is None else here & ~self.copies.uses(row)
         return free
 
@@ -88,8 +88,8 @@ class Batch(Needs):
         Goes backwards from the level at the end of the position."""
         flat = self.flat
         due: dict[int, list[int]] = {}
-        for at in flat.plain:
-            due.setdefault(int(flat.used_last[flat.form_rows[at]]), []).append(at)
+        for index in flat.plain:
+            due.setdefault(int(flat.used_last[flat.form_rows[index]]), []).append(index)
         for position, forms in due.items():
             later = np.zeros(self.count, dtype=np.int64)
             """Change of the level between this store and the end of the position."""
@@ -99,15 +99,15 @@ class Batch(Needs):
                 later -= freed[row] * flat.bytes[row]
             stored_later: dict[int, Any] = {}
             """By row: which candidates store another form of the value after this form."""
-            for at in sorted(forms, key=lambda index: -flat.forms[index].encoded):
-                form, row, used = flat.forms[at], flat.form_rows[at], self.used[at]
+            for index in sorted(forms, key=lambda number: -flat.forms[number].encoded):
+                form, row, used = flat.forms[index], flat.form_rows[index], self.used[index]
                 if not flat.written[row]:
                     here = freed[row] & used & ~stored_later.get(row, np.False_)
                     later -= (here if self.copies is None else here & ~self.copies.uses(row)) * flat.bytes[row]
                     stored_later[row] = stored_later.get(row, np.False_) | used
                 level = after[position] - later + form.store_scratch
                 np.maximum(during[position], level, out=during[position], where=used)
-                later += used * flat.form_bytes[at]
+                later += used * flat.form_bytes[index]
                 self.seconds += used * form.use_seconds
                 self.storing[position] += used * form.store_seconds
 
@@ -123,15 +123,15 @@ class Batch(Needs):
         if self.copies is not None:
             self.slot_level += self.copies.allocated_in_backward(flat.slots)
             np.maximum(self.slot_peak, self.slot_level, out=self.slot_peak)
-        for at, op in enumerate(flat.recompute_ops):
+        for index, op in enumerate(flat.recompute_ops):
             if any(row in self.recomputed_in for row in op.makes):
-                self._recompute_op(at)
-            for form, row in flat.operand_fetches_at[at]:
+                self._recompute_op(index)
+            for form, row in flat.operand_fetches_at[index]:
                 if form in self.fetched_in:
-                    self._fetch_with_operands(at, form, row)
+                    self._fetch_with_operands(index, form, row)
         for row, forms in flat.simple_fetches_of.items():
-            for at in forms:
-                self._fetch(at, row, np.flatnonzero(self.used[at] & self.needed[row] & ~self.fetched[at]))
+            for index in forms:
+                self._fetch(index, row, np.flatnonzero(self.used[index] & self.needed[row] & ~self.fetched[index]))
         read_by_backward_op = self.last % self.slot_size == self.slot_size - 1
         rows, columns = np.nonzero(read_by_backward_op & self.needed & ~flat.is_output[:, None])
         slots = self.last[rows, columns] // self.slot_size
@@ -139,11 +139,11 @@ class Batch(Needs):
             slots * self.count + columns, weights=flat.bytes[rows], minlength=self.frees.size
         ).reshape(self.frees.shape).astype(np.int64)  # fmt: skip
 
-    def _recompute_op(self, at: int) -> None:
+    def _recompute_op(self, index: int) -> None:
         """Run a forward op in every slot in which it is recomputed: several if its results are needed in different
         slots."""
         slots = [
-            (row, self.recomputed_in[row]) for row in self.flat.recompute_ops[at].makes if row in self.recomputed_in
+            (row, self.recomputed_in[row]) for row in self.flat.recompute_ops[index].makes if row in self.recomputed_in
         ]
         for k, (_, slot) in enumerate(slots):
             here = slot < NEVER
@@ -152,23 +152,23 @@ class Batch(Needs):
             columns = np.flatnonzero(here)
             if len(columns):
                 wanted = [(row, other[columns] == slot[columns]) for row, other in slots]
-                self._run_in_slots(at, self.flat.recompute_ops[at], slot[columns], columns, wanted)
+                self._run_in_slots(index, self.flat.recompute_ops[index], slot[columns], columns, wanted)
 
-    def _fetch_with_operands(self, at: int, form: int, row: int) -> None:
+    def _fetch_with_operands(self, index: int, form: int, row: int) -> None:
         """Fetch a value from a form that needs other operands, and free the form if no op reads it later."""
         columns = np.flatnonzero(self.fetched_in[form] < NEVER)
         slot = self.fetched_in[form][columns]
-        self._run_in_slots(at, self.flat.fetch_ops[form], slot, columns, [(row, np.ones(len(columns), dtype=bool))])
+        self._run_in_slots(index, self.flat.fetch_ops[form], slot, columns, [(row, np.ones(len(columns), dtype=bool))])
         self._free_form(form, slot.astype(np.int64), columns)
         self.fetched[form][columns] = True
 
-    def _free_form(self, at: int, slot: Ints, columns: Ints) -> None:
+    def _free_form(self, index: int, slot: Ints, columns: Ints) -> None:
         """Free a saved form right after the fetch, unless a later op reads it and frees it then."""
-        freed = self.flat.form_bytes[at] * (self.last_direct[at][columns] < slot * self.slot_size)
+        freed = self.flat.form_bytes[index] * (self.last_direct[index][columns] < slot * self.slot_size)
         self.slot_level.ravel()[slot * self.count + columns] -= freed
 
     def _run_in_slots(
-        self, at: int, op: ForwardOp, slot: Ints, columns: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
+        self, index: int, op: ForwardOp, slot: Ints, columns: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
     ) -> None:
         """Run a recomputed op or a fetch in a slot of some candidates: fetch its operands first, then add its bytes to
         the slot's level and peak, and its seconds.
@@ -187,7 +187,7 @@ class Batch(Needs):
                 self._fetch(form, row, columns[due])
         levels, peaks = self.slot_level.ravel(), self.slot_peak.ravel()
         place = slot.astype(np.int64) * self.count + columns
-        position = slot * self.slot_size + at
+        position = slot * self.slot_size + index
         level = levels[place]
         frees = np.zeros(len(columns), dtype=np.int64)
         in_place = np.zeros(len(columns), dtype=bool)
@@ -213,30 +213,30 @@ class Batch(Needs):
             for give in flat.returns_of[parameter]:
                 self._return_delayed_gradient(give, parameter, position, place, columns)
 
-    def _return_delayed_gradient(self, at: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
+    def _return_delayed_gradient(self, index: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
         """Give the gradient whose parameter this recomputed op reads last."""
-        give = self.flat.gradient_returns[at]
-        here = (self.parameter_last[parameter][columns] == position) & (position > self._backward_position(at))
+        give = self.flat.gradient_returns[index]
+        here = (self.parameter_last[parameter][columns] == position) & (position > self._backward_position(index))
         levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[here]
         levels[place] += give.copy
         peaks[place] = np.maximum(peaks[place], levels[place] + give.transient)
         levels[place] -= give.freed
 
-    def _backward_position(self, at: int) -> int:
+    def _backward_position(self, index: int) -> int:
         """Return the position of the backward op after which a gradient is returned if nothing delays that."""
-        return self.flat.gradient_returns[at].slot * self.slot_size + self.slot_size - 1
+        return self.flat.gradient_returns[index].slot * self.slot_size + self.slot_size - 1
 
-    def _fetch(self, at: int, row: int, columns: Ints) -> None:
+    def _fetch(self, index: int, row: int, columns: Ints) -> None:
         """Fetch a value from a form that needs no other operands, just before the value is read."""
         if not len(columns):
             return
-        form, levels, peaks = self.flat.forms[at], self.slot_level.ravel(), self.slot_peak.ravel()
+        form, levels, peaks = self.flat.forms[index], self.slot_level.ravel(), self.slot_peak.ravel()
         slot = self.first[row][columns].astype(np.int64)
         place, size = slot * self.count + columns, int(self.flat.bytes[row])
         peaks[place] = np.maximum(peaks[place], levels[place] + size + form.fetch_scratch)
         levels[place] += size
-        self._free_form(at, slot, columns)
-        self.fetched[at][columns] = True
+        self._free_form(index, slot, columns)
+        self.fetched[index][columns] = True
         self.seconds[columns] += form.fetch_seconds
         if self.copies is not None:
             self.spent.ravel()[place] += form.fetch_seconds
@@ -246,15 +246,15 @@ class Batch(Needs):
     def _backward(self, boundary: Ints) -> tuple[Ints, Ints]:
         """Highest level in each slot, and the level at the end of the pass."""
         flat = self.flat
-        for at in flat.plain:
-            direct = self.last_direct[at]
+        for index in flat.plain:
+            direct = self.last_direct[index]
             ends = direct >= 0
-            if flat.forms[at].whole:
+            if flat.forms[index].whole:
                 # Fetched at or before its last direct reader, that reader frees it; later, the fetch does.
-                row = flat.form_rows[at]
+                row = flat.form_rows[index]
                 ends &= ~self.needed[row] | (direct >= self.first[row].astype(np.int64) * self.slot_size)
             columns = np.flatnonzero(ends)
-            self.frees[direct[columns] // self.slot_size, columns] += flat.form_bytes[at]
+            self.frees[direct[columns] // self.slot_size, columns] += flat.form_bytes[index]
         in_place = np.repeat(flat.in_place[:, None], self.count, axis=1)
         for slot, row in flat.overwritten:
             in_place[slot] |= self.last[row] == slot * self.slot_size + self.slot_size - 1
@@ -275,9 +275,11 @@ class Batch(Needs):
         every = np.ones(self.count, dtype=bool)
         net = np.zeros((flat.slots, self.count), dtype=np.int64)
         peak = np.zeros((flat.slots, self.count), dtype=np.int64)
-        for at, give in enumerate(flat.gradient_returns):
+        for index, give in enumerate(flat.gradient_returns):
             here = (
-                every if give.parameter is None else self.parameter_last[give.parameter] <= self._backward_position(at)
+                every
+                if give.parameter is None
+                else self.parameter_last[give.parameter] <= self._backward_position(index)
             )
             net[give.slot] += here * give.copy
             level = net[give.slot] + give.transient

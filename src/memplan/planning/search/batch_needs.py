@@ -28,10 +28,10 @@ class Needs:
         self.dropped = np.zeros((len(flat.values), count), dtype=bool)
         self.dropped[flat.drop_rows] = columns[:drops]
         for row, forms in flat.fetchable_forms_of.items():
-            for k, at in enumerate(forms):
+            for k, index in enumerate(forms):
                 for before in forms[:k]:
-                    self.formed[at] &= ~self.formed[before]
-                self.dropped[row] &= ~self.formed[at]
+                    self.formed[index] &= ~self.formed[before]
+                self.dropped[row] &= ~self.formed[index]
         self.copied = self.formed[len(flat.plain) :]
         """The copied forms among them."""
         self.copied_rows = flat.form_rows[len(flat.plain) :]
@@ -51,20 +51,20 @@ class Needs:
         self.direct_saved = np.zeros((flat.slots, count), dtype=np.int64)
         """Scratch bytes that ops which read a saved form would have saved by working in place on the value."""
         self._add_backward_reads()
-        for at in range(len(self.flat.forward) - 1, -1, -1):
-            self._add_operands_of(at)
+        for index in range(len(self.flat.forward) - 1, -1, -1):
+            self._add_operands_of(index)
         self.needed = self.first < NEVER
         self.saved_as_is = self.needed & ~self.dropped
         self.used = self.last_direct >= 0
         for row, forms in flat.fetchable_forms_of.items():
-            for at in forms:
-                if at in flat.plain:
-                    self.saved_as_is[row] &= ~self.formed[at]
-                    self.used[at] |= self.formed[at] & self.needed[row]
+            for index in forms:
+                if index in flat.plain:
+                    self.saved_as_is[row] &= ~self.formed[index]
+                    self.used[index] |= self.formed[index] & self.needed[row]
         used = self.copied & self.needed[self.copied_rows]
         self.copies = Copies(flat, used, self.first[self.copied_rows]) if used.any() else None
-        for at, row in enumerate(self.copied_rows):
-            self.saved_as_is[row] &= ~used[at]
+        for index, row in enumerate(self.copied_rows):
+            self.saved_as_is[row] &= ~used[index]
 
     def _add_backward_reads(self) -> None:
         """Record the first and last slot in which backward ops read each value, by candidate: those that can read an
@@ -77,28 +77,31 @@ class Needs:
             position = slot * self.slot_size + final
             instead: dict[int, Any] = {}
             """By row: which candidates read a saved form instead of the value."""
-            for at, row in candidates:
-                direct = self.formed[at] & ~decided
+            for index, row in candidates:
+                direct = self.formed[index] & ~decided
                 decided |= direct
                 instead[row] = instead.get(row, False) | direct
-                np.maximum(self.last_direct[at], position, out=self.last_direct[at], where=direct)
+                np.maximum(self.last_direct[index], position, out=self.last_direct[index], where=direct)
                 op = flat.graph.backward_ops[slot - 1]
-                self.slot_scratch[slot] += direct * (flat.forms[at].direct_scratch - op.scratch)
+                self.slot_scratch[slot] += direct * (flat.forms[index].direct_scratch - op.scratch)
                 self.direct_saved[slot] += direct * op.scratch_saved
             for row, direct in instead.items():
                 np.minimum(self.first[row], slot, out=self.first[row], where=~direct)
                 np.maximum(self.last[row], position, out=self.last[row], where=~direct)
 
-    def _add_operands_of(self, at: int) -> None:
-        """Add the operands of forward op ``at`` in the slots where it is recomputed, and those of its fetched forms."""
-        for row in self.flat.recompute_ops[at].makes:
+    def _add_operands_of(self, index: int) -> None:
+        """Add the operands of forward op ``index`` in the slots where it is recomputed, and those of its fetched
+        forms."""
+        for row in self.flat.recompute_ops[index].makes:
             if self.any_dropped[row]:
-                self._add_operands(at, self.flat.recompute_ops[at], self.dropped[row], row, self.recomputed_in, row)
-        for form, row in self.flat.operand_fetches_at[at]:
-            self._add_operands(at, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, form)
+                self._add_operands(
+                    index, self.flat.recompute_ops[index], self.dropped[row], row, self.recomputed_in, row
+                )
+        for form, row in self.flat.operand_fetches_at[index]:
+            self._add_operands(index, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, form)
 
     def _add_operands(
-        self, at: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
+        self, index: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
     ) -> None:
         """Where ``chosen``, run ``op`` in the first slot that needs value ``row``: store that slot in ``slots[key]``
         and mark the op's operands as needed there."""
@@ -106,7 +109,7 @@ class Needs:
         if slot.min() == NEVER:
             return
         slots[key] = slot
-        position = np.where(slot < NEVER, np.where(slot < NEVER, slot, 0) * self.slot_size + at, -1)
+        position = np.where(slot < NEVER, np.where(slot < NEVER, slot, 0) * self.slot_size + index, -1)
         for read in op.reads:
             np.minimum(self.first[read], slot, out=self.first[read])
             np.maximum(self.last[read], position, out=self.last[read])

@@ -85,11 +85,11 @@ class FlatGraph:
         self.fetchable_forms_of: dict[int, list[int]] = defaultdict(list)
         """By row, ascending: the forms, copies included, that the value can be fetched from. The first chosen form is
         used."""
-        for at, row in sorted(enumerate(self.form_rows), key=lambda item: (item[1], item[0])):
-            if at in self.plain:
-                self.plain_forms_of[row].append(at)
-            if self.forms[at].whole:
-                self.fetchable_forms_of[row].append(at)
+        for index, row in sorted(enumerate(self.form_rows), key=lambda item: (item[1], item[0])):
+            if index in self.plain:
+                self.plain_forms_of[row].append(index)
+            if self.forms[index].whole:
+                self.fetchable_forms_of[row].append(index)
         self.gradient_returns: tuple[GradientReturn, ...] = ()
         self.has_delayed_returns = False
         """Whether any give waits for the last read of its parameter."""
@@ -99,8 +99,8 @@ class FlatGraph:
         self._collect_readers()
         self.maker = np.array([0] * len(self.values), dtype=np.int64)
         """By row: the forward op that makes the value."""
-        for at, op in enumerate(self.forward):
-            self.maker[list(op.makes)] = at
+        for index, op in enumerate(self.forward):
+            self.maker[list(op.makes)] = index
         self._compute_shared_arrays()
         self.regular = self._is_regular()
 
@@ -154,13 +154,13 @@ class FlatGraph:
             transient = self.outside_memory.update_by_parameter.get(of, 0) + size if updated else 0
             drafts.append((slot, 0 if freed else size, transient, base, graph.base(of) if changed else None))
         fixed = self.resident | self.outputs | staying
-        final = {base: at for at, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
+        final = {base: index for index, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
         self.gradient_returns = tuple(
             GradientReturn(
                 slot, copy, transient,
-                graph.values[base].bytes if final[base] == at and base not in fixed else 0, parameter,
+                graph.values[base].bytes if final[base] == index and base not in fixed else 0, parameter,
             )
-            for at, (slot, copy, transient, base, parameter) in enumerate(drafts)
+            for index, (slot, copy, transient, base, parameter) in enumerate(drafts)
         )  # fmt: skip
         self.has_delayed_returns = any(parameter is not None for *_, parameter in drafts)
         self.has_shared_delayed_returns = any(
@@ -190,7 +190,7 @@ class FlatGraph:
             op if op.op.cheaper_recompute is None else flat(op.op.cheaper_recompute) for op in self.forward
         )
         """By forward op: the op that recomputes its results."""
-        self.fetch_ops = [flat(self._fetch_op(self.forms[at])) for at in self.plain]
+        self.fetch_ops = [flat(self._fetch_op(self.forms[index])) for index in self.plain]
         """By plain form: its fetch as an op."""
         self.operand_fetches_at = [
             [
@@ -205,14 +205,14 @@ class FlatGraph:
         self.simple_fetches_of = {
             row: fetched
             for row, forms in self.fetchable_forms_of.items()
-            if (fetched := [at for at in forms if at in self.plain and not self.forms[at].also_reads])
+            if (fetched := [index for index in forms if index in self.plain and not self.forms[index].also_reads])
         }
         """By row, ascending: the plain forms whose fetch needs no other operands."""
         self.returns_of = defaultdict[int, list[int]](list)
         """Parameter -> indices of its gives."""
-        for at, give in enumerate(self.gradient_returns):
+        for index, give in enumerate(self.gradient_returns):
             if give.parameter is not None:
-                self.returns_of[give.parameter].append(at)
+                self.returns_of[give.parameter].append(index)
 
     def _fetch_op(self, form: SavedForm) -> GraphOp:
         """Return the decoding of a value as an op, to be treated like its recomputation."""
@@ -224,7 +224,7 @@ class FlatGraph:
 
     def _compute_last_uses(self) -> None:
         """Compute the last use of each value in the forward pass, by an op or by a write after an op."""
-        position = {op.op.index: at for at, op in enumerate(self.forward)}
+        position = {op.op.index: index for index, op in enumerate(self.forward)}
         last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
         self.used_last = np.array([position[last[value]] for value in self.values], dtype=np.int64)
         self.freed_at = self.used_last.copy()
@@ -240,15 +240,15 @@ class FlatGraph:
     def _collect_readers(self) -> None:
         """List the backward ops that read each forward value, and ops that can read an encoding of it instead."""
         readers_of_form: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for at in self.plain:
-            for op in self.forms[at].direct:
-                readers_of_form[op, self.form_rows[at]].append(at)
+        for index in self.plain:
+            for op in self.forms[index].direct:
+                readers_of_form[op, self.form_rows[index]].append(index)
         self.readers: list[list[int]] = [[] for _ in self.values]
         self.direct: list[tuple[int, list[tuple[int, int]]]] = []
         """(slot, [(form, row), ...] in the order of the op's reads)."""
         for slot, op in enumerate(self.graph.backward_ops, 1):
             rows = [self.row[value] for value in op.reads if value in self.row]
-            direct = [(at, row) for row in rows for at in readers_of_form.get((op.index, row), ())]
+            direct = [(index, row) for row in rows for index in readers_of_form.get((op.index, row), ())]
             if direct:
                 self.direct.append((slot, direct))
             for row in rows:
@@ -265,10 +265,10 @@ class FlatGraph:
         )
         self.forward_during = np.array([op.during for op in self.forward], dtype=np.int64)
         self.forward_overwrites = [
-            (at, over)
-            for at, op in enumerate(self.forward)
+            (index, over)
+            for index, op in enumerate(self.forward)
             if op.makes
-            and (over := [row for row in op.overwrites if self.freed_at[row] == at and not self.written[row]])
+            and (over := [row for row in op.overwrites if self.freed_at[row] == index and not self.written[row]])
         ]
         self.by_freed = np.argsort(self.freed_at, kind="stable")
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)

@@ -59,7 +59,7 @@ class LocalSearch:
         self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
         self.drop_count = len(self.flat.droppable)
-        self.row = {int(row): at for at, row in enumerate(self.flat.drop_rows)}
+        self.row = {int(row): index for index, row in enumerate(self.flat.drop_rows)}
         self.large = self.flat.bytes[self.flat.drop_rows] > small
         self.all_moves = self._all_moves()
 
@@ -75,24 +75,24 @@ class LocalSearch:
     def _all_moves(self) -> list[Move]:
         """All moves, for any state. `moves` leaves out those without effect in a given state."""
         flat, moves = self.flat, list[Move]()
-        for at in np.flatnonzero(self.large).tolist():
-            moves += [((at,), (True,)), ((at,), (False,))]
+        for index in np.flatnonzero(self.large).tolist():
+            moves += [((index,), (True,)), ((index,), (False,))]
         for op in flat.recompute_ops:
             results = [self.row[row] for row in op.makes if row in self.row and self.large[self.row[row]]]
             operands = [self.row[row] for row in op.reads if row in self.row and self.large[self.row[row]]]
             if len(results) > 1:
                 moves += [(tuple(results), (True,) * len(results)), (tuple(results), (False,) * len(results))]
-            for at in results:
+            for index in results:
                 if operands:
-                    rows = (at, *operands)
+                    rows = (index, *operands)
                     moves += [(rows, (True, *[False] * len(operands))), (rows, (False, *[True] * len(operands)))]
-        for at, form in enumerate(flat.forms, self.drop_count):
+        for index, form in enumerate(flat.forms, self.drop_count):
             drop = self.row.get(flat.row[form.value])
-            moves += [((at,), (True,)), ((at,), (False,))]
+            moves += [((index,), (True,)), ((index,), (False,))]
             if drop is not None and form.is_copied:
-                moves.append(((at, drop), (False, True)))
+                moves.append(((index, drop), (False, True)))
             elif drop is not None:
-                moves += [((at, drop), (formed, dropped)) for formed in (True, False) for dropped in (True, False)]
+                moves += [((index, drop), (formed, dropped)) for formed in (True, False) for dropped in (True, False)]
         return moves
 
     def drop_unneeded(self, state: State) -> State:
@@ -287,17 +287,17 @@ class LocalSearch:
 def apply_moves(column: Column, moves: Sequence[Move]) -> Columns:
     """Return one new candidate for each move: ``column`` with that move applied."""
     columns = np.repeat(column[:, None], len(moves), axis=1)
-    for at, (rows, bits) in enumerate(moves):
-        columns[list(rows), at] = bits
+    for index, (rows, bits) in enumerate(moves):
+        columns[list(rows), index] = bits
     return columns
 
 
 def _lengths(count: int) -> list[int]:
     """Prefix lengths to try: 1, 2, 3, ... then in steps of a quarter, up to ``count``."""
-    lengths, at = list[int](), 1
-    while at < count:
-        lengths.append(at)
-        at = max(at + 1, at * 5 // 4)
+    lengths, index = list[int](), 1
+    while index < count:
+        lengths.append(index)
+        index = max(index + 1, index * 5 // 4)
     return [*lengths, count]
 
 

@@ -122,13 +122,13 @@ class Unavoidable:
         still_live = np.where(flat.is_output, flat.bytes, np.where(is_saved, self.smallest, 0))
         level, levels = flat.base, np.zeros(len(flat.forward), dtype=np.int64)
         frees: list[list[int]] = [[] for _ in flat.forward]
-        for row, at in enumerate(flat.freed_at):
-            frees[at].append(row)
-        for at, op in enumerate(flat.forward):
+        for row, index in enumerate(flat.freed_at):
+            frees[index].append(row)
+        for index, op in enumerate(flat.forward):
             in_place_saved = max(0, op.in_place_saved) if op.overwrites and op.makes else 0
-            levels[at] = level + op.during - in_place_saved
+            levels[index] = level + op.during - in_place_saved
             level += sum(int(flat.bytes[row]) for row in op.makes)
-            level -= sum(int(flat.bytes[row] - still_live[row]) for row in frees[at])
+            level -= sum(int(flat.bytes[row] - still_live[row]) for row in frees[index])
         return levels
 
     def _slot_levels(self) -> tuple[Ints, int]:
@@ -171,7 +171,7 @@ class Unavoidable:
         during = flat.during - np.where(in_place, np.maximum(flat.first_result, 0), 0)
         for slot, candidates in flat.direct:
             op = flat.graph.backward_ops[slot - 1]
-            scratch = min(flat.forms[at].direct_scratch for at, _ in candidates)
+            scratch = min(flat.forms[index].direct_scratch for index, _ in candidates)
             saved = flat.first_result[slot] - op.scratch_saved if in_place[slot] else 0
             during[slot] = min(during[slot], flat.during[slot] - op.scratch + scratch - saved)
         return during
@@ -185,10 +185,10 @@ class Relaxation:
         self.flat, self.unavoidable, self.small = flat, Unavoidable(flat), small
         self.program = Program()
         self.ops = self.program.variables(op.op.seconds for op in flat.recompute_ops)
-        self.forms = self.program.variables(self._cost_of_form(at) for at in range(len(flat.forms)))
+        self.forms = self.program.variables(self._cost_of_form(index) for index in range(len(flat.forms)))
         """The first of the variables that say which forms are used, in the order of ``flat.forms``."""
         self._add_waits_for_copies()
-        self.maker = {row: at for at, op in enumerate(flat.forward) for row in op.makes}
+        self.maker = {row: index for index, op in enumerate(flat.forward) for row in op.makes}
         self.recomputable = set(flat.drop_rows.tolist())
         room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
         self.keep_variables: dict[int, int] = {}
@@ -197,8 +197,8 @@ class Relaxation:
         """Form -> the variable that says whether the form is live then."""
         for slot in self._slots_to_constrain(min(room, 16)):
             _Position(self, slot, None)
-        for at in self._forward_ops_to_constrain(min(room // 4, 4)):
-            _Position(self, 0, at)
+        for index in self._forward_ops_to_constrain(min(room // 4, 4)):
+            _Position(self, 0, index)
 
     def seconds(self, budget: int) -> Fractions | None:
         """Solve for the fewest seconds that schedules within ``budget`` bytes add; None where there is no solution."""
@@ -212,32 +212,32 @@ class Relaxation:
         forms = np.zeros(len(self.flat.forms))
         for row, variable in self.keep_variables.items():
             keep[row] = x[variable]
-        for at in self.flat.copied:
-            forms[at] = x[self.forms + at]
-        for at, variable in self.form_variables.items():
-            forms[at] = x[variable]
+        for index in self.flat.copied:
+            forms[index] = x[self.forms + index]
+        for index, variable in self.form_variables.items():
+            forms[index] = x[variable]
         return Fractions(max(seconds, 0.0), keep, forms)
 
     def _add_waits_for_copies(self) -> None:
         """Add the condition that the step waits for the copies that are not done by the end of their pass. The variable
         is the wait as a share of the seconds of all copies, since variables are in [0, 1]."""
         flat = self.flat
-        seconds = [seconds_of(flat.forms[at]) for at in flat.copied]
+        seconds = [seconds_of(flat.forms[index]) for index in flat.copied]
         whole = sum(seconds)
         if not whole:
             return
-        copies = [(self.forms + at, -duration) for at, duration in zip(flat.copied, seconds, strict=True)]
-        stores = [(self.forms + at, flat.forms[at].store_seconds) for at in flat.plain]
-        fetches = [(self.forms + at, flat.forms[at].fetch_seconds) for at in flat.plain]
-        again = [(self.ops + at, op.op.seconds) for at, op in enumerate(flat.recompute_ops)]
+        copies = [(self.forms + index, -duration) for index, duration in zip(flat.copied, seconds, strict=True)]
+        stores = [(self.forms + index, flat.forms[index].store_seconds) for index in flat.plain]
+        fetches = [(self.forms + index, flat.forms[index].fetch_seconds) for index in flat.plain]
+        again = [(self.ops + index, op.op.seconds) for index, op in enumerate(flat.recompute_ops)]
         passes = ((flat.graph.forward_ops, stores), (flat.graph.backward_ops, [*fetches, *again]))
         for ops, added in passes:
             wait = (self.program.variable(whole), whole)
             self.program.at_least([wait, *copies, *added], -sum(op.seconds for op in ops))
 
-    def _cost_of_form(self, at: int) -> float:
-        form = self.flat.forms[at]
-        fetched = form.whole and not form.is_copied and self.unavoidable.read[self.flat.form_rows[at]]
+    def _cost_of_form(self, index: int) -> float:
+        form = self.flat.forms[index]
+        fetched = form.whole and not form.is_copied and self.unavoidable.read[self.flat.form_rows[index]]
         return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
     def _slots_to_constrain(self, count: int) -> list[int]:
@@ -320,11 +320,13 @@ class _Position:
             terms.append((self._recompute_variable(relaxation.maker[row]), 1.0))
         flat = relaxation.flat
         terms += [
-            (self._form_variable(at, row), 1.0)
-            for at in flat.plain_forms_of.get(row, ())
-            if flat.forms[at].whole or not whole
+            (self._form_variable(index, row), 1.0)
+            for index in flat.plain_forms_of.get(row, ())
+            if flat.forms[index].whole or not whole
         ]
-        terms += [(relaxation.forms + at, 1.0) for at in flat.fetchable_forms_of.get(row, ()) if at in flat.copied]
+        terms += [
+            (relaxation.forms + index, 1.0) for index in flat.fetchable_forms_of.get(row, ()) if index in flat.copied
+        ]
         if user is not None:
             terms.append((user, -1.0))
         relaxation.program.at_least(terms, 1.0 if user is None else 0.0)
@@ -332,14 +334,14 @@ class _Position:
     def _require_operands_of_forms(self, row: int) -> list[int]:
         """Add the conditions for the other operands of the value's fetches, and return the rows of these operands."""
         flat, rows = self.relaxation.flat, list[int]()
-        for at in flat.plain_forms_of.get(row, ()):
-            form = flat.forms[at]
-            if at not in self.forms or at in self.required_operands or not form.whole or form.direct:
+        for index in flat.plain_forms_of.get(row, ()):
+            form = flat.forms[index]
+            if index not in self.forms or index in self.required_operands or not form.whole or form.direct:
                 continue  # a form with direct readers may be kept for them alone
-            self.required_operands.add(at)
-            for read in flat.fetch_ops[at].reads:
+            self.required_operands.add(index)
+            for read in flat.fetch_ops[index].reads:
                 if not self._is_unconditional(read):
-                    self._require(read, self.forms[at], whole=True)
+                    self._require(read, self.forms[index], whole=True)
                     rows.append(read)
         return rows
 
@@ -363,15 +365,17 @@ class _Position:
             )
         return self.recompute_variables[op]
 
-    def _form_variable(self, at: int, row: int) -> int:
+    def _form_variable(self, index: int, row: int) -> int:
         """Return the variable that says whether an encoding of a value is live at this position; it is added when first
         needed, with the condition that the encoding's seconds count then."""
-        if at not in self.forms:
-            self.forms[at] = self.relaxation.program.variable(0.0)
-            self.relaxation.program.at_least([(self.relaxation.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)
+        if index not in self.forms:
+            self.forms[index] = self.relaxation.program.variable(0.0)
+            self.relaxation.program.at_least([(self.relaxation.forms + index, 1.0), (self.forms[index], -1.0)], 0.0)
             bytes_already_counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
-            self.sizes.append((self.forms[at], int(self.relaxation.unavoidable.smallest[row]) - bytes_already_counted))
-        return self.forms[at]
+            self.sizes.append(
+                (self.forms[index], int(self.relaxation.unavoidable.smallest[row]) - bytes_already_counted)
+            )
+        return self.forms[index]
 
 
 class Program:
@@ -434,9 +438,9 @@ class Program:
 def _sparse(rows: list[list[tuple[int, float]]], columns: int) -> Any:
     from scipy import sparse
 
-    at = [row for row, terms in enumerate(rows) for _ in terms]
+    index = [row for row, terms in enumerate(rows) for _ in terms]
     flat = [term for terms in rows for term in terms]
-    entries = ([entry for _, entry in flat], (at, [column for column, _ in flat]))
+    entries = ([entry for _, entry in flat], (index, [column for column, _ in flat]))
     return sparse.csr_matrix(entries, shape=(len(rows), columns))
 
 

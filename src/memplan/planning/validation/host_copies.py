@@ -21,8 +21,8 @@ def check_copies(schedule: Schedule) -> None:
     for phase, actions in (("forward", schedule.forward), ("backward", schedule.backward)):
         underway: dict[int, tuple[int, str]] = {}
         """Target of a copy -> its source, and the kind of action that waits for its end."""
-        for at, action in enumerate(actions):
-            place = f"{phase} action {at} ({action.kind})"
+        for index, action in enumerate(actions):
+            place = f"{phase} action {index} ({action.kind})"
             form = None if action.form is None else copies.get(action.form)
             value, on_host = (-1, -1) if form is None else (form.value, form.encoded)
             source, target = (value, on_host) if action.kind in ("store", "stored") else (on_host, value)

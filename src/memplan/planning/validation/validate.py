@@ -57,11 +57,14 @@ class _Walk:
         )
 
     def walk(self) -> int:
+        """Check all actions in order, and the state at the end of each pass; return the peak in bytes."""
         for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
-            for at, action in enumerate(actions):
-                self.place = f"{phase} action {at} ({action.kind} {action.value if action.op is None else action.op})"
+            for index, action in enumerate(actions):
+                self.place = (
+                    f"{phase} action {index} ({action.kind} {action.value if action.op is None else action.op})"
+                )
                 self.require(
-                    (action.kind == "receive") == ((phase, at) == ("backward", 0)), "tangents come first, once"
+                    (action.kind == "receive") == ((phase, index) == ("backward", 0)), "tangents come first, once"
                 )
                 self.require(action.kind == "run" or action.into is action.op is None, "only ops do that")
                 self.check_action(action, phase)

@@ -36,7 +36,7 @@ class Annotation:
     where: str | None = None
     """``file:line``."""
     target: str = ""
-    """Name of what was checked; its file is the location if no source line is known."""
+    """Target of the check; its file is the location if no source line is known."""
     bytes: int = 0
     also: tuple[str, ...] = field(default=())
     """Further sentences: advice, reasons."""

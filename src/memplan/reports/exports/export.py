@@ -11,11 +11,11 @@ from memplan.exporting.update_search import UpdateChoice
 from memplan.reports.document import Document, Facts, Field, Line, Part, document, name_field, number_field, table_of
 
 HOLDERS = 8
-"""Rows of the tables of what is in RAM at the peak and of the trained tensors."""
+"""Rows of the tables of buffers in RAM at the peak and of trained tensors."""
 
 
 def report(exported: Exported) -> Document:
-    """Return the figures of an export, what was chosen to train, what is in RAM at the peak, and the proof."""
+    """Report the figures of an export, the trained parameters, the buffers in RAM at the peak, and the proof."""
     techniques = [
         name_field("One after another", lambda lever: lever[0], 20),
         number_field("in use at once", lambda lever: lever[1]),

@@ -86,7 +86,7 @@ def over_time(
 
 
 def _layers(explanation: Explanation) -> Chart:
-    """Chart the layers as a tree, by the bytes that they save and by those that they hold at the peak."""
+    """Chart the layers as a tree, by saved bytes and by bytes live at the peak."""
     at_peak: dict[str, int] = {}
     for owner in explanation.holders:
         at_peak[owner.layer] = at_peak.get(owner.layer, 0) + owner.bytes
@@ -154,7 +154,7 @@ def _segment_data(segment: PeakSegment, alive: tuple[LiveStorage, ...], merge_be
 
 
 def _block_text(block: PeakBlock, alive: tuple[LiveStorage, ...]) -> str:
-    """Return what a block contains: "free", or the storage that is in it, with its layer."""
+    """Return the content of a block as text: "free", or its storage and layer."""
     if block.state == "inactive":
         return "free"
     if block.alive < 0:

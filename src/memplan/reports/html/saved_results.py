@@ -77,7 +77,7 @@ from memplan.verification.proof.proof import Proof
 Reader = Callable[[Any, str], Result]
 """Takes the parsed JSON and the name of the source."""
 _LAYERS = 1000
-"""How many layers are listed, those that save the most first."""
+"""Number of layers to list, those that save the most first."""
 
 
 def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
@@ -102,7 +102,7 @@ def step_result(explanation: Explanation, kind: str = "explanation") -> Result:
 
 
 def _alive(explanation: Explanation, course: MemoryTimeline) -> Table:
-    """Return the storages alive at the peak, and the bytes of those that are too small to be listed."""
+    """Return a table of the largest storages live at the peak, and the bytes of the smaller storages."""
     end = max(course.ticks[-1], 1)
     unlisted = explanation.timeline.peak_allocated - sum(storage.bytes for storage in course.alive)
     fields = [
@@ -124,7 +124,7 @@ def _alive(explanation: Explanation, course: MemoryTimeline) -> Table:
 
 
 def _explanation(plain: Any, source: str) -> Result:
-    """Return the page content of an explanation, with the measured peaks and the script's command if it has them."""
+    """Return the page content of an explanation, with measured peaks and the script's command if the file has them."""
     result, data = step_result(Explanation.from_dict(plain, source)), Fields(plain)
     measured, script = data.inner("beside"), data.inner("script")
     if measured is not None:
@@ -177,7 +177,7 @@ def _proof(plain: Any, source: str) -> Result:
 
 
 def _fit(data: Fields) -> Result:
-    """Return the page content of `memplan fit`, whose file has no class of its own: its parts are read one by one."""
+    """Return the page content of `memplan fit`, from the parts of its file: there is no class for the whole file."""
     plan, proof = _saved_plan(data), _saved_proof(data)
     drawn, frontier, saved = [], None, data.inner("frontier")
     if saved is not None:
@@ -206,14 +206,14 @@ def _script_fit(data: Fields) -> Result:
     """Return the page content of `memplan fit` for a script; the file has the sum of all that the smallest budget
     covers."""
     plan, least, lines = _saved_plan(data), data.maybe("smallest_budget", int), data.inner("lines")
-    beside, surplus = data.get("beside", int), data.get("surplus", int)
-    shortfall = None if least is None else BudgetError("", smallest_budget=max(0, least - surplus - beside))
+    unplanned, surplus = data.get("beside", int), data.get("surplus", int)
+    shortfall = None if least is None else BudgetError("", smallest_budget=max(0, least - surplus - unplanned))
     added = None
     if lines is not None:
         added = fitting.Lines(lines.maybe("where", str), lines.get("before", bool), lines.texts("text"))
     budget, recorded, outside = (data.get(name, int) for name in ("budget", "recorded", "outside"))
     script = fitting.Fitting(
-        data.get("title", str), budget, recorded, beside, surplus, plan, shortfall, added, outside,
+        data.get("title", str), budget, recorded, unplanned, surplus, plan, shortfall, added, outside,
         data.maybe("recorded_band", tuple[int, int]),
     )  # fmt: skip
     return _of_fit("fit of a script", script.title, fit.script_report(script, 0), plan, _plan_charts(plan))
@@ -282,7 +282,7 @@ def _quantized(plain: Any, source: str) -> Result:
 
 
 def _findings(plain: Any, source: str) -> Result:
-    """Return the page content of findings, those that cost most first."""
+    """Return the page content of findings, in descending order of their cost."""
     saved = Findings.from_dict(plain, source)
     target, findings = saved.target, saved.findings
     text = check.report(target, sorted(findings, key=lambda finding: -finding.bytes), 0)
@@ -302,11 +302,11 @@ def _devices(data: Fields) -> Result:
 
 
 def _device(row: Fields) -> Device:
-    """Return a GPU from its saved figures, without those that the class computes itself."""
+    """Return a GPU from its saved figures, without the figures that `Device` computes."""
     context, flops = row.part("context").sizes_of(("low", "high")), row.sizes("flops")
     computed = ("usable", "context", "flops")
-    kept = {key: value for key, value in row.plain.items() if key not in computed}
-    return _read(Device, {**kept, "context": [*context.values()], "rates": [*map(list, flops.items())]}, row.place)
+    stored = {key: value for key, value in row.plain.items() if key not in computed}
+    return _read(Device, {**stored, "context": [*context.values()], "rates": [*map(list, flops.items())]}, row.place)
 
 
 def _cache(data: Fields) -> Result:
@@ -335,7 +335,7 @@ def _largest(data: Fields) -> Result:
 
 
 def _trial_charts(data: Fields, axis: str) -> list[charts.Chart]:
-    """Return the chart of the recorded values: their peaks by category, beside the limit."""
+    """Chart the peaks of the recorded values by category, with the limit."""
     rows = [row for row in _tried(data) if row.maybe("peak", int) is not None]
     parts = [row.sizes_of((*KNOWN, "rounding")) | {"workspace": row.get("workspace_low", int)} for row in rows]
     causes = {cause: [sizes[cause] for sizes in parts] for cause in LOOKS if any(sizes.get(cause) for sizes in parts)}
@@ -395,7 +395,7 @@ def _answer(row: Fields) -> str:
 
 
 def _size_field(header: str, key: str) -> Field:
-    """Return a column of bytes, with a dash for missing ones."""
+    """Return a column of bytes, with a dash for missing values."""
     size = lambda row: row.maybe(key, int)  # noqa: E731
     return Field(
         header,
@@ -443,7 +443,7 @@ def _replay(data: Fields) -> Result:
 
 
 def _out_of_memory(data: Fields) -> Section:
-    """Return why a replay ran out of memory, and what held it then; an empty section if it did not."""
+    """Return why a replay ran out of memory, and the owners of the memory; an empty section if it did not."""
     why = data.inner("out_of_memory")
     if why is None:
         return Section(())
@@ -551,7 +551,7 @@ def _watched_ranks(plain: Any, source: str) -> Result:
 
 
 def _roles(plain: Any, source: str) -> Result:
-    """Return the page content of the ranks of a step: the table of all; their steps follow it."""
+    """Return the page content of the ranks of a step: the table of all ranks, without the steps of each."""
     saved = Roles.from_dict(plain, source)
     text = roles.summary(saved)
     bad = any(role.explanation.card and role.explanation.card.verdict.answer == "does not fit" for role in saved.roles)

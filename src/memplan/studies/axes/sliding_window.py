@@ -160,7 +160,7 @@ def _pad(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
 def _first_and_last(regions: Sequence[Region], batch: int, batch_limit: int) -> list[Region]:
     """Return the regions of the first ``batch_limit`` - 1 batches and the last, which may be smaller.
 
-    It is kept because a smaller batch may need a larger workspace.
+    The last batch is included because a smaller batch may need a larger workspace.
     """
     first, others = regions[: (batch_limit - 1) * batch], regions[(batch_limit - 1) * batch :]
     return [*first, *others[-(len(others) % batch or batch) :]]

@@ -37,6 +37,7 @@ def padded(order: Sequence[int], multiple: int) -> tuple[int, ...]:
 
 
 def _from_shares(text: str) -> dict[int, float]:
+    """Parse ``512:0.6,2048:0.4``."""
     shares = dict[int, float]()
     for part in text.split(","):
         length, colon, share = part.strip().partition(":")

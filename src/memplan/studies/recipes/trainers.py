@@ -63,6 +63,7 @@ def rollout(prompts, trainer):
 
 
 def _trainer_of(recipe: Trained) -> _Trainer:
+    """Return trl's trainer for a recipe, with its data set, settings and imports."""
     match recipe:
         case Sft():
             return _Trainer("SFTTrainer", ('rows = Dataset.from_dict({"input_ids": [[0] * sequence] * batch})',))

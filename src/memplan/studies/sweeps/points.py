@@ -154,6 +154,7 @@ def record_trace(subject: Subject, target: Target) -> Trace:
 
 
 def _planned_workspaces(trace: Trace, peak_tick: int) -> tuple[PlannedWorkspace, ...]:
+    """Return cuDNN's choice for each convolution of a trace, and whether its workspace is live at the peak."""
     live = {storage.id for storage in live_at(trace, peak_tick)}
     ops = [(choice, trace.ops[trace.storages[choice.storage].op or 0]) for choice in trace.engines]
     return tuple(

@@ -399,7 +399,9 @@ class Walk(Watched):
         objects = array_objects(value)
         if objects is not None:  # this list keeps the ids valid
             self.watch_value(lambda: (len(objects), [*map(id, array_objects(value) or ())]))
-            return [self._element_node(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(objects)]
+            return [
+                self._element_node(item, lambda index=index: f"{label}[{index}]") for index, item in enumerate(objects)
+            ]
         if isinstance(value, types.MappingProxyType):
             return [self._visit(gc.get_referents(value)[0], label)]
         if not isinstance(value, (tuple, list, set, frozenset, collections.deque)):
@@ -411,7 +413,7 @@ class Walk(Watched):
             plain = [element for element in content if is_plain(element)]
             others = [Identity(element) for element in content if not is_plain(element)]
             return [frozenset(map(value_key, plain)), *others]
-        return [self._element_node(item, lambda at=at: f"{label}[{at}]") for at, item in enumerate(content)]
+        return [self._element_node(item, lambda index=index: f"{label}[{index}]") for index, item in enumerate(content)]
 
     def _c_object_node(self, value: Any, label: str) -> Any:
         """Return the node of an object of a class written in C, whose content Python does not see."""
