@@ -31,12 +31,9 @@ def command(cleared: bool, results: ResultFiles) -> int:
     """Run the command and return its exit code."""
     from memplan.cudnn.answer_cache import clear, kept
     from memplan.reports.cache import Caches, report
-    from memplan.reports.terminal import show
 
     if cleared:
         clear()
     files = kept()
-    results.write(Caches(files).to_json)
-    if not results.takes_stdout:
-        show(report(files))
+    results.write_and_show(Caches(files).to_json, lambda: report(files))
     return 0

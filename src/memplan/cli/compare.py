@@ -63,16 +63,13 @@ def command(
             do="Name another B, or say what differs: --b autocast=bf16, --b arg=NAME=VALUE",
         )
     from memplan.reports.compare import report
-    from memplan.reports.terminal import show
     from memplan.studies.comparisons.compare import compare_requests
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
         comparison = compare_requests(
             _side_request(sides[0], _title(*sides)), _side_request(sides[1], _title(*reversed(sides))), measure=really
         )
-    results.write(comparison.to_json)
-    if not results.takes_stdout:
-        show(report(comparison, top))
+    results.write_and_show(comparison.to_json, lambda: report(comparison, top))
     return 0
 
 

@@ -33,12 +33,6 @@ def command(name: str | None, results: ResultFiles) -> int:
 
     cards = catalogue() if name is None else (find(name),)
     from memplan.reports.devices import Catalogue, device_report, report
-    from memplan.reports.terminal import show
 
-    results.write(Catalogue(cards).to_json)
-    if not results.takes_stdout:
-        if name is None:
-            show(report(cards))
-        else:
-            show(device_report(cards[0]))
+    results.write_and_show(Catalogue(cards).to_json, lambda: report(cards) if name is None else device_report(cards[0]))
     return 0

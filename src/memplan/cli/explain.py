@@ -190,11 +190,8 @@ _FILES = "what memplan explain --trace or --json wrote"
 def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
     """Write and print an explanation from a file. Return the exit code."""
     from memplan.reports.explain import report
-    from memplan.reports.terminal import show
 
-    outputs.results.write(explanation.to_json)
-    if not outputs.takes_stdout:
-        show(report(explanation, top))
+    outputs.results.write_and_show(explanation.to_json, lambda: report(explanation, top))
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from memplan.errors import InputError
+
+if TYPE_CHECKING:
+    from memplan.reports.document import Document
 
 TYPED = "memplan.arguments"
 """Key in ``click.Context.meta`` of the command's arguments as typed."""
@@ -159,3 +162,11 @@ class ResultFiles:
             from memplan.reports.html.saved_results import results_of
 
             write(self.html, page_of(results_of(content, "the result")))
+
+    def write_and_show(self, dumps: Callable[[], str], report: Callable[[], Document]) -> None:
+        """Write a result to the files, and print its report unless its JSON goes to stdout."""
+        self.write(dumps)
+        if not self.takes_stdout:
+            from memplan.reports.terminal import show
+
+            show(report())

@@ -140,11 +140,8 @@ def command(
 def _report(largest: Largest, results: ResultFiles) -> int:
     """Write and print the result; return the exit code."""
     from memplan.reports.largest import report
-    from memplan.reports.terminal import show
 
-    results.write(largest.to_json)
-    if not results.takes_stdout:
-        show(report(largest))
+    results.write_and_show(largest.to_json, lambda: report(largest))
     best = largest.planned or largest
     return int(best.value == 0)
 

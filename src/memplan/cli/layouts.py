@@ -45,7 +45,6 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.reports.layouts import report
-    from memplan.reports.terminal import show
     from memplan.studies.layouts.layouts import find_layouts
     from memplan.trace.recording.session import choose_target
 
@@ -63,7 +62,5 @@ def command(
             link=None if link is None else link * 1e9, settings=arguments.settings, title=arguments.target,
             progress=progress,
         )  # fmt: skip
-    results.write(result.to_json)
-    if not results.takes_stdout:
-        show(report(result))
+    results.write_and_show(result.to_json, lambda: report(result))
     return int(result.best is None)

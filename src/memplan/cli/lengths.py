@@ -25,7 +25,6 @@ def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: 
     """
     _check(arguments, outputs, measured)
     from memplan.reports.lengths import report
-    from memplan.reports.terminal import show
     from memplan.studies.lengths.distribution import parse_lengths
     from memplan.studies.lengths.lengths import lengths_of
 
@@ -37,9 +36,7 @@ def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: 
             lengths = lengths_of(subject, shares, target, settings=arguments.settings, title=arguments.target)
         except StepError as error:
             raise with_input_advice(error, arguments) from error.__cause__
-    outputs.results.write(lengths.to_json)
-    if not outputs.takes_stdout:
-        show(report(lengths, top))
+    outputs.results.write_and_show(lengths.to_json, lambda: report(lengths, top))
     return int(lengths.ran_out > 0)
 
 

@@ -37,7 +37,6 @@ def show_on_cards(
         InputError: an ``excluded`` option was used.
     """
     from memplan.reports.on_cards import report
-    from memplan.reports.terminal import show
 
     if used := used_options({**excluded, "--world": arguments.world}):
         raise InputError(
@@ -60,7 +59,5 @@ def show_on_cards(
     except StepError as error:
         raise with_input_advice(error, arguments) from error.__cause__
     result = replace(result, title=title)
-    results.write(result.to_json)
-    if not results.takes_stdout:
-        show(report(result))
+    results.write_and_show(result.to_json, lambda: report(result))
     return int(not any(row.fits for row in result.rows))

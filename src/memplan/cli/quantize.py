@@ -33,7 +33,6 @@ def quantize(
     _check(arguments, weights, activations, outputs)
     results = outputs.results
     from memplan.reports.quantize import report
-    from memplan.reports.terminal import show
     from memplan.studies.quantization.quantize import quantize_step
 
     with progress(f"quantizing and running {arguments.target}"), contained(arguments.target):
@@ -43,9 +42,7 @@ def quantize(
             quantized = replace(quantized, title=arguments.target)
         except StepError as error:
             raise with_input_advice(error, arguments) from error.__cause__
-    results.write(quantized.to_json)
-    if not results.takes_stdout:
-        show(report(quantized, top))
+    results.write_and_show(quantized.to_json, lambda: report(quantized, top))
     return 0
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import click
 
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import Whole, debug_option, result_options, top_option
+from memplan.cli.options import Whole, debug_option, result_options, top_option, used_options
 from memplan.cli.progress import line, progress
 from memplan.errors import InputError
 
@@ -59,11 +59,9 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     if len(files) != 1 or os.path.isdir(files[0]):
-        unused = {"--settings": bool(settings), "--capacity": capacity is not None, "--gpu": gpu is not None}
-        if other := [option for option, value in unused.items() if value]:
-            raise InputError(
-                f"{' and '.join(other)} with several snapshots", expected="a single one", do="Name the odd one alone"
-            )
+        values = {"--settings": settings, "--capacity": capacity is not None, "--gpu": gpu is not None}
+        if others := used_options(values, " and "):
+            raise InputError(f"{others} with several snapshots", expected="a single one", do="Name the odd one alone")
         return _replay_ranks(files, top, results)
     file = files[0]
     from memplan._bytes import parse_bytes
@@ -78,23 +76,17 @@ def command(
     with progress(f"replaying {file}"):
         replays = cases(replay(file, gpu=gpu), alternatives, size)
     from memplan.reports.replay import dumps, report
-    from memplan.reports.terminal import show
 
-    results.write(partial(dumps, replays))
-    if not results.takes_stdout:
-        show(report(replays, top))
+    results.write_and_show(partial(dumps, replays), lambda: report(replays, top))
     return 0 if replays.all_fit and not replays.replay.mismatches else 1
 
 
 def _replay_ranks(files: tuple[str, ...], top: int, results: ResultFiles) -> int:
     """Compare the snapshots of several ranks and return the exit code."""
     from memplan.reports.rank_snapshots import report
-    from memplan.reports.terminal import show
     from memplan.simulation.replays.ranks import replay_ranks
 
     with line("replaying") as update:
         ranks = replay_ranks(files, progress=update)
-    results.write(ranks.to_json)
-    if not results.takes_stdout:
-        show(report(ranks, top))
+    results.write_and_show(ranks.to_json, lambda: report(ranks, top))
     return int(bool(ranks.odd))

@@ -115,10 +115,7 @@ def run_roles(
 def _show(roles: Roles, outputs: Outputs, top: int, fullest: Document | None = None) -> int:
     """Write and print the ranks. Return the exit code."""
     from memplan.reports.roles import report
-    from memplan.reports.terminal import show
 
-    outputs.results.write(roles.to_json)
-    if not outputs.takes_stdout:
-        show(report(roles, top, fullest))
+    outputs.results.write_and_show(roles.to_json, lambda: report(roles, top, fullest))
     branches = max(warn_of_branches(role.explanation) for role in roles.roles)
     return branches or int(any(does_not_fit(role.explanation) for role in roles.roles))
