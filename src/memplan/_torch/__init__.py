@@ -74,7 +74,6 @@ from memplan._torch.eager import (
 from memplan._torch.engine import (
     BOOKKEEPING,
     Keeps,
-    attribute_names,
     backward_pass,
     backward_watched,
     call_of_module,
@@ -188,7 +187,6 @@ from memplan._torch.patches import (
     compiled_modules_seen,
     eager_instead_of_compiled,
     fetching,
-    function_name,
     generator_replaced,
     here_alone,
     is_compiled,

@@ -1,8 +1,8 @@
-"""Control autocast's cache of casts while a step is traced, and leave a caller's own autocast for a while.
+"""Control autocast's cache of casts while a step is traced, and leave the caller's autocast within a context.
 
-Seen in torch 2.11, 2.13 and 2.15: ``torch.clear_autocast_cache`` is looked up each time that an outermost autocast
-ends, which ``torch.autocast_decrement_nesting`` tells by 0, and ``torch.set_autocast_cache_enabled`` is what tracing
-turns the cache off with.
+Seen in torch 2.11, 2.13 and 2.15: ``torch.clear_autocast_cache`` is looked up each time that an outermost autocast ends
+(``torch.autocast_decrement_nesting`` returns 0), and tracing disables the cache by
+``torch.set_autocast_cache_enabled``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _DEVICES = ("cpu", "cuda")
 
 @contextlib.contextmanager
 def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
-    """Switch autocast's cache of casts on or off for a trace, and tell where eager mode would keep casts.
+    """Enable or disable autocast's cache of casts for a trace, and number the regions in which eager mode caches casts.
 
     In eager mode the cast of a parameter is cached until the outermost autocast ends; a trace caches none, as its
-    parameters are no leaves. Yields a function that returns the number of the current such region; None where eager
-    mode would cache nothing.
+    parameters are no leaves. Yields a function that returns the number of the current outermost autocast; None where
+    eager mode would cache nothing.
     """
     thread, before, clear = threading.get_ident(), torch.is_autocast_cache_enabled(), torch.clear_autocast_cache
     regions_ended = 0
@@ -52,8 +52,8 @@ def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
 
 @contextlib.contextmanager
 def around_cache_clearing(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter ``context()`` around each clearing of autocast's cache. It frees the casts in the order of a hash table of
-    addresses, which a recording cannot predict."""
+    """Enter ``context()`` around each clearing of autocast's cache, which frees the casts in the order of a hash table
+    of addresses, so that a recording cannot predict their order."""
     clear = torch.clear_autocast_cache
 
     def clear_in_context() -> None:
@@ -66,8 +66,8 @@ def around_cache_clearing(context: Callable[[], contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Run as if the caller had entered no autocast, so that an autocast in here is an outermost one: its cached casts
-    of parameters are freed when it ends. Else they would stay when the parameters are updated."""
+    """Run as if the caller had entered no autocast. An autocast entered within this context is an outermost autocast,
+    which frees its cached casts of parameters when it ends; else they would outlive the update of the parameters."""
     on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     torch.autocast_increment_nesting()
     depth = 0

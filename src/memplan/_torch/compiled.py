@@ -1,5 +1,5 @@
-"""`torch.compile`: where Dynamo ends a graph that it hands to a backend, how much is kept for the backward pass, and
-what Inductor's kernels hold while they are tuned.
+"""`torch.compile`: Dynamo's graph breaks, AOTAutograd's memory budget for saved activations, and the memory of
+autotuning Inductor's kernels.
 
 Seen in torch 2.11, 2.13 and 2.15: the attribute ``compile_subgraph_reason`` of Dynamo's graph modules, with
 ``graph_break``, ``reason`` and ``user_stack``; ``torch._functorch.config.activation_memory_budget``, and ``patch`` of
@@ -43,20 +43,20 @@ def graph_break(graph: Any) -> GraphBreak | None:
     return GraphBreak(str(end.reason).strip().split("\n")[0], frame.filename, frame.lineno or 0)
 
 
-def before_compiling(said: Callable[[str, list[nn.Module]], None]) -> Callable[[], None]:
-    """Call ``said(name, modules)`` before Dynamo compiles a function: its name, and the modules that it can reach
-    through arguments, closure and globals. Returns a function that ends this."""
+def before_compiling(notify: Callable[[str, list[nn.Module]], None]) -> Callable[[], None]:
+    """Call ``notify(name, modules)`` before Dynamo compiles a function: its name, and the modules that it can reach
+    through arguments, closure and globals. Returns a function that unregisters ``notify``."""
     from torch._dynamo.callback import callback_handler  # Dynamo is imported already by a capture
 
     def begins(_: Any) -> None:
         for frame in callers():
             if (frame.f_code.co_name, frame.f_globals.get("__name__")) == _COMPILE:
                 code = frame.f_locals["code"]
-                said(code.co_qualname, _reachable_modules(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
+                notify(code.co_qualname, _reachable_modules(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
                 return
 
     def end() -> None:
-        with suppress(ValueError):  # torch.compiler.reset() has ended it
+        with suppress(ValueError):  # torch.compiler.reset() unregistered it already
             callback_handler.remove_start_callback(begins)
 
     callback_handler.register_start_callback(begins)
@@ -68,22 +68,23 @@ _OF_FUNCTION = "code", "globals", "locals", "closure"
 
 
 def _reachable_modules(code: Any, globals: Any, locals: Any, closure: Any) -> list[nn.Module]:
-    """Return the modules that a function can call."""
+    """Return the modules among a function's locals, the globals that its code names, and its closure."""
     reachable = [*locals.values(), *(globals.get(name) for name in code.co_names)]
     for cell in closure or ():
-        with suppress(ValueError):  # it is empty yet
+        with suppress(ValueError):  # an empty cell
             reachable.append(cell.cell_contents)
     return [value for value in reachable if isinstance(value, nn.Module)]
 
 
 def is_jit_tracing() -> bool:
-    """Return whether `torch.jit.trace` is at work in this thread."""
+    """Return whether `torch.jit.trace` is tracing in this thread."""
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager
 def memory_budget(share: float) -> Iterator[None]:
-    """Compile in this context with at most this share (1: all that it would) of the bytes kept for backward."""
+    """Within this context, compile with this share of the default bytes saved for backward (AOTAutograd's
+    ``activation_memory_budget``; 1: no limit)."""
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=share):
@@ -99,8 +100,9 @@ _SEGMENT = 20 << 20
 def tune_in_reserved_memory(module: Any) -> None:
     """Tune the kernels of a module that Inductor wrote without reserving more of the card than before.
 
-    A kernel with several configurations is tuned in its first call, in the middle of a step. Meanwhile Inductor holds a
-    buffer as large as the card's L2 cache, to flush that, and in a forward pass copies of what the kernel changes.
+    A kernel with several configurations is tuned in its first call, in the middle of a step. Meanwhile Inductor
+    allocates a buffer as large as the card's L2 cache, to flush the cache, and in a forward pass copies of the tensors
+    that the kernel writes.
     """
     for kernel in list(vars(module).values()):
         bench = getattr(type(kernel), "bench", None)
@@ -110,8 +112,8 @@ def tune_in_reserved_memory(module: Any) -> None:
 
 
 def _benchmark_in_reserved(bench: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-    """Time a configuration of a kernel within the bytes that the process has reserved at its peak. Where the buffer
-    that flushes the L2 cache does not fit, the cache is not flushed."""
+    """Time a configuration of a kernel without exceeding the process's peak of reserved bytes. If the buffer that
+    flushes the L2 cache does not fit, the cache is not flushed."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     with _tuning_lock:

@@ -1,7 +1,7 @@
-"""`torch.compile` on fake tensors: Dynamo, AOTAutograd and Inductor do what they do in a run, but compile no kernel.
+"""`torch.compile` on fake tensors: Dynamo, AOTAutograd and Inductor work as in a real run, but compile no kernel.
 
-What Inductor writes runs without its kernels (`memplan._torch.inductor`): it allocates and frees its buffers, and calls
-torch's own kernels, as in a run.
+Inductor's generated code runs without its kernels (`memplan._torch.inductor`): it allocates and frees its buffers, and
+calls torch's own kernels, as in a real run.
 
 Seen in torch 2.13: ``_callback_from_stance`` and ``_maybe_set_eval_frame`` of ``torch._dynamo.eval_frame``, which a
 compiled function calls as it begins, and the second again as it ends; ``SKIP_DIRS`` and ``_recompile_re`` of
@@ -41,16 +41,16 @@ def compiled_without_kernels(
     launched: Launched,
     place_of: PlaceOf,
 ) -> Iterator[None]:
-    """Run compiled functions and modules as the code that Inductor writes for them, without its kernels.
+    """Run compiled functions and modules by the code that Inductor generates for them, without its kernels.
 
     Args:
-        around_call: returns the context of the outermost call of a compiled function. Torch is there as Dynamo knows
-            it: what it traces, and what its guards compare, are torch's own functions.
-        around_disabled: returns the context of a call, within that, of a function that Dynamo leaves alone, such as the
+        around_call: returns the context of the outermost call of a compiled function. Torch must be unpatched there:
+            Dynamo traces torch's own functions, and its guards compare them.
+        around_disabled: returns the context of a nested call of a function that Dynamo does not trace, such as the
             hooks of sharded modules and AOTAutograd's own.
         around_compiling: returns the context in which Inductor lowers a graph.
         launched: called where the code would launch a kernel.
-        place_of: returns where a function with these arguments allocates.
+        place_of: returns the device on which a function with these arguments allocates.
     """
     with ExitStack() as stack:
         inductor = _Once(stack, lambda: _inductor_without_kernels(around_compiling, launched, place_of))
@@ -59,7 +59,7 @@ def compiled_without_kernels(
         def around() -> Iterator[None]:
             with around_call(), warnings.catch_warnings():
                 inductor.enter()
-                warnings.simplefilter("ignore")  # Dynamo warns of what it sees in tensors without data
+                warnings.simplefilter("ignore")  # Dynamo warns of tensors without data
                 yield
 
         with around_compiled_calls(around, around_disabled):
@@ -71,21 +71,21 @@ def around_compiled_calls(
     around: Callable[[], AbstractContextManager[None]],
     around_disabled: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[None]:
-    """Call what `torch.compile` compiled, and compile it, within ``around()``; once for calls within one another.
-    ``around_disabled()`` is the context of functions that run within it, and that Dynamo leaves alone."""
-    from torch._dynamo import convert_frame, eval_frame  # every optimizer has imported them, and a fake mode
+    """Enter ``around()`` around each outermost call of a function that `torch.compile` compiled, compilation included;
+    and ``around_disabled()`` around nested calls of functions that Dynamo does not trace."""
+    from torch._dynamo import convert_frame, eval_frame  # imported already by any optimizer or fake mode
 
     call = _OutermostCall(eval_frame, around, around_disabled)
     compile_frame = convert_frame._compile
 
-    def compile_and_say(*args: Any, **kwargs: Any) -> Any:
+    def compile_noted(*args: Any, **kwargs: Any) -> Any:
         with call.compiling():
             return compile_frame(*args, **kwargs)
 
     try:
         with (
             patched_throughout(eval_frame, **call.replacements()),
-            patched_throughout(convert_frame, _compile=here_alone(compile_and_say, compile_frame)),
+            patched_throughout(convert_frame, _compile=here_alone(compile_noted, compile_frame)),
         ):
             yield
     finally:
@@ -99,7 +99,7 @@ class _Once:
         self._stack, self._context, self._entered = stack, context, False
 
     def enter(self) -> None:
-        """Enter it, unless it was entered."""
+        """Enter the context, unless it was entered already."""
         if not self._entered:
             self._entered = True
             self._stack.enter_context(self._context())
@@ -109,11 +109,11 @@ class _Once:
 def _inductor_without_kernels(
     around_compiling: Callable[[], AbstractContextManager[None]], launched: Launched, place_of: PlaceOf
 ) -> Iterator[None]:
-    """Lower graphs to code that runs without kernels, and forget what was compiled at the end."""
+    """Lower graphs to code that runs without kernels; at the end, Dynamo's cache of the compiled functions is reset."""
     from torch._dynamo import convert_frame, trace_rules
     from torch._functorch import config as functorch_config
 
-    # which takes seconds: a step that compiles nothing does not wait for them
+    # importing these takes seconds, for which a step that compiles nothing does not wait
     from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa
     from torch._inductor.graph import GraphLowering
 
@@ -169,7 +169,7 @@ def _for_host(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _forget(codes: list[CodeType]) -> None:
-    """Drop what Dynamo has compiled of these functions: code without kernels, for fake tensors."""
+    """Reset Dynamo's cache for these functions: their compiled code is for fake tensors, without kernels."""
     from torch._C._dynamo.eval_frame import reset_code
 
     for code in dict.fromkeys(codes):
@@ -177,7 +177,7 @@ def _forget(codes: list[CodeType]) -> None:
 
 
 class _OutermostCall:
-    """Enters a context as the outermost compiled function begins, and leaves it as that ends."""
+    """Enters a context as the outermost compiled function begins, and exits it as that function ends."""
 
     def __init__(
         self,
@@ -191,13 +191,13 @@ class _OutermostCall:
         self._callback: Any = None
         self._context = ExitStack()
         self._disabled: FrameType | None = None
-        """The outermost function within it that Dynamo leaves alone."""
+        """Frame of the outermost nested function that Dynamo does not trace."""
         self._begun = False
         self._disabled_context = ExitStack()
         self._compiling = 0
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """Return what to replace in ``torch._dynamo.eval_frame``."""
+        """Return the functions of ``torch._dynamo.eval_frame`` to replace, with their replacements."""
         return {
             "_callback_from_stance": here_alone(self._begins, self._begin),
             "_maybe_set_eval_frame": here_alone(self._sets, self._set),
@@ -215,7 +215,7 @@ class _OutermostCall:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Context in which Dynamo compiles: what it leaves alone meanwhile is its own."""
+        """Within this context Dynamo compiles: functions that it does not trace are Dynamo's own, and are ignored."""
         self._compiling += 1
         try:
             yield
@@ -231,11 +231,11 @@ class _OutermostCall:
             if self._begun:
                 self._disabled = None
                 self._disabled_context.close()
-            self._begun = True  # it is called as the function begins, and as it ends
+            self._begun = True  # this method is called as the function begins, and as it ends
         return before
 
     def end(self) -> None:
-        """Leave the context, if it was entered."""
+        """Exit the context, if it was entered."""
         self._disabled = None
         self._disabled_context.close()
         self._frame = self._callback = None

@@ -1,4 +1,4 @@
-"""What the caller has switched on around a call: transforms, tracing, default devices, profilers, anomaly mode.
+"""Modes of the caller around a call: transforms, tracing, default devices, profilers, anomaly mode.
 
 Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise.
 """
@@ -49,8 +49,8 @@ def outside_of_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_anomaly_checks() -> Iterator[None]:
-    """Switch off anomaly mode's check of gradients for NaN, also where the step switches it on: fake gradients have no
-    values, and a check takes memory. `torch.is_anomaly_enabled` still answers what was set."""
+    """Disable anomaly mode's check of gradients for NaN, also where the step enables it: fake gradients have no values,
+    and a check takes memory. `torch.is_anomaly_enabled` still returns the user's setting."""
     enabled, checks = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     set_enabled, here = torch.set_anomaly_enabled, threading.get_ident()
 
@@ -67,20 +67,20 @@ def without_anomaly_checks() -> Iterator[None]:
 
 
 def is_profiled() -> bool:
-    """Return whether a profiler of torch is at work, in any thread: a second one would break its record, and two that
-    end across each other end the process."""
+    """Return whether a profiler of torch is active in any thread: a second profiler would break its record, and two
+    that do not end in nested order crash the process."""
     return torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Turn:
-    """The right to start torch's profiler, which is one for the process: of one thread of memplan's at a time."""
+    """A lock on torch's profiler, of which a process has one: one thread of memplan at a time may start it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread = self._times = 0
 
     def take(self) -> bool:
-        """Return whether this thread may start a profiler; then others may not until it is given back."""
+        """Acquire the lock, if no profiler is active and no other thread holds it. Returns whether it was acquired."""
         with self._lock:
             if is_profiled() or (self._times and self._thread != threading.get_ident()):
                 return False
@@ -89,7 +89,7 @@ class _Turn:
             return True
 
     def give(self) -> None:
-        """Give it back: once for each time that it was taken."""
+        """Release the lock, once for each successful `take`."""
         with self._lock:
             self._times -= 1
 

@@ -1,4 +1,4 @@
-"""Replace the places where torch looks for a CUDA device, in Python and below, while a step for a card is recorded.
+"""Patches of torch's look-ups of a CUDA device, in Python and in C++, while a step for a card is recorded.
 
 Everything here was seen in torch 2.11, 2.13 and 2.15.
 """
@@ -20,15 +20,15 @@ from memplan._torch.patches import patched
 
 _LIKE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 _NAMESPACES = (torch, torch.fft, torch.nested)
-default_device._device_constructors()  # torch keeps the functions that it finds first: torch's own, not patched ones
+default_device._device_constructors()  # torch caches the result of the first call: its own functions, not patches
 
 
 @contextlib.contextmanager
 def tensor_devices_reported(
     device: Callable[[torch.Tensor], torch.device | None], inside: Callable[[], bool]
 ) -> Iterator[None]:
-    """Make ``tensor.device`` answer ``device(tensor)``, a card for tensors that are recorded as on one, unless that is
-    None or an op is being dispatched (``inside()``)."""
+    """Make ``tensor.device`` return ``device(tensor)``, the card that a tensor is recorded on, unless that is None or
+    an op is being dispatched (``inside()``)."""
     plain, fake = torch.Tensor.device, FakeTensor.device
 
     def reporting_property(own: Any) -> property:
@@ -49,7 +49,7 @@ def tensor_devices_reported(
     wrapper = torch.Tensor._make_wrapper_subclass
 
     def wrapper_on_the_host(*args: Any, **kwargs: Any) -> Any:
-        """Make a tensor around others, on the CPU as they are."""
+        """Construct a wrapper subclass on the CPU, where its inner tensors are."""
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device(kwargs["device"])
         return wrapper(*map(on_the_host, args), **{name: on_the_host(value) for name, value in kwargs.items()})
@@ -78,20 +78,20 @@ def tensor_devices_reported(
 
 
 def copied(tensor: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
-    """Copy a tensor by the op that a move between devices dispatches below autograd."""
+    """Copy a tensor by `_to_copy`, the op that a move between devices dispatches below autograd."""
     return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
 
 
 @contextlib.contextmanager
-def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace each of torch's functions that create a tensor on a device (`torch.zeros`) by ``made(function)``."""
+def factories_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace each of torch's functions that create a tensor on a device (`torch.zeros`) by ``wrap(function)``."""
     functions = {id(f) for f in default_device._device_constructors()}
     functions |= {id(getattr(torch, f"{name}_like")) for name in _LIKE} | {id(torch.normal)}
     builtins = torchscript._get_builtin_table()
     with contextlib.ExitStack() as stack:
         for home in _NAMESPACES:
             factories = {name: value for name, value in vars(home).items() if id(value) in functions}
-            replaced = {name: made(value) for name, value in factories.items()}
+            replaced = {name: wrap(value) for name, value in factories.items()}
             stack.enter_context(patched(home, **replaced))
             for name, value in factories.items():  # TorchScript knows torch's functions by their id()
                 if id(value) in builtins:
@@ -122,12 +122,12 @@ def default_device_replaced(
 
 
 def checkpoints_for_cuda() -> contextlib.AbstractContextManager[None]:
-    """Make `torch.utils.checkpoint` restore CUDA's autocast also where no argument is on the card."""
+    """Make `torch.utils.checkpoint` restore CUDA's autocast even if no argument is on the card."""
     return patched(torch.utils.checkpoint.DefaultDeviceType, _default_device_type="cuda")
 
 
 def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
-    """Return a context without the caching allocator's history: starting it does nothing, reading it is refused."""
+    """Return a context in which starting the caching allocator's history is a no-op, and reading it raises."""
     return patched(
         torch.cuda.memory,
         _record_memory_history=lambda *_, **__: None,
@@ -137,17 +137,18 @@ def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextl
 
 
 def raw_streams_of_cuda() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the address of the current stream, which libraries read from ``torch._C`` when they
-    are imported, is there in builds without CUDA, too."""
-    # torch.cuda.graph calls the latter
+    """Return a context in which ``torch._C`` has ``_cuda_getCurrentRawStream``, which libraries import, in builds
+    without CUDA, too."""
+    # torch.cuda.graph calls _host_emptyCache
     return patched(torch._C, _cuda_getCurrentRawStream=lambda device: 0, _host_emptyCache=lambda: None)
 
 
 def accelerator_is_cuda() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which CUDA is the accelerator, as `fully_shard` asks ``torch._C`` for its default mesh."""
+    """Return a context in which ``torch._C`` reports CUDA as the accelerator, which `fully_shard` reads for its default
+    mesh."""
     return patched(torch._C, _get_accelerator=lambda check=None: torch.device("cuda"))
 
 
 def clear_cublas_workspaces() -> None:
-    """Give cuBLAS's workspaces back to the allocator; the next product allocates new ones."""
+    """Free cuBLAS's workspaces; the next matrix product allocates them again."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -36,7 +36,7 @@ class Decomposition:
     """The calls that compute an op, in order."""
 
     inputs: tuple[fx.Node, ...]
-    """One for each tensor argument."""
+    """Placeholder of each tensor argument."""
     calls: tuple[CoreCall, ...]
     constants: Mapping[fx.Node, Tensor]
     outputs: tuple[Any, ...]
@@ -47,14 +47,14 @@ def decomposition(
     target: Any, arguments: Sequence[Tensor], call: Callable[[Sequence[Any]], tuple[Any, Mapping[str, Any]]],
     is_kept: Callable[[str], bool], own: Mapping[Any, Callable[..., Any]],
 ) -> Decomposition | None:  # fmt: skip
-    """Trace torch's decomposition of an op into ops of which ``is_kept`` is true, as far as it has them.
+    """Trace torch's decomposition of an op, as far as possible into ops of which ``is_kept(name)`` is true.
 
     Args:
         target: the op.
         arguments: its tensor arguments, of which sizes, strides and dtypes count.
         call: returns the op's arguments from its tensors.
-        is_kept: whether an op of this name is left as it is.
-        own: decompositions by op, in place of torch's.
+        is_kept: whether the op with this name is not decomposed further.
+        own: op -> decomposition to use instead of torch's.
 
     Returns:
         None if torch has no decomposition of the op.
@@ -86,9 +86,11 @@ def decomposition(
 
 
 def _is_view(op: Any) -> bool:
-    """Whether the results of an op look into its operand's memory."""
-    named = op is torch.ops.aten._unsafe_view.default
-    return named or any(out.alias_info is not None and not out.alias_info.is_write for out in op._schema.returns)
+    """Return whether the results of an op alias its operand's memory without writing to it."""
+    is_unsafe_view = op is torch.ops.aten._unsafe_view.default
+    return is_unsafe_view or any(
+        out.alias_info is not None and not out.alias_info.is_write for out in op._schema.returns
+    )
 
 
 def _read(module: fx.GraphModule) -> Decomposition:

@@ -1,7 +1,7 @@
-"""Convolutions' derivatives in a traced function: two calls that compute a part each, as one.
+"""Merge calls of convolution_backward that compute one gradient each into a single call, in a traced function.
 
-Seen in torch 2.11, 2.13 and 2.15: the arguments and results of ``aten::convolution_backward``, and that what
-``make_fx`` traces takes results apart by ``operator.getitem``.
+Seen in torch 2.11, 2.13 and 2.15: the arguments and results of ``aten::convolution_backward``, and ``make_fx``, which
+selects single results by ``operator.getitem``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from memplan._torch.scheduled import mark_of
 
 _DERIVATIVE = torch.ops.aten.convolution_backward.default
 _MASK = 10
-"""Position of the argument that says which results are wanted: the input's, the weight's, the bias's."""
+"""Position of ``output_mask``: whether to compute the gradients of input, weight and bias."""
 
 
 def join(of: Traced, pairs: Mapping[int, int]) -> None:
-    """Join pairs of calls of convolution_backward, for the weight's and for the input's gradient, into a single call
-    at the place of the first. Pairs that were decomposed into other ops stay.
+    """Merge pairs of calls of convolution_backward, for the weight's and for the input's gradient, into a single call
+    at the position of the first. Pairs that were decomposed into other ops stay.
 
     Args:
         of: a traced function; its graph is changed.
@@ -42,12 +42,13 @@ def join(of: Traced, pairs: Mapping[int, int]) -> None:
 
 
 def _join(first: fx.Node, second: fx.Node) -> None:
-    """Let the first call compute the results of both, and its ``getitem`` nodes replace those of the second."""
+    """Let the first call compute the results of both, and replace the ``getitem`` nodes of the second by new ones of
+    the first."""
     first_results, second_results = first.meta["val"], second.meta["val"]
     first.update_arg(_MASK, [a or b for a, b in zip(first.args[_MASK], second.args[_MASK], strict=True)])  # pyright: ignore[reportArgumentType]
     first.meta["val"] = tuple(b if a is None else a for a, b in zip(first_results, second_results, strict=True))
     for user in list(second.users):
-        assert user.target is operator.getitem, "results are taken apart"
+        assert user.target is operator.getitem, "make_fx selects results by getitem"
         with first.graph.inserting_after(first):
             twin = first.graph.call_function(operator.getitem, (first, user.args[1]))
         twin.meta = dict(user.meta)

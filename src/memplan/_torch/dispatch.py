@@ -1,4 +1,4 @@
-"""torch's dispatcher: kernels of ours for a while, an op's kernel for another key, keys of the running thread.
+"""torch's dispatcher: Python kernels registered within a context, calls at a chosen dispatch key, thread-local keys.
 
 Everything here was seen in torch 2.11, 2.13 and 2.15.
 """
@@ -51,18 +51,18 @@ def overridden(kernels: Mapping[str, Kernel], key: str) -> Iterator[None]:
 
 
 def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an op by its decomposition into other ops, whatever kernels are registered for it."""
+    """Call an op by its decomposition into other ops, ignoring kernels registered for it."""
     return op._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def whole(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an op by its autograd kernel, as one op with a derivative formula, though the CPU would decompose it."""
+    """Call an op by its autograd kernel, as a single op with a derivative formula, also where the CPU decomposes it."""
     return op._op_dk(_FORMULA, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def attention_order(order: tuple[int, ...]) -> Iterator[None]:
-    """Set the order in which `scaled_dot_product_attention` tries its kernels, unless the user has set one already."""
+    """Set the order in which `scaled_dot_product_attention` tries its kernels, unless the user has set an order."""
     before = torch._C._get_sdp_priority_order()
     if before == ATTENTION_ORDER:
         torch._C._set_sdp_priority_order([*order, *(n for n in before if n not in order)])
@@ -85,7 +85,7 @@ _UNUSED_SET = torch._C.DispatchKeySet(_UNUSED)
 def autocast_like_cuda(kernels: Mapping[str, Kernel]) -> Iterator[Callable[[bool], None]]:
     """Register Python kernels for autocast as on CUDA, at a dispatch key that torch itself does not use.
 
-    Yields a function that switches them on or off for the running thread. At the end they are off and unregistered.
+    Yields a function that enables or disables the kernels for the running thread. At the end they are unregistered.
     """
     everything_else = torch.library.Library("_", "IMPL", _UNUSED.name)
     try:
@@ -122,8 +122,8 @@ def above_autocast() -> Iterator[None]:
 
 
 def autocast_ops() -> list[str]:
-    """Return the names of the ops ("aten::softmax.int") that this build of torch has kernels for autocast on CUDA
-    for."""
+    """Return the names of the ops ("aten::softmax.int") for which this build of torch has a kernel for autocast on
+    CUDA."""
     return torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 
 
@@ -148,10 +148,10 @@ class OpsHandled(TorchDispatchMode):
 
 
 class _CastProbe(TorchDispatchMode):
-    """Notes the dtypes of an op's arguments and results, as autocast's kernel calls it.
+    """Records the dtypes of an op's arguments and results when autocast's kernel calls the op.
 
-    The op runs on fake CPU tensors, since while a step is recorded fake implementations return CPU tensors; results
-    are handed back as tensors on a card.
+    The op runs on fake CPU tensors, since fake implementations return CPU tensors while a step is recorded; results
+    are returned as tensors on a card.
     """
 
     def __init__(self, op: Any) -> None:
@@ -189,11 +189,11 @@ def cast_on_cuda(op: Any, args: Any, kwargs: Any) -> tuple[Dtypes, Dtypes, Dtype
     """Run an op's kernel for autocast on CUDA on fake tensors, to see what it casts.
 
     Returns:
-        Three tuples of dtypes, None for what is no tensor: of each leaf of ``(args, kwargs)`` as the op gets it; of
-        each leaf of the op's result; and of each leaf of the result that autocast's kernel returns.
+        Three tuples of dtypes (None for leaves that are no tensors): of the leaves of ``(args, kwargs)`` that the op
+        gets, of the leaves of the op's result, and of the leaves of the result that autocast's kernel returns.
 
     Raises:
-        Exception: what the kernel raises; RuntimeError where it does not call the op once.
+        Exception: any that the kernel raises; RuntimeError if the kernel does not call the op exactly once.
     """
     probe = _CastProbe(op)
     lengths = ShapeEnv()  # of results whose length depends on values, as torchvision::nms has
@@ -211,12 +211,12 @@ def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether autograd knows a tensor as a view of another."""
+    """Return whether a tensor is a view of another for autograd."""
     return tensor._is_view()
 
 
 def has_cpu_kernel(name: str) -> bool:
-    """Return whether an op ("torchao::da8w4_linear_cpu") is there and has a kernel for the CPU."""
+    """Return whether an op ("torchao::da8w4_linear_cpu") exists and has a kernel for the CPU."""
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CPU)
     except RuntimeError:  # no such op

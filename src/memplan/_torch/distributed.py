@@ -29,11 +29,11 @@ from torch.overrides import TorchFunctionMode
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
 from memplan._torch.patches import here_alone, patched
-from memplan._torch.pipelines import stages_alone
+from memplan._torch.pipelines import stages_without_neighbours
 from memplan.errors import StepError
 
 COMPOSABLE_STATES: tuple[type, ...] = ()
-"""Classes of what `fully_shard` and the like keep in a module's ``__dict__``, which their hooks change."""
+"""Classes of the state that `fully_shard` and the like store in a module's ``__dict__``, which their hooks change."""
 if dist.is_available():
     from torch.distributed._composable_state import _State
 
@@ -78,12 +78,13 @@ _current: list[Rank] = [Rank()]
 
 
 def current_rank() -> Rank:
-    """Return the rank that is recorded now; the only one of one where none was requested."""
+    """Return the rank that is being recorded; rank 0 of 1 by default."""
     return _current[-1]
 
 
 def is_data_parallel(module: nn.Module) -> bool:
-    """Return whether a module trains another one on several ranks: `DistributedDataParallel`, FSDP's first version."""
+    """Return whether a module is a wrapper for data parallel training: `DistributedDataParallel` or
+    `FullyShardedDataParallel`."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return isinstance(module, DistributedDataParallel) or (
         fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
@@ -98,13 +99,13 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -> Iterator[None]:
-    """End a default process group that was initialized in this context.
+    """Destroy, at the end of this context, a default process group that was initialized within it.
 
     Args:
-        fake: whether groups are made without other processes. Their collective operations do nothing, so that tensors
-            need no values. Rank and world size are those of the environment, or those that the caller names.
-        world, rank: be this rank of so many, in fake groups: torchrun's environment variables say so, until the
-            context ends.
+        fake: whether process groups use torch's fake backend, without other processes. Its collective operations do
+            nothing, so that tensors need no values. Rank and world size come from the environment, or from the call.
+        world, rank: set torchrun's environment variables to this rank and world size within the context, and use the
+            fake backend.
     """
     if not dist.is_available():
         yield
@@ -117,10 +118,10 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
         if fake or world is not None:
             if not begun:
                 forget_ranks()
-            stack.enter_context(_groups_alone())
-        if world is not None:  # importing what these patch takes a second, which scripts of one process need not wait
-            stack.enter_context(_flat_parameters_alone())
-            stack.enter_context(stages_alone(_note_stage))
+            stack.enter_context(_fake_groups())
+        if world is not None:  # the modules to patch take a second to import; scripts of one process need not wait
+            stack.enter_context(_flat_parameters_without_card())
+            stack.enter_context(stages_without_neighbours(_note_stage))
             stack.enter_context(_messages_noted())
         try:
             yield
@@ -132,8 +133,8 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
 
 @contextlib.contextmanager
 def one_rank_of(world: int, rank: int) -> Iterator[None]:
-    """Be a rank of ``world`` in this context, as in `own_process_groups`, with a default process group that is there
-    already."""
+    """Be a rank of ``world`` in this context, as in `own_process_groups`, with the default process group
+    initialized."""
     with own_process_groups(fake=True, world=world, rank=rank):
         dist.init_process_group()
         yield
@@ -145,13 +146,12 @@ def has_process_group() -> bool:
 
 
 def ranks() -> tuple[int, int]:
-    """Return this rank of the default process group, and how many there are; (0, 1) without a group."""
+    """Return rank and world size of the default process group; (0, 1) without a group."""
     return (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
 
 
 def started_rank() -> tuple[int, int]:
-    """Return this rank and how many there are: of the default process group, else as torchrun's variables have them;
-    (0, 1) without either."""
+    """Return rank and world size: of the default process group, else from torchrun's variables, else (0, 1)."""
     if has_process_group():
         return ranks()
     rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
@@ -160,7 +160,7 @@ def started_rank() -> tuple[int, int]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the value of every rank of the default process group, in their order. Every rank has to call it."""
+    """Return the values of all ranks of the default process group, in order. Every rank has to call this."""
     if not has_process_group():
         return [value]
     values = [None] * dist.get_world_size()
@@ -169,7 +169,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a `DTensor`, without its gradient's history; other tensors as they are."""
+    """Return this rank's shard of a `DTensor`, detached; other tensors unchanged."""
     return tensor.detach().to_local() if is_distributed(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -180,7 +180,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that `fully_shard` wrapped, by name, without those that contain others."""
+    """Return the innermost modules that `fully_shard` wrapped, by name."""
     sharded = {name: module for name, module in model.named_modules() if is_fully_sharded(module)}
     outer = {id(module) for module in sharded.values() if sum(m in module.modules() for m in sharded.values()) > 1}
     return {name: module for name, module in sharded.items() if id(module) not in outer}
@@ -191,14 +191,14 @@ class Group(NamedTuple):
 
     ranks: tuple[int, ...]
     piped: bool
-    """Whether this rank sends to single ranks of it, or receives from them."""
+    """Whether this rank sends to or receives from single ranks of the group."""
     stages: tuple[int, ...]
-    """Indices of this rank's stages of a pipeline across it."""
+    """Indices of this rank's pipeline stages in the group."""
 
 
 def rank_groups() -> tuple[Group, ...]:
-    """Return the sets of at least two ranks with a process group in which this rank is, in order. If the groups have
-    ended: those of the last `own_process_groups`."""
+    """Return the process groups of at least two ranks that include this rank, in order; after their end, the groups of
+    the last `own_process_groups`."""
     return _current_groups() if has_process_group() else tuple(_ended)
 
 
@@ -219,7 +219,7 @@ def _current_groups() -> tuple[Group, ...]:
 
 
 def _note_stage(stage: Any) -> None:
-    """Note a stage of a pipeline that this rank made."""
+    """Note a pipeline stage that was constructed on this rank."""
     ranks = tuple(dist.get_process_group_ranks(stage.group))
     _piped.add(ranks)
     _stages.setdefault(ranks, set()).add(stage.stage_index)
@@ -227,7 +227,7 @@ def _note_stage(stage: Any) -> None:
 
 @contextlib.contextmanager
 def _messages_noted() -> Iterator[None]:
-    """Note the groups in which this rank sends to single others, or receives from them."""
+    """Note the groups in which this rank sends to or receives from single ranks."""
     _piped.clear()
     _stages.clear()
 
@@ -295,8 +295,8 @@ def _initialize_fake(
 
 
 @contextlib.contextmanager
-def _groups_alone() -> Iterator[None]:
-    """Make every process group a fake one, and let nothing wait for another rank."""
+def _fake_groups() -> Iterator[None]:
+    """Make every process group use torch's fake backend, and let nothing wait for another rank."""
     from torch.distributed import distributed_c10d
 
     helper: Any = vars(distributed_c10d)["_new_process_group_helper"]
@@ -318,17 +318,17 @@ def _groups_alone() -> Iterator[None]:
             present = {name: value for name, value in instead.items() if name in vars(module)}
             stack.enter_context(patched(module, **present))
         stack.enter_context(patched(distributed_c10d, _new_process_group_helper=make_fake))
-        stack.enter_context(_data_parallel_alone())
-        # whose ops have no kernels without a GPU; the tensors of the input's size are the same
+        stack.enter_context(_data_parallel_without_peers())
+        # SyncBatchNorm's ops have no kernels without a GPU; its tensors of the input's size are those of BatchNorm
         stack.enter_context(patched(torch.nn.SyncBatchNorm, forward=batchnorm._BatchNorm.forward))
         stack.enter_context(_shapes_propagated_unseen())
         yield
 
 
 @contextlib.contextmanager
-def _data_parallel_alone() -> Iterator[None]:
-    """Let `DistributedDataParallel` begin without the other ranks, and take its buckets as reduced at once: the work of
-    the fake group has no results."""
+def _data_parallel_without_peers() -> Iterator[None]:
+    """Let `DistributedDataParallel` be constructed without the other ranks, and complete its reductions at once: the
+    fake backend's work has no results."""
     from torch._C._distributed_c10d import Reducer
     from torch.nn.parallel import distributed
 
@@ -353,7 +353,7 @@ def _data_parallel_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exchanges_checked(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-    """Call ``check`` with the sizes of the parts that `all_to_all_single` is to send or receive."""
+    """Call ``check`` with each list of split sizes passed to `all_to_all_single`."""
 
     def checked(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -374,7 +374,7 @@ def exchanges_checked(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
 
 
 class _IndexOfCard(TorchFunctionMode):
-    """Take ``torch.device(1)`` as a CUDA device, as it is where there is a GPU."""
+    """Makes ``torch.device(1)`` a CUDA device, as on a machine with a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device and args and isinstance(args[0], int) and torch.accelerator.current_accelerator():
@@ -383,8 +383,9 @@ class _IndexOfCard(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _flat_parameters_alone() -> Iterator[None]:
-    """Let `FullyShardedDataParallel` begin on the index of a card, and tell storages apart that have no address."""
+def _flat_parameters_without_card() -> Iterator[None]:
+    """Let `FullyShardedDataParallel` be constructed with the index of a card, and compare fake storages, which have no
+    address, by identity."""
     from torch.distributed.fsdp import _flat_param as flat
     from torch.distributed.fsdp import fully_sharded_data_parallel as sharded
 
@@ -411,8 +412,8 @@ def _flat_parameters_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shapes_propagated_unseen() -> Iterator[None]:
-    """Let `DTensor` find shapes unseen: the global ones of results under a fake mode of its own (it takes one that is
-    active, and a recording would count its tensors), the indices of strided shards with real numbers."""
+    """Keep the shape propagation of `DTensor` out of the recording: it gets a fake mode of its own instead of the
+    active mode, which would count the tensors; indices of strided shards are computed on real tensors."""
     from torch.distributed.tensor import _sharding_prop as propagation
     from torch.distributed.tensor import placement_types
 
@@ -437,7 +438,7 @@ _all_reduce: Any = dist.all_reduce if dist.is_available() else None  # not what 
 
 @contextlib.contextmanager
 def reductions_reported(report: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``report`` with each bucket of gradients that `DistributedDataParallel` reduces in this context."""
+    """Call ``report`` with each gradient bucket that `DistributedDataParallel` reduces in this context."""
     _reports.append(report)
     try:
         yield

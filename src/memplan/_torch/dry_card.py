@@ -1,5 +1,5 @@
-"""Of a card: torch's own memory history; of one whose kernels do nothing, the values that the host can know. Seen in
-torch 2.11 and 2.15."""
+"""torch's memory history of a card; and values of small constants on an emulated card, whose kernels do nothing. Seen
+in torch 2.11 and 2.15."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IN_PLACE_ADDS = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 
 
 class HistoryEvent(NamedTuple):
-    """One thing that the caching allocator did. Bytes as requested for blocks, as mapped for segments."""
+    """An event of the caching allocator. ``bytes`` are those requested for a block, or those of a segment."""
 
     action: str
     address: int
@@ -29,7 +29,7 @@ class HistoryEvent(NamedTuple):
 
 
 def record_history(*, stacks: bool) -> None:
-    """Start recording the caching allocator's history. ``stacks``: whether with the Python stack of each event."""
+    """Start recording the caching allocator's history; with ``stacks``, including the Python stack of each event."""
     context = "all" if stacks else None
     torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=_MAX_EVENTS)
 
@@ -64,12 +64,12 @@ class HostValues(TorchFunctionMode):
     """Writes the values of small constants into the memory of an emulated card, whose kernels do nothing, so that the
     host reads the right values back.
 
-    Covers results of `torch.arange` and other factories, `zero_` and `fill_`, and counters that a number is added to,
-    such as an optimizer's step. Allocations stay the same: each function runs first as it is.
+    Covers results of `torch.arange` and other factories, `zero_` and `fill_`, and scalar counters, such as an
+    optimizer's step. Allocations stay the same: each function runs unchanged first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch; where the host knows the values that its kernel would write, write them."""
+        """Call a function of torch, and write the values that its kernel would write where the host knows them."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in _FACTORIES:
@@ -87,12 +87,13 @@ class HostValues(TorchFunctionMode):
         return result
 
 
-def _is_number(rest: Any) -> bool:
-    return len(rest) == 1 and isinstance(rest[0], (int, float))
+def _is_number(arguments: Any) -> bool:
+    """Return whether the arguments are a single number."""
+    return len(arguments) == 1 and isinstance(arguments[0], (int, float))
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has memory on the card: wrappers of tracing and of torch.func have none."""
+    """Return whether a tensor has memory on the card; wrappers of tracing and of torch.func have none."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda and tensor.layout is torch.strided
     wrapped: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # no stub
     traced = torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
@@ -100,7 +101,7 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def _write(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
-    """Write a value into a small tensor on the card. Does nothing for other tensors, or where dtype or shape differ."""
+    """Write a value into a small tensor on the card; no-op for other tensors, and where dtype or shape differ."""
     fits = _is_real(tensor) and 0 < tensor.numel() <= _MAX_ELEMENTS and tensor.is_contiguous()
     if not fits or torch.cuda.is_current_stream_capturing():
         return
@@ -111,8 +112,8 @@ def _write(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
 
 
 def _add_to_counter(tensor: torch.Tensor, number: float) -> None:
-    """Add a number to a scalar tensor on the emulated card, such as an optimizer's step: the emulated kernel adds
-    nothing. Other tensors are left alone."""
+    """Add a number to a scalar tensor on the emulated card, such as an optimizer's step, which the emulated kernel does
+    not; no-op for other tensors."""
     if tensor.dim() == 0 and _is_real(tensor):
         with torch._C.DisableTorchFunction():
             host = torch.empty((), dtype=tensor.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Dispatch modes over ops that really run, and what torch's profiler saw of them.
+"""Dispatch modes over ops that really run, and the memory events and calls that torch's profiler records.
 
 Everything here was seen in torch 2.11 and 2.13.
 """
@@ -26,13 +26,14 @@ Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
 
 MARK = "memplan#"
 END_MARK = "end"
-"""Marker at which what the profiler sees no longer counts."""
+"""Marker that ends a profile: later events do not count."""
 _MODE = "PythonDispatchMode"
-"""A range of the profiler around what a dispatch mode does, in torch 2.13."""
+"""Name of the profiler's range around the code of a dispatch mode, in torch 2.13."""
 
 
 def is_composite(func: Any) -> bool:
-    """Return whether an op is made of others. In inference mode it reaches a dispatch mode whole, else in its parts."""
+    """Return whether an op is composite: implemented by other ops. In inference mode a composite op reaches a dispatch
+    mode whole, else decomposed."""
     return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     )
@@ -60,13 +61,14 @@ class EagerMode(TorchDispatchMode):
 
 
 class GuestMode(EagerMode):
-    """The same in a step that must not change: higher-order ops pass it by, and compiled code stays compiled."""
+    """An `EagerMode` that leaves the step as it is: higher-order ops bypass the callback, compiled code stays
+    compiled."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return True  # what it does is not compiled either
+        return True  # Dynamo does not compile the mode's own code either
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -79,12 +81,12 @@ class GuestMode(EagerMode):
 
     @property
     def is_innermost(self) -> bool:
-        """Return whether no mode was entered after it, so that it can be left."""
+        """Return whether no mode was entered after this one, so that it can be exited."""
         return _get_current_dispatch_mode() is self
 
 
 def no_modes() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no dispatch mode sees what runs."""
+    """Return a context in which no dispatch mode is active."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()  # pyright: ignore[reportReturnType]  # an untyped generator context
@@ -96,12 +98,12 @@ def marker(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_dispatched() -> bool:
-    """Return whether a dispatch mode sees what this thread runs."""
+    """Return whether a dispatch mode is active in this thread."""
     return _get_current_dispatch_mode() is not None
 
 
 def is_observed() -> bool:
-    """Return whether a profiler sees what this thread runs, or a dispatch mode, or Dynamo traces it."""
+    """Return whether a profiler or a dispatch mode is active in this thread, or Dynamo is tracing."""
     return is_profiled() or is_dispatched() or torch.compiler.is_compiling()
 
 
@@ -110,13 +112,13 @@ def memory_profile() -> Any:
     another profiler is active.
 
     This is `torch.autograd.profiler.profile`: `torch.profiler.profile` warns in 2.11 that events end with a cycle, and
-    where told to keep them, builds an object of each at once, which takes seconds for a large step.
+    with ``acc_events=True`` builds an object of each event at once, which takes seconds for a large step.
     """
-    return _OneProfile(use_kineto=True, profile_memory=True)
+    return _ExclusiveProfile(use_kineto=True, profile_memory=True)
 
 
-class _OneProfile(torch.autograd.profiler.profile):
-    """A profile that holds `profiler_turn` while it is active, so that no other thread of memplan starts a second."""
+class _ExclusiveProfile(torch.autograd.profiler.profile):
+    """A profile that owns `profiler_turn` while it is active, so that no other thread of memplan starts a second."""
 
     def __enter__(self) -> Any:
         """Start the profiler, or raise UsageError if one is active."""
@@ -141,7 +143,7 @@ class _OneProfile(torch.autograd.profiler.profile):
 
 
 class _Capturable(EagerMode):
-    """Switches cuDNN on for single ops, while it is off for composite ones (see `capturable_kernels`)."""
+    """Enables cuDNN for single ops while it is disabled for composite ops (see `capturable_kernels`)."""
 
     supports_higher_order_operators = True
 
@@ -150,7 +152,7 @@ class _Capturable(EagerMode):
         self._enabled = enabled
 
     def _with_cudnn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
-        """Run a single op with cuDNN as the user has it; composite ops were decomposed without it."""
+        """Run a single op with the user's setting of cuDNN; composite ops were decomposed without cuDNN."""
         cudnn = torch.backends.cudnn
         cudnn.enabled = self._enabled
         try:
@@ -161,8 +163,8 @@ class _Capturable(EagerMode):
 
 @contextlib.contextmanager
 def capturable_kernels() -> Iterator[None]:
-    """Run norms and recurrent layers by torch's own kernels instead of cuDNN's, in both passes, as a step that is
-    captured for a card does. Convolutions and all other ops keep their kernels."""
+    """Run norms and recurrent layers by torch's own kernels instead of cuDNN's, in both passes, as in a step captured
+    for a card. Convolutions and all other ops keep their kernels."""
     cudnn = torch.backends.cudnn
     before = cudnn.enabled
     cudnn.enabled = False
@@ -203,7 +205,7 @@ class YieldingProfile:
         self._stack.enter_context(patched(kind, _prepare_trace=prepare_other))
 
     def stop(self) -> Profile | None:
-        """Stop profiling. Returns the profile; None where it is incomplete, as another profiler was active."""
+        """Stop profiling. Returns the profile, or None if another profiler was active and the profile is incomplete."""
         self._stack.close()
         profile, self._profile = self._profile, None
         if profile is None:
@@ -233,50 +235,48 @@ _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
 class MemoryEvent(NamedTuple):
-    """One allocation or release, as the profiler saw it."""
+    """An allocation or free in the profiler's record."""
 
     address: int
     bytes: int
-    """Negative where it is released."""
+    """Negative for a free."""
     time: int
     """In ns."""
     mark: str
-    """The innermost range that `marker` opened, "" outside of all."""
+    """Name of the innermost `marker` around the event, or ""."""
     call: int
-    """The innermost call of a function of torch, by its place in `Profile.calls`; -1 outside of all."""
+    """Index in `Profile.calls` of the innermost call around the event, or -1."""
 
 
 class Call(NamedTuple):
-    """One call of an op, of the autograd engine or of a derivative formula, as the profiler saw it."""
+    """A call of an op, of the autograd engine or of a derivative formula in the profiler's record. Times in ns."""
 
     name: str
     start: int
     end: int
     parent: int
-    """The call around it, -1 outside of all."""
+    """Index in `Profile.calls` of the call around this call, or -1."""
     mark: str
-    """The innermost range around it."""
+    """Name of the innermost `marker` around the call, or ""."""
     at_mark: bool
-    """Whether no other call lies between it and that range."""
+    """Whether the call lies directly within that marker, in no other call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Record of what a `memory_profile` saw of one allocator, and of the ranges that `marker` opened."""
+    """Memory events of one type of device, calls, and the ranges of `marker`, as a `memory_profile` recorded them."""
 
     events: list[MemoryEvent]
     """In order of time."""
     calls: list[Call]
     """In the order in which they began."""
     ranges: dict[str, tuple[int, int]]
-    """Marker -> (start, end) in ns, of the first range of that name."""
+    """Marker -> (start, end) in ns of the first range with that name."""
 
     @classmethod
     def of(cls, profile: Any, device: str = "cpu") -> Profile:
-        """Read a profiler that has stopped; its memory events are those of one type of device, before `END_MARK`.
-
-        Walks the profiler's tree of events: each gets the innermost marker and the innermost call around it.
-        """
+        """Read a stopped profiler's tree of events: memory events of a type of device before `END_MARK`, and all calls,
+        each with the innermost marker and call around it."""
         events, calls, ranges = list[MemoryEvent](), list[Call](), dict[str, tuple[int, int]]()
         roots = sorted(profile.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
         stack = [(event, "", -1, False) for event in reversed(roots)]
@@ -301,14 +301,14 @@ class Profile:
 
 
 def _is_python_range(event: Any) -> bool:
-    """Return whether Python opened a range, as optimizers do. These do not count as calls, since under a dispatch mode
-    they do not nest properly."""
+    """Return whether an event is a range that Python code opened, as optimizers do. Such ranges are no calls: under a
+    dispatch mode they do not nest properly."""
     return event.extra_fields.scope == RecordScope.USER_SCOPE or event.name.startswith("profiler::")
 
 
 class DrawsReplaced(TorchDispatchMode):
-    """Makes dropout and `bernoulli_` take their masks from ``keep(elements, probability that one is kept)``, and casts
-    to float32 make ``floats``."""
+    """Replaces the masks of dropout and `bernoulli_` by ``keep(elements, probability of a 1)``, and casts to float32 by
+    casts to ``floats``."""
 
     def __init__(
         self, keep: Callable[[int, float], torch.Tensor], floats: torch.dtype = torch.float32

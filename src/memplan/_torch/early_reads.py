@@ -1,7 +1,7 @@
-"""Find ops to compute before they are read, because their operands would take more memory until then.
+"""Choose pointwise ops to compute early, because their operands would otherwise stay alive and take more memory.
 
-Inductor writes pointwise ops into the kernel that reads them. Where that runs much later, what they read stays until
-then: of a gradient that is a part of a larger one, as concatenating and slicing leave them, the whole of that.
+Inductor fuses pointwise ops into the kernel that reads them. If that kernel runs much later, the operands stay alive
+until then: for a slice of a larger gradient, as `cat` and slicing leave them, the whole gradient.
 
 MONAI's VNet (64 voxels a side) has its smallest peak at 465 MB with this and at 473 without; ResNet-18, a 3D U-Net and
 a GPT have the same plans at nine budgets each.
@@ -25,19 +25,19 @@ _aten = torch.ops.aten
 KERNELS = frozenset([_aten.convolution, _aten.convolution_backward, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm])
 """Ops that Inductor does not fuse with others: a value needed before such an op is written to memory before it."""
 GAIN = 1.25
-"""An op has to free so many times its own bytes to be computed before it is read: to write it by itself costs
-time. Chosen, not measured."""
+"""Least ratio of freed bytes to result bytes for computing an op early, since writing the result by itself costs time.
+Chosen, not measured."""
 SMALL = 1 << 20
 """Bytes: smaller results stay fused into their readers. Chosen, not measured."""
 
 
 def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Find pointwise ops to compute before one of torch's kernels, although they are read after it: where their
-    operands can then be freed, and take more memory than the result.
+    """Choose pointwise ops to compute before a kernel of torch although they are read after it, where this frees
+    operands that take more memory than the result.
 
     Args:
         graph: core ops in the order of a schedule.
-        freed: those of its arguments that can be freed after their last use.
+        freed: arguments of the graph that can be freed after their last use.
 
     Returns:
         Kernel -> the ops to compute before it.
@@ -155,7 +155,7 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def _has_own_memory(node: fx.Node) -> bool:
-    """Return whether a pointwise op's result is written in any case: it is returned, or read by a kernel of torch."""
+    """Return whether a pointwise op's result is written to memory anyway: returned, or read by a kernel of torch."""
     return any(user.op == "output" or _is_kernel(user) for user in _users(node))
 
 

@@ -41,7 +41,7 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 def keeps_graph() -> bool:
-    """Return whether the running backward pass was asked to keep the graph (``retain_graph=True``)."""
+    """Return whether the running backward pass keeps the graph (``retain_graph=True``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -94,31 +94,31 @@ def is_transformed() -> bool:
 
 
 def submodule(module: nn.Module, name: str) -> nn.Module:
-    """Return a module's own submodule."""
+    """Return the direct submodule of a module with this name."""
     child = module._modules[name]
     assert child is not None
     return child
 
 
 def own_tensor(module: nn.Module, name: str, kind: str) -> torch.Tensor:
-    """Return a module's own parameter or buffer."""
+    """Return the direct parameter or buffer (``kind``) of a module with this name."""
     tensor = (module._parameters if kind == "parameter" else module._buffers)[name]
     assert tensor is not None
     return tensor
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own submodules: the very dict."""
+    """Return the dict of a module's direct submodules itself, not a copy."""
     return module._modules
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own parameters and buffers: the very dicts."""
+    """Return the dicts of a module's direct parameters and buffers themselves, not copies."""
     return module._parameters, module._buffers
 
 
 def own_tensor_tables(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return parameters and buffers in a module's ``__dict__``."""
+    """Return the dicts of parameters and buffers in ``own``, a module's ``__dict__``."""
     return own["_parameters"], own["_buffers"]
 
 
@@ -126,34 +126,29 @@ _DICTS, _TABLES = operator.itemgetter("_parameters", "_buffers", "_modules"), op
 
 
 def own_dicts(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """Return a module's attributes, parameters, buffers and submodules: the very dicts."""
+    """Return the dicts of a module's attributes, parameters, buffers and submodules themselves, not copies."""
     return vars(module), *_DICTS(vars(module))
 
 
 def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the tables of a module's own hooks: the very dicts."""
+    """Return the dicts of the hooks registered on a module themselves, not copies."""
     return _TABLES(vars(module))
 
 
 def own_hooks(module: nn.Module) -> tuple[int, ...]:
-    """Return the ids of a module's own hooks."""
+    """Return the ids of the hooks registered on a module."""
     return tuple([key for name in _HOOKS for key in getattr(module, name)])
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """Return a module's own hooks."""
+    """Return the hooks registered on a module."""
     return [hook for name in _HOOKS for hook in getattr(module, name).values()]
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove a module's own hooks."""
+    """Remove the hooks registered on a module."""
     for name in (*_HOOKS, *_ABOUT_HOOKS[:3]):
         getattr(module, name).clear()
-
-
-def attribute_names(own: Mapping[str, Any]) -> list[str]:
-    """Return the names in a module's ``__dict__`` that are no bookkeeping of torch's."""
-    return [name for name in own if name not in BOOKKEEPING]
 
 
 # -- calls
@@ -161,26 +156,28 @@ def attribute_names(own: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def without_call(module: nn.Module) -> Iterator[None]:
-    """Remove the call that `set_call` installed meanwhile, so that copies of the module's attributes do not have it."""
+    """Remove the call that `set_call` installed within this context, so that copies of the module's attributes lack
+    it."""
     own = vars(module)
-    kept = own.pop(_CALL, None)
+    call = own.pop(_CALL, None)
     try:
         yield
     finally:
-        if kept is not None:
-            own[_CALL] = kept
+        if call is not None:
+            own[_CALL] = call
 
 
 def set_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Make ``module(...)`` call ``call``. Returns a function that undoes it, unless another call was set since."""
+    """Make ``module(...)`` run ``call``. Returns a function that restores the former call, unless another was set
+    since."""
     own = module.__dict__
     before = own.get(_CALL)
-    had = _CALL in own
+    was_set = _CALL in own
 
     def restore() -> None:
         if own.get(_CALL) is not call:
             return
-        if had:
+        if was_set:
             own[_CALL] = before
         else:
             del own[_CALL]
@@ -190,24 +187,24 @@ def set_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
 
 
 def call_of_module(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that `set_call` or `Module.compile` made ``module(...)`` call, if any."""
+    """Return the function that ``module(...)`` runs since `set_call` or `Module.compile`, or None."""
     return getattr(module, _CALL)
 
 
 def original_call(module: nn.Module) -> Callable[..., Any]:
-    """Return the call of a module as torch defines it: hooks and ``forward()``, without `set_call`."""
+    """Return a module's call as torch defines it: hooks and ``forward()``, whatever `set_call` installed."""
     return module._call_impl
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of the module runs hooks, its own or global ones."""
+    """Return whether a call of the module runs hooks: its own, or hooks on all modules."""
     return any(getattr(module, name) for name in _HOOKS) or any(
         getattr(nn.modules.module, f"_global{name}") for name in _HOOKS
     )
 
 
 def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``forward`` in place of the module's own, with the module's hooks around it.
+    """Call ``forward`` instead of ``module.forward``, with the module's hooks around it.
 
     The hooks are copied to another module with that ``forward``, and still get the original module as an argument.
     """
@@ -236,5 +233,5 @@ class _Twin(nn.Module):
 
 
 def hooked_module(module: nn.Module) -> nn.Module:
-    """Return the module that a global hook was called for: the user's, where that is the twin of `call_with_hooks`."""
+    """Return the user's module for a module that a global hook receives, which may be a `_Twin`."""
     return vars(module)["of"] if isinstance(module, _Twin) else module

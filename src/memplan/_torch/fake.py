@@ -1,4 +1,4 @@
-"""Fake tensors: the mode that records, and what it remembers.
+"""Fake tensors: the dispatch mode that records a step, its cache of results, and constants with known values.
 
 Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise.
 """
@@ -53,10 +53,10 @@ _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 
 _DTENSOR_RANDOM = getattr(rng_prims, "run_dtensor_rng_op", None)
-"""Draws a shard's random numbers on a card, from the state that the ranks share. Not in torch 2.11."""
+"""Op that draws a shard's random numbers on a card, from the state that the ranks share. Not in torch 2.11."""
 _WAIT = "_c10d_functional::wait_tensor"
-"""Returns its argument; the fake implementation returns another tensor, which compilers need."""
-# In place, elementwise, never resizing: with operands of the result's own shape there is nothing to propagate.
+"""Op that returns its argument; its fake implementation returns a new tensor, for compilers."""
+# In place, elementwise, never resizing: with operands of the target's shape there is no shape to propagate.
 _IN_PLACE = frozenset(
     f"aten::{name}_"
     for name in [
@@ -91,8 +91,8 @@ _IN_PLACE = frozenset(
 )
 
 
-# Their values follow from their arguments: kept where small, so that shapes and branches computed from them are right
-# (`torch.arange(2, x.dim()).tolist()` is a common way to name dimensions).
+# Their values follow from their arguments, and are computed for small results, so that shapes and branches which depend
+# on them are right (`torch.arange(2, x.dim()).tolist()` is a common way to name dimensions).
 _FACTORIES = frozenset(
     f"aten::{name}"
     for name in ["arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor", "ones_like", "full_like"]
@@ -101,8 +101,8 @@ _UNFILLED = frozenset(f"aten::{name}" for name in ["new_empty", "new_empty_strid
 _CONSTANT_NUMEL = 8192
 _ARANGE = "aten::arange"
 _POSITIONS_NUMEL = 1 << 18
-"""Elements of positions in sequences whose values are kept, through `_OF_POSITIONS` alone: whether they count up one by
-one decides how attention is masked (transformers, masking_utils.py, find_packed_sequence_indices)."""
+"""Most elements of position ids whose values are followed, through the ops `_OF_POSITIONS` alone: whether positions are
+consecutive decides how attention is masked (transformers, masking_utils.py, find_packed_sequence_indices)."""
 _ELEMENTWISE = frozenset(f"aten::{name}" for name in ["add", "sub", "ne", "eq"])
 _OF_POSITIONS = _ELEMENTWISE | frozenset(
     f"aten::{name}"
@@ -112,7 +112,7 @@ _OF_POSITIONS = _ELEMENTWISE | frozenset(
 
 
 def _long_constants(func: Any, args: tuple[Any, ...]) -> list[FakeTensor]:
-    """Return the operands whose values are known, but too many for an op that is not one of positions."""
+    """Return the operands with known values that have too many elements for this op to compute with them."""
     name, tensors = func._schema.name, list[FakeTensor]()
     for arg in args:
         tensors += [item for item in (arg if isinstance(arg, (list, tuple)) else (arg,)) if type(item) is FakeTensor]
@@ -125,8 +125,8 @@ def _long_constants(func: Any, args: tuple[Any, ...]) -> list[FakeTensor]:
 
 @contextlib.contextmanager
 def pickled_fakes(reduce: Callable[[torch.Tensor], tuple[Any, ...]]) -> Iterator[None]:
-    """Let pickle write fake tensors by ``reduce(tensor)``, a value as of `__reduce_ex__`: by default it cannot.
-    `copy.copy`, which calls the same method, works as before."""
+    """Let pickle write fake tensors by ``reduce(tensor)``, which returns a value as `__reduce_ex__` does; by default
+    they cannot be pickled. `copy.copy`, which calls the same method, works as before."""
     default = FakeTensor.__reduce_ex__
 
     def reduce_ex(tensor: FakeTensor, protocol: Any) -> Any:
@@ -139,10 +139,10 @@ def pickled_fakes(reduce: Callable[[torch.Tensor], tuple[Any, ...]]) -> Iterator
 
 @contextlib.contextmanager
 def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
-    """Show `torch._subclasses.FakeTensor` as `NoFakeTensor` to code outside of torch and outside of an op.
+    """Make `torch._subclasses.FakeTensor` evaluate to `NoFakeTensor` for code outside of torch and outside of an op.
 
     Libraries check for that class to take another path when they are traced; the recording needs the usual path.
-    ``inside``: whether an op is being dispatched. Modules that were imported meanwhile get the real class at the end.
+    ``inside``: whether an op is being dispatched. Modules imported within the context get the real class at its end.
     """
     package: Any = torch._subclasses
     if "FakeTensor" not in vars(package):  # hidden already
@@ -166,8 +166,8 @@ def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
                     setattr(sys.modules[name], attribute, FakeTensor)
 
 
-def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an op writes its first argument in place without any change that a fake tensor could show."""
+def _is_elementwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an op changes only the values of its first argument, a fake tensor without known values."""
     if func._schema.name not in _IN_PLACE or kwargs.get("generator") is not None:
         return False
     target = args[0]
@@ -186,11 +186,10 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 def _key_of(value: Any) -> Any:
-    """Return a hashable key with everything about an argument that the shape, strides and dtype of an op's result can
-    depend on.
+    """Return a hashable key of the properties of an argument that determine an op's result shape, strides and dtype.
 
     Raises:
-        TypeError: results of calls with such an argument are not cached.
+        TypeError: the argument is of a kind for which results are not cached.
     """
     if isinstance(value, torch.Tensor):
         if (
@@ -211,8 +210,8 @@ def _key_of(value: Any) -> Any:
 class _Memo:
     """Cache of results of functional ops, keyed by shapes, strides and dtypes.
 
-    A model repeats its layers, an optimizer its update for every parameter. FakeTensorMode has such a memory, too,
-    with a key of some twenty fields a tensor; this one covers the plain case in a fifth of the time.
+    A model repeats its layers, an optimizer its update for every parameter. FakeTensorMode has such a cache, too, with
+    a key of some twenty fields a tensor; this cache covers the plain case in a fifth of the time.
     """
 
     def __init__(self) -> None:
@@ -220,7 +219,8 @@ class _Memo:
         self._functional: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the key of a call; None if it cannot be cached, as for ops that write or alias an argument."""
+        """Return the key of a call, or None if its result cannot be cached, as for ops that write or alias an
+        argument."""
         functional = self._functional.get(func)
         if functional is None:
             schema = func._schema
@@ -247,8 +247,8 @@ class _Memo:
         return results[0] if single else tuple(results)
 
     def remember(self, key: Any, args: Any, result: Any) -> None:
-        """Cache the shapes of a result if each of its tensors is new, dense, on the CPU and fills its storage: others
-        could not be built from shape, strides and dtype alone."""
+        """Cache the shapes of a result if each of its tensors is new, dense, on the CPU and fills its storage, so that
+        `recall` can rebuild it from shape, strides and dtype alone."""
         single = isinstance(result, torch.Tensor)
         outputs = (result,) if single else result
         if not isinstance(outputs, tuple):
@@ -285,7 +285,7 @@ _OUTSIDE = "_memplan_outside"
 def replace_sparse_parts(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Replace the indices and values of sparse tensor ``target`` by those of ``source``, as an in-place op does.
 
-    What is known of the values of the indices is replaced, too. Returns ``target``.
+    Known values of the indices are replaced, too. Returns ``target``.
     """
     target.data = source
     setattr(target, INDICES_ATTRIBUTE, known_indices(source))
@@ -295,8 +295,7 @@ def replace_sparse_parts(target: torch.Tensor, source: torch.Tensor) -> torch.Te
 class _FakeSparse:
     """Fakes of sparse tensors from before the recording, built from fakes of their indices and values.
 
-    torch's own fakes of sparse tensors, and of copies of them, have no elements.
-    Seen in torch 2.13.
+    torch's own fakes of sparse tensors, and of their copies, have no elements. Seen in torch 2.13.
     """
 
     def __init__(self, mode: Any) -> None:
@@ -310,7 +309,7 @@ class _FakeSparse:
         return tuple(self._fake_of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake of a real sparse tensor, the same one each time."""
+        """Return the fake of a real sparse tensor, the same object in each call."""
         fake = self._fakes.get(tensor)
         if fake is None:
             if tensor.layout != torch.sparse_coo:
@@ -325,7 +324,7 @@ class _FakeSparse:
 
 
 def is_from_outside(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is from before the recording: real, or the fake of a real sparse tensor."""
+    """Return whether a tensor was created before the recording: real, or the fake of a real sparse tensor."""
     return not isinstance(tensor, FakeTensor) or hasattr(tensor, _OUTSIDE)
 
 
@@ -334,7 +333,7 @@ class Replacements(Protocol):
 
     @property
     def instead(self) -> Mapping[Any, Callable[..., Any]]:
-        """Op -> function to call instead of the op's decomposition."""
+        """Op -> replacement for the op's decomposition."""
         ...
 
     @property
@@ -348,7 +347,7 @@ class Replacements(Protocol):
 
 
 _STATE_OF_HOST, _STATE_OF_CARD = 5056, 16
-"""Bytes of `torch.get_rng_state` and of `torch.cuda.get_rng_state`, both on the host."""
+"""Bytes of the tensors that `torch.get_rng_state` and `torch.cuda.get_rng_state` return, both on the host."""
 
 
 def _not_bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -356,18 +355,18 @@ def _not_bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors, with a callback around every aten op. One mode, not two: each costs a dispatch an op."""
+    """A fake tensor mode with a callback around every aten op: a second mode would cost another dispatch an op."""
 
     def __init__(self, dispatch: Dispatch, bound: Dispatched | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._observe = dispatch
         self._inside = False
         self._lock = threading.RLock()
-        """Held by the thread that dispatches an op, so that the records of two threads do not mix."""
+        """Acquired by a thread while it dispatches an op, so that the records of two threads do not mix."""
         self._selected = False
-        """Whether the size of the running op's result is a bound, as its values decide it."""
+        """Whether the size of the running op's result depends on values, and is a bound."""
         self.suspended = False
-        """Whether the code that runs now is not part of the recording."""
+        """Whether recording is suspended."""
         self._memo = _Memo()
         self._fakes_of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
@@ -383,7 +382,7 @@ class FakeMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The default wraps the method below in torch._disable_dynamo, which costs more than our whole bookkeeping.
+        # The default wraps the method below in torch._disable_dynamo, which costs more than all of our code in it.
         return False
 
     supports_higher_order_operators = True
@@ -399,8 +398,8 @@ class FakeMode(FakeTensorMode):
             return self._dispatch_locked(func, types, args, kwargs or {})
 
     def _higher_order(self, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
-        """Run an op inside of one that keeps or sets the state of random numbers, as compiled checkpoints and `DTensor`
-        have them."""
+        """Run the op inside of a higher-order op that saves or sets the random state, as compiled checkpoints and
+        `DTensor` use them."""
         with self:
             if func is run_and_save_rng_state:
                 op, *args = args
@@ -432,10 +431,10 @@ class FakeMode(FakeTensorMode):
                 result = composed(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if self._inside:  # called by the fake implementation of another op, which is the one to observe
+        if self._inside:  # called by the fake implementation of another op, which is observed instead
             return self._fake_result(func, types, args, kwargs)
         device = kwargs.get("device")
-        if device is not None and device != _CPU and torch.device(device).type == "cpu":  # "cpu:0", which is no other
+        if device is not None and device != _CPU and torch.device(device).type == "cpu":  # "cpu:0", the same device
             kwargs = {**kwargs, "device": _CPU}
         if self.placing is not None and device is not None and torch.device(device).type == "cuda":
             with self.placing(torch.device(device)):
@@ -455,8 +454,8 @@ class FakeMode(FakeTensorMode):
             self._inside = False
 
     def _one_thread_at_a_time(self) -> Any:
-        """Return a `FakeTensor.__torch_dispatch__` that takes the lock: in threads that the step starts without this
-        mode, fake tensors dispatch themselves."""
+        """Return a `FakeTensor.__torch_dispatch__` that acquires the lock: in the step's threads without this mode,
+        fake tensors dispatch themselves."""
         dispatch = FakeTensor.__dict__["__torch_dispatch__"].__func__
 
         def locked_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -466,7 +465,7 @@ class FakeMode(FakeTensorMode):
         return classmethod(locked_dispatch)
 
     def _fake_result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on fake tensors. Where the result's shape depends on values, return one of bounded size."""
+        """Run an op on fake tensors. A result whose shape depends on values gets a bounded size."""
         args = tuple([self._with_value(arg) for arg in args])
         long: list[tuple[FakeTensor, Any]] = [(tensor, tensor.constant) for tensor in _long_constants(func, args)]
         for tensor, _ in long:
@@ -490,7 +489,7 @@ class FakeMode(FakeTensorMode):
                     self.fake_tensor_converter.invalidate_constant_aliases(constant)
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake of a tensor from outside the recording, the same one as long as the tensor lives."""
+        """Return the fake of a tensor from outside the recording, the same object as long as the tensor lives."""
         if tensor not in self._fakes_of_outside:
             fake = self._with_value(tensor)
             if not isinstance(fake, FakeTensor) and not is_sparse(fake):  # a tensor whose values are not tracked
@@ -499,7 +498,7 @@ class FakeMode(FakeTensorMode):
         return self._fakes_of_outside[tensor]
 
     def _with_value(self, arg: Any) -> Any:
-        """Return a small real tensor as a fake one with known values; anything else as it is."""
+        """Return a fake tensor with known values for a small real tensor; other arguments unchanged."""
         if type(arg) is not torch.Tensor or arg.numel() > _CONSTANT_NUMEL or arg.requires_grad:
             return arg
         if arg.layout != torch.strided or arg.device != _CPU or arg.is_complex():
@@ -507,7 +506,7 @@ class FakeMode(FakeTensorMode):
         return self.fake_tensor_converter.from_real_tensor(self, arg, make_constant=True)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is a fake one of this mode."""
+        """Return whether a tensor is a fake tensor of this mode."""
         return getattr(tensor, "fake_mode", None) is self
 
     @property
@@ -517,8 +516,8 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
-        """Treat ops in this context as parts of a running op: they are not observed, and tensors answer with the device
-        that they are really on."""
+        """Treat ops in this context as parts of a running op: they are not observed, and ``tensor.device`` is the real
+        device (the CPU)."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -527,8 +526,8 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def suspending(self) -> Iterator[None]:
-        """Keep ops in this context out of the recording: none is observed, and results whose size depends on values
-        are refused."""
+        """Suspend the recording: ops in this context are not observed, and ops raise whose result's size depends on
+        values."""
         before, bound = self.suspended, self._bound
         self.suspended, self._bound = True, _not_bounded
         try:
@@ -575,9 +574,9 @@ class FakeMode(FakeTensorMode):
                 self.__exit__(None, None, None)
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on fake tensors by the shortest way: nothing to do, a cached result, a small factory whose values
-        are computed (`_FACTORIES`), or torch's fake implementation."""
-        if func._schema.name == _WAIT or _changes_nothing(func, args, kwargs):
+        """Run an op on fake tensors by the cheapest method: return its argument (in-place ops), a cached result,
+        computed values (small results of `_FACTORIES`), or torch's fake implementation."""
+        if func._schema.name == _WAIT or _is_elementwise_in_place(func, args, kwargs):
             return args[0]
         key = self._memo.key(func, args, kwargs)
         if key is not None:

@@ -15,14 +15,13 @@ _SAME_FORMULA = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
-"""Ops that torch has no formula for, and those with the same arguments in front that do the same work."""
+"""Op without a formula in torch -> op of equal FLOPs whose formula takes the same leading arguments."""
 
 
 def flop_formula(target: str) -> Callable[..., int] | None:
-    """Return the formula of an op such as ``aten.mm.default``: called as the op is, with tensors and ``out_val``.
+    """Return torch's FLOP formula of an op such as ``aten.mm.default``, or None for an op that torch does not count.
 
-    Returns:
-        None where torch counts none for it: it is bound by memory.
+    The formula is called with the op's arguments and its result as ``out_val``.
     """
     namespace, _, rest = target.partition(".")
     name = rest.partition(".")[0]

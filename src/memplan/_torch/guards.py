@@ -1,4 +1,4 @@
-"""Ask cheaply whether anything has changed that a captured step depends on.
+"""Cheap guards: whether flags, modes, hooks, tensors' metadata or dicts that a captured step depends on have changed.
 
 Seen in torch 2.11 and 2.13: ``torch._C._dynamo.guards.dict_version`` (a number that every change of a dict changes; on
 Python 3.12 and newer torch watches the dict for it) and ``TensorGuards`` (types, dtypes, devices, sizes, strides and
@@ -10,7 +10,7 @@ Python 3.12 and newer torch watches the dict for it) and ``TensorGuards`` (types
 Python.
 
 Seen in torch 2.13: ``RootGuardManager.tuple_getitem_manager`` and ``.add_dict_version_guard``, by which `torch.compile`
-has guards as a tree that one call checks. Where these are others, Python asks for one version after the other.
+checks a tree of guards in one call. In other versions Python compares the versions of the dicts one by one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def flags() -> tuple[Any, ...]:
 
 
 def default_device() -> str | None:
-    """Return the device on which tensors are made by default, where one was set."""
+    """Return the default device for new tensors, or None if none was set."""
     if not torch._C._len_torch_function_stack():
         return None
     contexts = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
@@ -89,11 +89,11 @@ def default_device() -> str | None:
 
 
 def surroundings() -> str | None:
-    """Say which active hook or mode a planned call would bypass, as it sees each layer or op of an unplanned one; None
-    where there is none.
+    """Describe an active hook or mode that sees each layer or op of an unplanned call, and that a planned call would
+    bypass; None if there is none.
 
-    memplan's own do not count, nor torch's dispatch modes and hooks on saved tensors: these observe, or store saved
-    tensors elsewhere.
+    memplan's own hooks and modes do not count, nor torch's dispatch modes and hooks on saved tensors: these observe, or
+    store saved tensors elsewhere.
     """
     if any(_GLOBAL_HOOKS):
         for hook in (hook for table in _GLOBAL_HOOKS for hook in table.values()):
@@ -130,8 +130,8 @@ def _function_name(hook: Any) -> str:
 class TensorGuards:
     """Checks whether tensors have the types, dtypes, devices, sizes, strides and ``requires_grad`` of earlier ones.
 
-    Their identity is not compared. Under another autocast or mode than at construction, the check fails. Tensors are
-    not kept alive.
+    Identity is not compared. Under another autocast or mode than at construction, the check fails. Tensors are not kept
+    alive.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -142,7 +142,7 @@ class TensorGuards:
             self._check = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether these tensors are like those of the constructor, one by one."""
+        """Return whether each of these tensors is like its counterpart in the constructor."""
         return self._check is None or self._check(*tensors)
 
 
@@ -159,7 +159,7 @@ class DictGuards:
         self.accept(self.now())
 
     def now(self) -> list[int]:
-        """Return their present versions."""
+        """Return the present versions of the dicts."""
         return list(map(dict_version, self.dicts))
 
     def accept(self, versions: list[int]) -> None:
@@ -168,7 +168,7 @@ class DictGuards:
         self._check: Callable[[tuple[Any, ...]], bool] | None = None
 
     def hold(self) -> bool:
-        """Return whether no dict has changed. After many such answers the check runs in C++ (`_guard_tree`)."""
+        """Return whether no dict has changed. After `_CHECKS_BEFORE_TREE` successes the check runs in C++."""
         check = self._check
         if check is not None:
             return check(self.dicts)
@@ -182,10 +182,10 @@ class DictGuards:
 
 
 def _guard_tree(dicts: tuple[dict[Any, Any], ...]) -> Callable[[tuple[Any, ...]], bool] | None:
-    """Return a C++ function that checks in one call whether dicts have their present versions; None where this torch
-    has no such guards."""
+    """Return a C++ function that checks in one call whether dicts have their present versions; None if this torch has
+    no such guards."""
     try:
-        from torch._dynamo.guards import GuardManagerType  # takes a second, where no model was planned yet
+        from torch._dynamo.guards import GuardManagerType  # takes a second if Dynamo was not imported before
 
         root: Any = _guards.RootGuardManager()
         for at, own in enumerate(dicts):

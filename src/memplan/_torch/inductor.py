@@ -74,7 +74,8 @@ class Lowerable:
 
     @cached_property
     def code(self) -> Code:
-        """Code that Inductor writes for it, kept: lowering takes seconds, and planning and running both need it."""
+        """The code that Inductor generates for the graph. Cached: lowering takes seconds, and planning and running need
+        the code."""
         return _generate_code(self)
 
 
@@ -99,8 +100,8 @@ def fake_mode() -> Any:
 def fake_tensor(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: Any, place: str = "cpu"
 ) -> Tensor:
-    """Return a fake tensor of this device (``place``). For a card, torch has to be built with CUDA: other builds abort
-    once the tensor requires a gradient."""
+    """Return a fake tensor on device ``place``. For a card, torch has to be built with CUDA: other builds abort once
+    the tensor requires a gradient."""
     with mode:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=place)
 
@@ -119,7 +120,7 @@ def traced(
         function: takes and returns tensors. It may copy into its arguments.
         examples: fake tensors of ``mode``.
         mode: of `fake_mode`.
-        own: op -> decomposition, beyond Inductor's; one that returns NotImplemented leaves the op as it is.
+        own: op -> decomposition, besides Inductor's; returning NotImplemented leaves the op as it is.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -150,14 +151,14 @@ def decomposition(op: Any) -> Callable[..., Any] | None:
 
 
 def mark(number: int) -> None:
-    """Mark the ops that are traced from now on with a number; `Origin.mark` tells it for what a kernel computes."""
-    # As a stack trace, the one part of a node's metadata that every pass over graphs copies to new nodes.
+    """Mark all ops traced from now on with a number, which `Origin.mark` has for the ops of a kernel."""
+    # As a stack trace, the only metadata of a node that every graph pass copies to new nodes.
     traceback.set_stack_trace([f"{MARK}{number}"])
 
 
 def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """Return the nodes of a traced function: its arguments, its ops, and its results, the last of which are the new
-    values of the arguments that it writes."""
+    """Return the nodes of a traced function: its arguments, its ops, and its results, which end with the new values of
+    the arguments that it writes."""
     nodes = list(of.graph.graph.nodes)
     results: Any = nodes[-1].args[0]
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -178,7 +179,7 @@ def readers(nodes: Sequence[fx.Node], of: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """Return the key of the storage of a node's value; None where that is no tensor."""
+    """Return the key of the storage of a node's value, or None if the value is no tensor."""
     value = node.meta.get("val")
     return storage_key(value.untyped_storage()) if isinstance(value, Tensor) else None
 
@@ -186,14 +187,14 @@ def _memory(node: fx.Node) -> int | None:
 def lowerable(
     of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], freed: Collection[fx.Node] = (), *, backward: bool
 ) -> Lowerable:
-    """Copy some ops of a traced function into a graph of their own, which Inductor can lower by itself. Its arguments
-    are the nodes that the ops read and that are not among them (`read_by`).
+    """Copy some ops of a traced function into a separate graph for Inductor to lower. The graph's arguments are the
+    inputs of the ops (`read_by`).
 
     Args:
         of: the traced function.
         nodes: ops to compute, in this order.
-        makes: those of the ops whose values the new function returns.
-        freed: arguments that can be freed after their last use. In a backward pass ops are ordered so that they are.
+        makes: ops among ``nodes`` whose values the new function returns.
+        freed: arguments that can be freed after their last use; a backward pass orders its ops to free them early.
         backward: see `Lowerable`.
     """
     graph, twins, operands = fx.Graph(), dict[fx.Node, fx.Node](), read_by(nodes)
@@ -232,12 +233,12 @@ def _keep_order(module: fx.GraphModule, first: Mapping[fx.Node, Sequence[fx.Node
 
 @dataclass(frozen=True)
 class Code:
-    """Code that Inductor writes for a function."""
+    """Code that Inductor generates for a function."""
 
     text: str
-    """The Python code that calls its kernels, and their sources. Empty where there is nothing to compute."""
+    """The Python code that calls the kernels, and the kernels' sources. Empty if nothing is computed."""
     kernels: tuple[Kernel, ...] | None
-    """Kernels that it calls, in order; None where memplan cannot read them from this version of Inductor."""
+    """The kernels in call order; None if memplan cannot read them from this version of Inductor."""
     function: Boxed
     """Function that runs the kernels."""
     deferred: tuple[_DeferredModule, ...]
@@ -245,7 +246,7 @@ class Code:
 
 
 class _DeferredModule:
-    """Generated code that is compiled at its first call, or before by `compiled`."""
+    """Generated code that is compiled at its first call, or earlier by `compiled`."""
 
     def __init__(self, text: str, constants: Mapping[str, Any]) -> None:
         self.text = text
@@ -253,7 +254,7 @@ class _DeferredModule:
         self._function: Boxed | None = None
 
     def compiled(self) -> Boxed:
-        """Return the compiled function. Kernels that a process compiled before come from Inductor's cache on disk."""
+        """Return the compiled function; kernels compiled by an earlier process come from Inductor's cache on disk."""
         from torch._inductor.codecache import PyCodeCache
 
         function = self._function
@@ -264,18 +265,18 @@ class _DeferredModule:
         return function
 
     def call(self, arguments: list[Any]) -> Sequence[Tensor]:
-        """Compile if needed, and run. Inductor calls this like the function of a compiled module."""
+        """Run the compiled function: Inductor calls this as it would call that of a compiled module."""
         return self.compiled()(arguments)
 
 
 def code_of(part: Lowerable) -> Code:
-    """Return the code that Inductor generates for a function, without compiling a kernel. It is generated once."""
+    """Return the code that Inductor generates for a function, generated once and without compiling a kernel."""
     with _inductor_lock:
         return part.code
 
 
 def kernels_of(part: Lowerable) -> Boxed:
-    """Compile the kernels of a function and return what runs them."""
+    """Compile the kernels of a function, and return the function that runs them."""
     code = code_of(part)
     for module in code.deferred:
         module.compiled()
@@ -283,8 +284,8 @@ def kernels_of(part: Lowerable) -> Boxed:
 
 
 def _generate_code(part: Lowerable) -> Code:
-    """Lower a function, catching the text of each module where Inductor would compile it: planning needs the code and
-    its kernels' sizes, not the compiled kernels."""
+    """Lower a function, and collect the text of each module instead of compiling it: planning needs the code and its
+    kernels' sizes, not the compiled kernels."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -321,8 +322,8 @@ def _lower(part: Lowerable) -> Any:
 def _eager_random_numbers() -> Iterator[None]:
     """Make compiled code draw the random numbers of eager mode: by the same kernels from the same state.
 
-    In versions without control dependencies (torch 2.11) nothing else keeps the ops that draw in order, so no op may
-    be moved; nor may a layout change, since numbers are drawn in the order of memory.
+    In versions without control dependencies (torch 2.11) only a fixed op order keeps random draws in order, so no op
+    may be moved; nor may a layout change, since numbers are drawn in the order of memory.
     """
     from torch._inductor import config
     from torch._inductor.fx_passes import control_dependencies
@@ -342,19 +343,19 @@ def _inductor_settings() -> Iterator[None]:
     settings: dict[str, Any] = {
         "layout_optimization": False,  # tensors keep the layouts of the trace
         "allow_buffer_reuse": False,  # dead buffers are freed, not kept for a later one
-        # A value computed from more than two others is written once. Inductor's own threshold is four: it recomputes
-        # the value in each reader, which keeps all its operands until then (the sums of a residual stream). With one
-        # less, one of nine nets takes less memory, and most move some percent more bytes.
+        # A value computed from more than two others is written to memory. Inductor's own threshold is four: up to
+        # there each reader recomputes the value, which keeps all its operands alive (the sums of a residual stream).
+        # With a threshold of one, one of nine nets takes less memory, and most move some percent more bytes.
         "realize_reads_threshold": 2,
         "triton.cudagraphs": False,  # each CUDA graph has a memory pool of its own
     }
-    # The traced graph has autocast's casts already; autocast would add more, and mislead lowering about dtypes.
+    # The traced graph contains autocast's casts; autocast would add more, and mislead lowering about dtypes.
     with _eager_random_numbers(), config.patch(settings), without_autocast():
         yield
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Return whether Triton or Inductor raised the error, as where a kernel cannot be compiled for this card."""
+    """Return whether Triton or Inductor raised the error, for example as it cannot compile a kernel for this card."""
     return type(error).__module__.startswith(("triton.", "torch._inductor."))
 
 
@@ -364,14 +365,14 @@ def is_of_other_layout(error: AssertionError) -> bool:
 
 
 def without_kernels(part: Lowerable, code: str) -> Boxed:
-    """Return generated code as a function of fake tensors: it allocates and frees as on the device, so that its memory
-    can be recorded, and its kernels do nothing."""
+    """Return generated code as a function of fake tensors that allocates and frees as on the device, so that its memory
+    can be recorded, and whose kernels do nothing."""
     if not code:
         return lambda arguments: part.graph(*arguments)
-    run_code = _load_without_kernels(code)
+    run_code: Boxed = _loaded_without_kernels(code, {})["call"]
 
     def call(arguments: list[Any]) -> Sequence[Tensor]:
-        guard = here_alone(_no_guard, torch.cuda._DeviceGuard)  # without data there is no device to select
+        guard = here_alone(_no_guard, torch.cuda._DeviceGuard)  # fake tensors need no device selected
         with patched(torch.cuda, _DeviceGuard=guard):
             return run_code(arguments)
 
@@ -379,7 +380,7 @@ def without_kernels(part: Lowerable, code: str) -> Boxed:
 
 
 Launched = Callable[[str, Sequence[Tensor]], None]
-"""Is told of each kernel of generated code: its name and its tensors, read and written."""
+"""Called with each kernel launch of generated code: the kernel's name, and the tensors that it reads and writes."""
 
 
 PlaceOf = Callable[[Sequence[Any]], str]
@@ -410,11 +411,6 @@ def _no_guard(_: int) -> Iterator[None]:
     yield
 
 
-def _load_without_kernels(code: str) -> Boxed:
-    """Return the ``call`` of a generated module (`_loaded_without_kernels`)."""
-    return _loaded_without_kernels(code, {})["call"]
-
-
 def _loaded_without_kernels(code: str, constants: Mapping[str, Any]) -> dict[str, Any]:
     """Execute a generated module with its kernels and assertions replaced by no-ops, and the helpers that Inductor
     writes in C++ by equivalents for fake tensors; return its names."""
@@ -438,7 +434,7 @@ def _empty_strided(place: str, size: Sequence[int], stride: Sequence[int], dtype
 
 
 class _Idle:
-    """Replaces kernels and the functions that compile them: each call and each attribute returns it again."""
+    """No-op replacement for kernels and the functions that compile them: each call and attribute returns itself."""
 
     def __call__(self, *_: Any, **__: Any) -> _Idle:
         return self
@@ -448,11 +444,11 @@ class _Idle:
 
 
 _FUSED = re.compile(r"(?:cpp|triton_[a-z]+)_(fused_\w+?)(?:_\d+)?$")
-"""The name of a kernel that Inductor wrote, and in it what it computes."""
+"""Matches the name of a kernel that Inductor generated; the group is the name without the backend and number."""
 
 
 class _Kernel:
-    """Replaces a kernel that Inductor wrote: tells of its launch."""
+    """Replaces a kernel that Inductor generated: reports each launch."""
 
     def __init__(self, name: str, launched: Launched) -> None:
         self._name, self._launched = name, launched
@@ -461,11 +457,11 @@ class _Kernel:
         self._launched(self._name, [arg for arg in args if isinstance(arg, Tensor)])
 
     run = __call__
-    """By which kernels of Triton are called."""
+    """Generated code launches Triton kernels by this method."""
 
 
 class _ExternKernels:
-    """Wraps ``extern_kernels``: torch's own kernels run, and tell of the buffers that they write."""
+    """Wraps ``extern_kernels``: torch's own kernels run, and each launch is reported with its output buffer."""
 
     def __init__(self, kernels: Any, launched: Launched) -> None:
         self._kernels, self._launched = kernels, launched
@@ -489,11 +485,11 @@ _NOT_CALLED = {
     "triton": SimpleNamespace(language=_Idle()),
     "triton.language": SimpleNamespace(language=_Idle()),
 }
-"""Names that generated code imports to run its kernels, by module, and their replacements."""
+"""Module -> replacements for the names that generated code imports to run its kernels."""
 
 
 def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
-    """Import as `__import__` does, but answer with a replacement where it has all the names that are imported."""
+    """Import as `__import__` does, but return the module's replacement if that has all imported names."""
     replacement = _NOT_CALLED.get(name)
     if replacement is not None and all(hasattr(replacement, imported) for imported in rest[2] or ()):
         return replacement
@@ -517,7 +513,7 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    # Dynamo runs a code object in eager mode from its ninth compilation on, so each function gets a code of its own.
+    # Dynamo runs a code object in eager mode from its ninth compilation on, so each function gets its own code object.
     code = run.__code__.replace(co_name=f"run_{next(_numbers)}")
     compiled: Any = torch.compile(FunctionType(code, run.__globals__, closure=run.__closure__))
 
@@ -530,7 +526,7 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _fake_tensor_log_silenced() -> Iterator[None]:
-    """Silence torch's log of ops that fake tensors refuse: the error is raised as well."""
+    """Silence torch's log of ops that fail on fake tensors: the error is raised, too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -540,8 +536,7 @@ def _fake_tensor_log_silenced() -> Iterator[None]:
 
 
 def card_compiler_misses(place: str) -> str | None:
-    """Return why Triton, Inductor's compiler for cards, cannot compile for a card (``place``: "cuda:0"); None where it
-    can."""
+    """Return why Triton, Inductor's compiler for cards, cannot compile for a card (``place``: "cuda:0"), or None."""
     if not has_triton():
         major, minor = torch.cuda.get_device_capability(place)
         if major < _TRITON_SINCE:
@@ -556,7 +551,7 @@ _TRITON_SINCE = 7
 
 
 def cpp_compiler() -> str | None:
-    """Return the C++ compiler that Inductor would call; None where there is none."""
+    """Return the C++ compiler that Inductor would call, or None."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 

@@ -38,28 +38,28 @@ _CALL = "memplan_call"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Role of an input or output of the joint graph.
-
-    ``kind``: parameter, buffer, input, tangent, output, mutation (of what is handed in), gradient, token (of effects,
-    without data) or unknown. ``name`` of a parameter or buffer, or of what is unknown; ``index`` of an input, or of the
-    output that a tangent belongs to; ``of``: what is mutated, or what the gradient is of.
-    """
+    """Role of an input or output of the joint graph."""
 
     kind: str
+    """parameter, buffer, input, tangent, output, mutation (of an input), gradient, token (of effects, without data) or
+    unknown."""
     name: str = ""
+    """Of a parameter or buffer; AOTAutograd's description of an unknown role."""
     index: int = -1
+    """Of an input, or of the output that a tangent belongs to."""
     of: Role | None = None
+    """The input that is mutated, or whose gradient this is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """A joint graph with the role of every placeholder and of every output (None where there is no gradient)."""
+    """A joint graph with the role of every placeholder and of every output (None for an absent gradient)."""
 
     module: torch.fx.GraphModule
     inputs: tuple[Role, ...]
     outputs: tuple[Role | None, ...]
     conditions: tuple[Condition, ...]
-    """Values of inputs that decided what was traced."""
+    """Values of inputs on which the trace depends."""
 
 
 Results = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]]
@@ -253,17 +253,17 @@ def _role(descriptor: Any) -> Role:
     return Role("unknown", name=str(descriptor))
 
 
-# -- what is traced otherwise than torch.compile does
+# -- where tracing differs from torch.compile
 
 
 _TORCH_DECOMPOSITIONS_KEPT = ("dropout", "native_batch_norm", "cudnn_batch_norm")
-"""Ops whose decomposition in Python is wanted: dropout gets a mask of bools, norms do not change buffers silently."""
+"""Ops that stay decomposed in Python: dropout gets a mask of bools, norms do not change buffers silently."""
 _DECOMPOSITION_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @functools.cache
 def _decomposed_in_python() -> tuple[Any, ...]:
-    """List the ops that tracing would decompose in Python, unlike eager mode (upsampling, GRU)."""
+    """Return the ops that tracing would decompose in Python, unlike eager mode (upsampling, GRU)."""
     aten, decomposed_ops = torch.ops.aten, []
     for name in aten:
         if name in _TORCH_DECOMPOSITIONS_KEPT:
@@ -279,7 +279,7 @@ def _decomposed_in_python() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _eager_decompositions() -> Iterator[None]:
-    """Decompose ops as eager mode does, by removing the decompositions in Python meanwhile."""
+    """Within this context, decompose ops as eager mode does: the decompositions in Python are removed."""
     removed: list[tuple[Any, Any, Any]] = []
     try:
         for op in _decomposed_in_python():
@@ -360,7 +360,7 @@ def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]
         yield
 
 
-# -- what nodes tell
+# -- metadata of nodes
 
 
 def say_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> None:
@@ -375,13 +375,13 @@ def say_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> No
 
 
 def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
-    """Return the layer and the line that were noted when a node was traced; ("", None) where none were."""
+    """Return the layer and the line of code of a node, as annotated by `say_place`; ("", None) without annotation."""
     return (node.meta.get("custom") or {}).get(_PLACE, ("", None))
 
 
 def cast_in(node: torch.fx.Node) -> int | None:
-    """Return the autocast region whose cache would keep a node's result: where autocast added the node as a cast for an
-    op of the same call. None for others, as a cast in the user's code, which is a call of its own."""
+    """Return the autocast region in whose cache eager mode would keep a node's result, if autocast added the node as a
+    cast for an op of the same call. None for other nodes, such as a cast in the user's code."""
     call, region = _call_and_region(node)
     return region if any(_call_and_region(user)[0] == call for user in node.users) else None
 
@@ -396,7 +396,7 @@ def _call_and_region(node: torch.fx.Node) -> tuple[int | None, int | None]:
 
 
 def sequence_of(node: torch.fx.Node) -> int | None:
-    """Return the number that a forward node and the nodes of its derivative formula share."""
+    """Return the sequence number that a forward node shares with the nodes of its derivative formula."""
     return node.meta.get("seq_nr")
 
 
@@ -410,11 +410,12 @@ def effect_of(node: torch.fx.Node) -> Any:
     return node.args[1] if node.target is torch.ops.higher_order.with_effects else None
 
 
-# -- what cannot be traced
+# -- tensors and ops that cannot be traced
 
 
 def peculiarity(tensor: torch.Tensor) -> str | None:
-    """Say why a tensor cannot be traced into a joint graph, to follow "is"; None for a dense tensor with data."""
+    """Return why a tensor cannot be traced into a joint graph, as text that follows "is"; None for a dense tensor with
+    data."""
     if not has_shape(tensor):
         return "not there yet: a lazy layer makes it in its first call"
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
@@ -429,7 +430,8 @@ def peculiarity(tensor: torch.Tensor) -> str | None:
 
 
 def view_strides(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides that torch's own kernel gives a view of this shape, while tracing would use one in Python."""
+    """Return the strides of a view of this shape by torch's C++ kernel; tracing would use an implementation in
+    Python."""
     with no_dispatch(), torch._C._DisablePythonDispatcher():
         plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return plain.view(shape).stride()

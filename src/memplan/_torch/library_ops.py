@@ -1,10 +1,11 @@
-"""Operators of libraries that are made of others, where a recording has to see these.
+"""Decompositions of libraries' custom operators into the torch ops that implement them, so that a recording counts
+their temporaries.
 
-An operator that a library registers is one op with a result. Where its implementation is Python that calls further ops,
-their results are its temporaries, so it is run by them; so are torch's products of float8, which the CPU emulates
-(torch 2.13). Seen in bitsandbytes 0.50: ``gemm_4bit``, and its ``default`` implementation (backends/default/ops.py),
-which CUDA takes too but for few rows (backends/cuda/ops.py); on the CPU ``quantize_4bit``, the products of
-``Linear8bitLt`` and the optimizers' updates (backends/default/ops.py, backends/cpu/ops.py);
+A custom operator arrives as a single op with a result. Where its implementation is Python code that calls further ops,
+their results are its temporaries, so the recording runs these ops instead; likewise for torch's products of float8,
+which the CPU emulates (torch 2.13). Seen in bitsandbytes 0.50: ``gemm_4bit``, and its ``default`` implementation
+(backends/default/ops.py), which CUDA uses too but for few rows (backends/cuda/ops.py); on the CPU ``quantize_4bit``,
+the products of ``Linear8bitLt`` and the optimizers' updates (backends/default/ops.py, backends/cpu/ops.py);
 ``name2qmap``, ``get_paged``, ``fill`` and ``prefetch_tensor`` of ``bitsandbytes.functional``, ``_code_4bit_cache`` of
 ``bitsandbytes.backends.utils`` and ``_get_4bit_quantize_bounds`` of ``bitsandbytes.backends.default.ops``. Seen in
 torchao 0.18: ``_TORCH_FN_TABLE`` of ``TorchAOBaseTensor``, class -> function of torch -> its implementation.
@@ -25,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan._patched import original_of, patched
 
 _FEW_ROWS = 8
-"""Rows below which a kernel of bitsandbytes multiplies packed weights. Up to 1,536 that depends on the card and the
-sizes; the weights are taken as unpacked there, which takes more."""
+"""Rows below which a kernel of bitsandbytes multiplies packed weights. Up to 1,536 rows that depends on the card and
+the sizes; there the weights are assumed to be unpacked, which takes more memory."""
 
 
 def _gemm_4bit(
@@ -50,7 +51,7 @@ def _gemm_4bit(
         unpacked = library.dequantize_blockwise.default(packed_scales, scales, code, 256, torch.float32)
         scales = unpacked + offset
     if x.device.type == "cpu":
-        del unpacked  # on a card they live on until the product is there
+        del unpacked  # on a card the unpacked scales are freed after the product
     weight = library.dequantize_4bit.default(packed, scales, block, kind, shape, x.dtype)
     return torch.ops.aten.linear.default.decompose(x, weight, bias)  # below autograd, it would arrive whole
 
@@ -105,13 +106,13 @@ def _as_on_the_cpu(name: str) -> Callable[..., Any]:
 
 
 MADE_OF_TORCH = ("quantize_4bit", "optimizer_update_8bit_blockwise", "optimizer_update_32bit")
-"""Operators of bitsandbytes made of torch's on the CPU, and whose kernels on a card take their results alone."""
+"""Operators of bitsandbytes that the CPU implements by torch ops; a card's kernels allocate only their results."""
 
 
 _PRODUCTS_OF_INT8 = (
     "int8_vectorwise_dequant", "int8_mixed_scaled_mm", "int8_scaled_mm", "int8_linear_matmul", "int8_mm_dequant",
 )  # fmt: skip
-"""Operators of bitsandbytes made of torch's on the CPU, and by kernels of its own on a card."""
+"""Operators of bitsandbytes that the CPU implements by torch ops, and a card by kernels of the library."""
 
 
 COMPOSED: dict[str, Callable[..., Any]] = {
@@ -120,17 +121,18 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "bitsandbytes::int8_vectorwise_quant": _int8_vectorwise_quant,
     "aten::_scaled_mm": _scaled_mm,
 }
-"""Qualified name of an operator -> a function that computes it by others; NotImplemented: by a kernel of its own."""
+"""Qualified name of an operator -> its decomposition, which returns NotImplemented where the operator has a kernel of
+its own."""
 
 
 _TABLES = (("bitsandbytes.functional", "name2qmap"), ("bitsandbytes.backends.utils", "_code_4bit_cache"))
-"""Tables of codes, by module and name, that fill as they are used."""
+"""Caches of quantization codes in bitsandbytes, by module and name."""
 
 
 @contextmanager
 def tables_as_without_recording() -> Iterator[None]:
-    """At the end, take tensors without data out of libraries' tables, where they would stay for real steps, and what a
-    recording replaces: a library that is imported meanwhile registers its own implementations for that."""
+    """At the end of this context, remove from libraries' caches the fake tensors, which real steps would use, and undo
+    registrations for patched functions of torch by libraries that were imported within the context."""
     try:
         yield
     finally:
@@ -141,13 +143,13 @@ def tables_as_without_recording() -> Iterator[None]:
                 del table[key]
         default = sys.modules.get("bitsandbytes.backends.default.ops")
         if default is not None and hasattr(default, "_get_4bit_quantize_bounds"):
-            cast(Any, default)._get_4bit_quantize_bounds.cache_clear()  # whether they have data is not to be seen
+            cast(Any, default)._get_4bit_quantize_bounds.cache_clear()  # its entries may be fake
 
 
 @contextmanager
 def managed_memory(allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Iterator[None]:
-    """Within this context, bitsandbytes, if it is imported, takes memory that CUDA manages by
-    ``allocate(shape, dtype)``, which returns zeros; nothing is moved in it."""
+    """Within this context, bitsandbytes (if imported) allocates CUDA managed memory by ``allocate(shape, dtype)``,
+    which returns zeros; filling and prefetching are no-ops."""
     functional: Any = sys.modules.get("bitsandbytes.functional")
     if functional is None or not hasattr(functional, "get_paged"):
         yield
@@ -166,8 +168,8 @@ def managed_memory(allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -
 
 
 def _register_originals(kind: Any) -> None:
-    """In the tables of a class of torchao's tensors and of those below it, put functions of torch for what replaces
-    them."""
+    """Replace patched functions of torch by their originals in the function tables of a torchao tensor class and its
+    subclasses."""
     if kind is None:
         return
     for table in vars(kind).get("_TORCH_FN_TABLE", {}).values():

@@ -1,4 +1,4 @@
-"""What a rank of torch.distributed gets from other ranks that are not there: objects and keys of a store."""
+"""Object collectives and the key-value store of torch.distributed for a rank whose peers do not exist."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _unanswered: list[str] = []
 
 
 def forget_ranks() -> None:
-    """Forget what former ranks of this process were not sent, and their stores."""
+    """Clear the record of unanswered collectives and the stores of former ranks of this process."""
     _unanswered.clear()
     _stores.clear()
 
 
 def unanswered_collectives() -> tuple[str, ...]:
-    """Return the names of the collective operations so far in which this process should have received an object of
-    another rank, and kept its own."""
+    """Return the names of the collective operations so far that should have received an object from another rank, and
+    left this rank's own object in place."""
     return tuple(_unanswered)
 
 
@@ -33,12 +33,12 @@ def _refuse_wait(call: str) -> NoReturn:
 
 
 _stores: list[Any] = []
-"""All stores: torch's own prefix of one holds its C++ part alone, which calls these methods as long as they live."""
+"""All stores, kept alive: a torch `PrefixStore` references only the C++ part of a store, which calls these methods."""
 
 if dist.is_available():
 
     class OneRankStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
-        """A store that no other rank writes to: a key that this one has not set is refused, not waited for."""
+        """A store that no other rank writes to: reading a key that this rank has not set raises instead of waiting."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__()
@@ -98,14 +98,14 @@ if dist.is_available():
 
 
 def _is_sender(rank: int | None, group: Any, group_rank: int | None) -> bool:
-    """Return whether this rank is the source, or the destination, of a collective operation in ``group``."""
+    """Return whether this rank is the source (or the destination) of a collective operation in ``group``."""
     if group_rank is not None:
         return dist.get_rank(group) == group_rank
     return dist.get_rank() == (rank or 0)
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """Take each other rank's object as this one's."""
+    """Assume that each other rank sends the same object as this rank."""
     object_list[:] = [copy.deepcopy(obj) for _ in object_list]
 
 
@@ -144,5 +144,5 @@ OBJECT_COLLECTIVES: dict[str, Any] = {
     "broadcast_object_list": _broadcast_object_list, "scatter_object_list": _scatter_object_list,
     "recv_object_list": _recv_object_list, "send_object_list": lambda *_, **__: None,
 }  # fmt: skip
-"""Replacements for the collective operations on objects: where all ranks send, the others send what this one does;
-where one sends to this one, objects stay as they are, and the operation is noted."""
+"""Replacements for the collective operations on objects. Where all ranks send, the others are assumed to send the same
+object as this rank; where another rank sends to this rank, objects stay unchanged, and the operation is noted."""

@@ -37,7 +37,8 @@ class _MappedFile:
 
 @contextlib.contextmanager
 def files_mapped_without_data() -> Iterator[None]:
-    """Within this context, dispatch modes get files mapped as new tensors, instead of their bytes."""
+    """Within this context and under a dispatch mode, mapping a file allocates a new tensor of its size, without
+    data."""
     map_file: Callable[..., Any] = torch.UntypedStorage.from_file
     as_array: Callable[..., Any] = torch.asarray
 

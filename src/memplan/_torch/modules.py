@@ -1,4 +1,4 @@
-"""Read and replace what a module holds itself; parameters of lazy layers, real ones, and fake ones for a recording.
+"""Copy and restore a module's own state and hooks; fake parameters of lazy layers for a recording.
 
 Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters``, ``._buffers`` and ``._modules`` in the module's own
 ``__dict__``, as plain dicts. Seen in torch 2.11 and 2.13: `UninitializedTensorMixin` of ``torch/nn/parameter.py``.
@@ -28,8 +28,8 @@ _FIXED = (*_TENSORS, "_modules")
 class NoFakeTensor:
     """Replaces `torch._subclasses.FakeTensor` for the user's code while it is recorded.
 
-    Libraries check for that class to take another path when they are traced (transformers builds masks that it would
-    skip); the path to record is the one of a real run. No tensor is an instance of this class.
+    Libraries check for that class to take another path when they are traced (transformers builds masks that a real run
+    skips); the recording needs the path of a real run. No tensor is an instance of this class.
     """
 
 
@@ -62,7 +62,7 @@ _HOOKS = (
 
 
 def count_hooks(module: nn.Module) -> int:
-    """Count how many hooks of a module's own run in a step, before or after its forward or backward pass."""
+    """Return the number of hooks registered on a module that run around its forward or backward pass."""
     return sum(len(getattr(module, name)) for name in _HOOKS if not name.endswith(("_with_kwargs", "_always_called")))
 
 
@@ -94,19 +94,19 @@ def set_own_state(module: nn.Module, state: OwnState) -> None:
 
 
 def _update_dict(old: dict[str, Any], new: dict[str, Any], fixed: tuple[str, ...] = ()) -> None:
-    """Give a dict the items of another, except that names in ``fixed`` are never removed."""
+    """Give dict ``old`` the items of ``new``, except that names in ``fixed`` are never removed."""
     old.update(new)
     for name in old.keys() - new.keys() - set(fixed):
         del old[name]
 
 
 def has_shape(tensor: Any) -> bool:
-    """Return whether a tensor has its shape already: a lazy layer's parameter has none before the first call."""
+    """Return whether a tensor has a shape; a lazy layer's parameter has none before the first call."""
     return not is_lazy(tensor)
 
 
 class _Fake:
-    """Base of fake parameters and buffers of lazy layers, without shape until `materialize` makes them plain fakes."""
+    """Base of fake parameters and buffers of lazy layers, which have no shape until `materialize`."""
 
     requested_device: Any = None
     """Device that the layer was constructed on or moved to, if any."""
@@ -130,11 +130,11 @@ class _Fake:
         return self
 
     def cuda(self: Any, device: Any = None, **kwargs: Any) -> Any:
-        """Note the card."""
+        """Note the card for `materialize`."""
         return self.to("cuda" if device is None else device)
 
     def cpu(self: Any, **kwargs: Any) -> Any:
-        """Note the host's memory."""
+        """Note the CPU for `materialize`."""
         return self.to("cpu")
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -153,7 +153,7 @@ for _name in ("half", "float", "double", "bfloat16"):
 
 _FakeParameter: Any = type("_FakeParameter", (_Fake, UninitializedParameter, FakeTensor), {})
 _FakeBuffer: Any = type("_FakeBuffer", (_Fake, UninitializedBuffer, FakeTensor), {})
-"""Fake tensors that are parameters of lazy layers, and buffers, such as the running statistics of a lazy batch norm."""
+"""Classes of fake parameters and buffers of lazy layers (buffers: the running statistics of a lazy batch norm)."""
 
 
 def _copy_lazy(self: Any, memo: dict[int, Any]) -> Any:
@@ -170,7 +170,7 @@ def lazy_layers_with_fake_parameters(
     """Construct lazy layers in this thread with fake parameters and buffers: torch's `UninitializedParameter` cannot be
     fake.
 
-    ``inside``: context in which tensors answer with the device that they are really on.
+    ``inside``: context in which ``tensor.device`` is the real device.
     """
 
     here = threading.get_ident()
@@ -205,10 +205,10 @@ def lazy_layers_with_fake_parameters(
 
 @contextlib.contextmanager
 def modules_converted_as_real() -> Iterator[None]:
-    """Make `Module.to`, `half` and the like treat fake parameters as real ones, which get new ``.data``.
+    """Make `Module.to`, `half` and the like set ``.data`` of fake parameters, as of real parameters.
 
-    For a fake parameter torch swaps tensors instead, which fails where there are weak references to them, as ours.
-    Setting ``.data`` of a fake tensor also sets its known values: torch would keep the old ones, of the old dtype.
+    For a fake parameter torch swaps tensors instead, which fails where there are weak references to them, such as ours.
+    Setting ``.data`` of a fake tensor also replaces its known values: torch would keep the values of the old dtype.
     """
     apply, dispatch = nn.Module._apply, FakeTensorMode.dispatch
     plain: Any = torch.Tensor.data
@@ -225,7 +225,8 @@ def modules_converted_as_real() -> Iterator[None]:
             fake_tensor.FakeTensor = seen
 
     def dispatch_fake(self: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
-        """Run an op, also of a fake mode of torch's own, such as that which propagates shapes of a `DTensor`."""
+        """Run an op with the real `FakeTensor` class, also under torch's own fake modes, as in `DTensor`'s shape
+        propagation."""
         if fake_tensor.FakeTensor is FakeTensor:
             return dispatch(self, *args, **kwargs)
         with patched(fake_tensor, FakeTensor=FakeTensor):

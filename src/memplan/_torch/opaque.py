@@ -1,4 +1,4 @@
-"""Calls that stay as they are in a traced graph: one op for the call, one for its derivative.
+"""Calls that are opaque in a traced graph: one op for the call, one for its derivative.
 
 Seen in torch 2.11, 2.13 and 2.15: ``_forward_cls`` of contexts, names of the functions that
 `torch.library.register_autograd` makes, ``func`` of UnsupportedOperatorException,
@@ -29,7 +29,7 @@ _NAMED = re.compile(r"\b(\w+)(?:::|\.)(\w+)")
 
 
 def define_opaque(call: Kernel, fake_call: Kernel, backward: Kernel, fake_backward: Kernel) -> None:
-    """Define the two ops by their kernels and fake kernels. The last argument ``key`` tells which function is called.
+    """Define the two ops by their kernels and fake kernels. The argument ``key`` identifies the function to call.
 
     ``call(inputs, key) -> [*results, handle]``; ``backward(handle, gradients, kept, key) -> gradients``.
     """
@@ -53,7 +53,7 @@ class _Entry(torch.autograd.Function):
 
 
 class Recorded:
-    """A call that ran under autograd in a graph of its own, so that its derivative can be computed apart."""
+    """A call that ran under autograd in a separate graph, so that its derivative can be computed separately."""
 
     def __init__(self, function: Kernel, tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
         """Run ``function(tensors) -> results``. ``needed``: which of the tensors need a gradient."""
@@ -98,7 +98,7 @@ def untraced() -> Iterator[None]:
 def culprit(error: BaseException) -> Any:
     """Return the user's autograd Function or custom op in which tracing failed, or None.
 
-    It is found in the traceback's frames, else in the error's ``func``, else by the names in its message.
+    Looked up in the traceback's frames, else in the error's ``func``, else by the names in its message.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -142,7 +142,7 @@ def _op_of_formula(name: str) -> Any:
 
 
 def _op(namespace: str, name: str) -> Any:
-    """Return an op of another library than torch's and memplan's; None where there is none of that name."""
+    """Return the custom op with this name, or None; ops of torch and of memplan do not count."""
     if namespace in ("aten", "prim", "prims", "torch", "memplan"):
         return None
     with contextlib.suppress(AttributeError, RuntimeError):
@@ -151,7 +151,7 @@ def _op(namespace: str, name: str) -> Any:
 
 
 def calls_op(function: Any, packet: Any) -> bool:
-    """Return whether a function that is called is an op, or one of its overloads."""
+    """Return whether a called function is the op ``packet`` or an overload of that op."""
     return function is packet or getattr(function, "overloadpacket", None) is packet
 
 
@@ -159,7 +159,7 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 
 def autocast_of_now() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a function that returns contexts with autocast as it is now, also where dispatch keys exclude autocast."""
+    """Return a function whose result is a context with the present autocast, also where dispatch keys exclude it."""
     on = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST if torch.is_autocast_enabled(device)}
     return lambda: _autocast(on) if on else contextlib.nullcontext()
 

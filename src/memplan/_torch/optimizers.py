@@ -1,9 +1,9 @@
-"""Observe what happens between a backward pass and an optimizer's update.
+"""Observe backward passes, clipping, scaling and zeroing of gradients, and optimizers' updates.
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch.nn.utils.clip_grad._clip_grads_with_norm_``, which ``clip_grad_norm_`` calls
 with the parameters and ``torch.nn.utils`` calls ``clip_grads_with_norm_``, and the methods of optimizers' ``step`` that
-torch wraps to run its hooks (``__wrapped__``). Seen in torch 2.11 and 2.13: functions that clip are wrapped, and what
-they wrap is in the wrapper's closure.
+torch wraps to run its hooks (``__wrapped__``). Seen in torch 2.11 and 2.13: functions that clip are wrapped, and the
+wrapper's closure has the original.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CLIPPING = {
     "_clip_grads_with_norm_": "clip_grad_norm_ or clip_grads_with_norm_",
     "clip_grad_value_": "clip_grad_value_",
 }
-"""Functions that change gradients, and what users call them by."""
+"""Functions that change gradients, with the public names by which users call them."""
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -141,11 +141,11 @@ def _leaves(inputs: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _node_of(output: Any) -> Any:
-    """Return the node of the autograd graph that made a tensor, or that a gradient edge leads to."""
+    """Return the autograd node that produced a tensor, or that a gradient edge leads to."""
     return output.grad_fn if isinstance(output, torch.Tensor) else output.node
 
 
 def _as_list(tensors: Any) -> list[Any]:
-    """Return a list of one tensor or gradient edge, or of several. (An edge is a tuple itself.)"""
+    """Return a list of tensors or gradient edges; a single tensor or edge (which is a tuple itself) is wrapped."""
     is_single = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
     return [tensors] if is_single else list(tensors)

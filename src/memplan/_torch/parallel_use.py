@@ -27,35 +27,36 @@ from memplan._torch.patches import patched
 
 @dataclass
 class DataParallelUse:
-    """How the steps used one `DistributedDataParallel`. Parameters are named by their ``id``."""
+    """How the steps used a `DistributedDataParallel` module. Parameters are identified by their ``id``."""
 
     where: str | None
-    """Where it was made."""
+    """The user's line that constructed the module."""
     searches: bool = False
-    """Whether it searches each pass for unused parameters (``find_unused_parameters=True``)."""
+    """Whether the module searches each pass for unused parameters (``find_unused_parameters=True``)."""
     sizes: dict[int, int] = field(default_factory=dict[int, int])
     """Bytes of each parameter that requires a gradient."""
     used: list[set[int]] = field(default_factory=list[set[int]])
     """The parameters that got a gradient after each forward pass."""
     drew: bool = False
-    """Whether its module drew from Python's or NumPy's random stream, so that later passes may run another way."""
+    """Whether the wrapped module drew from Python's or NumPy's random stream, so that later passes may use other
+    parameters."""
     reductions: dict[int, int] = field(default_factory=dict[int, int])
-    """How often each gradient has been reduced since the last update, or since it was zeroed."""
+    """Number of reductions of each gradient since the last update, or since the gradient was zeroed."""
     updates: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
     """``reductions`` before each update."""
     by_hand: dict[str | None, set[int]] = field(default_factory=dict[str | None, set[int]])
-    """By line: parameters whose gradients were reduced there, after the module had reduced them."""
+    """Line of code -> parameters whose gradients were reduced there, after the module had reduced them."""
 
 
 @contextlib.contextmanager
 def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[DataParallelUse]]:
-    """Yield a list that gets each `DistributedDataParallel` that is made in this context. ``locate`` returns the user's
-    line."""
+    """Yield a list to which each `DistributedDataParallel` constructed in this context is added. ``locate`` returns the
+    user's current line."""
     uses: list[DataParallelUse] = []
     of_module: dict[int, DataParallelUse] = {}
     parameters: dict[int, torch.Tensor] = {}
     gradients: dict[int, Any] = {}
-    """Weak reference to the gradient that was last reduced, by parameter: another one has been zeroed in between."""
+    """Parameter -> weak reference to its last reduced gradient. A different gradient was zeroed since."""
     begin, forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
     all_reduce, zero, zero_of_module = dist.all_reduce, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
 
@@ -86,8 +87,8 @@ def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[Da
             key = id(parameter)
             for use in (use for use in uses if key in use.sizes):
                 last = gradients.get(key)
-                anew = last is None or last() is not parameter.grad
-                use.reductions[key] = 1 if anew else use.reductions.get(key, 0) + 1
+                is_new = last is None or last() is not parameter.grad
+                use.reductions[key] = 1 if is_new else use.reductions.get(key, 0) + 1
             gradients[key] = None if parameter.grad is None else weakref.ref(parameter.grad)
 
     def reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -159,26 +160,27 @@ class ChangedOutput:
     modules: tuple[nn.Module, ...]
     tensor: torch.Tensor
     made_by: Any
-    """Its ``grad_fn`` when it was returned."""
+    """``tensor.grad_fn`` when the module returned the tensor."""
 
     @property
     def is_changed(self) -> bool:
-        """Return whether an op has changed the tensor in place: only then its ``grad_fn`` is another."""
+        """Return whether an op has changed the tensor in place, which replaces its ``grad_fn``."""
         return self.tensor.grad_fn is not self.made_by
 
 
 @contextlib.contextmanager
 def sharded_views_observed() -> Iterator[list[ChangedOutput]]:
-    """Yield a list that gets the views that modules wrapped by `fully_shard` return. It keeps them alive."""
+    """Yield a list to which the views that modules wrapped by `fully_shard` return are added, and which keeps them
+    alive."""
     from torch.distributed.fsdp._fully_shard import _fsdp_state
 
-    found: list[ChangedOutput] = []
+    views: list[ChangedOutput] = []
     register = _fsdp_state.FSDPState._register_pre_backward_hook
     tensors_of: Any = vars(_fsdp_state)["collect_grad_tensors"]
 
     def noted(self: Any, output: Any) -> Any:
         if torch.is_grad_enabled() and any(group.is_sharded for group in self._fsdp_param_groups):
-            found.extend(
+            views.extend(
                 ChangedOutput(tuple(self._modules), tensor, tensor.grad_fn)
                 for tensor in tensors_of(output)
                 if tensor._base is not None
@@ -186,4 +188,4 @@ def sharded_views_observed() -> Iterator[list[ChangedOutput]]:
         return register(self, output)
 
     with patched(_fsdp_state.FSDPState, _register_pre_backward_hook=noted):
-        yield found
+        yield views

@@ -27,8 +27,8 @@ from memplan._patched import original_of, patched
 
 
 def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the replacement ``instead`` in this thread and ``function`` in all others, since
-    the user's other threads go on while a function of torch is patched."""
+    """Return a function that calls the replacement ``instead`` in this thread and ``function`` in all others: the
+    user's other threads go on running while a function of torch is patched."""
     here = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -137,11 +137,11 @@ def scripted_as_python(notify: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _originals_scripted() -> Iterator[None]:
-    """Let TorchScript compile what patched names of torch stand for: it knows operators by identity, and cannot compile
-    a replacement in Python.
+    """Let TorchScript compile the originals of patched functions of torch: it knows operators by identity, and cannot
+    compile a replacement in Python.
 
-    Seen in torch 2.13: its compiler asks ``torch.jit._builtins._find_builtin`` what a global is, and gives
-    what is no operator to ``torch.jit._recursive.try_compile_fn``.
+    Seen in torch 2.13: its compiler looks up globals by ``torch.jit._builtins._find_builtin``, and passes functions
+    that are no operators to ``torch.jit._recursive.try_compile_fn``.
     """
     from torch.jit import _builtins, _recursive
 
@@ -303,7 +303,7 @@ def without_checkpoints(
 
     Args:
         around: ``(function, is_reentrant) ->`` context in which the function runs.
-        kept: whether a function's checkpoint stays (of the kind that is not reentrant).
+        kept: whether a function's (non-reentrant) checkpoint stays.
     """
     original_generator = torch_checkpoint._checkpoint_without_reentrant_generator
 
@@ -327,8 +327,8 @@ def without_checkpoints(
 
 
 def _generator(state_of: torch.Generator, method: Callable[[str], Any]) -> torch.Generator:
-    """Return a generator with a copy of a state, whose methods are ``method(name)``. An op that is given it, as MONAI's
-    `DataLoader` does, draws from the copy."""
+    """Return a generator whose methods are ``method(name)``, with a copy of the state of ``state_of``. An op that gets
+    the generator as an argument, as in MONAI's `DataLoader`, draws from the copy."""
 
     class Replaced(torch.Generator):
         def __getattribute__(self, name: str) -> Any:
@@ -371,9 +371,9 @@ def generator_replaced(ours: Callable[[], bool]) -> Iterator[None]:
 def redraws_estimated(redrawing: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Run each call of `torch.nn.init.trunc_normal_` within ``redrawing(rounds)``, in this context.
 
-    ``rounds`` is an estimate of how often it draws again: it does until no value is outside of [a, b], and each round
-    redraws only those outside, a share of a normal distribution. The estimate ends at less than one such value, or at
-    100 rounds. Seen in torch 2.13 and 2.15; 2.11 draws once.
+    ``rounds`` is the expected number of redraws: values outside of [a, b], a share of a normal distribution, are drawn
+    again until there are none. The estimate ends at less than one such value, or at 100 rounds. Seen in torch 2.13 and
+    2.15; 2.11 draws once.
     """
     draw = torch.nn.init._no_grad_trunc_normal_
 
@@ -416,7 +416,7 @@ _GLOBAL_HOOKS = (
 
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Take away the hooks on all modules and on all optimizers, and put them back at the end."""
+    """Within this context, the hooks on all modules and on all optimizers are unregistered."""
     tables = [getattr(module, name) for module, name in _GLOBAL_HOOKS]
     before = [dict(table) for table in tables]
     try:
@@ -427,8 +427,3 @@ def without_global_hooks() -> Iterator[None]:
         for table, hooks in zip(tables, before, strict=True):
             table.clear()
             table.update(hooks)
-
-
-def function_name(func: Any) -> str:
-    """Return a function's or a method's name, of a property's getter too."""
-    return getattr(func, "__name__", "")

@@ -1,4 +1,4 @@
-"""Stages of a pipeline without the ranks of the other stages.
+"""Pipeline stages of `torch.distributed.pipelining` on one rank, without the ranks of the other stages.
 
 Everything here was seen in torch 2.13. Private names, of ``torch.distributed.pipelining``:
 ``schedules._PipelineSchedule._warmup_p2p``; of ``stage.PipelineStage`` ``_recv_meta``, ``_user_meta``, ``_stage_meta``
@@ -17,11 +17,11 @@ from memplan.errors import StepError
 
 
 @contextlib.contextmanager
-def stages_alone(made: Callable[[Any], None]) -> Iterator[None]:
-    """Let a `PipelineStage` find what its neighbours would send of their shapes in its own arguments.
+def stages_without_neighbours(note_stage: Callable[[Any], None]) -> Iterator[None]:
+    """Infer the shapes that neighbouring stages would send to a `PipelineStage` from the stage's own arguments.
 
-    Stages of other ranks are assumed to be described as this rank's are: either all give the shapes of their inputs and
-    outputs, or each runs its module once to learn them, as torch does in the first step. ``made`` gets each stage.
+    All stages are assumed to be constructed alike: either all with the shapes of their inputs and outputs, or each runs
+    its module once to learn them, as torch does in the first step. ``note_stage`` is called with each new stage.
     """
     from torch.distributed.pipelining import _utils as metadata
     from torch.distributed.pipelining import schedules
@@ -34,12 +34,12 @@ def stages_alone(made: Callable[[Any], None]) -> Iterator[None]:
 
     def construct_noted(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        made(self)
+        note_stage(self)
 
     schedule: Any = vars(schedules)["_PipelineSchedule"]
     begin: Any = vars(schedule)["_warmup_p2p"]
 
-    def begin_alone(self: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+    def begin_without_exchange(self: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
         if not all(isinstance(stage, PipelineStage) for stage in stages):
             return begin(self, stages, has_backward, p2p_done)
         modes = metadata.InferenceMode
@@ -48,7 +48,7 @@ def stages_alone(made: Callable[[Any], None]) -> Iterator[None]:
             stage._inference_mode = modes.DYNAMIC if runs else modes.STATIC
 
     def received(self: Any, source: int) -> Any:
-        """Return what the stage ``source`` would send: inputs from the one before, gradients from the one behind."""
+        """Return the metadata that stage ``source`` would send: of inputs if it comes before, else of gradients."""
         if source < self.stage_index:
             inputs = self._user_meta.inputs
             if inputs is None:
@@ -63,12 +63,12 @@ def stages_alone(made: Callable[[Any], None]) -> Iterator[None]:
         return metadata._StageBackwardMeta(backward_metas=gradients)
 
     with (
-        patched(schedule, _warmup_p2p=begin_alone),
+        patched(schedule, _warmup_p2p=begin_without_exchange),
         patched(PipelineStage, __init__=construct_noted, _recv_meta=received),
     ):
         yield
 
 
 def _differentiable(meta: Any) -> Any:
-    """Return an input's description as the stage before sends it: results of its weights require a gradient."""
+    """Return the metadata of an input as the previous stage would send it: floating-point outputs require gradients."""
     return replace(meta, requires_grad=meta.dtype.is_floating_point)

@@ -15,9 +15,9 @@ from memplan._torch.patches import patched
 
 
 def recurrent_replaced(functions: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
-    """Within this context recurrent layers call the function of their kind for padded inputs.
+    """Within this context recurrent layers call the replacement of their kind ("lstm", "gru") for padded inputs.
 
-    Each takes the arguments of torch's, and returns NotImplemented to call that.
+    A replacement takes the arguments of torch's function; where it returns NotImplemented, torch's runs instead.
     """
     vf: Any = torch._VF
     return patched(vf, **{name: _or(function, getattr(vf, name)) for name, function in functions.items()})

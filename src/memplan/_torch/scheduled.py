@@ -1,14 +1,14 @@
-"""The kernels that Inductor's generated code calls: the bytes that each moves, and the ops that it computes.
+"""The kernels that Inductor's generated code calls: the bytes that each kernel moves, and the ops that it computes.
 
-Recorded as the code is written, since the code itself does not say. Seen in torch 2.11, 2.13 and 2.15:
+Recorded while the code is generated, since the code itself lacks this information. Seen in torch 2.11, 2.13 and 2.15:
 ``torch._inductor.scheduler.Scheduler.codegen_extern_call``, ``name_to_fused_node``, ``get_name``, ``get_nodes`` and
 ``get_outputs``, ``read_writes`` and ``get_read_write_buffer_accesses`` of its nodes;
 ``torch._inductor.dependencies.WeakDep``; ``define_kernel`` of ``torch._inductor.codegen.cpp.CppScheduling`` and
 ``torch._inductor.codegen.triton.TritonScheduling``; ``torch._inductor.ir.MultiOutput``, and ``origins``,
-``origin_node``, ``op_overload`` and ``python_kernel_name`` of what is in ``torch._inductor.ir``;
+``origin_node``, ``op_overload`` and ``python_kernel_name`` of the nodes in ``torch._inductor.ir``;
 ``torch._inductor.virtualized.V``. Seen in 2.11, 2.13 and 2.14: ``_codegen_mix_order_reduction`` and
 ``_generate_kernel_code_for_mix_order_reduction`` of ``torch._inductor.codegen.simd.SIMDScheduling``, and
-``saved_partial_accumulate``, ``numels`` and ``rsplit_size`` of the kernel that the latter gives.
+``saved_partial_accumulate``, ``numels`` and ``rsplit_size`` of the kernel that the latter returns.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Origin:
     name: str
     """Unique among the ops that were lowered together."""
     mark: int | None
-    """None for ops that Inductor added by itself."""
+    """None for ops that Inductor added."""
     flops: int
     """FLOPs as `torch.utils.flop_counter` counts them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One call of a kernel."""
+    """A call of a kernel."""
 
     name: str
-    """Name in Inductor's code if Inductor wrote the kernel, else the name of the op."""
+    """Name in Inductor's code of a generated kernel, else the name of the op."""
     fused: bool
-    """Whether Inductor wrote it."""
+    """Whether Inductor generated the kernel."""
     bytes: int
     """Bytes read and written: each tensor once per loop; values produced and consumed inside a loop do not count."""
     origins: tuple[Origin, ...]
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def kernels(self) -> tuple[Kernel, ...] | None:
-        """Kernels in call order; None if this version of Inductor has names unknown here."""
+        """Kernels in call order; None if this version of Inductor is unknown."""
         if self._recorded is None:
             return None
         called = {origin.name for kernel in self._recorded if not kernel.fused for origin in kernel.origins}
@@ -80,7 +80,7 @@ class Record:
         self._recorded = None
 
     def wrote(self, name: str, nodes: Iterable[Any]) -> None:
-        """Record a kernel that Inductor wrote."""
+        """Record a kernel that Inductor generated."""
         self._add(lambda: _fused(name, nodes))
 
     def calls(self, node: Any) -> None:
@@ -88,7 +88,7 @@ class Record:
         self._add(lambda: _library_kernel(node))
 
     def sums_up(self, kernel: Any) -> None:
-        """Record the kernels of torch that add up the partial results of a kernel that reduces along two dimensions."""
+        """Record the kernels of torch that sum the partial results of a kernel that reduces along two dimensions."""
         for partial in getattr(kernel, "saved_partial_accumulate", ()):
             self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
 
@@ -104,7 +104,7 @@ class Record:
 
 @contextmanager
 def kernels_recorded() -> Iterator[Record]:
-    """Record the kernels called by the code that Inductor writes in this context."""
+    """Record the kernels called by the code that Inductor generates in this context."""
     record = Record()
     with ExitStack() as patches:
         try:
@@ -183,11 +183,11 @@ def _record_second_passes(record: Record, patches: ExitStack) -> None:
 
 
 _PARTS = 4
-"""Bytes of an element of such a workspace: float32."""
+"""Bytes of an element of the workspace for partial results: float32."""
 
 
 def _second_pass(kernel: Any, reduction: str) -> Kernel:
-    """Return the record of the kernel of torch that reduces the parts in a workspace to one row."""
+    """Return the record of the kernel of torch that reduces the partial results in a workspace to a single row."""
     columns = int(kernel.numels["r0_"])
     parts = -(-int(kernel.numels["x"]) // int(kernel.rsplit_size)) * columns
     name = {"min": "amin.default", "max": "amax.default"}.get(reduction, f"{reduction}.dim_IntList")
@@ -196,15 +196,15 @@ def _second_pass(kernel: Any, reduction: str) -> Kernel:
 
 
 def _fused(name: str, nodes: Iterable[Any]) -> Kernel:
-    """Return the record of a kernel that Inductor wrote: a sequence of loops, each over fused ops."""
+    """Return the record of a kernel that Inductor generated: a sequence of loops, each over fused ops."""
     nodes = [node for node in nodes if hasattr(node, "scheduler")]  # the others are markers for the backend
     loops = dict.fromkeys(node.scheduler.name_to_fused_node[node.get_name()] for node in nodes)
     return Kernel(name, fused=True, bytes=sum(map(_moved, loops)), origins=_as_origins(_computed(nodes)))
 
 
 def _moved(node: Any) -> int:
-    """Return the bytes that a scheduler node has to read and write at least. Dependencies that only fix an order
-    (`WeakDep`) are no reads."""
+    """Return the least bytes that a scheduler node reads and writes. Dependencies that only fix an order (`WeakDep`)
+    are no reads."""
     from torch._inductor.dependencies import WeakDep
 
     sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
@@ -237,8 +237,8 @@ def _result_bytes(node: fx.Node) -> int:
 
 
 def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
-    """Return the ops that a kernel computes: those among its nodes' origins that are found on the way back from its
-    results, up to the ops that wrote its inputs. (Origins list the ops of other kernels, too.)"""
+    """Return the ops that a kernel computes: the origins of its nodes that lie between its inputs and its results.
+    (Origins list the ops of other kernels, too.)"""
     from torch._inductor.virtualized import V
 
     buffers: Mapping[str, Any] = V.graph.name_to_buffer

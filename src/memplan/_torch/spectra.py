@@ -1,4 +1,4 @@
-"""Singular and eigenvalues without their vectors, which torch computes under a dispatch mode even if nobody asks.
+"""Singular values and eigenvalues without vectors: under a dispatch mode torch computes the unused vectors, too.
 
 Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, `_may_require_fw_or_bw_grad` (`isTensorSubclassLike` is true of
 every tensor under a mode). Seen in torch 2.11 and 2.13.

@@ -1,7 +1,7 @@
-"""Subclasses of `torch.Tensor` without data of their own: as the plain tensors that they are, and of fake tensors.
+"""Subclasses of `torch.Tensor`: converted to plain tensors and back, also for fake tensors.
 
-Seen in torch 2.11 and 2.13: a fake tensor refuses `as_subclass`, as its object in Python is made already; its class can
-be set. ``torch._C.DisableTorchFunctionSubclass``; ``torch.Tensor._make_subclass``.
+Seen in torch 2.11 and 2.13: a fake tensor refuses `as_subclass`, as its Python object exists already; its class can be
+set instead. ``torch._C.DisableTorchFunctionSubclass``; ``torch.Tensor._make_subclass``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _OWN = frozenset(("fake_mode", "fake_device", "constant", "real_tensor", "nonzer
 
 @functools.cache
 def wraps_tensors(kind: type) -> bool:
-    """Return whether tensors of a class are made of others and dispatch ops themselves: `DTensor`, quantized ones."""
+    """Return whether a class is a wrapper subclass, whose tensors contain others and dispatch ops themselves:
+    `DTensor`, quantized tensors."""
     return is_traceable_wrapper_subclass_type(kind)
 
 
 def kind_of(tensor: torch.Tensor) -> type | None:
-    """Return the class of a tensor of a subclass without a `__torch_dispatch__` of its own; None for other tensors."""
+    """Return the subclass of a tensor, if it does not define `__torch_dispatch__`; None for other tensors."""
     kind = type(tensor)
     if kind in _PLAIN:
         return None
@@ -44,7 +45,7 @@ def kind_of(tensor: torch.Tensor) -> type | None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor that shares the memory of a tensor of a subclass."""
+    """Return a plain tensor that shares memory with a tensor of a subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(tensor, FakeTensor):
             return torch.ops.aten.alias.default(tensor)
@@ -67,7 +68,7 @@ def _of_kind(tensor: torch.Tensor, kind: type) -> torch.Tensor:
 
 
 def with_attributes(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Give a tensor the attributes of another one, and return it."""
+    """Copy the Python attributes of tensor ``like`` to ``tensor``, and return ``tensor``."""
     for name, value in vars(like).items():
         if name not in _OWN:
             setattr(tensor, name, value)
@@ -75,13 +76,13 @@ def with_attributes(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def computes_by_itself(kind: type) -> bool:
-    """Return whether a subclass has a `__torch_function__` of its own, so that results can be anything."""
+    """Return whether a subclass overrides `__torch_function__`, so that its results can be anything."""
     own: Any = kind.__torch_function__  # pyright: ignore[reportAttributeAccessIssue]  # of a tensor's class
     return getattr(own, "__func__", own) is not torch.Tensor.__torch_function__.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _FakeOfSubclass(FakeTensor):
-    """Calls functions as subclasses do by default: `FakeTensor` itself turns that off."""
+    """Has the default `__torch_function__` of subclasses, which `FakeTensor` itself disables."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,12 +91,12 @@ class _FakeOfSubclass(FakeTensor):
 
 @contextlib.contextmanager
 def subclasses_hidden(types: Any, *arguments: Any) -> Iterator[None]:
-    """Set the class of an op's arguments to `FakeTensor` while the op runs, where they are fakes of a user's subclass:
-    fake kernels are Python code, and would call methods that the subclass overrides.
+    """Set the class of an op's fake arguments of a user's subclass to `FakeTensor` while the op runs: fake kernels are
+    Python code, and would call methods that the subclass overrides.
 
     Args:
-        types: the classes of the tensors, as a dispatch has them.
-        arguments: of the op.
+        types: the classes of the tensors, as passed to `__torch_dispatch__`.
+        arguments: the op's arguments.
     """
     if not any(issubclass(kind, _FakeOfSubclass) for kind in types):
         yield
@@ -112,7 +113,7 @@ def subclasses_hidden(types: Any, *arguments: Any) -> Iterator[None]:
 
 @functools.lru_cache(256)
 def _fake(kind: type) -> type:
-    """Return a class of fake tensors with the methods of a subclass; it remembers the subclass for `kind_of`."""
+    """Return a class of fake tensors with the methods of subclass ``kind``, which `kind_of` returns for them."""
     content = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _KIND: kind}
     return types.new_class(kind.__name__, (kind, _FakeOfSubclass), {}, lambda space: space.update(content))
 
@@ -145,7 +146,7 @@ def fakes_dressed() -> Iterator[None]:
 
 
 class OpNames(TorchDispatchMode):
-    """Notes the ops that run, with the shapes of their results."""
+    """Records the names of the ops that run, with the shapes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,8 @@ _SILENT = frozenset({torch.ops.aten.alias.default, torch.ops.aten.detach.default
 
 
 def fake_like(tensors: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, list[torch.Tensor]]:
-    """Return a fake mode and the tensors in it: the mode of tensors that are fake already, else `mode` or a new one."""
+    """Return a fake mode, and the tensors as fake tensors of it. The mode is that of tensors that are fake already,
+    else ``mode``, else a new mode."""
     own_mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), mode)
     mode = own_mode or FakeTensorMode(allow_non_fake_inputs=True)
     return mode, [tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor) for tensor in tensors]

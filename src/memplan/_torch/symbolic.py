@@ -1,6 +1,6 @@
 """A joint graph traced with symbolic sizes, and its specialization to concrete sizes.
 
-Seen in torch 2.13: ``ShapeEnv`` with its ``guards`` (what was decided about symbols while tracing) and its
+Seen in torch 2.13: ``ShapeEnv`` with its ``guards`` (conditions on symbols, assumed while tracing) and its
 ``var_to_range``, ``StatelessSymbolicContext`` for ``FakeTensorMode.from_tensor``, ``SymInt.node.expr`` (a sympy
 expression), and `torch.utils._sympy.printers.PythonPrinter`.
 """
@@ -41,7 +41,7 @@ def is_symbol(value: object) -> bool:
 
 
 def symbolic_mode() -> FakeTensorMode:
-    """Return a mode whose fake tensors may have symbols for sizes."""
+    """Return a fake mode whose tensors may have symbolic sizes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -76,7 +76,7 @@ class Symbolic:
         """Replace the numbers of a graph by indices into the table. The graph is changed: use it through `at` only.
 
         Raises:
-            NotSymbolicError: it has values other than CPU tensors and integers.
+            NotSymbolicError: the graph has values other than CPU tensors and integers.
         """
         self._joint, self._environment = joint, _environment(joint)
         self._places: dict[Any, int] = {}
@@ -153,7 +153,7 @@ class Symbolic:
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
             raise NotSymbolicError(f"{type(value).__name__} is no plain tensor")
         storage = value.untyped_storage()
-        self._kept.append(storage)  # alive, its key stays unique
+        self._kept.append(storage)  # while the storage is alive, its key stays unique
         key = storage_key(storage)
         if key not in self._storages:
             self._storages[key] = len(self._sizes)
@@ -183,7 +183,7 @@ class Symbolic:
         return argument
 
     def _place(self, number: Any) -> int:
-        """Return the index of a number in the table, where it is added if new."""
+        """Return the index of a number in the table; a new number is added."""
         expression = number.node.expr if isinstance(number, torch.SymInt) else int(number)
         return self._places.setdefault(expression, len(self._places))
 

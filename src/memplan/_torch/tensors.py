@@ -33,7 +33,8 @@ IN_PLACE_ON_ZEROS = {
     _ATEN.put.default: _ATEN.put_.default,
     _ATEN.masked_scatter.default: _ATEN.masked_scatter_.default,
 }
-"""Ops with which derivative formulas write into zeros, and the forms in which they do it without a dispatch mode."""
+"""Out-of-place ops by which derivative formulas write into zeros under a dispatch mode -> the in-place ops that they
+call without a mode."""
 
 _WITH_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
 _OF_BOUNDS = frozenset({"ClampBackward0"} if torch_version() < (2, 14) else ())
@@ -49,7 +50,8 @@ IN_PLACE_IN_FORMULAS: dict[Any, tuple[Any, frozenset[str]]] = {
     _ATEN.mul.Tensor: (_ATEN.mul_.Tensor, frozenset({_WITH_LOGITS, "BinaryCrossEntropyBackward0"})),
     _ATEN.add.Tensor: (_ATEN.add_.Tensor, frozenset({"AminmaxBackward0"})),
 }
-"""Ops with which derivative formulas change what they have made, by the nodes that do so in place without a mode.
+"""Out-of-place ops by which derivative formulas change their own temporaries under a dispatch mode -> (the in-place op
+that they call without a mode, the autograd nodes that do so).
 
 Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.13. From torch 2.14 on, the
 gradient of equal elements is shared out and then filled in place, and bounds are compared into new tensors.
@@ -57,7 +59,7 @@ gradient of equal elements is shared out and then filled in place, and bounds ar
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, by one call of ``torch._foreach_copy_`` instead of one a tensor."""
+    """Copy each source into its target, by a single call of ``torch._foreach_copy_``."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
 
@@ -80,12 +82,13 @@ def sends_two_gradients(node: Any) -> bool:
 
 
 def node_sequence(node: Any) -> int:
-    """Return the sequence number that a node got when its forward op ran (2**64 - 1 for gradient accumulation)."""
+    """Return the sequence number of an autograd node, set when its forward op ran (2**64 - 1 for gradient
+    accumulation)."""
     return node._sequence_nr()
 
 
 def sequence_number() -> int:
-    """Return the sequence number of the autograd node made last on this thread, -1 before the first."""
+    """Return the sequence number of this thread's newest autograd node; -1 before the first."""
     return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
 
@@ -95,7 +98,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def is_zero(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor stands for zeros without having memory: torch's "efficient zero tensor"."""
+    """Return whether a tensor is an "efficient zero tensor" of torch: zeros without memory."""
     return tensor._is_zerotensor()
 
 
@@ -169,7 +172,7 @@ def sparse_coo(
     coalesced: bool,
     known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return a sparse tensor over fake indices and values, without any op that a recording sees.
+    """Return a sparse tensor with these fake indices and values, without any op that a recording sees.
 
     ``known``: the values of the indices, if known; by default those that the fake indices carry, if any.
     """
@@ -182,7 +185,7 @@ def sparse_coo(
 
 
 def known_indices(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the indices of a sparse tensor, where `sparse_coo` knew them."""
+    """Return the values of a sparse tensor's indices, or None if `sparse_coo` did not know them."""
     return getattr(tensor, INDICES_ATTRIBUTE, None)
 
 
@@ -212,8 +215,7 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the innermost tensor of the wrappers that transforms of `torch.func` put around it; of a `DTensor`, what
-    this rank has of it."""
+    """Return the tensor inside of the wrappers of `torch.func`'s transforms, and this rank's shard of a `DTensor`."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -227,7 +229,7 @@ def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def called_by_engine() -> bool:
-    """Return whether the autograd engine calls the op that is dispatched, rather than a backward written in Python."""
+    """Return whether the dispatched op is called by the autograd engine itself, not by a backward in Python."""
     return _caller() == "_engine_run_backward"
 
 
@@ -240,7 +242,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def _caller() -> str:
-    """Name of the innermost function that is not memplan's own."""
+    """Return the name of the innermost function outside of memplan on the stack."""
     for frame in callers():
         if not frame.f_code.co_filename.startswith(_OURS):
             return frame.f_code.co_name
@@ -263,7 +265,7 @@ def schema_of(func: Any) -> str:
 
 
 def op_named(name: str) -> Any:
-    """Return the op with a name as of a dispatch mode ("aten.add.Tensor"); None where this torch has no such op."""
+    """Return the op with a qualified name ("aten.add.Tensor"), or None if this torch has no such op."""
     parts = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
@@ -272,13 +274,12 @@ def op_named(name: str) -> Any:
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the base of a view, as autograd knows it; for other tensors the tensor itself. Seen in torch 2.11 and
-    2.13: ``_base``."""
+    """Return the tensor that a view is a view of; other tensors unchanged. Seen in torch 2.11 and 2.13: ``_base``."""
     return tensor if tensor._base is None else tensor._base
 
 
 def is_view(value: Any) -> bool:
-    """Return whether a value is a tensor that autograd knows as a view of another. Seen in torch 2.11 and 2.13:
+    """Return whether a value is a tensor that is a view of another for autograd. Seen in torch 2.11 and 2.13:
     ``_base``."""
     return isinstance(value, torch.Tensor) and value._base is not None
 
@@ -302,8 +303,8 @@ def written_arguments(func: Any) -> list[tuple[int, str]]:
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of an op draws random numbers. Attention has the tag of random ops in any case, and draws
-    only where its dropout is not 0."""
+    """Return whether a call of an op draws random numbers. Attention is tagged as random, but draws only if its dropout
+    is not 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = [argument.name for argument in arguments(func)]
@@ -318,8 +319,8 @@ _DRAW_NOTHING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defa
 
 
 def drawing_from(op: Any, generator: torch.Generator) -> Callable[..., Any] | None:
-    """Return a CPU version of an op that draws its random numbers from this generator: the op itself if it draws none;
-    None if it has no argument for a generator."""
+    """Return a CPU version of an op that draws random numbers from ``generator``: the op itself if it draws none; None
+    if the op has no generator argument."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()) or op in _DRAW_NOTHING:
         return op
     if op is torch.ops.aten.native_dropout.default:

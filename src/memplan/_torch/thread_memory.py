@@ -1,7 +1,7 @@
-"""Memory of the threads that a step starts, which the profiler of the thread that measures does not see.
+"""Memory of the threads that a step starts, which the measuring thread's profiler does not record.
 
-torch's profiler records memory in the thread that starts it and, where it watches all threads, in none. Its forerunner,
-which records sizes without addresses, works in each thread by itself. Everything here was seen in torch 2.11 and 2.13.
+torch's profiler records memory only in the thread that starts it. The legacy profiler, which records sizes without
+addresses, is started in each further thread. Everything here was seen in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from memplan._torch.patches import around_started_threads
 
 @dataclass
 class Threads:
-    """What was allocated in threads that started while they were watched."""
+    """Threads started within `threads_watched`, and their allocations."""
 
     started: list[str] = field(default_factory=list[str])
-    """Names of those that have started."""
+    """Names of the started threads."""
     ended: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
-    """For each thread that ended, its allocations: time in ns, and bytes (negative for a release)."""
+    """For each thread that ended, its allocations and frees: (time in ns, bytes; negative for a free)."""
 
 
 @contextlib.contextmanager
 def threads_watched() -> Iterator[Threads]:
-    """Record allocations in threads that start in this context; those of a thread are added when it ends."""
+    """Record allocations in threads that start in this context. A thread's allocations are added when the thread
+    ends."""
     threads = Threads()
     with around_started_threads(lambda: _record_thread(threads)) as threads.started:
         yield threads
@@ -40,7 +41,7 @@ def threads_watched() -> Iterator[Threads]:
 
 @contextlib.contextmanager
 def _record_thread(threads: Threads) -> Iterator[None]:
-    """Record the allocations of the running thread by torch's older profiler."""
+    """Record the allocations of the running thread by torch's legacy profiler."""
     _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
     try:
         yield
@@ -58,7 +59,7 @@ def _record_thread(threads: Threads) -> Iterator[None]:
 def with_threads(profile: Profile, threads: Threads) -> Profile:
     """Add the events of other threads to a profile. Their records have no addresses, so they get negative ones.
 
-    A release is assigned to the latest allocation of the same size. Which of several that is does not change the sum.
+    A free is assigned to the latest allocation of the same size; among several, the choice does not change the sum.
     """
     others = [MemoryEvent(0, size, time, "", -1) for sizes in threads.ended for time, size in sizes]
     live: dict[int, dict[int, None]] = {}

@@ -1,10 +1,10 @@
-"""Values that are known while a step is traced: of tensors made of constants, and of small integer inputs.
+"""Known values of tensors while a step is traced: of constants, and of small integer inputs.
 
-Code reads them to branch (is this mask all ones? are these positions in order?). What is computed from constants alone
-is the same in every call. What depends on inputs is a condition, under which alone the trace is right.
+Code reads such values to branch (is this mask all ones? are these positions in order?). A value computed from constants
+alone is the same in every call. A value that depends on inputs becomes a condition of the trace.
 
 Seen in torch 2.11, 2.13 and 2.15: ``_local_scalar_dense`` reaches the fake mode for ``item()``, ``bool()`` and
-``tolist()``; ``lift_fresh`` is what a tensor from Python's numbers passes first.
+``tolist()``; a tensor from Python's numbers passes ``lift_fresh`` first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memplan._torch.fake import READ_SCALAR
 
 LARGEST = 1 << 16
-"""Elements of a tensor whose values are followed."""
+"""Most elements of a tensor whose values are followed."""
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
@@ -54,14 +54,14 @@ class Known:
 
 @dataclass(frozen=True)
 class Condition:
-    """A number that was read, and the first input that it depends on."""
+    """A scalar that was read while tracing, and the first input that it depends on."""
 
     known: Known
     value: Any
     input: int
 
     def holds(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether the number is the same for these inputs."""
+        """Return whether the scalar is the same for these inputs."""
         with torch.no_grad():
             return bool(self.known.anew(inputs, {}).item() == self.value)
 
@@ -72,7 +72,7 @@ class Values:
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
         self.conditions: list[Condition] = []
-        """Conditions that were read and depend on an input."""
+        """Scalars that were read and depend on an input."""
 
     def take(self, fake: Any, number: int, real: torch.Tensor) -> None:
         """Note the values of an input of the trace, if it is small and of an integer or bool dtype."""
@@ -81,8 +81,8 @@ class Values:
             self._known[fake] = Known(real.detach(), input=number)
 
     def read(self, func: Any, args: Any) -> Any:
-        """Return the value of a scalar read; None if unknown. If it depends on an input, note a condition: for other
-        values the trace would be another."""
+        """Return the value of a scalar read, or None if unknown. If the value depends on an input, note a condition:
+        for other values the trace would differ."""
         known = self._known.get(args[0]) if func is READ_SCALAR and isinstance(args[0], FakeTensor) else None
         if known is None:
             return None
@@ -94,8 +94,8 @@ class Values:
         return value
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute an op on real values, if those of all its tensor arguments are known, so that its result is known,
-        too. Results of an op that writes in place are unknown from then on."""
+        """Compute an op on real values if those of all its tensor arguments are known, so that the values of its result
+        are known. A tensor that an op writes in place becomes unknown."""
         if not isinstance(func, torch._ops.OpOverload):
             return
         if func._schema.is_mutable:
@@ -121,7 +121,7 @@ class Values:
             self._known[tensor] = Known(value, call=call, parts=parts, position=None if is_tensor else at)
 
     def _parts(self, func: Any, tensors: Sequence[torch.Tensor]) -> tuple[Known, ...] | None:
-        """Return the known values of an op's tensor arguments; None where one is unknown."""
+        """Return the known values of an op's tensor arguments, or None if any is unknown."""
         parts: list[Known] = []
         for tensor in tensors:
             known = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
@@ -138,7 +138,7 @@ def _tensors(arguments: Any) -> list[torch.Tensor]:
 
 
 def _has_symbols(arguments: Any) -> bool:
-    """Return whether a size is a symbol: a computation would turn it into a number."""
+    """Return whether any argument has a symbolic size, which computing real values would specialize."""
     return any(
         isinstance(leaf, torch.SymInt) or (isinstance(leaf, FakeTensor) and leaf._has_symbolic_sizes_strides)
         for leaf in tree_leaves(arguments)
@@ -151,7 +151,7 @@ def _follows(func: Any) -> bool:
 
 
 def _recipe(func: Any, args: Any, kwargs: Any) -> Callable[[list[Any]], Any]:
-    """Return a call as a function of its tensor arguments, to repeat it with others. The tensors are not kept alive."""
+    """Return a call as a function of its tensor arguments, to repeat it with other tensors. Keeps no tensor alive."""
     places = iter(range(1 << 30))
     args, kwargs = tree_map(lambda x: _Place(next(places)) if isinstance(x, torch.Tensor) else x, (args, kwargs))
 
