@@ -8,20 +8,22 @@ import click
 
 from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import StepArguments, Whole, result_options, step_options, subject_of
+from memplan.cli.options import StepArguments, Whole, resolve_quietly, result_options, step_options, subject_of
 from memplan.cli.progress import line
 from memplan.cli.sweep import describe_first_point
 from memplan.errors import InputError
 
-HELP = """Compare ways to train a model with several cards: copies, shards, checkpoints.
+HELP = """Compare ways to train a model with several cards: copies, shards, parts of layers, checkpoints.
 
 TARGET makes a module, and its options are those of memplan explain. Each layout is one rank's training step under
-DistributedDataParallel or fully_shard, recorded alone. A target that shards its model by itself is explained by
-memplan explain --world N.
+DistributedDataParallel, fully_shard or (--tensor) parallelize_module, recorded alone. A target that shards its model
+by itself is explained by memplan explain --world N.
 
 \b
   memplan layouts examples/gpt.py:make --input 1x1024:int64<50257 \\
       --optimizer adamw --autocast bf16 --world 8 --device rtx4090 --micro-batch 1,4,16
+  memplan layouts model.py:llama --input 1x8192:int64<128256 --optimizer adamw \\
+      --autocast bf16 --world 8 --device h100 --tensor 1,2,4,8
 
 Says the fastest layout that fits, and the bytes and the least time of all.
 
@@ -34,6 +36,18 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
 @step_options
 @click.option("--world", type=Whole(min=1), required=True, metavar="N", help="Number of ranks, a card each.")
 @click.option("--micro-batch", default="1", show_default=True, metavar="N,N", help="Samples of a rank at a time.")
+@click.option(
+    "--tensor",
+    default="1",
+    show_default=True,
+    metavar="N,N",
+    help="Ranks that share each layer, and the sequence between layers.",
+)
+@click.option(
+    "--tensor-plan",
+    metavar="TARGET",
+    help="A callable that shares the layers: (model, mesh). Default: for transformers of linear layers.",
+)
 @click.option("--per-node", type=Whole(min=1), default=8, show_default=True, metavar="N", help="Cards of a machine.")
 @click.option(
     "--link", type=click.FloatRange(min=0, min_open=True), metavar="GB/S",
@@ -41,16 +55,15 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
 )  # fmt: skip
 @result_options("everything")
 def command(
-    world: int, micro_batch: str, per_node: int, link: float | None, results: ResultFiles, **values: Any
-) -> int:
+    world: int, micro_batch: str, tensor: str, tensor_plan: str | None, per_node: int, link: float | None,
+    results: ResultFiles, **values: Any,
+) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.layouts import report
     from memplan.studies.layouts.layouts import find_layouts
     from memplan.trace.recording.session import choose_target
 
-    sizes = [whole_number(part.strip()) for part in micro_batch.split(",")]
-    if any(size is None or size < 1 for size in sizes):
-        raise InputError(f"--micro-batch {micro_batch!r}", expected="whole numbers from 1: 1,2,4", do="Write them so")
+    sizes, degrees = _numbers("--micro-batch", micro_batch), _numbers("--tensor", tensor)
     if not values["train"]:
         raise InputError("--no-train", expected="a training step", do="Leave it out")
     arguments = StepArguments(**values)
@@ -58,9 +71,18 @@ def command(
     target = choose_target(arguments.device, arguments.assumed, arguments.environment, world, 0)
     with line("recording layouts") as progress:
         result = find_layouts(
-            subject, target, [size for size in sizes if size is not None], per_node=per_node,
+            subject, target, sizes, tensor=degrees,
+            tensor_plan=None if tensor_plan is None else resolve_quietly(tensor_plan).what, per_node=per_node,
             link=None if link is None else link * 1e9, settings=arguments.settings, title=arguments.target,
             progress=progress,
         )  # fmt: skip
     results.write_and_show(result.to_json, lambda: report(result))
     return int(result.best is None)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of an option's text."""
+    numbers = [number for part in text.split(",") if (number := whole_number(part.strip())) is not None and number > 0]
+    if len(numbers) <= text.count(","):
+        raise InputError(f"{option} {text!r}", expected="whole numbers from 1: 1,2,4", do="Write them so")
+    return numbers

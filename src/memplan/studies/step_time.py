@@ -56,6 +56,20 @@ def step_time(trace: Trace, rates: Rates) -> StepTime | None:
     return StepTime(seconds, sum(work.flops for work in works), sum(work.bytes for work in works))
 
 
+def exchanged_bytes(trace: Trace) -> int:
+    """Return the bytes of `DTensor`'s collective operations in the first step: what each gathers or reduces to shards,
+    twice what it reduces to all. A ring of r ranks sends (r - 1) / r of them."""
+    total = 0
+    for op in trace.ops:
+        namespace, _, name = op.name.partition(".")
+        if op.step != 0 or op.phase == "build" or namespace != "_c10d_functional" or name.startswith("wait_tensor"):
+            continue
+        storages = {*(read.storage for read in op.reads), *op.writes}
+        size = max((trace.storages[number].bytes for number in storages), default=0)
+        total += size * (2 if name.startswith("all_reduce") else 1)
+    return total
+
+
 def _works(trace: Trace) -> Iterator[Work]:
     """Yield the work of each kernel of the first step: its FLOPs, the bytes that it moves and the dtype of its rate."""
     forms = {form.op: form for form in trace.forms}

@@ -16,8 +16,8 @@ Sharding = Literal["replicated", "sharded", "hybrid"]
 class Layout:
     """How ranks hold a module, and what a rank does at a time.
 
-    ``replicas`` x ``shards`` is the number of ranks: `DistributedDataParallel` with one shard, `fully_shard` with one
-    replica, both of them (HSDP) otherwise.
+    ``replicas`` x ``shards`` x ``tensor`` is the number of ranks: `DistributedDataParallel` with one shard,
+    `fully_shard` with one replica, both of them (HSDP) otherwise, each of what tensor parallelism leaves of a layer.
     """
 
     replicas: int
@@ -28,6 +28,8 @@ class Layout:
     """Whether gathered weights are freed after the forward pass, and gathered again (``reshard_after_forward``)."""
     checkpoint: bool = False
     """Whether each block is checkpointed (`torch.utils.checkpoint`)."""
+    tensor: int = 1
+    """Ranks that share each layer, and the sequence between layers (`parallelize_module`)."""
 
     @property
     def sharding(self) -> Sharding:
@@ -38,9 +40,11 @@ class Layout:
 
     @property
     def title(self) -> str:
-        """Name in tables, with the classes of torch: ``FSDP2 8, kept, recomputed``."""
+        """Name in tables, with torch's names: ``FSDP2 8, kept, recomputed``, ``FSDP2 4 x TP 2``."""
         names = {"replicated": f"DDP {self.replicas}", "sharded": f"FSDP2 {self.shards}"}
         parts = [names.get(self.sharding, f"HSDP {self.replicas} x {self.shards}")]
+        if self.tensor > 1:
+            parts = [f"{parts[0]} x TP {self.tensor}" if self.shards > 1 else f"TP {self.tensor}"]
         parts += ["kept"] if self.shards > 1 and not self.reshard else []
         parts += ["recomputed"] if self.checkpoint else []
         return ", ".join(parts)
@@ -48,29 +52,51 @@ class Layout:
     @property
     def mesh(self) -> tuple[int, ...]:
         """Sizes for `init_device_mesh`."""
-        return (self.replicas, self.shards) if self.sharding == "hybrid" else (self.replicas * self.shards,)
+        sizes = {"replicas": self.replicas, "shards": self.shards, "tensor": self.tensor}
+        return tuple(sizes[name] for name in self.dimensions)
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """Names of the mesh's dimensions."""
+        sizes = {"replicas": self.replicas, "shards": self.shards, "tensor": self.tensor}
+        return tuple(name for name, size in sizes.items() if size > 1) or ("replicas",)
 
 
-def layouts_of(world: int, per_node: int, micro_batches: Sequence[int]) -> Iterator[Layout]:
+def layouts_of(
+    world: int, per_node: int, micro_batches: Sequence[int], tensor: Sequence[int] = (1,)
+) -> Iterator[Layout]:
     """Yield the layouts of ``world`` ranks, of which ``per_node`` are in a machine.
 
-    Copies of everything; shards across all ranks; and where there are several machines, shards within each. Each with
-    and without checkpoints, and with gathered weights kept or not.
+    Copies of everything; shards across all ranks; and where there are several machines, shards within each; with
+    ``tensor`` ranks to a layer, shards of it across the other ranks. Each with and without checkpoints, and with
+    gathered weights kept or not.
 
     Raises:
-        InputError: the world is no multiple of a machine's ranks.
+        InputError: the world is no multiple of a machine's ranks, or these none of a layer's.
     """
     if world > per_node and world % per_node:
         raise InputError(
             f"{world} ranks in machines of {per_node}", expected="a multiple of a machine's cards",
             do=f"Say how many cards a machine has: --per-node {_largest_divisor(world, per_node)}",
         )  # fmt: skip
-    meshes = [(world, 1), (1, world)]
+    within = min(world, per_node)
+    meshes = [(world, 1, 1), (1, world, 1)]
     if world > per_node > 1:
-        meshes.append((world // per_node, per_node))
-    for (replicas, shards), checkpoint, micro_batch in product(dict.fromkeys(meshes), (False, True), micro_batches):
+        meshes.append((world // per_node, per_node, 1))
+    for degree in tensor:
+        if degree < 1 or within % degree:
+            raise InputError(
+                f"tensor parallelism of {degree} ranks, where a machine has {within}",
+                expected="a divisor of a machine's ranks, as each layer waits for its links",
+                do=f"Take one: --tensor {_largest_divisor(within, max(degree, 1))}",
+            )
+        meshes.append((1, world // degree, degree))
+    if 1 not in tensor:
+        meshes = [mesh for mesh in meshes if mesh[2] > 1]
+    for mesh, checkpoint, micro_batch in product(dict.fromkeys(meshes), (False, True), micro_batches):
+        replicas, shards, degree = mesh
         for reshard in (True, False) if shards > 1 else (True,):
-            yield Layout(replicas, shards, micro_batch, reshard, checkpoint)
+            yield Layout(replicas, shards, micro_batch, reshard, checkpoint, degree)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,11 @@ from memplan.devices.model import Device
 from memplan.errors import InputError, MemplanError, StepError, TargetError
 from memplan.planning.graph.roofline import rates_of
 from memplan.studies.axes.subject import Maker, Subject
+from memplan.studies.layouts.blocks import Blocks, blocks_of
 from memplan.studies.layouts.layout import Layout, layouts_of
-from memplan.studies.layouts.wrapped import Blocks, Wrapped, blocks_of, rank_options
-from memplan.studies.step_time import step_time
+from memplan.studies.layouts.tensor_parallel import TensorPlan, check_plan, tensor_parallel
+from memplan.studies.layouts.wrapped import Wrapped, rank_options
+from memplan.studies.step_time import exchanged_bytes, step_time
 from memplan.studies.sweeps.points import record_point
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, Target, choose_target, public
@@ -31,8 +34,8 @@ _FEW = 3, 5
 bytes, as the next one's weights are gathered while one runs; two more, as blocks of two kinds may alternate."""
 
 
-_OF_LAYOUT = ("replicas", "shards", "micro_batch", "reshard", "checkpoint")
-_OF_ROW = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "reason")
+_OF_LAYOUT = ("replicas", "shards", "micro_batch", "reshard", "checkpoint", "tensor")
+_OF_ROW = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "exchanging", "reason")
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,15 @@ class LayoutBytes:
     """Seconds of a rank's step by a roofline of its kernels (`memplan.studies.step_time`)."""
     sending: float
     """Seconds that a rank sends in a step, at the rate of its slowest link."""
+    exchanging: float = 0.0
+    """Seconds that the card waits for what ranks of a layer exchange, at the rate of the links within a machine."""
     reason: str = ""
     """Why it was not recorded; empty where it was."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step at least: what is sent is sent while the card computes."""
-        return max(self.compute, self.sending)
+        """Seconds of a step at least. The card computes while it sends shards and gradients, not parts of layers."""
+        return max(self.compute + self.exchanging, self.sending)
 
     @property
     def rate(self) -> float:
@@ -118,6 +123,8 @@ def layouts(
     world: int,
     device: str,
     micro_batch: Sequence[int] = (1,),
+    tensor: Sequence[int] = (1,),
+    tensor_plan: TensorPlan | None = None,
     per_node: int = 8,
     link: float | None = None,
     kwargs: Mapping[str, Any] = {},  # read only
@@ -130,9 +137,10 @@ def layouts(
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
 ) -> Layouts:
-    """Compare ways to train a module with several cards: copies, shards, checkpoints, micro-batches.
+    """Compare ways to train a module with several cards: copies, shards, parts of layers, checkpoints, micro-batches.
 
-    Each layout is one rank's training step under `DistributedDataParallel` or `fully_shard` in a fake process group.
+    Each layout is one rank's training step under `DistributedDataParallel`, `fully_shard` or `parallelize_module` in a
+    fake process group.
     Of a module with many equal blocks three and five are recorded, and the rest is extrapolated; the fastest layout
     that fits is recorded whole.
 
@@ -142,6 +150,9 @@ def layouts(
         world: number of ranks.
         device: a card of the catalogue.
         micro_batch: samples of a rank at a time, to compare.
+        tensor: ranks that share each layer, to compare: 1, 2, 4.
+        tensor_plan: shares the layers of the module across a mesh of one dimension, in place (`parallelize_module`).
+            Default: a plan for transformers of linear layers, with the sequence sharded between them.
         per_node: cards of a machine.
         link: bytes a second of a card to another machine, instead of the catalogue's.
         autocast: of copies; shards are gathered in this dtype instead (`MixedPrecisionPolicy`), and reduced in float32.
@@ -150,7 +161,8 @@ def layouts(
         The layouts, those that fit first, the fastest of them first.
 
     Raises:
-        InputError: the world is no multiple of a machine's cards, or the device is no card.
+        InputError: the world is no multiple of a machine's cards, or these none of ``tensor``; or the device is no
+            card.
         TargetError: ``what`` makes no module.
         StepError: no layout can be recorded.
 
@@ -162,8 +174,9 @@ def layouts(
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, True, dtype).checked()
     target = choose_target(device, assume, cudnn, world, 0)
     return find_layouts(
-        Subject(what, options), target, tuple(micro_batch), per_node=per_node, link=link, settings=settings
-    )
+        Subject(what, options), target, tuple(micro_batch), tensor=tuple(tensor), tensor_plan=tensor_plan,
+        per_node=per_node, link=link, settings=settings,
+    )  # fmt: skip
 
 
 def find_layouts(
@@ -171,6 +184,8 @@ def find_layouts(
     target: Target,
     micro_batches: Sequence[int],
     *,
+    tensor: Sequence[int] = (1,),
+    tensor_plan: TensorPlan | None = None,
     per_node: int,
     link: float | None = None,
     settings: str | None = None,
@@ -181,10 +196,10 @@ def find_layouts(
     card, world = target.card, target.world
     if card is None or world is None:
         raise InputError(f"device {target.name}", expected="a card, which a rank has to itself", do="Name one: h100")
-    study = _Study(subject, target, card, world, per_node, link, settings)
+    study = _Study(subject, target, card, tensor_plan, per_node, link, settings)
     rows: list[LayoutBytes] = []
     reasons: dict[Layout, str] = {}
-    for layout in layouts_of(world, per_node, sorted(set(micro_batches))):
+    for layout in layouts_of(world, per_node, sorted(set(micro_batches)), sorted(set(tensor))):
         any_batch = replace(layout, micro_batch=0)
         if any_batch in reasons:
             rows.append(study.unrecorded(layout, reasons[any_batch]))
@@ -219,21 +234,23 @@ def _speed(row: LayoutBytes) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Bytes, FLOPs and seconds of one recording."""
+    """Bytes, FLOPs and seconds of a recording."""
 
     allocated: int
     reserved: int
     needs: int
     flops: int
     seconds: float
+    exchanged: float
+    """Bytes that a rank sends to those of the same layers."""
 
 
 class _Study:
     """Records layouts of a module."""
 
     def __init__(
-        self, subject: Subject, target: Target, card: Device, world: int, per_node: int, link: float | None,
-        settings: str | None,
+        self, subject: Subject, target: Target, card: Device, tensor_plan: TensorPlan | None, per_node: int,
+        link: float | None, settings: str | None,
     ) -> None:  # fmt: skip
         self._subject, self._target, self._card = subject, target, card
         self._settings = settings
@@ -257,6 +274,8 @@ class _Study:
             )
         self.blocks: Blocks | None = blocks_of(model)
         self._weights = _sizes(model, subject.options)
+        self._parallelize = tensor_plan or functools.partial(tensor_parallel, blocks=self.blocks)
+        self._planless = functools.cache(lambda ranks: None if tensor_plan else _why_not(model, self.blocks, ranks))
         self._per_node = per_node
         self.links = within_machine(card)[0], round(link or between_machines(card)[0])
         self.errors: list[MemplanError] = []
@@ -265,7 +284,10 @@ class _Study:
 
     def row(self, layout: Layout, *, whole: bool = False) -> LayoutBytes:
         """Record a layout: all of the module, or some of its blocks."""
-        least = self._weights.least // layout.shards
+        if layout.tensor > 1 and (error := self._planless(layout.tensor)) is not None:
+            self.errors.append(error)
+            return self.unrecorded(layout, error.found)
+        least = self._weights.least // (layout.shards * layout.tensor)
         if least > self._card.capacity:
             return replace(self.unrecorded(layout, "weights and gradients alone do not fit"), needs=least)
         few = self._few and not whole
@@ -286,11 +308,12 @@ class _Study:
             layout, allocated, reserved, needs, needs <= self._card.capacity, not few,
             round(self._extrapolated([recording.flops for recording in recordings])),
             self._extrapolated([recording.seconds for recording in recordings]), self._sending(layout),
+            self._extrapolated([recording.exchanged for recording in recordings]) / self.links[0],
         )  # fmt: skip
 
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
         """Return the row of a layout that was not recorded."""
-        return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, self._sending(layout), reason)
+        return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, self._sending(layout), reason=reason)
 
     def _extrapolated(self, values: Sequence[float]) -> float:
         """Return the value with all blocks, by a line through those with few."""
@@ -304,7 +327,7 @@ class _Study:
         options = self._subject.options
         compute = options.autocast if isinstance(options.autocast, torch.dtype) and layout.shards > 1 else None
         dtype = options.dtype if isinstance(options.dtype, torch.dtype) else None
-        wrapped = Wrapped(self._make, layout, dtype, compute, self.blocks, number)
+        wrapped = Wrapped(self._make, layout, dtype, compute, self.blocks, number, self._parallelize)
         subject = replace(self._subject, what=wrapped, arguments={}, changes=(), options=rank_options(options, layout))
         outcome = record_point(subject, self._target, self._settings, keep=True)
         if outcome.bytes is None:
@@ -314,7 +337,8 @@ class _Study:
         self.notes = outcome.notes
         time = step_time(outcome.trace, rates_of(self._card))
         flops, seconds = (time.flops, time.seconds) if time is not None else (0, 0.0)
-        return _Figures(outcome.bytes.peak, outcome.bytes.reserved, outcome.bytes.needs, flops, seconds)
+        exchanged = exchanged_bytes(outcome.trace) * (layout.tensor - 1) / layout.tensor
+        return _Figures(outcome.bytes.peak, outcome.bytes.reserved, outcome.bytes.needs, flops, seconds, exchanged)
 
     def _sending(self, layout: Layout) -> float:
         """Return the seconds of a step by what a rank sends, in rings: a gather or a reduction to shards of n bytes by
@@ -324,16 +348,25 @@ class _Study:
         reduced = self._weights.trained_number * 4 if half else self._weights.trained_bytes
 
         def ring(size: float, ranks: int, spread: int) -> float:
-            return size * (ranks - 1) / ranks / (self.links[0] if spread <= self._per_node else self.links[1])
+            rate = self.links[0] if spread <= self._per_node else self.links[1]
+            return size / layout.tensor * (ranks - 1) / ranks / rate
 
         seconds = 0.0
-        ranks = layout.replicas * layout.shards
         if layout.shards > 1:
             gathers = 2 if layout.reshard else 1
-            seconds += ring(gathers * sent + reduced, layout.shards, layout.shards)
+            seconds += ring(gathers * sent + reduced, layout.shards, layout.shards * layout.tensor)
         if layout.replicas > 1:
-            seconds += ring(2 * reduced / layout.shards, layout.replicas, ranks)
+            seconds += ring(2 * reduced / layout.shards, layout.replicas, math.prod(layout.mesh))
         return seconds
+
+
+def _why_not(model: nn.Module, blocks: Blocks | None, ranks: int) -> MemplanError | None:
+    """Return the error that `tensor_parallel` would raise."""
+    try:
+        check_plan(model, blocks, ranks)
+    except MemplanError as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""Layouts whose ranks share each layer: bytes are those of real tensors, gradients those of one rank."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from environment import slow
+from models.sharded_steps import WIDTH, Block, Feedforward, Transformer, in_tensors
+from models.tensor_ranks import compared, step_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.spawn import spawn
+from truth.rank_peak import measured_peak_of_rank
+
+import memplan
+from memplan.cli import main
+from memplan.errors import InputError
+from memplan.simulation.simulate import simulate
+from memplan.studies.layouts.layout import layouts_of
+
+pytestmark = [  # torch's own, in a real run, too
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Using a target size:UserWarning"),
+]
+LENGTH = 64
+OPTIONS: dict[str, Any] = {"targets": f"8x{LENGTH}x500", "loss": "mse_loss", "optimizer": "adamw", "device": "h100"}
+TOKENS = f"8x{LENGTH}:int64<500"
+
+
+@pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2), *slow((4, 1))])
+def test_a_rank_is_what_it_is_with_real_tensors(world: int, shards: int) -> None:
+    predicted = simulate(memplan.record(step_of(shards), world=world)).peak_allocated
+    assert predicted == pytest.approx(measured_peak_of_rank(step_of(shards), world), rel=1e-3)
+
+
+def test_it_takes_what_the_plan_of_torchs_tutorial_does_beside_the_whole_sequence_at_both_ends() -> None:
+    derived, by_hand = (
+        simulate(memplan.record(step_of(by_hand=by_hand), world=2)).peak_allocated for by_hand in (False, True)
+    )
+    whole = 4 * LENGTH * WIDTH * 4
+    assert by_hand < derived <= by_hand + whole
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+@pytest.mark.parametrize("_", slow(None))
+def test_two_ranks_have_the_gradients_of_one(_: None, tmp_path: Path) -> None:
+    spawn(compared, (str(tmp_path),), nprocs=2)
+    number, worst = (tmp_path / "0").read_text().split()
+    assert int(number) == len(list(Transformer().parameters()))
+    assert float(worst) < 1e-5
+
+
+@functools.cache
+def rows_of(make: Any, *, world: int = 2, tensor: tuple[int, ...] = (2,), **options: Any) -> dict[str, Any]:
+    result = memplan.layouts(make, TOKENS, world=world, tensor=tensor, micro_batch=(8,), **options, **OPTIONS)
+    return {row.layout.title: row for row in result.rows}
+
+
+class TwoHeads(Transformer):
+    """A transformer that says how many heads it has, as its attention need not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention.n_heads = 2  # pyright: ignore
+
+
+def test_layouts_share_layers_and_shard_the_rest_and_heads_that_do_not_divide_are_refused() -> None:
+    rows = rows_of(TwoHeads, world=4, tensor=(2, 4))
+    suffixes = "", ", kept", ", recomputed", ", kept, recomputed"
+    assert set(rows) == {*(f"FSDP2 2 x TP 2{suffix}" for suffix in suffixes), "TP 4", "TP 4, recomputed"}
+    assert {row.reason for title, row in rows.items() if title.startswith("TP")} == {
+        "no tensor parallelism: 2 heads (n_heads of blocks.0.attention) do not divide by 4"
+    }
+    assert all(row.recorded and row.fits for title, row in rows.items() if title.startswith("FSDP2"))
+    assert rows["FSDP2 2 x TP 2, recomputed"].allocated < rows["FSDP2 2 x TP 2"].allocated
+
+
+def test_what_ranks_of_a_layer_exchange_is_waited_for() -> None:
+    """Of n bytes a ring of r ranks sends n (r - 1) / r to gather or to reduce to shards, forward and backward: twice
+    a block for attention and for the feed-forward layer, once the sequence after the last block. The embedding is
+    reduced to all, at twice that, and so are the gradients of the head's input; the logits are gathered."""
+    row = rows_of(Transformer)["TP 2"]
+    hidden, logits = (8 * LENGTH * width * 4 for width in (WIDTH, 500))
+    blocks, norms = 3 * 8 * hidden, 3 * 4 * 2 * WIDTH * 4
+    # the embedding, its gradient from shards of the first block, the last block's result, the head's gradient
+    ends = (2 + 1 + 1 + 2) * hidden + logits
+    assert row.exchanging == pytest.approx((blocks + ends + norms) / 2 / 450e9, rel=0.02)
+    assert row.seconds == pytest.approx(max(row.compute + row.exchanging, row.sending))
+
+
+class Fused(nn.Module):
+    """A block whose queries, keys and values are of one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), Feedforward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.mlp(q + k + v)
+
+
+class Scaled(Block):
+    """A block with a parameter that is no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+def of_blocks(kind: type[nn.Module]) -> Transformer:
+    model = Transformer()
+    model.blocks = nn.ModuleList(kind() for _ in range(2))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Fused, "blocks.0 has no linear layers of queries, keys and values"),
+        (Scaled, "blocks.0 has a parameter outside of its layers: scale"),
+    ],
+)
+def test_blocks_of_other_forms_are_refused(kind: type[nn.Module], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        rows_of(lambda: of_blocks(kind))
+
+
+def test_sequences_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(memplan.MemplanError, match=r"takes \(1, 63, 128\), no sequence that 2 ranks divide"):
+        memplan.layouts(Transformer, "8x63:int64<500", world=2, tensor=(2,), device="h100")
+
+
+def by_tutorial(model: Any, mesh: DeviceMesh) -> None:
+    in_tensors(model, mesh)
+
+
+def test_a_plan_of_the_users_own() -> None:
+    own = rows_of(Transformer, tensor_plan=by_tutorial)["TP 2"]
+    derived = rows_of(Transformer)["TP 2"]
+    assert 0 < own.allocated < derived.allocated
+
+
+def test_the_command_takes_degrees_and_a_plan(tmp_path: Path) -> None:
+    line = [
+        "layouts",
+        "tests/models/sharded_steps.py:Transformer",
+        "--input",
+        TOKENS,
+        "--world",
+        "2",
+        "--device",
+        "h100",
+    ]
+    plan = ["--tensor", "2", "--tensor-plan", "tests/studies/layouts/test_tensor_parallel.py:by_tutorial"]
+    done = CliRunner().invoke(main, [*line, *plan, "--json", str(tmp_path / "all.json")])
+    assert done.exit_code == 0, done.output
+    assert "The fastest that fits: TP 2" in done.stdout
+    assert [row.layout.tensor for row in memplan.Layouts.load(tmp_path / "all.json").rows] == [2, 2]
+    assert CliRunner().invoke(main, [*line, "--tensor", "3"]).exit_code == 2
+    with pytest.raises(InputError, match="--tensor 2"):
+        list(layouts_of(4, 2, (1,), (3,)))
