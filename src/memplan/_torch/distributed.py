@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from memplan._torch.deepspeed import deepspeed_refused
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
 from memplan._torch.patches import here_alone, patched
@@ -322,6 +323,7 @@ def _fake_groups() -> Iterator[None]:
         # SyncBatchNorm's ops have no kernels without a GPU; its tensors of the input's size are those of BatchNorm
         stack.enter_context(patched(torch.nn.SyncBatchNorm, forward=batchnorm._BatchNorm.forward))
         stack.enter_context(_shapes_propagated_unseen())
+        stack.enter_context(deepspeed_refused())
         yield
 
 
