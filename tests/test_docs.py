@@ -41,13 +41,13 @@ def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pyt
     exec(compile("".join(blocks), str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("name", ["compare", "export", "lines", "quantize", "watch"])
+@pytest.mark.parametrize("name", ["compare", "export", "kernels", "lines", "quantize", "watch"])
 def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "quantize":
         pytest.importorskip("torchao")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(encoding="utf-8"), re.S)
-    assert len(blocks) >= (1 if name == "export" else 2)
+    assert len(blocks) >= (1 if name in ("export", "kernels") else 2)
     exec("".join(blocks), {"__name__": "example"})
 
 

@@ -89,6 +89,19 @@ def _int8_vectorwise_quant(x: Tensor, threshold: float = 0.0) -> Any:
     return quantized, largest, torch.empty(0, dtype=torch.int64)
 
 
+def _kernels_of_ours(name: str) -> Callable[..., Any]:
+    """Return a function that allocates as an op of `memplan.kernels` does, on the CPU or on a card."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        without_data: Any = sys.modules["memplan.kernels.launch"].without_data
+        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
+        with without_data(device):
+            operator: Any = getattr(torch.ops.memplan, name).default
+            return operator.redispatch(DispatchKeySet(DispatchKey.CompositeExplicitAutograd), *args, **kwargs)
+
+    return call
+
+
 def _as_on_the_cpu(name: str) -> Callable[..., Any]:
     """Return a function that calls the implementation which bitsandbytes registered for the CPU, or for all devices."""
 
@@ -115,9 +128,14 @@ _PRODUCTS_OF_INT8 = (
 """Operators of bitsandbytes that the CPU implements by torch ops, and a card by kernels of the library."""
 
 
+_KERNELS_OF_OURS = ("token_statistics", "token_statistics_backward")
+"""Ops of `memplan.kernels`, made of torch's and, on a card, of kernels that allocate nothing."""
+
+
 COMPOSED: dict[str, Callable[..., Any]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit,
     **{f"bitsandbytes::{name}": _as_on_the_cpu(name) for name in (*MADE_OF_TORCH, *_PRODUCTS_OF_INT8)},
+    **{f"memplan::{name}": _kernels_of_ours(name) for name in _KERNELS_OF_OURS},
     "bitsandbytes::int8_vectorwise_quant": _int8_vectorwise_quant,
     "aten::_scaled_mm": _scaled_mm,
 }

@@ -1,0 +1,91 @@
+"""Triton, where it is installed, and which tensors its kernels take.
+
+Without Triton, or for other tensors, each kernel's plain torch form runs: same results, more bytes moved. With
+``TRITON_INTERPRET=1`` in the environment before Triton is imported, the kernels run on the CPU in its interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+except ImportError:
+    triton: Any = None
+    tl: Any = None
+
+OLDEST_CARD = (7, 5)
+"""Compute capability from which on the kernels are compiled and their registers known."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Return a kernel for Triton; without Triton, the function itself, which nothing calls then."""
+    return function if triton is None else triton.jit(function)
+
+
+def interpreted() -> bool:
+    """Whether kernels run on the CPU, in Triton's interpreter."""
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+_without_data: ContextVar[str | None] = ContextVar("_without_data", default=None)
+"""Type of the device that a recording on fake tensors is for; None: tensors have data."""
+
+
+@contextmanager
+def without_data(device: str) -> Iterator[None]:
+    """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run."""
+    token = _without_data.set(device)
+    try:
+        yield
+    finally:
+        _without_data.reset(token)
+
+
+def launches(*tensors: Tensor | None) -> bool:
+    """Whether Triton's kernels take these tensors; None is taken."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.is_floating_point() and tensor.dtype not in DTYPES for tensor in present):
+        return False
+    if any(tensor.numel() == 0 for tensor in present):
+        return False  # a grid without programs is refused
+    if (recorded := _without_data.get()) is not None:
+        return recorded == "cuda"  # builds of torch for CUDA bring Triton
+    if triton is None:
+        return False
+    device = present[0].device
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST_CARD
+    return device.type == "cpu" and interpreted()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run a kernel on the device of its tensors."""
+    if _without_data.get() is None:
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernel[grid](*args, **constants)
+
+
+def block_of(columns: int, largest: int) -> int:
+    """The power of two that holds this many columns, at most `largest`, at least 16."""
+    return max(16, min(largest, 1 << (columns - 1).bit_length()))
+
+
+def warps_of(block: int) -> int:
+    """Warps of a program that goes over a block of this many elements: about 8 elements a thread."""
+    return max(1, min(16, block // 256))
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are kept: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

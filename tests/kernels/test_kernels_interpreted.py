@@ -1,0 +1,22 @@
+"""The tests beside this one, once more through the kernels themselves, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from truth.float64_errors import INTERPRETED
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's run")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_pass_in_the_interpreter() -> None:
+    # Triton decides when it is imported, so in a process of its own
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(Path(__file__).parent)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
