@@ -76,6 +76,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             kernel[grid](*args, **constants)
 
 
+def programs(device: torch.device) -> int:
+    """Programs of a kernel that each go over many parts of its input: two a multiprocessor."""
+    on_card = _without_data.get() == "cuda" or device.type == "cuda"
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else 4
+
+
 def block_of(columns: int, largest: int) -> int:
     """The power of two that holds this many columns, at most `largest`, at least 16."""
     return max(16, min(largest, 1 << (columns - 1).bit_length()))
