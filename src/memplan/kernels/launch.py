@@ -82,6 +82,11 @@ def programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else 4
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """Rows (N, D) whose elements lie side by side; the rows themselves may lie anywhere."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def block_of(columns: int, largest: int) -> int:
     """The power of two that holds this many columns, at most `largest`, at least 16."""
     return max(16, min(largest, 1 << (columns - 1).bit_length()))

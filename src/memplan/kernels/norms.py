@@ -20,12 +20,14 @@ pass each program goes over many rows and keeps its part of dweight in registers
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from memplan.errors import InputError
-from memplan.kernels.launch import accumulated, block_of, jit, launch, launches, programs, tl, warps_of
+from memplan.kernels.launch import accumulated, block_of, jit, launch, launches, programs, rows_of, tl, warps_of
 
 LARGEST_ROW = 16384
 """Elements of a row that a program of the kernels holds; longer rows go through the plain form."""
@@ -34,6 +36,10 @@ _TILE = 1024
 """Elements that a program takes at a time: several rows, where they are short."""
 
 
+@overload
+def rms_norm(x: Tensor, weight: Tensor, residual: None = None, eps: float = 1e-6) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, residual: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor, weight: Tensor, residual: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,6 +65,18 @@ def rms_norm(
     return _norm_of(x, weight, None, residual, eps, False)
 
 
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: None = None, eps: float = 1e-5
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -104,12 +122,15 @@ def norm(
     """y, h, m and r of rows (N, D); h is empty without a residual, m unless `centred`."""
     results = _empty_results(x, residual, weight, bias, eps, centred)
     run = _norm_in_triton if x.shape[1] <= LARGEST_ROW and launches(x, residual, weight, bias) else _norm
-    run(x, residual, weight, bias, *results, eps)
+    y, h, mean, rstd = results
+    run(x, residual, weight, bias, y, h, mean, rstd, eps)
     return results
 
 
 @norm.register_fake
-def _empty_results(x, residual, weight, bias, eps, centred):
+def _empty_results(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = x.new_empty(x.shape, dtype=dtype)
     h = x.new_empty((0,) if residual is None else x.shape, dtype=dtype)
@@ -301,11 +322,6 @@ def norm_backward_kernel(
         tl.store(d_biases + place, d_bias, mask=column < columns)
 
 
-def _rows(x: Tensor | None) -> Tensor | None:
-    """Rows whose elements lie side by side; the rows themselves may lie anywhere."""
-    return x if x is None or x.stride(1) == 1 else x.contiguous()
-
-
 def _tile(columns: int) -> dict[str, int]:
     block = block_of(columns, LARGEST_ROW)
     rows = max(1, _TILE // block)
@@ -324,8 +340,8 @@ def _norm_in_triton(
     eps: float,
 ) -> None:
     (rows, columns), tile = x.shape, _tile(x.shape[1])
-    x, residual = _rows(x), _rows(residual)  # pyright: ignore[reportAssignmentType]
-    added = x if residual is None else residual
+    x = rows_of(x)
+    added = x if residual is None else rows_of(residual)
     launch(
         norm_kernel, (-(-rows // tile["ROWS"]),),
         x, added, weight.contiguous(), weight if bias is None else bias.contiguous(), y, h, mean, rstd,
@@ -345,15 +361,16 @@ def _backward_in_triton(
     wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, columns), tile = h.shape, _tile(h.shape[1])
-    d_y, d_h, h = _rows(d_y), _rows(d_h), _rows(h)  # pyright: ignore[reportAssignmentType]
+    d_y, h = rows_of(d_y), rows_of(h)
+    added = d_y if d_h is None else rows_of(d_h)
     d_x = h.new_empty(h.shape)
     count = min(-(-rows // tile["ROWS"]), programs(h.device))
     d_weights = rstd.new_empty(count if wanted else 0, columns)
     d_biases = rstd.new_empty(count if wanted and bias is not None else 0, columns)
     launch(
         norm_backward_kernel, (count,),
-        d_y, d_y if d_h is None else d_h, h, weight.contiguous(), mean, rstd, d_x, d_weights, d_biases,
-        rows, columns, d_y.stride(0), 0 if d_h is None else d_h.stride(0), h.stride(0),
+        d_y, added, h, weight.contiguous(), mean, rstd, d_x, d_weights, d_biases,
+        rows, columns, d_y.stride(0), added.stride(0), h.stride(0),
         SUM=d_h is not None, CENTRED=mean.numel() > 0, WEIGHTS=wanted, BIASES=d_biases.numel() > 0, **tile,
     )  # fmt: skip
     d_weight = d_weights.sum(0).to(weight.dtype) if wanted else weight.new_empty(0)
