@@ -19,6 +19,22 @@ KINDS: Mapping[type, str] = {
 }  # fmt: skip
 
 
+ARRAYS: Mapping[str, Mapping[str, str]] = {
+    "sgd": {"momentum": "momentum_buffer"},
+    "adam": {"momentum": "exp_avg", "squares": "exp_avg_sq", "maxima": "max_exp_avg_sq"},
+    "rmsprop": {"momentum": "momentum_buffer", "squares": "square_avg"},
+}
+"""By kind of optimizer: its arrays in the device's state, and their names in PyTorch."""
+
+
+def arrays_of(kind: str, group: Mapping[str, Any]) -> list[str]:
+    """Return the names in the device's state of the arrays that a parameter group of an optimizer has."""
+    used = {
+        "momentum": kind == "adam" or group["momentum"] != 0, "squares": True, "maxima": group.get("amsgrad", False)
+    }  # fmt: skip
+    return [name for name in ARRAYS[kind] if used[name]]
+
+
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """What happens to the gradients before an update.
@@ -162,12 +178,8 @@ def update_rules(
         )  # fmt: skip
         groups.append(replace(rule, defines={**shared, **rule.defines}))
         group_of |= {names[id(parameter)]: at for parameter in group["params"] if id(parameter) in names}
-    used = {
-        "momentum": kind == "adam" or any(group["momentum"] for group in instance.param_groups),
-        "squares": kind != "sgd",
-        "maxima": any(group.get("amsgrad") for group in instance.param_groups),
-    }
-    arrays = tuple(name for name, is_used in used.items() if is_used)
+    used = {name for group in instance.param_groups for name in arrays_of(kind, group)}
+    arrays = tuple(name for name in ARRAYS[kind] if name in used)
     if not group_of:
         raise InputError(
             "The optimizer has none of the model's parameters", expected="those that `optimizer` is called with, or "

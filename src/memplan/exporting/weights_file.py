@@ -1,10 +1,14 @@
-"""Load weights that a device wrote into a PyTorch model."""
+"""Load weights, or a whole state, that a device wrote into a PyTorch model and its optimizer."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +17,12 @@ from torch import nn
 from memplan import _json
 from memplan._json import Unreadable
 from memplan.errors import InputError
+from memplan.exporting.optimizer_rules import ARRAYS, KINDS, arrays_of
+
+MAGIC = b"MPS1"
+"""First bytes of a saved state; the digit is the version of its header."""
+HEADER = 16
+"""Bytes of the header: magic, layout number, bytes that follow it, and their CRC-32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +31,83 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
+    group: int | None = None
+    """Index of its parameter group; None: not trained, such as running statistics."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMember:
+    """A member of a saved state: elements of four bytes."""
+
+    name: str
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsLayout:
-    """Contents of NAME.json: the tensors of a weights file, in order."""
+    """Contents of NAME.json: the tensors of a weights file, and the members of a saved state, both in order."""
 
     export: str
     tensors: tuple[StoredTensor, ...]
+    layout: int = 0
+    """The number in the header of the export's saved states."""
+    optimizer: str = ""
+    rates: tuple[float, ...] = ()
+    """Learning rate of each parameter group as exported."""
+    state: tuple[StateMember, ...] = ()
+    """Empty for exports that cannot save their state."""
+
+    @property
+    def floats(self) -> int:
+        """Number of elements of a weights file."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a saved state, without the header."""
+        return 4 * sum(member.count for member in self.state)
 
 
-def load_weights(model: nn.Module, file: str | Path, layout: str | Path | None = None) -> nn.Module:
-    """Load the weights that ``NAME_get_weights`` wrote into a model, and return the model.
+@dataclass(frozen=True)
+class _SavedState:
+    """A saved state that was read."""
 
-    Everything is checked before the first tensor is written, so an error leaves the model unchanged.
+    weights: np.ndarray
+    """Of all tensors, as in a weights file."""
+    arrays: Mapping[str, Sequence[np.ndarray]]
+    """The optimizer's arrays by their names in PyTorch: for each trained tensor, its elements."""
+    gradients: Sequence[np.ndarray]
+    """Sums of gradients that are not applied yet, for each trained tensor; empty if there are none."""
+    step: int
+    rates: Sequence[float]
+    """Learning rate of each parameter group on the device."""
+
+
+def load_weights(
+    model: nn.Module,
+    file: str | Path,
+    layout: str | Path | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> nn.Module:
+    """Load what ``NAME_get_weights`` or ``NAME_save`` wrote into a model, and return the model.
+
+    Everything is checked before the first tensor is written, so an error leaves model and optimizer unchanged.
 
     Args:
         model: of the same architecture as the exported model.
-        file: little-endian floats, as the device wrote them.
+        file: little-endian floats, or a saved state, as the device wrote them.
         layout: ``NAME.json`` of the export; None: the only layout in the file's folder.
+        optimizer: of the model's parameters, of the kind that was exported. It gets the moments, step counts and
+            learning rates of a saved state; gradients that are added up for its next step become `.grad`.
 
     Raises:
-        InputError: a file cannot be read, or does not match the model.
+        InputError: a file cannot be read, does not match model or optimizer, or is damaged.
 
     Example:
         >>> memplan.load_weights(model, "written/weights.bin") is model
@@ -60,34 +125,153 @@ def load_weights(model: nn.Module, file: str | Path, layout: str | Path | None =
             )
         if tensor.name in (other.name for other in stored.tensors[:position]):
             raise InputError(f"{path} names {tensor.name:.80} twice", expected="each tensor once", do="Export again")
-    parts = _floats(file, [math.prod(tensor.shape) for tensor in stored.tensors])
+    content = _content(file, max(4 * stored.floats + 1, HEADER + stored.state_bytes))
+    saved = None
+    if content.startswith(MAGIC) and len(content) != 4 * stored.floats:
+        saved = _saved_state(file, content, stored)
+    parts = _floats(file, content, stored) if saved is None else _split(saved.weights, stored.tensors)
+    loaded = None
+    if optimizer is not None:
+        loaded = _optimizer_state(optimizer, state, stored, _needed(file, saved))
     with torch.no_grad():
         for tensor, part in zip(stored.tensors, parts, strict=True):
-            state[tensor.name].copy_(torch.from_numpy(part.reshape(tensor.shape)))
+            state[tensor.name].copy_(_tensor(part, tensor))
+    if optimizer is not None and loaded is not None and saved is not None:
+        optimizer.load_state_dict(loaded)
+        for tensor, gradient in zip(_trained(stored), saved.gradients, strict=False):
+            state[tensor.name].grad = _tensor(gradient, tensor).to(state[tensor.name])
     return model
 
 
-def _floats(file: str | Path, sizes: list[int]) -> list[np.ndarray]:
-    """Read arrays of these sizes. Raises InputError if the file has another number of bytes."""
-    wanted = 4 * sum(sizes)
+def _content(file: str | Path, most: int) -> bytes:
+    """Read a file, or its first bytes. Raises InputError."""
     try:
-        content = _json.read_bytes(file, wanted + 1)
+        return _json.read_bytes(file, most)
     except (OSError, ValueError) as error:
         raise InputError(
             f"{file} cannot be read ({getattr(error, 'strerror', None) or error})",
             expected="weights of a device",
             do="Check the path",
         ) from None
-    if len(content) != wanted:
-        count = f"{len(content) // 4} floats" if not len(content) % 4 else f"{len(content)} bytes"
-        more = "more than " if len(content) > wanted else ""
+
+
+def _floats(file: str | Path, content: bytes, stored: WeightsLayout) -> list[np.ndarray]:
+    """Return the elements of each tensor of a weights file. Raises InputError if it has another number of bytes."""
+    count = stored.floats
+    if len(content) != 4 * count:
+        size = f"{len(content) // 4} floats" if not len(content) % 4 else f"{len(content)} bytes"
+        more = "more than " if len(content) > 4 * count else ""
         raise InputError(
-            f"{file} holds {more}{f'{wanted // 4} floats' if more else count}",
-            expected=f"{wanted // 4}, as exported",
+            f"{file} holds {more}{f'{count} floats' if more else size}",
+            expected=f"{count}, as exported",
             do="Write all of them, and nothing else",
         )
-    floats = np.frombuffer(content, dtype="<f4").astype(np.float32)
-    return np.split(floats, np.cumsum(sizes[:-1], dtype=np.int64)) if sizes else []
+    return _split(np.frombuffer(content, dtype="<f4").astype(np.float32), stored.tensors)
+
+
+def _saved_state(file: str | Path, content: bytes, stored: WeightsLayout) -> _SavedState:
+    """Read a saved state; what follows it, such as the rest of a page, is left out.
+
+    Raises:
+        InputError: it is of another export, or damaged.
+    """
+    number, length, crc = np.frombuffer(content[4:HEADER].ljust(HEADER - 4, b"\0"), dtype="<u4").tolist()
+    payload = content[HEADER : HEADER + stored.state_bytes]
+    if not stored.state or number != stored.layout or length != stored.state_bytes:
+        raise InputError(
+            f"{file} is the state of another export",
+            expected=f"one of {stored.export:.80}: layout number {stored.layout:#010x}",
+            do="Pass the NAME.json of its export: layout=",
+        )
+    if len(payload) != length or zlib.crc32(payload) != crc:
+        found = "is damaged" if len(payload) == length else f"holds {len(payload)} bytes of {length}"
+        raise InputError(f"{file} {found}", expected="a state as NAME_save wrote it", do="Save it again")
+    parts = np.split(np.frombuffer(payload, dtype="<u4"), _ends(member.count for member in stored.state))
+    words = {member.name: part for member, part in zip(stored.state, parts, strict=False)}
+    floats = {name: part.astype("u4").view(np.float32) for name, part in words.items()}
+    trained, none = _trained(stored), np.zeros(0, np.float32)
+    factors = floats.get("rates", np.ones(len(stored.rates), np.float32)) * floats["rate"]
+    return _SavedState(
+        weights=np.concatenate([floats["weights"], floats.get("statistics", none)]),
+        arrays={
+            key: _split(floats[name], trained)
+            for name, key in ARRAYS[stored.optimizer].items()
+            if name in floats
+        },
+        gradients=_split(floats["gradients"], trained) if any(words.get("calls", ())) else [],
+        step=int(words["step"][0]),
+        rates=[rate * float(factor) for rate, factor in zip(stored.rates, factors, strict=True)],
+    )  # fmt: skip
+
+
+def _needed(file: str | Path, saved: _SavedState | None) -> _SavedState:
+    """Return the saved state. Raises InputError if there is none."""
+    if saved is None:
+        raise InputError(
+            f"{file} holds weights alone", expected="a state for the optimizer, as NAME_save writes it", do="Save that"
+        )
+    return saved
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], stored: WeightsLayout, saved: _SavedState
+) -> dict[str, Any]:
+    """Return the `state_dict` of an optimizer with what the device has of it.
+
+    Raises:
+        InputError: it is of another kind or has other options, or does not have all trained parameters.
+    """
+    kind = KINDS.get(type(optimizer), "")
+    keys = (
+        {ARRAYS[kind][name] for group in optimizer.param_groups for name in arrays_of(kind, group)} if kind else set()
+    )
+    if kind != stored.optimizer or keys != set(saved.arrays):
+        found = f"{type(optimizer).__name__} with {', '.join(sorted(keys)) or 'no moments'}"
+        expected = f"one of the kind {stored.optimizer} with {', '.join(sorted(saved.arrays)) or 'no moments'}"
+        raise InputError(f"The optimizer is {found}", expected=expected, do="Pass one like the exported one")
+    result = optimizer.state_dict()
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    indices = [index for group in result["param_groups"] for index in group["params"]]
+    index_of = {id(one): index for one, index in zip(parameters, indices, strict=True)}
+    group_of = {index: group for group in result["param_groups"] for index in group["params"]}
+    states, rates = dict(result["state"]), dict[int, float]()
+    for position, tensor in enumerate(_trained(stored)):
+        index = index_of.get(id(named[tensor.name]))
+        if index is None:
+            raise InputError(
+                f"{tensor.name:.80} is not in the optimizer", expected="all parameters that the device trains",
+                do="Make the optimizer of this model's parameters",
+            )  # fmt: skip
+        group, rate = group_of[index], saved.rates[tensor.group or 0]
+        if rates.setdefault(id(group), rate) != rate:
+            raise InputError(
+                f"{tensor.name:.80} has another learning rate than its group", expected="parameter groups as exported",
+                do="Make them likewise",
+            )  # fmt: skip
+        group["lr"] = rate
+        used = [ARRAYS[kind][name] for name in arrays_of(kind, group)]
+        moments: dict[str, Any] = {key: _tensor(saved.arrays[key][position], tensor) for key in used}
+        if kind != "sgd":
+            moments["step"] = torch.tensor(float(saved.step))
+        states[index] = moments if saved.step else {}
+    return {**result, "state": states}
+
+
+def _trained(stored: WeightsLayout) -> list[StoredTensor]:
+    return [tensor for tensor in stored.tensors if tensor.group is not None]
+
+
+def _split(floats: np.ndarray, tensors: Sequence[StoredTensor]) -> list[np.ndarray]:
+    """Return the elements of each tensor."""
+    return np.split(floats, _ends(tensor.size for tensor in tensors))[: len(tensors)]
+
+
+def _ends(counts: Iterable[int]) -> list[int]:
+    return list(itertools.accumulate(counts))
+
+
+def _tensor(elements: np.ndarray, stored: StoredTensor) -> torch.Tensor:
+    return torch.from_numpy(elements.reshape(stored.shape).copy())
 
 
 def _layout(file: Path, layout: str | Path | None) -> tuple[Path, WeightsLayout]:
@@ -124,4 +308,27 @@ def _read_layout(path: Path) -> WeightsLayout:
     stored = _json.from_plain(WeightsLayout, _json.parse(_json.read_text(path)), "it")
     if 4 * sum(math.prod(tensor.shape) for tensor in stored.tensors) > _json.MOST_BYTES:
         raise Unreadable("its tensors are larger than any file")
+    if stored.state and not _is_consistent(stored):
+        raise Unreadable("its state does not match its tensors")
     return stored
+
+
+def _is_consistent(stored: WeightsLayout) -> bool:
+    """Whether the members of the saved state are those of an export with such tensors and optimizer."""
+    counts = {member.name: member.count for member in stored.state}
+    groups = [tensor.group for tensor in stored.tensors]
+    trained = sum(tensor.size for tensor in _trained(stored))
+    arrays = {"weights", "gradients", *ARRAYS.get(stored.optimizer, ())} & set(counts)
+    return (
+        len(counts) == len(stored.state)
+        and stored.state_bytes < _json.MOST_BYTES
+        and stored.optimizer in ARRAYS
+        and groups == sorted(groups, key=lambda group: group is None)
+        and all(group is None or group < len(stored.rates) for group in groups)
+        and "weights" in arrays
+        and all(counts[name] == trained for name in arrays)
+        and ("calls" in counts) == ("gradients" in counts)
+        and counts.get("statistics", 0) == stored.floats - trained
+        and counts.get("rate") == counts.get("step") == 1
+        and counts.get("rates", len(stored.rates)) == len(stored.rates)
+    )

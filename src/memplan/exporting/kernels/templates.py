@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
@@ -42,6 +43,14 @@ def template(name: str) -> str:
     """Return the text of a template; a name without a suffix is a C file."""
     file = name if "." in name else f"{name}.c"
     return (files("memplan.exporting.kernels") / "templates" / file).read_text(encoding="utf-8")
+
+
+def filled(name: str, replacements: Mapping[str, str]) -> str:
+    """Return the text of a template with each ``@MARK@`` replaced."""
+    text = template(name)
+    for mark, value in replacements.items():
+        text = text.replace(f"@{mark}@", value)
+    return text
 
 
 @cache

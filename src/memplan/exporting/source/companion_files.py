@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from memplan.exporting.c_text import c_name, comment
 from memplan.exporting.kernels.call_writer import number
-from memplan.exporting.kernels.templates import template
+from memplan.exporting.kernels.templates import filled, template
+from memplan.exporting.optimizer_rules import KINDS
+from memplan.exporting.source import saved_state
 from memplan.exporting.source.input_checks import STATUS
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import lines_of
@@ -48,20 +51,21 @@ def header_text(layout: StepLayout) -> str:
         *(f"    float {member}[{trained}];" for member in rules.members),
         *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
         *([f"    float correction[{rules.corrections}];"] if rules.corrections else []),
-        *(["    const float *flash;    /* what init was given */"] if layout.weights_file else []),
         "    float rate;    /* factor on the learning rates; 1 at first */",
         *([f"    float rates[{rules.rates}];    /* the same for each parameter group */"] if rules.rates else []),
         f"    uint32_t step, random{', calls' if rules.gradients.kept else ''};",
+        *(["    const float *flash;    /* what init was given */"] if layout.weights_file else []),
         "    float *arena;    /* what init was given */"
         if layout.arena_apart
         else f"    float arena[{upper}_ARENA_BYTES / 4];",
     ]
+    statuses = (*(status for status, _ in STATUS), *saved_state.STATUS)
     lines = [
         f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
-        f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stdint.h>", "",
+        f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stddef.h>", "#include <stdint.h>", "",
         f"#define {upper}_ARENA_BYTES {layout.arena}",
         f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
-        *_output_lines(layout), "",
+        *saved_state.macros(layout), *_output_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         f"#ifdef {upper}_HOOK",
         f"void {upper}_HOOK(void);    /* a function of yours: {name}.c calls it between its kernels */",
@@ -73,7 +77,7 @@ def header_text(layout: StepLayout) -> str:
         f"/* {name}_check looks through the data: a pointer may be null. Where it finds something, {name}_infer",
         "   returns what was found, the others NAN, and nothing has changed. Where the loss is not finite, a step",
         "   returns it and updates no weight. */",
-        f"enum {{ {', '.join(f'{upper}_{status} = {k}' for k, (status, _) in enumerate(STATUS, 1))} }};",
+        f"enum {{ {', '.join(f'{upper}_{status} = {k}' for k, status in enumerate(statuses, 1))} }};",
         f"int {name}_check({layout.step.parameters});    /* 0 if all is well */",
         f"float {name}_step({name}_state *s, {layout.step.parameters});    /* returns the loss */",
         "/* The same; also writes what the model returned in this step, where output is no null pointer. */",
@@ -83,7 +87,8 @@ def header_text(layout: StepLayout) -> str:
         f"int {name}_infer({name}_state *s, {layout.infer.model_parameters}, float *output);",
         *_evaluate_declaration(layout),
         f"void {name}_get_weights(const {name}_state *s, float *weights);",
-        f"void {name}_set_weights({name}_state *s, const float *weights);", "",
+        f"void {name}_set_weights({name}_state *s, const float *weights);",
+        *saved_state.declarations(layout), "",
         "#ifdef __cplusplus", "}", "#endif", "", "#endif",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -193,15 +198,7 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "SAMPLES": _samples(recorded),
         **_weights_file_code(layout),
     }
-    return _filled("test_program", replacements)
-
-
-def _filled(name: str, replacements: Mapping[str, str]) -> str:
-    """Return the text of a template with each @MARK@ replaced."""
-    text = template(name)
-    for mark, value in replacements.items():
-        text = text.replace(f"@{mark}@", value)
-    return text
+    return filled("test_program", replacements)
 
 
 def _weights_file_code(layout: StepLayout) -> dict[str, str]:
@@ -209,7 +206,7 @@ def _weights_file_code(layout: StepLayout) -> dict[str, str]:
     if not layout.weights_file:
         return {"READ_FLASH": "", "IF_UNREAD": ""}
     return {
-        "READ_FLASH": _filled("test_flash", {"NAME": layout.name, "UPPER": layout.name.upper()}),
+        "READ_FLASH": filled("test_flash", {"NAME": layout.name, "UPPER": layout.name.upper()}),
         "IF_UNREAD": template("test_flash_call"),
     }
 
@@ -240,10 +237,23 @@ def readme_text(layout: StepLayout, verified: str) -> str:
         "INIT": f"init(&state{given});".ljust(21),
         "FROM": f"{layout.memory.flash} bytes of {layout.name}.bin" if layout.weights_file else "flash",
     }
-    return _filled("README.txt", replacements)
+    return filled("README.txt", replacements)
 
 
 def tensors_text(layout: StepLayout) -> str:
-    """Return the text of NAME.json, which lists the tensors that `get_weights` writes, in order."""
-    tensors = [{"name": tensor.path, "shape": list(tensor.shape)} for tensor in layout.memory.weights]
-    return json.dumps({"export": layout.name, "tensors": tensors}, indent=1) + "\n"
+    """Return the text of NAME.json, which lists the tensors that `get_weights` writes, and what `save` writes."""
+    rules = layout.rules
+    tensors = [
+        {"name": tensor.path, "shape": list(tensor.shape)}
+        | ({"group": rules.group_of[tensor.path]} if tensor.path in rules.group_of else {})
+        for tensor in layout.memory.weights
+    ]
+    contents = {
+        "export": layout.name,
+        "tensors": tensors,
+        "layout": saved_state.layout_number(layout),
+        "optimizer": KINDS[cast("type", rules.kind)],
+        "rates": [float(options["lr"]) for options in rules.options],
+        "state": [{"name": name, "count": count} for name, count in layout.saved],
+    }
+    return json.dumps(contents, indent=1) + "\n"

@@ -11,6 +11,7 @@ from memplan.exporting.c_text import comment
 from memplan.exporting.kernels.call_writer import CallWriter, number
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.lowering.device_graph import WRITE, output_of
+from memplan.exporting.source import saved_state
 from memplan.exporting.source.companion_files import init_arguments, init_parameters
 from memplan.exporting.source.input_checks import check_of, check_text
 from memplan.exporting.source.step_layout import Pass, StepLayout
@@ -27,7 +28,12 @@ def program_text(layout: StepLayout) -> str:
     """Return the text of NAME.c."""
     writer = _ProgramWriter(layout)
     functions = [check_text(layout), writer.infer(), *([writer.update()] if writer.kept else []), writer.step()]
-    return "\n\n".join([writer.head(), *writer.parts(), *functions, writer.interface()]) + "\n"
+    return (
+        "\n\n".join(
+            [writer.head(), *writer.parts(), *functions, writer.interface(), saved_state.functions_text(layout)]
+        )
+        + "\n"
+    )
 
 
 class _ProgramWriter:

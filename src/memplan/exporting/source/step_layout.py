@@ -180,9 +180,24 @@ class StepLayout:
     def state(self) -> int:
         """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters, and pointers of
         four bytes to a weights file and to an arena apart."""
-        trained, statistics = self.memory.floats("trained"), self.memory.floats("statistics")
-        floats = trained * (1 + len(self.rules.members)) + statistics + self.rules.numbers
-        return 4 * (floats + self.weights_file + self.arena_apart)
+        return 4 * (sum(count for _, count in self.saved) + self.weights_file + self.arena_apart)
+
+    @property
+    def saved(self) -> tuple[tuple[str, int], ...]:
+        """Members of the state struct that `save` writes, in order, and the number of elements of four bytes each."""
+        trained = self.memory.floats("trained")
+        counts = {
+            "weights": trained,
+            **dict.fromkeys(self.rules.members, trained),
+            "statistics": self.memory.floats("statistics"),
+            "correction": self.rules.corrections,
+            "rate": 1,
+            "rates": self.rules.rates,
+            "step": 1,
+            "random": 1,
+            "calls": int(self.rules.gradients.kept),
+        }
+        return tuple((name, count) for name, count in counts.items() if count)
 
     @property
     def constants(self) -> int:

@@ -43,7 +43,7 @@ def weights_text(layout: StepLayout) -> str:
             continue
         element = "signed char" if kind == "int8" else "float"
         lines.append(f"{flash} static const {element} {name}_{array}[{memory.floats(kind)}] = {{")
-        for path, elements in _arrays(memory, kind):
+        for path, elements in arrays(memory, kind):
             lines.append(comment(f"{'x'.join(map(str, elements.shape)) or 'a number'}: {path}"))
             lines += lines_of(elements.reshape(-1))
         lines.append("};")
@@ -55,12 +55,12 @@ def weights_bytes(layout: StepLayout) -> bytes:
     parts = [
         elements.astype("i1" if kind == "int8" else "<f4").tobytes()
         for kind in KINDS
-        for _, elements in _arrays(layout.memory, kind)
+        for _, elements in arrays(layout.memory, kind)
     ]
     return b"".join(parts)
 
 
-def _arrays(memory: Memory, kind: str) -> Iterable[tuple[str, np.ndarray]]:
+def arrays(memory: Memory, kind: str) -> Iterable[tuple[str, np.ndarray]]:
     """Yield name and elements of each tensor of a kind."""
     for tensor in getattr(memory, kind):
         if kind == "scales":
