@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 import memplan
 from memplan import _torch
-from memplan.errors import BudgetError, UsageError
+from memplan.errors import BudgetError, UsageError, VerificationError
 from memplan.planning.search.search import Heuristics
+from memplan.planning.tiles import tiled
 
 QUICK: dict[str, Any] = {"heuristics": Heuristics(shakes=1, rounds=8), "pairs": 0, "loss": F.cross_entropy}
 
@@ -93,6 +94,33 @@ def test_training_goes_on_as_without_a_plan() -> None:
         own = (plain.state_dict()[name] - value).double().norm()
         assert error <= 2 * own + 1e-6 * value.double().norm(), name
     assert model.state_dict()["stem.1.num_batches_tracked"] == 3
+
+
+@pytest.mark.parametrize(("broken", "samples", "size"), [("halo", 1, 128), ("term", 8, 48)])
+def test_a_wrong_tile_is_refused(monkeypatch: pytest.MonkeyPatch, broken: str, samples: int, size: int) -> None:
+    """In the backward pass of the third piece a border is off by 1 %, or the gradients of its sums by a thousandth:
+    about a ten-thousandth of all."""
+    run, derivative = tiled._Run.__init__, tiled.Tiled._derivative
+
+    def begin(self: Any, whole: Any, *args: Any, **options: Any) -> None:
+        run(self, whole, *args, **options)
+        if self.piece == 2 and options.get("differentiates"):
+            for value in set(whole.along).intersection(self.values):
+                self.values[value] = self.values[value].clone()
+                self.values[value].narrow(whole.along[value].dim, 0, 1).mul_(0.99)
+
+    def differentiate(self: Any, run: Any, piece: int, *args: Any) -> Any:
+        computed = derivative(self, run, piece, *args)
+        return [g if g is None or piece != 2 else g * (1 - 1e-3) for g in computed]
+
+    if broken == "halo":
+        monkeypatch.setattr(tiled._Run, "__init__", begin)
+    else:
+        monkeypatch.setattr(tiled.Tiled, "_derivative", differentiate)
+    model, images, labels = step(samples, size)
+    budget = int(0.7 * floor_of(model, images, labels))
+    with pytest.raises(VerificationError, match="from float64"):
+        memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
 
 
 def test_a_plan_with_tiles_is_saved_and_used_again(tmp_path: Path) -> None:

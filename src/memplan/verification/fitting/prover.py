@@ -25,8 +25,9 @@ from memplan.verification.measurement.peak_alone import measure_trial
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_restored, random_state_restored
 from memplan.verification.measurement.trial import Trial, Work
+from memplan.verification.proof.near_kinks import NearKinks
 from memplan.verification.proof.proof import Cut, Proof
-from memplan.verification.proof.rounding import EXACT, LOSSY, ROUNDING
+from memplan.verification.proof.rounding import EXACT, LOSSY, NEAR_KINKS, ROUNDING
 from memplan.verification.proof.verify import Baselines, compare, with_times
 
 _log = logging.getLogger("memplan")
@@ -116,8 +117,9 @@ class Prover:
         if grade == "lossy":
             yardstick = self._trial("autocast", call, autocast=self._request.autocast or torch.bfloat16)
         elif self._settings.engine == "graph":
-            truth = None if grade == "exact" else self._trial("float64", call, float64=True)
-            return Baselines(reference, truth)
+            if grade == "exact":
+                return Baselines(reference)
+            yardstick = self._trial("the step with decisions near kinks flipped", call, kernels=NearKinks)
         else:
             yardstick = self._trial("torch.compile", call, function=_torch.compiled_as_eager(self._step))
         return Baselines(reference, self._trial("float64", call, float64=True), yardstick)
@@ -147,7 +149,8 @@ class Prover:
         candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
         candidate.other_resident = self._constant_bytes(planned)
         lossy, exact = planned.plan.grade == "lossy", baselines.truth is None
-        tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else ROUNDING, _STEPS - 1)
+        rounding = NEAR_KINKS if self._settings.engine == "graph" else ROUNDING
+        tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else rounding, _STEPS - 1)
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if not (proof.same or lossy or self._home.card is None):
             proof = self._compare_on_card(call, baselines, candidate, planned)
@@ -207,7 +210,7 @@ class Prover:
     def _trial(
         self, name: str, call: Call, *, in_backward: bool = False, updates: bool = True, float64: bool = False,
         function: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
-        kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Trial:  # fmt: skip
         """Return a trial of the step on copies of its state, as the arguments of `Trial` say."""
         args, kwargs = call.rebuild(call.tensors)
@@ -231,7 +234,7 @@ class Prover:
         """
         free, idle = free_memory.available(self._home), self._idle_bytes(plan)
         needed = plan.eager_peak + idle
-        if self._settings.engine != "graph" or plan.grade == "lossy":
+        if self._settings.engine != "graph" or plan.grade != "exact":
             needed = 2 * plan.eager_peak + 4 * idle  # the step in float64, while the other trials wait
         if free is None or needed <= free:
             return None

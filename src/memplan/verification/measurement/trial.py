@@ -70,7 +70,7 @@ class Trial:
     def __init__(
         self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, in_backward: bool = False,
         updates: bool = True, float64: bool = False,
-        kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         self.name, self.call, self.in_backward, self._float64 = name, call, in_backward, float64
         self._kernels = kernels

@@ -71,6 +71,8 @@ class Tolerance:
 
 EXACT = Tolerance("exact")
 ROUNDING = Tolerance("reordered")
+NEAR_KINKS = Tolerance("reordered", alike=math.inf)
+"""With `near_kinks` as the yardstick, whose error is a thousand times that of a step in which no decision flips."""
 LOSSY = Tolerance("lossy", factor=4.0, slack=2.0, dtype=torch.bfloat16, share=0.75, sane=0.5, alike=math.inf)
 """Four times the error of plain autocast (see ``share``), plus two roundings to bfloat16 (1.6 %) of the module's
 largest gradient. Small tensors need that factor: Adam's first updates are signs, and of 64 biases autocast flipped
