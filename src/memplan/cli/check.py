@@ -12,18 +12,18 @@ from memplan.cli.options import (
     StepArguments,
     Whole,
     describe,
+    input_advice,
     load_trace,
     rank_options,
     remove_parameters,
     result_options,
     step_options,
     top_option,
-    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
@@ -122,14 +122,11 @@ def _findings(
     if request is not None or is_trace(arguments.target):
         trace = load_trace(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
-    with progress(f"recording {arguments.target}"), contained(arguments.target):
+    with progress(f"recording {arguments.target}"), contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
         remaker = Remaker(described.what, described.options, arguments.recorded_for())
-        try:
-            trace = record_again(remaker)
-            return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
+        trace = record_again(remaker)
+        return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
 
 
 remove_parameters(command, "settings")  # findings do not depend on the allocator

@@ -15,18 +15,18 @@ from memplan.cli.options import (
     all_ranks_options,
     describe,
     host_option,
+    input_advice,
     load_trace,
     names_all,
     step_options,
     top_option,
     used_options,
-    with_input_advice,
 )
 from memplan.cli.outputs import Outputs, output_options
 from memplan.cli.progress import progress
 from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.cli.verdicts import MEASURE, does_not_fit, warn_of_branches
-from memplan.errors import DataDependentError, InputError, StepError
+from memplan.errors import DataDependentError, InputError
 from memplan.trace.naming.targets import FORM, contained
 
 if TYPE_CHECKING:
@@ -201,13 +201,12 @@ def _explain(
     """Record the target's step, run it, or load its trace, and explain it."""
     if is_trace(arguments.target):
         return _explain_file(arguments, really, host)
-    with progress(f"{'running' if really else 'recording'} {arguments.target}"), contained(arguments.target):
+    task = f"{'running' if really else 'recording'} {arguments.target}"
+    with progress(task), contained(arguments.target), input_advice(arguments):
         try:
             return _explain_target(describe(arguments), arguments, really, host, scales)
         except DataDependentError as error:
             raise DataDependentError(error.found, expected=error.expected, do=MEASURE) from error
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
 
 
 def _explain_target(

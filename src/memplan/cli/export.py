@@ -12,14 +12,14 @@ from memplan.cli.options import (
     StepArguments,
     Whole,
     describe,
+    input_advice,
     json_option,
     remove_parameters,
     resolve_quietly,
     step_options,
-    with_input_advice,
 )
 from memplan.cli.progress import progress
-from memplan.errors import BudgetError, InputError, StepError, VerificationError
+from memplan.errors import BudgetError, InputError, VerificationError
 from memplan.trace.naming.targets import contained
 
 HELP = """Write a training step as C99 for a small device, under a budget of bytes.
@@ -111,7 +111,7 @@ def command(
     for option in ("--kwarg", "--autocast", "--dtype"):
         if option in arguments.changed_options():
             raise InputError(option, expected="positional inputs in float32", do="Leave it out")
-    with progress(f"exporting {arguments.target}"), contained(arguments.target):
+    with progress(f"exporting {arguments.target}"), contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
         step = described.options
         loss, optimizer = step.callables
@@ -125,8 +125,6 @@ def command(
                 search_update=data, frozen_weights=frozen_weights, weights_file=weights_file, arena_apart=arena_apart,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
         except BudgetError as error:
             show(shortfall_report(error))
             return 1

@@ -15,12 +15,12 @@ from memplan.cli.options import (
     StepArguments,
     Whole,
     describe,
+    input_advice,
     remove_parameters,
     result_options,
     step_options,
     top_option,
     used_options,
-    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.recipe_options import recipe_option, take_recipe
@@ -171,15 +171,13 @@ def command(
     plan = None if use_plan is None else _read_plan(use_plan, budget)
     options |= {"budget": budget if budget is not None or plan is None else plan.budget}
     options |= {"costs": costs} if costs != "measured" else {}
-    with progress(f"{'planning' if predict else 'fitting'} {arguments.target}"), contained(arguments.target):
+    task = f"{'planning' if predict else 'fitting'} {arguments.target}"
+    with progress(task), contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
-        try:
-            make = _model_maker(described)
-            model = make if predict else make()
-            frontier = None if frontier_file is None else _frontier(model, described, arguments, options, peers)
-            outcome = _outcome(model, described, arguments, options | ({} if plan is None else {"plan": plan}))
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
+        make = _model_maker(described)
+        model = make if predict else make()
+        frontier = None if frontier_file is None else _frontier(model, described, arguments, options, peers)
+        outcome = _outcome(model, described, arguments, options | ({} if plan is None else {"plan": plan}))
     outcome = replace(outcome, frontier=frontier)
     _write(outcome, files)
     if not files.takes_stdout:

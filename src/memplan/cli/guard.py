@@ -13,19 +13,19 @@ from memplan.cli.files import ResultFiles, is_trace, writable, write
 from memplan.cli.options import (
     StepArguments,
     describe,
+    input_advice,
     load_trace,
     rank_options,
     remove_parameters,
     result_options,
     step_options,
     top_option,
-    with_input_advice,
 )
 from memplan.cli.progress import progress
 from memplan.cli.renamed_options import current_spelling
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.targets import contained, short
 
 if TYPE_CHECKING:
@@ -179,15 +179,12 @@ def _record_target(arguments: StepArguments) -> Trace:
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
-    with progress(f"recording {arguments.target}"), contained(arguments.target):
+    with progress(f"recording {arguments.target}"), contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
         target = choose_target(
             arguments.device, arguments.assumed, _named_cudnn(arguments), arguments.world, arguments.rank
         )
-        try:
-            return record_for(described.build(on_card=target.card is not None), target)
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
+        return record_for(described.build(on_card=target.card is not None), target)
 
 
 def _named_cudnn(arguments: StepArguments) -> str | bool:

@@ -13,19 +13,19 @@ from memplan.cli.files import ResultFiles
 from memplan.cli.options import (
     StepArguments,
     Whole,
+    input_advice,
     names_all,
     rank_options,
     result_options,
     step_options,
     subject_of,
-    with_input_advice,
 )
 from memplan.cli.progress import line
 from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.sweep import describe_first_point
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 
 if TYPE_CHECKING:
     from memplan.studies.axes.sliding_window import Window
@@ -155,13 +155,8 @@ def _find(
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
     subject = subject_of(describe_first_point(arguments, None, vary), arguments)
     subject = replace(subject, window=window)
-    try:
-        with line(f"looking for the largest {axis}") as progress:
-            return find_largest(
-                subject, axis, room, settings=arguments.settings, title=title, progress=progress, **options
-            )
-    except StepError as error:
-        raise with_input_advice(error, arguments) from error.__cause__
+    with input_advice(arguments), line(f"looking for the largest {axis}") as progress:
+        return find_largest(subject, axis, room, settings=arguments.settings, title=title, progress=progress, **options)
 
 
 def _window(text: str | None, overlap: float, batch: int) -> Window | None:

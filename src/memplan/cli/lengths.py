@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from memplan.cli.files import is_trace
-from memplan.cli.options import StepArguments, describe, subject_of, used_options, with_input_advice
+from memplan.cli.options import StepArguments, describe, input_advice, subject_of, used_options
 from memplan.cli.outputs import Outputs
 from memplan.cli.progress import progress
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.targets import contained
 
 
@@ -30,12 +30,9 @@ def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: 
 
     shares = parse_lengths(text)
     target = arguments.recorded_for()
-    with progress(f"recording {arguments.target}"), contained(arguments.target):
+    with progress(f"recording {arguments.target}"), contained(arguments.target), input_advice(arguments):
         subject = subject_of(describe(arguments), arguments)
-        try:
-            lengths = lengths_of(subject, shares, target, settings=arguments.settings, title=arguments.target)
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
+        lengths = lengths_of(subject, shares, target, settings=arguments.settings, title=arguments.target)
     outputs.results.write_and_show(lengths.to_json, lambda: report(lengths, top))
     return int(lengths.ran_out > 0)
 

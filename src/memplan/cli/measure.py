@@ -13,14 +13,14 @@ from memplan.cli.options import (
     StepArguments,
     Whole,
     describe,
+    input_advice,
     remove_parameters,
     step_options,
     top_option,
-    with_input_advice,
 )
 from memplan.cli.outputs import Outputs, check_contribute, contribute_option, output_options
 from memplan.cli.progress import progress
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
@@ -151,11 +151,8 @@ def _measure(arguments: StepArguments, measurement: _Measurement) -> tuple[Trace
     from memplan.explanation.explain import explain_trace
 
     card = find(measurement.place) if measurement.dry and measurement.place is not None else None
-    with progress(f"running {arguments.target}"), contained(arguments.target):
-        try:
-            trace = measurement.run(arguments)
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
+    with progress(f"running {arguments.target}"), contained(arguments.target), input_advice(arguments):
+        trace = measurement.run(arguments)
     trains = None if arguments.train else False
     return trace, explain_trace(trace, title=arguments.target, train=trains, card=card, settings=_settings(trace))
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import Described, StepArguments, subject_of, used_options, with_input_advice
+from memplan.cli.options import Described, StepArguments, input_advice, subject_of, used_options
 from memplan.cli.progress import line
 from memplan.devices import Device, catalogue
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.studies.capacity.on_cards import largest_on_cards, step_on_cards
 from memplan.trace.recording.session import Target
 
@@ -48,16 +48,14 @@ def show_on_cards(
     def target_of(card: Device) -> Target:
         return replace(arguments, device=card.name).recorded_for()
 
-    try:
-        with line(f"recording {title}" if axis is None else f"looking for the largest {axis}") as progress:
-            if axis is None:
-                result = step_on_cards(subject, catalogue(), target_of, arguments.settings, progress)
-            else:
-                result = largest_on_cards(
-                    subject, axis, catalogue(), target_of, most=most, settings=arguments.settings, progress=progress
-                )
-    except StepError as error:
-        raise with_input_advice(error, arguments) from error.__cause__
+    task = f"recording {title}" if axis is None else f"looking for the largest {axis}"
+    with input_advice(arguments), line(task) as progress:
+        if axis is None:
+            result = step_on_cards(subject, catalogue(), target_of, arguments.settings, progress)
+        else:
+            result = largest_on_cards(
+                subject, axis, catalogue(), target_of, most=most, settings=arguments.settings, progress=progress
+            )
     result = replace(result, title=title)
     results.write_and_show(result.to_json, lambda: report(result))
     return int(not any(row.fits for row in result.rows))

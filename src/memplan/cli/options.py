@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -457,8 +458,16 @@ def _call_target(target: Target, arguments: Mapping[str, Any], options: StepOpti
     return make
 
 
-def with_input_advice(error: StepError, arguments: StepArguments) -> MemplanError:
-    """Return the error of a step; if a layer raised it, as an InputError that names the inputs, a common cause."""
+@contextmanager
+def input_advice(arguments: StepArguments) -> Iterator[None]:
+    """Within this context, an error that a layer raises becomes an InputError that names the inputs, a common cause."""
+    try:
+        yield
+    except StepError as error:
+        raise _with_input_advice(error, arguments) from error.__cause__
+
+
+def _with_input_advice(error: StepError, arguments: StepArguments) -> MemplanError:
     from memplan.trace.step import WHOLE
 
     specs = [*(f"--input {text}" for text in arguments.inputs), *(f"--kwarg {text}" for text in arguments.kwargs)]

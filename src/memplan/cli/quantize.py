@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memplan.cli.files import is_trace
-from memplan.cli.options import StepArguments, describe, with_input_advice
+from memplan.cli.options import StepArguments, describe, input_advice
 from memplan.cli.outputs import Outputs
 from memplan.cli.progress import progress
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.targets import contained
 
 
@@ -35,13 +35,10 @@ def quantize(
     from memplan.reports.quantize import report
     from memplan.studies.quantization.quantize import quantize_step
 
-    with progress(f"quantizing and running {arguments.target}"), contained(arguments.target):
+    with progress(f"quantizing and running {arguments.target}"), contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
-        try:
-            quantized = quantize_step(described.what, described.options, weights, activations)
-            quantized = replace(quantized, title=arguments.target)
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
+        quantized = quantize_step(described.what, described.options, weights, activations)
+        quantized = replace(quantized, title=arguments.target)
     results.write_and_show(quantized.to_json, lambda: report(quantized, top))
     return 0
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memplan.cli.files import is_trace
-from memplan.cli.options import StepArguments, describe, used_options, with_input_advice
+from memplan.cli.options import StepArguments, describe, input_advice, used_options
 from memplan.cli.outputs import Outputs
 from memplan.cli.progress import line
 from memplan.cli.verdicts import does_not_fit, warn_of_branches
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
@@ -57,21 +57,18 @@ def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, 
             do="Leave out --world and --rank",
         )  # fmt: skip
     world = arguments.world or 1
-    with line(f"recording {arguments.target}") as progress, contained(arguments.target):
+    with line(f"recording {arguments.target}") as progress, contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
         target = replace(arguments, rank=0).recorded_for()
         build = described.build(on_card=target.card is not None)
-        try:
-            roles = find_roles(
-                lambda rank: record_for(build, replace(target, rank=rank)),
-                lambda trace, title: explain_trace(
-                    trace, title=title, train=None if arguments.train else False, card=target.card,
-                    settings=arguments.settings, host=room,
-                ),
-                world, title=arguments.target, progress=progress,
-            )  # fmt: skip
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
+        roles = find_roles(
+            lambda rank: record_for(build, replace(target, rank=rank)),
+            lambda trace, title: explain_trace(
+                trace, title=title, train=None if arguments.train else False, card=target.card,
+                settings=arguments.settings, host=room,
+            ),
+            world, title=arguments.target, progress=progress,
+        )  # fmt: skip
     return _show(roles, outputs, top)
 
 

@@ -14,15 +14,15 @@ from memplan.cli.options import (
     StepArguments,
     Whole,
     describe,
+    input_advice,
     remove_parameters,
     resolve_quietly,
     result_options,
     step_options,
     subject_of,
-    with_input_advice,
 )
 from memplan.cli.progress import bar
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.parsing import named, parameters
 
 if TYPE_CHECKING:
@@ -118,13 +118,10 @@ def _sweep(
     axes += [(Argument(name), values) for name, values in vary.items()]
     axes += [(axis_of(name, subject), values) for name, values in layers]
     target = arguments.recorded_for()
-    try:
-        with bar(f"recording {arguments.target}") as progress:
-            return sweep_subject(
-                subject, axes, target, settings=arguments.settings, jobs=jobs, progress=progress, title=arguments.target
-            )
-    except StepError as error:
-        raise with_input_advice(error, arguments) from error.__cause__
+    with input_advice(arguments), bar(f"recording {arguments.target}") as progress:
+        return sweep_subject(
+            subject, axes, target, settings=arguments.settings, jobs=jobs, progress=progress, title=arguments.target
+        )
 
 
 def describe_first_point(arguments: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
