@@ -1,4 +1,4 @@
-"""Check: two tensors of one size that broadcast against each other, as predictions (N, 1) and targets (N) do."""
+"""Check: two tensors of equal size that broadcast against each other, such as predictions (N, 1) and targets (N)."""
 
 from __future__ import annotations
 

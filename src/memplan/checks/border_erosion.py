@@ -24,7 +24,8 @@ Sides = tuple[Fraction, Fraction]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Positions of the input that one layer loses, for each dimension and side; negative where it adds some (a pad)."""
+    """Positions of the input that a layer loses, for each dimension and side; negative for a pad, which adds
+    positions."""
 
     layer: str
     where: str | None

@@ -58,7 +58,7 @@ def check(
         Findings, warnings first, then by bytes.
 
     Raises:
-        TargetError, InputError, DeviceError: what was given does not describe a step.
+        TargetError, InputError, DeviceError: the arguments do not describe a step.
         StepError, DataDependentError: the step cannot be recorded.
 
     Example:
@@ -139,7 +139,7 @@ def _with_severity(finding: Finding) -> Finding:
 
 
 def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings, with those of the same kind that cost no bytes merged into one about several layers."""
+    """Return the findings; findings of the same kind that cost no bytes become a single finding about their layers."""
     groups: dict[Any, list[Finding]] = {}
     for number, finding in enumerate(findings):
         key = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else number

@@ -78,7 +78,7 @@ def _freed_instead_of_zeroed(trace: Trace, gradient: Storage) -> list[Storage]:
 
 
 def _unused(trace: Trace) -> list[Finding]:
-    """Return a finding for what was made while building and no step reads or writes: models with their gradients, and
+    """Return a finding for storages of the build that no step reads or writes: models with their gradients, and
     optimizer states, of such models or of parameters that no longer get gradients."""
     used: set[int] = set()
     for op in trace.ops:

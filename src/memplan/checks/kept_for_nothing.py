@@ -89,7 +89,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _finding(trace: Trace, group: Copies) -> list[Finding]:
-    """Return a finding about tensors of one kind; none if they do not matter at the peak."""
+    """Return a finding about tensors saved for the same reason; [] if they do not matter at the peak."""
     kind, storages = group.kind, group.storages
     size = saving(trace, group.changed, group.added)
     rows = rows_of(trace, storages, {s.id: s.sharers[0].op if s.sharers else s.op or 0 for s in storages})

@@ -128,7 +128,8 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
 
 
 def _matrix_user(attention: Sequence[Attention]) -> str:
-    """Say which other op reads a matrix of the attention (scores or weights), or that the model returns one.
+    """Return a sentence on another op that reads the scores or weights of the attention, or on the model returning
+    them.
 
     Such a matrix has to exist, so that no fused call fits. "" if nothing needs one.
     """

@@ -1,4 +1,4 @@
-"""Activations that keep a tensor of their own for backward, where a neighbour's tensor or a smaller one would do."""
+"""Find activations that save a tensor for backward where a neighbour's saved tensor, or a smaller tensor, would do."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _ActivationCopies:
         return Copies("in place", tuple(inputs), changed, tuple(added))
 
     def _view_gradients(self, op: Op, storage: Storage) -> list[Storage]:
-        """Return what the gradient of an in-place op on a view (an instance norm's result is one) also allocates: a
+        """Return the storages that the gradient of an in-place op on a view (as an instance norm's result) adds: a
         gradient of the base, and a copy of the view's part of it (CopySlices, torch/csrc/autograd)."""
         if self._forms[op.index].op not in self._reads_view:
             return []
@@ -135,7 +135,7 @@ class _ActivationCopies:
     def _swap_relu_and_cat(
         self, cat: Op, relus: Set[int], changed: dict[int, Storage | None], added: list[Storage]
     ) -> None:
-        """Enter the backward pass with ReLU behind cat: one gradient of the whole instead of one of each part."""
+        """Add the changes of the backward pass with ReLU after cat: a gradient of the whole instead of each part."""
         gradients = [op for op in self._trace.ops if op.gradient_of in relus and op.writes]
         if not gradients:
             return

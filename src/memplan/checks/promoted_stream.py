@@ -1,4 +1,4 @@
-"""Check: activations of a half-precision model in float32, since some of its weights or buffers are kept in that."""
+"""Check: activations of a half-precision model in float32, because some weights or buffers are stored in float32."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _half_dtype(trace: Trace, promoting: dict[int, list[Op]]) -> str | None:
 
 
 def _is_multiplied(storage: Storage, ops: Iterable[Op]) -> bool:
-    """Return whether a weight is one of a product or a convolution: not of a norm, and not of an embedding, even if a
+    """Return whether a weight belongs to a product or a convolution: not to a norm or an embedding, even if a
     head shares that."""
     return len(storage.shape) > 1 and not any(base_name(op.name) == "embedding" for op in ops)
 

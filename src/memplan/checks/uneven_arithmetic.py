@@ -21,7 +21,7 @@ _MERGING = ("cat", "add", "sub", "mul")
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A tensor's size along one dimension of the input, and the field of its positions."""
+    """Size of a tensor along a dimension of the input, and the receptive field of its positions."""
 
     size: int
     field: Field

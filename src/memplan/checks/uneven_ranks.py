@@ -25,7 +25,7 @@ _Owner = tuple[str, str, str | None]
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a finding about loads onto another card, and one about the rank that holds the most; [] for one rank."""
+    """Return findings about loads onto another card and about the rank with the highest peak; [] for a single rank."""
     remaker = subject.remaker
     world = None if remaker is None else remaker.target.world
     if remaker is None or world is None or not subject.trace.groups:
@@ -34,11 +34,11 @@ def find(subject: Subject) -> list[Finding]:
     loads: dict[int, Sequence[Elsewhere]] = {}
     own_loads = any("torch.load PUTS" in assumption.text for assumption in subject.trace.assumptions)
     for rank in (*_others(subject.trace, world, remaker.target.rank), *([remaker.target.rank] if own_loads else [])):
-        with loads_elsewhere() as found:
+        with loads_elsewhere() as elsewhere:
             trace = replace(remaker, target=replace(remaker.target, rank=rank)).record()
         if isinstance(trace, Trace):
             traces[rank] = trace
-            loads |= {rank: list(found)} if found else {}
+            loads |= {rank: list(elsewhere)} if elsewhere else {}
     return [*_elsewhere(loads, world), *_holds_more(traces)]
 
 

@@ -1,4 +1,4 @@
-"""Check: gradients that no update reads, of parameters without an optimizer, or kept alive after their update."""
+"""Check: gradients that no update reads: of parameters without an optimizer, or still allocated after their update."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _larger_than_tensors(trace: Trace, sized: Collection[int]) -> dict[str, tupl
 def _message_and_advice(
     workspace: Storage, plans: Plans, layer: str, tensor_bytes: int, peaks: tuple[int, int], *, is_3d: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the texts about a workspace that cuDNN planned, or, without plans, one known as an interval of bytes."""
+    """Return message and advice about a workspace that cuDNN planned or, without plans, about its interval of bytes."""
     size, own = format_bytes(workspace.bytes), format_bytes(tensor_bytes)
     low, high = map(format_bytes, peaks)
     if plans:

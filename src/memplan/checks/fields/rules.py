@@ -1,4 +1,4 @@
-"""What each op does to the receptive fields of its operands: one rule an op, by its name without the overload."""
+"""Rules for the receptive fields after each op, by the op's name without the overload."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _LONGEST = 4096
-"""Fields with a longer period are given up (interpolations between sizes without a common factor)."""
+"""Fields with a longer period count as unknown (interpolations between sizes without a common factor)."""
 
 
 @dataclass(frozen=True, slots=True)

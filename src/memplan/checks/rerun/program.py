@@ -16,7 +16,7 @@ from memplan.trace.records import Form, Op, Option, View
 from memplan.trace.trace import Trace
 
 Changes = Mapping[int, Mapping[str, Option]]
-"""Index of an op -> the arguments that replace its recorded ones."""
+"""Index of an op -> arguments that replace the recorded arguments."""
 
 _FIXED = ("weight", "buffer")
 _VIEWS = frozenset({
@@ -96,7 +96,7 @@ class Program:
                 loss.backward(retain_graph=True)  # a second backward pass may follow
 
     def _run(self, op: Op) -> None:
-        """Call a recorded op on the replay's tensors, with its arguments changed as asked for and sizes fitted to its
+        """Call a recorded op on the replay's tensors, with its changes of arguments, and sizes fitted to its
         new inputs."""
         form = self._forms.get(op.index)
         if form is None:

@@ -112,7 +112,7 @@ def _plain_error(error: MemplanError) -> dict[str, Any]:
 
 
 def _read_error(plain: Any) -> MemplanError:
-    """Return the error of which `_plain_error` made plain data.
+    """Return the error from the data of `_plain_error`.
 
     Raises:
         Unreadable: these are not the data of an error.

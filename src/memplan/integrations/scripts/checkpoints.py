@@ -28,7 +28,7 @@ _LENGTH = len(MARK) + _DIGITS
 
 
 class Checkpoints:
-    """Saves and loads of one run of a script.
+    """Saves and loads of a run of a script.
 
     Args:
         effects: gets a note of each save to a path.

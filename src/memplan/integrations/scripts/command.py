@@ -1,4 +1,4 @@
-"""What is run: a script or a module with its arguments, as after ``python``."""
+"""The command line of a script or module, as after ``python``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Command(Printed):
         return self
 
     def execute(self) -> None:
-        """Run it as ``python`` would, as ``__main__``. Whatever it raises goes on."""
+        """Run the script or module as ``__main__``, as ``python`` does. Its exceptions are not caught."""
         with _process_state(self):
             if self.is_module:
                 runpy.run_module(self.place, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""What a script does to the world beyond its step: each effect with the line of the script that had it.
+"""Effects of a script outside of its process (files, connections, programs), each with the line that caused it.
 
 Python raises an audit event before most of these (https://docs.python.org/3/library/audit_events.html). Events are only
 listened to; the sandbox is what holds effects back.
@@ -27,7 +27,7 @@ _LONGEST = 200
 
 
 class Effects:
-    """The effects of one run of a script.
+    """The effects of a run of a script.
 
     Args:
         script: the folder of the script's own code.

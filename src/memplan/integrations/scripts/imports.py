@@ -18,7 +18,7 @@ def library_imports_unrecorded(folder: str) -> Iterator[None]:
     """Within this context, import libraries outside of the recording; at its end, forget the script's own modules.
 
     Tensors that a library creates on import are real and stay for all runs. Modules below the script's folder run again
-    in the next run, as their tensors belong to the recording of this one.
+    in the next run, as their tensors belong to the recording of the current run.
     """
     with _torch.no_modes():
         pass  # imports what it needs, which it could not in the middle of another import

@@ -246,7 +246,7 @@ class _Tail:
         self._count(b"\n")
 
     def _count(self, block: bytes) -> None:
-        """Count the lines that are not blank. Of the unfinished last one, a byte tells whether it is blank so far."""
+        """Count the lines that are not blank; of an unfinished last line, keep whether it is blank so far."""
         *whole, last = block.split(b"\n")
         if whole:
             self.lines += sum(1 for line in (self._unfinished + whole[0], *whole[1:]) if line.strip())

@@ -1,4 +1,4 @@
-"""What Python writes goes to a folder that stands over the file system for this process; it reads it back from there.
+"""Redirect Python's writes in this process to a shadow folder, from which it also reads them back.
 
 For where Linux allows no overlay, and Landlock alone protects the real files: without this, each script that writes a
 file would end with a permission that is denied. What a library writes without Python is refused.
@@ -41,7 +41,7 @@ class RedirectedFiles:
     """A shadow of the file system: a folder with the files that a script writes, each below its own absolute path.
 
     Args:
-        folder: an empty one, which may be removed afterwards.
+        folder: an empty folder, which may be removed afterwards.
         note: called with the path of each file that is written for the first time, removed or renamed.
     """
 
@@ -130,7 +130,7 @@ class RedirectedFiles:
 
     def _path_to_open(self, path: Any) -> Any:
         """Return the path to open for reading. For a named pipe it is a new, empty one in the shadow folder: reading
-        the real one would take its data away from other processes."""
+        the real pipe would take its data away from other processes."""
         path_now = self.path_to_read(path)
         real = self._absolute(path)
         if real is not None and _is_pipe(path_now):

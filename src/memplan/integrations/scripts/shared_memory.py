@@ -21,7 +21,7 @@ _SIZE = 64
 
 
 class _Semaphore(_multiprocessing.SemLock):
-    """A semaphore without a name: one with a name is a file below ``/dev/shm``."""
+    """A semaphore without a name, since named semaphores are files below ``/dev/shm``."""
 
     _memory: ClassVar[list[mmap.mmap]] = []
     """Of all of them, for good."""

@@ -30,7 +30,7 @@ class TrainerSchedule:
             self._change(name, "Trainer", _sooner_validations)
 
     def _change(self, module: str, name: str, attributes_of: Any) -> None:
-        """Change a class of an imported module, once."""
+        """Replace attributes of a class, once its module is imported; only the first time."""
         changed = getattr(sys.modules.get(module), name, None)
         if changed is not None and changed not in self._changed:
             self._changed.append(changed)
@@ -51,8 +51,8 @@ def _sooner_states(state: Any) -> dict[str, Any]:
 
 
 def _sooner_validations(trainer: Any) -> dict[str, Any]:
-    """Return a property of Lightning's trainer: it sets the attribute when it is made, and asks for it, and for the
-    length of the loader that an interval must not exceed, when it fits."""
+    """Return a property that caps ``val_check_interval``. Lightning's trainer sets it in its constructor, and reads it
+    in ``fit``, where it must not exceed the length of the loader."""
     name = "val_check_interval"
 
     def interval(self: Any) -> Any:

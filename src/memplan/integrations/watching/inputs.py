@@ -11,7 +11,7 @@ from memplan.trace.spec import Spec
 
 
 class LastInputs:
-    """Records the arguments of each call of a model, by a hook; those of the last call replace earlier ones."""
+    """Records the arguments of a model's last call, by a hook."""
 
     def __init__(self, model: nn.Module) -> None:
         self._args: tuple[Any, ...] | None = None

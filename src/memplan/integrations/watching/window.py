@@ -28,7 +28,7 @@ from memplan.trace.semantics.kinds import Semantics
 from memplan.trace.trace import Trace
 
 OBSERVED = 3
-"""Number of steps whose ops a window records. It then waits for one more step, to see what outlives its step."""
+"""Number of steps whose ops a window records. It stays open for another step, to see which storages outlive a step."""
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def _detached(tensor: torch.Tensor, overwritten: set[int]) -> torch.Tensor:
 
 
 def _base(tensor: torch.Tensor) -> int:
-    """Return the id of the tensor of which this one is a view, its own if it is none."""
+    """Return the id of the tensor whose view this tensor is; its own id if it is no view."""
     return id(_torch.viewed(tensor))
 
 

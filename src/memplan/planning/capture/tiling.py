@@ -51,7 +51,7 @@ class Tiling:
         self._recorder: Recorder | None = None
         self._results: list[weakref.ref[Tensor]] = []
         self._replacements: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
-        """By id of a tensor that a segment's call returned: that tensor, the one that stands for it, and its place."""
+        """id() of a tensor that a segment's call returned -> (tensor, its replacement, its position)."""
         self._now = set[tuple[int, int]]()
 
     def end(self) -> None:

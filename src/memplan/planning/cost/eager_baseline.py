@@ -75,5 +75,5 @@ def baseline(
 
 
 def _leaf_on(tensor: torch.Tensor, place: str) -> torch.Tensor:
-    """Return a leaf tensor on a device that requires a gradient if this one does."""
+    """Return a tensor on a device, as a leaf with the same ``requires_grad``."""
     return tensor.detach().to(place).requires_grad_(tensor.requires_grad)

@@ -111,7 +111,7 @@ def signature(graph: JointGraph, op: GraphOp) -> str:
 
 
 def _calls(graph: JointGraph) -> Iterator[GraphOp]:
-    """Yield the ops that are no views, each followed by its cheaper recompute op, if it has one."""
+    """Yield the ops that are no views, each followed by its cheaper recompute op, if any."""
     for op in graph.ops:
         if not op.is_view:
             yield op

@@ -16,7 +16,7 @@ class Rebuild:
         self.values = list(graph.values)
         self.ops: list[GraphOp] = []
         self._new_index: dict[int, int] = {}
-        """New index of each op, by its old one."""
+        """Old index of an op -> new index."""
 
     def add(self, op: GraphOp, **changes: Any) -> None:
         """Append an op of the old graph with some fields changed, or a new op, whose index is negative. Its index and

@@ -35,7 +35,7 @@ def is_contiguous(value: Value) -> bool:
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element."""
+    """Return the bytes of an element."""
     return getattr(torch, dtype).itemsize
 
 

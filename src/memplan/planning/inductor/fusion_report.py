@@ -137,7 +137,7 @@ class _Grouping:
         return work_of_kernel
 
     def group(self, part: Part, kernel: inductor.Kernel, work: Sequence[Work]) -> Group:
-        """Describe one kernel."""
+        """Describe a kernel."""
         marks = dict.fromkeys(origin.mark for origin in kernel.origins if origin.mark is not None)
         ops = [op for mark in sorted(marks) if (op := self.op(mark)) is not None]
         flops = sum(item.flops for item in work)
@@ -159,7 +159,7 @@ class _Grouping:
                 yield Group(COPY, False, "forward", (COPY,), layers, where, size, 0, 0.0, "bandwidth")
 
     def op(self, mark: int) -> GraphOp | None:
-        """Return the op that an action runs, or the one whose result it handles."""
+        """Return the op that an action runs, or the op whose result it encodes, decodes, writes or returns."""
         action = self.actions[mark]
         return self.op_of_value(action) if action.op is None else action.called(self.graph)
 

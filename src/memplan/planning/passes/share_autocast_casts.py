@@ -60,14 +60,14 @@ class _Total:
 
 
 class _CastSharing(Rebuild):
-    """Rebuilds a graph so that repeated casts of a parameter are one, and their gradients are summed before a cast."""
+    """Rebuilds a graph so that each parameter is cast once, and the gradients of its uses are summed before a cast."""
 
     def __init__(self, graph: JointGraph, repeated: Mapping[tuple[int, int, str], list[GraphOp]]) -> None:
         super().__init__(graph)
         self.first = {op.index: ops[0].index for ops in repeated.values() for op in ops}
         """Index of the first cast of the same parameter in its region, by index of the cast."""
         self.shared = {op.makes[0]: ops[0].makes[0] for ops in repeated.values() for op in ops[1:]}
-        """Result of the first cast, by the result of a later one."""
+        """Result of a later cast -> result of the first cast."""
         self.users = Counter(v for op in graph.ops for v in refs((op.args, op.kwargs)))
         self.users.update(gradient for _, gradient in graph.gradients)
         self.totals: dict[int, _Total] = {}

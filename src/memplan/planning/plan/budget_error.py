@@ -58,7 +58,7 @@ def budget_error(
     Args:
         floor: the schedule with the smallest peak that the search reached.
         outside_memory: memory on the device in addition to the graph's.
-        budget: bytes that the user asked for.
+        budget: the user's budget in bytes.
         predicted: timeline of the step if it runs as fused kernels, whose memory differs from that of the single ops.
     """
     trace = trace_of(floor, outside_memory)

@@ -270,7 +270,7 @@ class _Writer:
     # -- text
 
     def expression(self, value: int) -> str:
-        """Return the expression of a value: the variable of one that owns memory, the call that makes a view."""
+        """Return the expression of a value: its variable if it owns memory, else the call that makes the view."""
         value = self.simplest_view(value)
         tensor = self.graph.values[value]
         if not tensor.is_view:

@@ -214,7 +214,7 @@ class Batch(Needs):
                 self._return_delayed_gradient(give, parameter, position, place, columns)
 
     def _return_delayed_gradient(self, index: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
-        """Give the gradient whose parameter this recomputed op reads last."""
+        """Return the gradient of the parameter that this recomputed op is the last to read."""
         give = self.flat.gradient_returns[index]
         here = (self.parameter_last[parameter][columns] == position) & (position > self._backward_position(index))
         levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[here]
@@ -268,7 +268,7 @@ class Batch(Needs):
         return slots, end[-1]
 
     def _gradient_return_levels(self) -> tuple[Ints, Ints]:
-        """By slot: change of the level by the gradients that are given, and the highest level meanwhile."""
+        """By slot: change of the level by returned gradients, and the highest level while they are returned."""
         flat = self.flat
         if not flat.has_delayed_returns:
             return flat.returns_net[:, None], flat.returns_peak[:, None]

@@ -48,7 +48,7 @@ class ForwardOp:
     reads: tuple[int, ...]
     """Rows of the forward values it reads, ascending."""
     parameters: tuple[int, ...]
-    """Parameters it reads that may change once their gradient is given."""
+    """Parameters that the op reads and that may change once their gradient is returned."""
     overwrites: tuple[int, ...]
     during: int
     """Bytes of all its results and its scratch."""

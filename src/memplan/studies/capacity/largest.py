@@ -49,7 +49,7 @@ class Tried:
     """Why the recording failed; empty if it did not."""
 
     def row(self) -> dict[str, Any]:
-        """Return its bytes and its plan as one row; of a failed recording only the reason."""
+        """Return the bytes and the plan as a row of JSON; of a failed recording only the reason."""
         if self.reason:
             return named(self, "value", "fits", "reason")
         row = named(self, "value", "fits", "reason", "need")

@@ -1,4 +1,4 @@
-"""One side of a comparison, from a Trace, an Explanation, a Plan, a point of a Sweep, or the file of one of them."""
+"""Sides of a comparison: from a Trace, an Explanation, a Plan, a point of a Sweep, or a file of these."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from memplan.studies.guarding.recorded_figures import KernelChoice, RecordedFigu
 
 @dataclass(frozen=True, slots=True)
 class Change(Printed):
-    """Layers of one pattern whose bytes at the peak grew, or shrank, for the same reason."""
+    """Repeated layers whose bytes at the peak grew, or shrank, for the same reason."""
 
     DERIVED: ClassVar[tuple[str, ...]] = ("name", "difference")
 

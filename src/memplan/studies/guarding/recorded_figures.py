@@ -1,4 +1,4 @@
-"""Figures of a recorded step, to be written into a baseline or compared with one."""
+"""Figures of a recorded step, to be written into a baseline or compared with it."""
 
 from __future__ import annotations
 

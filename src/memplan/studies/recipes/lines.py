@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Options:
-    """What a training step has besides its model and recipe."""
+    """Options of a training step in addition to its model and recipe."""
 
     batch: int | None = None
     """None: 1, or all answers of grpo."""
@@ -55,7 +55,7 @@ class Options:
 
 
 def call_lines(begin: str, arguments: Iterable[str], end: str = ")") -> Iterator[str]:
-    """Yield the lines of a call with arguments as they are written."""
+    """Yield the lines of a call; ``arguments`` are Python text."""
     values = list(arguments)
     whole = f"{begin}({', '.join(values)}{end}"
     if len(whole) <= _WIDTH:
@@ -70,7 +70,7 @@ def call_lines(begin: str, arguments: Iterable[str], end: str = ")") -> Iterator
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments as they are written in a call."""
+    """Return keyword arguments as Python text."""
     return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
@@ -85,7 +85,7 @@ def adapter_lines(recipe: Lora) -> Iterator[str]:
 
 
 def optimizer_lines(model: str, options: Options) -> Iterator[str]:
-    """Yield the lines that make the optimizer, if there is one."""
+    """Yield the lines that create the optimizer; none without an optimizer."""
     optimizer = optimizer_call(options.optimizer)
     if optimizer is not None:
         yield f"trained = [p for p in {model}.parameters() if p.requires_grad]"
@@ -132,7 +132,7 @@ def require(library: str) -> None:
 
 
 def required(recipe: Recipe, on_card: bool = False) -> list[str]:
-    """The libraries that a recipe's script imports besides torch and transformers, and on a card runs kernels of."""
+    """Return the libraries that a recipe's script needs in addition to torch and transformers."""
     adapters = recipe.adapters if isinstance(recipe, Adapted) else recipe
     libraries = ["trl", "datasets", *["triton"] * on_card] if isinstance(recipe, Trained) else []
     libraries += ["diffusers"] * isinstance(recipe, Diffusion)
@@ -141,5 +141,5 @@ def required(recipe: Recipe, on_card: bool = False) -> list[str]:
 
 
 def default_batch(recipe: Recipe) -> int:
-    """The batch of a script for which none is named."""
+    """Return the default batch size of a recipe."""
     return recipe.generations if isinstance(recipe, Grpo) else 1

@@ -1,5 +1,5 @@
-"""What of a model is trained: ``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``, ``qlora``; or which
-of trl's trainers trains it: ``sft``, ``dpo:r=16``, ``grpo``."""
+"""Recipes of training: the trained parameters (``full``, ``freeze:layers=2``, ``lora:r=16,targets=all``, ``dora``,
+``qlora``), or a trainer of trl (``sft``, ``dpo:r=16``, ``grpo``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Lora:
     alpha: int = 16
     dropout: float = 0.0
     targets: str = "default"
-    """Layers with an adapter: ``default`` (peft's for the architecture), ``all`` linear ones, or names joined by +."""
+    """Layers with an adapter: ``default`` (peft's for the architecture), ``all`` linear layers, or names joined by
+    +."""
 
     def __post_init__(self) -> None:
         _require_whole("lora:r", self.r)
@@ -65,7 +66,7 @@ class Qlora(Lora):
     double: bool = True
     """Pack the scales of the packed weights, too."""
     prepare: bool = True
-    """Cast the rest to fp32 and checkpoint, as peft's ``prepare_model_for_kbit_training``."""
+    """Cast other parameters to fp32 and checkpoint, as peft's ``prepare_model_for_kbit_training``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,9 +121,9 @@ class Grpo(Trained):
     generations: int = 8
     """Answers to a prompt, all generated at once."""
     prompt: int = 0
-    """Tokens of the prompt, the rest of the sequence is the answer; 0: a quarter."""
+    """Tokens of the prompt, before those of the answer; 0: a quarter of the sequence."""
     beta: float = 0.04
-    """Weight of the distance to the reference; 0: there is none."""
+    """Weight of the distance to the reference; 0: no reference."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Write the training script that a model and a recipe stand for."""
+"""Write the training script of a model and a recipe."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Ta
         yield from call_lines(f"config = {config}", written(model.config))
     else:
         yield f"config = AutoConfig.from_pretrained({model.path!r}, local_files_only=True)"
-    if task.has_sequence and not isinstance(recipe, Grpo):  # which generates with a cache, and trains without one
+    if task.has_sequence and not isinstance(recipe, Grpo):  # grpo generates with a cache
         yield "config.use_cache = False"
     yield f"dtype = {dtype_of(options.dtype)}"
     make = f"{task.factory}.from_config(config, dtype=dtype)"
@@ -153,7 +153,8 @@ def _loop_lines(recipe: Recipe, options: Options, make: str, task: _Task) -> Ite
 
 
 def _packing_lines(recipe: Qlora) -> Iterator[str]:
-    """Yield the lines that pack linear layers but the last, as transformers does with ``load_in_4bit``."""
+    """Yield the lines that pack all linear layers except the head to 4 bits, as transformers does with
+    ``load_in_4bit``."""
     yield f'packing = {{"compress_statistics": {recipe.double}, "quant_type": "{recipe.kind}"}}'
     yield "kept = model.get_output_embeddings()"
     yield "for name, part in list(model.named_modules()):"
@@ -206,14 +207,14 @@ def _config_class(model: Model) -> Any:
     """Return the configuration's class in transformers."""
     import transformers
 
-    found = getattr(transformers, model.architecture, None)
-    if found is None:
+    architecture = getattr(transformers, model.architecture, None)
+    if architecture is None:
         raise InputError(
             f"transformers {transformers.__version__} has no {model.architecture}",
             expected="an architecture that this transformers has; code of a model's own folder is not run",
             do="Update transformers, or write a build for it",
         )
-    return found.config_class
+    return architecture.config_class
 
 
 def _sequence(model: Model, task: _Task, sequence: int | None) -> int | None:
@@ -248,15 +249,15 @@ def _check_targets(model: Model, recipe: Lora, config_class: Any, task: _Task) -
     else:
         config = transformers.AutoConfig.from_pretrained(model.path, local_files_only=True)
     with torch.device("meta"):
-        made = getattr(transformers, task.factory).from_config(config)
-    kept = made.get_output_embeddings()
-    if isinstance(recipe, Qlora) and not any(type(m) is torch.nn.Linear and m is not kept for m in made.modules()):
+        module = getattr(transformers, task.factory).from_config(config)
+    head = module.get_output_embeddings()
+    if isinstance(recipe, Qlora) and not any(type(m) is torch.nn.Linear and m is not head for m in module.modules()):
         raise InputError(
             f"{model.name} has no linear layer to pack to four bits",
             expected="a model of torch.nn.Linear layers: GPT-2's are Conv1D", do="Explain lora",
         )  # fmt: skip
     parts = {
-        name.rpartition(".")[2] for name, part in made.named_modules()
+        name.rpartition(".")[2] for name, part in module.named_modules()
         if isinstance(part, (torch.nn.Linear, torch.nn.Embedding, transformers.pytorch_utils.Conv1D))
     }  # fmt: skip
     for name in recipe.target_names:

@@ -238,7 +238,8 @@ def refuse_trace(what: Any) -> Any:
 
 
 def _check_arguments(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> None:
-    """Raise InputError if there is no axis, one twice or one named like a key of rows, or if ``jobs`` is no number."""
+    """Raise InputError without an axis, for a repeated axis or an axis named like a key of rows, or for invalid
+    ``jobs``."""
     if not axes:
         raise InputError("no axis to sweep over", expected="one at least, such as batch", do="Give its values")
     names = [axis.name for axis, _ in axes]

@@ -30,7 +30,7 @@ _SHARED_MEMORY = "/dev/shm"
 _OPAQUE = "user.overlay.opaque"
 _SMALL = 1 << 20
 _LONGEST_TEXT = 64 << 20
-"""Bytes of a text that replaces one that was there."""
+"""Largest text in bytes that replaces an existing file."""
 _T = TypeVar("_T")
 
 
@@ -69,11 +69,11 @@ class Tree:
     """Path of a file or folder that `commit` could not write -> why."""
 
     def build(self, mounts: set[str], clones: Mapping[str, str]) -> None:
-        """Make the folders and mount everything. Raises OSError.
+        """Create the folders of the view and mount the overlays. Raises OSError.
 
         Args:
-            mounts: paths of all others.
-            clones: of folders with mounts below them, as `clone_mounts` has them.
+            mounts: paths of all mounts of this namespace.
+            clones: clones of folders with mounts below them, of `clone_mounts`.
         """
         folders, files = self._copy_entries("/", self.root, size_limit=0)
         for path in files:
@@ -87,7 +87,7 @@ class Tree:
         self._mount()
 
     def _plan_overlays(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
-        """Plan an overlay on a folder, and on each mount below it, which needs one of its own."""
+        """Plan an overlay on a folder, and another on each mount below it."""
         covered = _OverlaidFolder(folder, folder)
         self._overlaid_folders.append(covered)
         folders = list[str]()

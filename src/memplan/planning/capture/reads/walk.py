@@ -113,7 +113,7 @@ def recipe_of(executed: Executed) -> Recipe:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Snapshot:
-    """Values at one time, compared by value."""
+    """Values at a point in time, compared by value."""
 
     nodes: tuple[Any, ...]
     """Keys of plain values; of objects, tuples with the numbers of the nodes that they refer to."""
