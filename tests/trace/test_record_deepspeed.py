@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -37,6 +38,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.usefixtures("package")
 def test_a_step_that_starts_it_is_refused(early: bool) -> None:
+    initialize: Any = None
     if early:
         from deepspeed import initialize  # pyright: ignore[reportMissingImports]
 

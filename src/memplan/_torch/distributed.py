@@ -12,6 +12,7 @@ Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -354,15 +355,22 @@ def _data_parallel_without_peers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exchanges_checked(check: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-    """Call ``check`` with each list of split sizes passed to `all_to_all_single`."""
+def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> Iterator[None]:
+    """Call ``check`` with each list of split sizes passed to `all_to_all_single` and the number of rows that they split,
+    -1 if unknown; it returns the sizes to use."""
 
     def checked(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(exchange)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            for sizes in (*args, *kwargs.values()):
+            named = signature.bind(*args, **kwargs)
+            values = named.arguments
+            for name, sizes in list(values.items()):
                 if isinstance(sizes, (list, tuple)):
-                    check(sizes)
-            return exchange(*args, **kwargs)
+                    tensors = ("input", "self") if name.startswith("input") else ("output",)
+                    rows = next((len(values[tensor]) for tensor in tensors if tensor in values), -1)
+                    values[name] = check(sizes, rows)
+            return exchange(*named.args, **named.kwargs)
 
         return here_alone(call, exchange)
 

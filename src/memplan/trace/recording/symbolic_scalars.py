@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,7 +225,7 @@ class ScalarPolicy:
             )
             split = _torch.here_alone(_splitting_at(torch.tensor_split), torch.tensor_split)
             stack.enter_context(_torch.patched(torch, tensor_split=split))
-            stack.enter_context(_torch.exchanges_checked(_check_parts))
+            stack.enter_context(_torch.exchanges_checked(self._checked_parts))
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.fakes_dressed())
             stack.enter_context(_torch.files_mapped_without_data())
@@ -249,6 +250,33 @@ class ScalarPolicy:
         functions = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
         here = {name: _torch.here_alone(self._making(call, observer), call) for name, call in functions.items()}
         return _torch.patched(torch, **here)
+
+    def _checked_parts(self, sizes: Sequence[Any], rows: int) -> Sequence[int]:
+        """Return the sizes of parts of an exchange between ranks as plain numbers. Refuse sizes read from tensors that
+        do not add up to the rows that are sent or received: without a share, each is assumed to be all there can be."""
+        if not any(map(is_symbolic, sizes)):
+            return sizes
+        plain = [int.__add__(size, 0) for size in sizes]
+        if rows in (-1, sum(plain)):
+            return plain
+        limits = [bound_of(size) for size in sizes]
+        even = (
+            rows / sum(limit[1] for limit in limits if limit) if all(limit and limit[1] for limit in limits) else None
+        )
+        line = next(reversed(self._reads), None)
+        place = "FILE:LINE" if line is None else f"{os.path.basename(line[0])}:{line[1]}"
+        raise DataDependentError(
+            "all_to_all_single sends as much as a tensor's values say, and recording has no values",
+            expected="parts whose sizes follow from shapes, as those of experts with a capacity",
+            do="Record even routing: leave the sizes out, or "
+            + (
+                "take the number of tokens over the number of ranks"
+                if even is None
+                else f"assume it where they are read: --assume {place}={even:.6g} (more than that where this rank "
+                "receives: its experts are more popular)"
+            ),
+            where=format_frame(user_frame()),
+        )
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
@@ -412,18 +440,6 @@ def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
         left -= more
     result[-1] += left  # what is known does not add up to the whole
     return result
-
-
-def _check_parts(sizes: Sequence[Any]) -> None:
-    """Refuse parts of an exchange between ranks whose sizes are read from tensors: what is assumed of each need not add
-    up, here and on the other ranks."""
-    if any(map(is_symbolic, sizes)):
-        raise DataDependentError(
-            "all_to_all_single sends as much as a tensor's values say, and recording has no values",
-            expected="parts whose sizes follow from shapes, as those of experts with a capacity",
-            do="Record even routing: leave the sizes out, or take the number of tokens over the number of ranks",
-            where=format_frame(user_frame()),
-        )
 
 
 def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
