@@ -34,6 +34,7 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
 
 @click.command("layouts", help=HELP)
 @step_options
+@click.option("--script", metavar="FILE", help="A script has its own layout: says which commands vary the rest.")
 @click.option("--world", type=Whole(min=1), required=True, metavar="N", help="Number of ranks, a card each.")
 @click.option("--micro-batch", default="1", show_default=True, metavar="N,N", help="Samples of a rank at a time.")
 @click.option(
@@ -55,14 +56,26 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
 )  # fmt: skip
 @result_options("everything")
 def command(
-    world: int, micro_batch: str, tensor: str, tensor_plan: str | None, per_node: int, link: float | None,
-    results: ResultFiles, **values: Any,
+    script: str | None, world: int, micro_batch: str, tensor: str, tensor_plan: str | None, per_node: int,
+    link: float | None, results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.layouts import report
     from memplan.studies.layouts.layouts import find_layouts
     from memplan.trace.recording.session import choose_target
 
+    if script is not None:
+        raise InputError(
+            f"--script {script}, which makes its own mesh and shards by itself",
+            expected="a TARGET that makes the module, which is sharded here",
+            do="Only its micro-batch and world can vary: the largest micro-batch by memplan largest --world "
+            f"{world} --device CARD --script {script}, what a rank takes by memplan run --world {world} --rank all "
+            f"--device CARD --batch N {script}",
+        )
+    if values["target"] is None:
+        raise InputError(
+            "no TARGET", expected="one: path/to/file.py:callable or package.module:callable", do="Name one"
+        )
     sizes, degrees = _numbers("--micro-batch", micro_batch), _numbers("--tensor", tensor)
     if not values["train"]:
         raise InputError("--no-train", expected="a training step", do="Leave it out")
@@ -78,6 +91,11 @@ def command(
         )  # fmt: skip
     results.write_and_show(result.to_json, lambda: report(result))
     return int(result.best is None)
+
+
+for _parameter in command.params:
+    if _parameter.name == "target":
+        _parameter.required = False
 
 
 def _numbers(option: str, text: str) -> list[int]:

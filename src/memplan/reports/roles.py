@@ -58,6 +58,9 @@ def _head(result: Roles) -> Iterator[Part]:
     equal = "All ranks do the same" if len(result.roles) == 1 else f"The fullest: {who}"
     reserved = f", {_gib(timeline.peak_reserved)} reserved" if result.fullest.explanation.card is not None else ""
     yield f"{equal}: {_gib(timeline.peak_allocated)} allocated{reserved}."
+    most = result.fullest.explanation.by_cause_most
+    states = sum(most.get(cause, 0) for cause in ("weight", "parameter_gradient", "optimizer_state"))
+    yield (f"In Megatron's words, at most: weight and optimizer {_mb(states)}, activation {_mb(most.get('saved', 0))}.")
     if result.world <= ALL:
         yield f"All {counted(result.world, 'rank')} were recorded." if result.world > 1 else "It was recorded."
     else:
@@ -88,3 +91,9 @@ def _difference_from(role: Role, first: Role) -> str:
 def _gib(size: int) -> str:
     """Return bytes in GiB with two digits, as torchtitan prints them; small sizes as torch prints them."""
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else format_bytes_as_torch(size)
+
+
+def _mb(size: int) -> str:
+    """Return bytes as Megatron's report of theoretical memory prints them: weights with gradients and states of the
+    optimizer, and saved activations, in MB of 1024 x 1024."""
+    return f"{size / (1 << 20):.2f} MB"

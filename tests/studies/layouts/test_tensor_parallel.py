@@ -167,3 +167,11 @@ def test_the_command_takes_degrees_and_a_plan(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, [*line, "--tensor", "3"]).exit_code == 2
     with pytest.raises(InputError, match="--tensor 2"):
         list(layouts_of(4, 2, (1,), (3,)))
+
+
+@pytest.mark.parametrize("script", [["--script", "train.py"], []])
+def test_a_script_has_its_own_layout(script: list[str]) -> None:
+    done = CliRunner().invoke(main, ["layouts", *script, "--world", "8", "--device", "h100"])
+    assert done.exit_code == 2
+    expected = "memplan largest --world 8 --device CARD --script train.py" if script else "no TARGET"
+    assert expected in done.stderr

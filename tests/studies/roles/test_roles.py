@@ -24,6 +24,7 @@ import memplan
 from memplan._text import ranks_text
 from memplan.cli import main
 from memplan.errors import FormatError, StepError, UsageError
+from memplan.reports.roles import summary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
@@ -239,3 +240,22 @@ def test_ranks_as_text() -> None:
     assert ranks_text((0, 1, 2, 5, 7, 8)) == "ranks 0-2, 5, 7-8"
     assert ranks_text((0, 8, 16)) == "ranks 0-16 by 8"
     assert ranks_text((0, 5)) == "ranks 0, 5"
+
+
+def test_a_line_in_megatrons_words() -> None:
+    """Two layers of 256 x 256 on one rank, AdamW: weights, gradients and two states of each, 512 rows saved of each."""
+
+    def build() -> Callable[[], None]:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+        update, rows = torch.optim.AdamW(model.parameters(), foreach=False), torch.zeros(512, 256)
+
+        def step() -> None:
+            model(rows).sum().backward()
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    text = str(summary(memplan.roles(build, world=1)).sections)
+    states, saved = 4 * 2 * 256 * 256 * 4, 512 * 256 * 4
+    assert f"weight and optimizer {states / 2**20:.2f} MB, activation {saved / 2**20:.2f} MB." in text

@@ -277,7 +277,6 @@ RULES: Mapping[str, Rule] = {
     "searchsorted": lambda call: (0, call.args[0].shape[-1]),
     "bucketize": lambda call: (0, call.args[1].shape[-1]),
     "bincount": _bin_counts,
-    "all_to_all_single": _same(0),
     **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
     "repeat_interleave": _same(0),
     "repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
@@ -296,6 +295,11 @@ RULES: Mapping[str, Rule] = {
     "uniform": _uniform,
 }  # fmt: skip
 """By the op's name, without the underscore of its in-place form; with an overload where that differs."""
+
+_EXCHANGES: Mapping[str, Rule] = {
+    "c10d.alltoall_base_.default": _same(1), "_c10d_functional.all_to_all_single.default": _same(0),
+}  # fmt: skip
+"""Of other ranks come values like this rank's own."""
 
 
 class ValueRanges:
@@ -346,10 +350,9 @@ class ValueRanges:
         """Set the ranges of an op's results. ``written``: arguments that it wrote."""
         if self._ledger.real:
             return
-        if name == "c10d.alltoall_base_.default":  # whose schema does not say that it writes its first argument
-            written, rule = args[:1], _same(1)
-        else:
-            rule = rule_of(name)
+        rule = _EXCHANGES.get(name) or rule_of(name)
+        if name.startswith("c10d.alltoall_base_."):  # whose schema does not say that it writes its first argument
+            written = args[:1]
         values = None if rule is None else _computed(rule, Call(args, kwargs, result, self.of))
         if written:
             self._put_written(written, values)
