@@ -356,8 +356,8 @@ def _data_parallel_without_peers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> Iterator[None]:
-    """Call ``check`` with each list of split sizes passed to `all_to_all_single` and the number of rows that they split,
-    -1 if unknown; it returns the sizes to use."""
+    """Call ``check`` with each list of split sizes passed to `all_to_all_single` and the number of rows that it splits,
+    -1 if unknown; ``check`` returns the sizes to use."""
 
     def checked(exchange: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(exchange)
