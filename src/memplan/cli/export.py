@@ -121,7 +121,7 @@ def command(
             exported = export(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
-                normalize=None if normalize is None else _numbers(normalize), folder=folder, name=name,
+                normalize=None if normalize is None else read_normalization(normalize), folder=folder, name=name,
                 search_update=data, frozen_weights=frozen_weights, weights_file=weights_file, arena_apart=arena_apart,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
@@ -138,7 +138,7 @@ def command(
     return 0
 
 
-def _numbers(text: str) -> tuple[tuple[float, ...], ...]:
+def read_normalization(text: str) -> tuple[tuple[float, ...], ...]:
     """Return (mean, deviation), each with a number for every channel. Raises InputError for other texts."""
     try:
         mean, std = (tuple(map(float, part.split(","))) for part in text.split("/"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import OUTPUT, ResultFiles, write
+from memplan.cli.on_board import board_options, check_options, fit_on
 from memplan.cli.options import (
     Described,
     StepArguments,
@@ -62,11 +63,15 @@ far its gradients are off.
       --budget 400MiB --plan plan.json --frontier frontier.png
   memplan fit --script examples/train.py --budget 6GiB --device rtx4090 -- --batch-size 64
   memplan fit --model gpt2 --seq 512 --batch 4 --budget 5GiB --device rtx4090
+  memplan fit examples/keyword_spotting.py:make --input 4x1x25x10 \\
+      --target "4:int64<6" --loss cross_entropy --optimizer sgd:lr=0.05 \\
+      --device-memory stm32f446 --reserve 32KiB
 
 The first answers with peak and time before and after, what was decided about which value and why, and the
 proof. The second runs nothing: it predicts, keeps the plan and draws peak against time, down to the smallest
 budget that there is a plan for. The third takes a training script as it is, runs nothing either, and says which
-lines to add to it; so does the fourth, of the script of transformers that a model stands for.
+lines to add to it; so does the fourth, of the script of transformers that a model stands for. The last says what of
+a model can be trained on a microcontroller: all layers, the last ones, biases and head, or the head alone.
 
 \b
 Exit code: 0 done, or it fits already; 1 it does not fit, or the proof fails; 2 bad usage, a plan
@@ -135,6 +140,7 @@ class _Files:
     help="Seconds of an op: measured on this machine, or estimates that are the same every time (--predict).",
 )  # fmt: skip
 @click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
+@board_options
 @top_option(12, "Values of the plan")
 @click.option("--plan", "plan_file", type=OUTPUT, metavar="FILE", help="Write the plan as JSON, for --use-plan.")
 @click.option("--python", "python_file", type=OUTPUT, metavar="FILE", help="Write the planned step as Python, to read.")
@@ -149,7 +155,7 @@ def command(
     budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str,
     use_plan: str | None, top: int,
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, results: ResultFiles,
-    **values: Any,
+    board: str | None, reserve: str | None, normalize: str | None, **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     recipe = take_recipe(values)
@@ -157,6 +163,16 @@ def command(
         values |= {"target": None, "script": recipe.path}
     request = target_or_script(values)
     arguments = StepArguments(**values)
+    given: dict[str, object] = {
+        "--script": request, "--budget": budget, "--engine": engine != "graph", "--allow": allow != "exact",
+        "--early": early, "--predict": predict, "--costs": costs != "measured", "--use-plan": use_plan,
+        "--plan": plan_file, "--python": python_file, "--frontier": frontier_file, "--peers": peers,
+        "--html": results.html, "--device": arguments.device, "--reserve": reserve, "--normalize": normalize,
+    }  # fmt: skip
+    check_options(board, given)
+    if board is not None:
+        _check_step(arguments)
+        return fit_on(board, arguments, reserve, normalize, accumulate, results)
     _check_options(arguments, budget, use_plan)
     _check_costs(costs, predict or request is not None)
     _check_peers(peers, frontier_file, predict)
@@ -220,6 +236,13 @@ def _fit_script(request: Request, budget: str | None, options: dict[str, Any], f
     if not files.takes_stdout:
         show(script_report(fitting, top))
     return 0 if fitting.fits else 1
+
+
+def _check_step(arguments: StepArguments) -> None:
+    """Raise InputError for options of a step that an export does not have."""
+    for option in ("--kwarg", "--autocast", "--dtype", "--no-train", "--settings"):
+        if option in arguments.changed_options():
+            raise InputError(option, expected="positional inputs in float32", do="Leave it out")
 
 
 def _check_options(arguments: StepArguments, budget: str | None, use_plan: str | None) -> None:

@@ -27,6 +27,7 @@ from memplan.exporting.source.step_layout import (
     PersistentTensor,
     StepLayout,
     laid_out,
+    state_members,
     tensors_of,
 )
 from memplan.exporting.step_outputs import CapturedStep
@@ -125,6 +126,22 @@ def planned_step(
     narrow = readable((device.graph, infer_device.graph), (tensor.path for tensor in memory.frozen))
     could_be_int8 = tuple(tensor for tensor in memory.frozen if tensor.path in narrow)
     return DevicePlan(layout, surroundings, levers, min(tile.bytes for tile in tiles), could_be_int8)
+
+
+def state_and_inputs(
+    request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
+) -> tuple[int, int]:
+    """Return the bytes of the state struct without the arena, and those of the inputs: they are the same in all plans.
+    Arguments are those of `planned_step`."""
+    graph = captured.graph
+    trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
+    device = lowered(graph, captured.constants, trained, captured.written)
+    paths = {graph.values[parameter].path for parameter in trained}
+    infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
+    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
+    memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
+    state = 4 * (sum(count for _, count in state_members(memory, rules)) + stored.pointers)
+    return state, sum(value.bytes for value in device.graph.values if value.kind == "input")
 
 
 def _peaks(

@@ -149,7 +149,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
             expected="SGD, Adam, AdamW or RMSprop: the step updates weights",
             do="Give optimizer='sgd' (--optimizer sgd)",
         )
-    copied = _copy_of(model)
+    copied = device_copy(model)
     name = options.name or type(copied).__name__
     identifier = c_name(name)
     folder = prepared_folder(folder, identifier, options.force)
@@ -181,18 +181,19 @@ def _planned(
 ) -> tuple[DevicePlan, UpdateChoice | None]:  # fmt: skip
     """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
     rules = update_rules(optimizer, request.model, original, options.gradients)
-    _train_only(request.model, rules.group_of)
+    train_only(request.model, rules.group_of)
     if options.batches is None:
-        return planned_step(name, request, *_captured(request), rules, options.stored), None
+        return planned_step(name, request, *captured_passes(request), rules, options.stored), None
     # Capturing waits until the first set is planned: by then the batches are checked.
-    ram = cache(lambda: ram_of_updates(_captured(request)[0], rules, options.stored))
+    ram = cache(lambda: ram_of_updates(captured_passes(request)[0], rules, options.stored))
     choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
-    _train_only(request.model, [candidate.path for candidate in choice.trained])
+    train_only(request.model, [candidate.path for candidate in choice.trained])
     rules = update_rules(optimizer, request.model, original, options.gradients)
-    return planned_step(name, request, *_captured(request), rules, options.stored), choice
+    return planned_step(name, request, *captured_passes(request), rules, options.stored), choice
 
 
-def _train_only(model: nn.Module, paths: Collection[str]) -> None:
+def train_only(model: nn.Module, paths: Collection[str]) -> None:
+    """Let the parameters of these names require a gradient, and no others."""
     for path, parameter in model.named_parameters():
         parameter.requires_grad_(path in paths)
 
@@ -218,7 +219,7 @@ def _write_readme(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
     write_whole(folder / f"{layout.name}.md", companion_files.readme_text(layout, str(verdict)))
 
 
-def _copy_of(model: Any) -> Any:
+def device_copy(model: Any) -> Any:
     """Return a copy of the model with contiguous parameters.
 
     Anything but a module or a callable that returns one is returned as it is: the request refuses it.
@@ -252,7 +253,7 @@ def _copy_of(model: Any) -> Any:
     return copied
 
 
-def _captured(request: Request) -> tuple[CapturedStep, CapturedStep]:
+def captured_passes(request: Request) -> tuple[CapturedStep, CapturedStep]:
     """Capture the step, and its forward pass in evaluation mode: without the loss, where the model itself returns it,
     or where it cannot be computed of what the model returns then."""
     whole = device_step(request)

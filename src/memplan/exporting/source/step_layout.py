@@ -139,6 +139,23 @@ class Pass:
         return "float" if dtype == "float32" else f"{dtype}_t"
 
 
+def state_members(memory: Memory, rules: UpdateRules) -> tuple[tuple[str, int], ...]:
+    """Return the members of the state struct without pointers, and the number of elements of four bytes each."""
+    trained = memory.floats("trained")
+    counts = {
+        "weights": trained,
+        **dict.fromkeys(rules.members, trained),
+        "statistics": memory.floats("statistics"),
+        "correction": rules.corrections,
+        "rate": 1,
+        "rates": rules.rates,
+        "step": 1,
+        "random": 1,
+        "calls": int(rules.gradients.kept),
+    }
+    return tuple((name, count) for name, count in counts.items() if count)
+
+
 @dataclass(frozen=True)
 class StepLayout:
     """Everything that the C files are generated from."""
@@ -185,19 +202,7 @@ class StepLayout:
     @property
     def saved(self) -> tuple[tuple[str, int], ...]:
         """Members of the state struct that `save` writes, in order, and the number of elements of four bytes each."""
-        trained = self.memory.floats("trained")
-        counts = {
-            "weights": trained,
-            **dict.fromkeys(self.rules.members, trained),
-            "statistics": self.memory.floats("statistics"),
-            "correction": self.rules.corrections,
-            "rate": 1,
-            "rates": self.rules.rates,
-            "step": 1,
-            "random": 1,
-            "calls": int(self.rules.gradients.kept),
-        }
-        return tuple((name, count) for name, count in counts.items() if count)
+        return state_members(self.memory, self.rules)
 
     @property
     def constants(self) -> int:

@@ -16,8 +16,10 @@ from memplan._display import Printed
 from memplan._interrupts import waiting
 from memplan.errors import UsageError, VerificationError
 from memplan.exporting.kernels.templates import template
-from memplan.exporting.source.companion_files import Recorded
+from memplan.exporting.source.companion_files import Recorded, header_text
+from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
+from memplan.exporting.source.stored_weights import weights_text
 from memplan.exporting.trials.proving import STRICT, Verdict, compare_results
 
 COMPILER, EMULATOR = "arm-none-eabi-gcc", "qemu-system-arm"
@@ -55,6 +57,35 @@ class CortexRun(Printed):
             f"{self.core}: {self.text} bytes of code, {self.rodata} of constants, {self.data} of static memory, "
             f"{self.stack} of stack, about {self.instructions:,} instructions a step; {self.verdict}"
         )
+
+
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "cortex-m0plus": ("-mfloat-abi=soft",),
+    "cortex-m33": ("-mfpu=fpv5-sp-d16", "-mfloat-abi=hard"),
+    **{core: (f"-mfpu={unit}", "-mfloat-abi=hard") for core, (_, unit, _) in CORES.items()},
+}
+"""The cross compiler's options for each core."""
+
+
+def flash_bytes(core: str, layout: StepLayout) -> int | None:
+    """Return the bytes of code, weights and tables of an export compiled for a core with ``-Os``, without libm.
+
+    None if the cross compiler is missing, or does not know the core.
+
+    Raises:
+        VerificationError: the code does not compile.
+    """
+    if core not in FLAGS or shutil.which(COMPILER) is None:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        build, name = Path(scratch), layout.name
+        texts = {".c": program_text(layout), ".h": header_text(layout), "_weights.h": weights_text(layout)}
+        for ending, text in texts.items():
+            (build / f"{name}{ending}").write_text(text, encoding="utf-8")
+        flags = [f"-mcpu={core}", "-mthumb", *FLAGS[core], *STRICT, "-Os"]
+        _run([COMPILER, *flags, "-c", f"{name}.c", "-o", "export.o"], build)
+        sizes = _section_sizes(build / "export.o")
+    return sizes[".text"] + sizes.get(".rodata", 0)
 
 
 def missing(core: str) -> str:

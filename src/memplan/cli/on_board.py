@@ -1,0 +1,94 @@
+"""`memplan fit --device-memory`: what of a model can be trained on a microcontroller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from memplan.cli.export import read_normalization
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import Decorated, StepArguments, describe, with_input_advice
+from memplan.cli.progress import progress
+from memplan.errors import InputError, StepError
+from memplan.trace.naming.targets import contained
+
+
+def board_options(function: Decorated) -> Decorated:
+    """Add the options of a fit on a board."""
+    for option in (
+        click.option(
+            "--normalize", metavar="MEAN/STD", help="With --device-memory: of inputs in uint8 or int8, as 127.5/58."
+        ),
+        click.option(
+            "--reserve", metavar="SIZE",
+            help="With --device-memory: SRAM that the application needs besides, such as 32KiB.",
+        ),
+        click.option(
+            "--device-memory", "board", metavar="BOARD",
+            help="A microcontroller, such as stm32h743 or pico, in place of a budget: what of the model can be trained "
+            "in its SRAM and flash.",
+        ),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def fit_on(
+    name: str, arguments: StepArguments, reserve: str | None, normalize: str | None, accumulate: int,
+    results: ResultFiles,
+) -> int:  # fmt: skip
+    """Plan the steps that fit on a board, show them and return the exit code.
+
+    Args:
+        name: of the board, as typed.
+        arguments: the step.
+        reserve: SRAM of the application, as typed.
+        normalize: of inputs of eight bits, as typed.
+        accumulate: backward passes to one update.
+        results: where to write the figures.
+    """
+    from memplan._bytes import parse_bytes
+    from memplan.devices.boards import find_board
+    from memplan.exporting.board_fit import fit_on_board
+    from memplan.exporting.optimizer_rules import Gradients
+    from memplan.exporting.step_outputs import Normalization
+    from memplan.reports.exports.board import report
+    from memplan.reports.terminal import show
+
+    board = find_board(name)
+    size = 0 if reserve is None else parse_bytes(reserve)
+    seen = None if normalize is None else Normalization.of(read_normalization(normalize))
+    with progress(f"planning {arguments.target} for {board.name}"), contained(arguments.target):
+        described = describe(arguments)
+        try:
+            model: Any = described.target.what(**described.arguments)
+            fit = fit_on_board(
+                model, described.options, board, reserve=size, gradients=Gradients(accumulate), normalization=seen
+            )
+        except StepError as error:
+            raise with_input_advice(error, arguments) from error.__cause__
+    results.write(fit.to_json)
+    if not results.takes_stdout:
+        show(report(fit))
+    return 0 if fit.fits else 1
+
+
+def check_options(board: str | None, given: dict[str, object]) -> None:
+    """Raise InputError for options that do not go with a board, or need one.
+
+    Args:
+        board: as typed; None without ``--device-memory``.
+        given: by its name, each option that does not go with a board, or (reserve and normalize) without one; false
+            where it was left out.
+    """
+    alone = ("--reserve", "--normalize")
+    wrong = [option for option, value in given.items() if value and (board is None) == (option in alone)]
+    if wrong and board is None:
+        raise InputError(f"{wrong[0]} without --device-memory", expected="a board whose memory it is", do="Name one")
+    if wrong:
+        raise InputError(
+            f"{', '.join(wrong)} with --device-memory {board:.40}",
+            expected="the step alone: what is planned is the export of it",
+            do="Leave it out",
+        )

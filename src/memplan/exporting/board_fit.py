@@ -1,0 +1,231 @@
+"""What of a model can be trained on a microcontroller: its banks of SRAM, its flash, what the application needs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from memplan._json import Written
+from memplan.devices.boards import Bank, Board
+from memplan.errors import BudgetError, InputError
+from memplan.exporting.device_plan import Stored, planned_step, state_and_inputs
+from memplan.exporting.export import captured_passes, device_copy, train_only
+from memplan.exporting.optimizer_rules import Gradients, UpdateRules, update_rules
+from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization
+from memplan.exporting.trials.cortex import flash_bytes
+from memplan.planning.request import Request
+from memplan.planning.request import request as make_request
+from memplan.planning.settings import PlanOptions
+from memplan.trace.naming.step_parts import optimizer_of
+from memplan.trace.recording.session import undisturbed
+from memplan.trace.step import StepOptions
+
+_NAME = "net"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedPart:
+    """Parameters that could be trained, and the memory that a step takes which trains them alone."""
+
+    what: str
+    parameters: tuple[str, ...]
+    """Their names in the model."""
+    weights: int
+    """Number of elements that are trained."""
+    ram: int
+    """Bytes of arena, state and inputs, without the reserve: of the plan, or of the smallest one where none fits."""
+    arena: int
+    state: int
+    """Bytes of weights, optimizer state and statistics."""
+    inputs: int
+    flash: int | None
+    """Bytes of weights and tables; None where no plan fits."""
+    code: int | None
+    """Bytes of code without libm; None where no plan fits or no cross compiler for the core was found."""
+    banks: Mapping[str, str]
+    """Name of the bank of each of arena, state, inputs and reserve; empty where no plan fits."""
+    lacks: str
+    """What there is not enough of: SRAM or flash; empty if it fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits into SRAM and flash."""
+        return not self.lacks
+
+    @property
+    def in_one_bank(self) -> bool:
+        """Whether arena and state are in the same bank."""
+        return self.banks.get("arena") == self.banks.get("state")
+
+
+@dataclass(frozen=True)
+class BoardFit(Written):
+    """What of a model can be trained on a board."""
+
+    FORMAT: ClassVar[str] = "memplan.board_fit"
+    DERIVED: ClassVar[tuple[str, ...]] = ("fits",)
+
+    model: str
+    board: Board
+    reserve: int
+    """Bytes of SRAM that the application needs besides."""
+    head: str
+    """Name of the last layer with trained parameters."""
+    parts: tuple[TrainedPart, ...]
+    """From all layers to the head alone."""
+
+    @property
+    def best(self) -> TrainedPart | None:
+        """The part with the most trained weights that fits; None if none does."""
+        return max((part for part in self.parts if part.fits), key=lambda part: part.weights, default=None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything can be trained on the board."""
+        return self.best is not None
+
+
+def fit_on_board(
+    model: Any, step: StepOptions, board: Board, *, reserve: int = 0, gradients: Gradients | None = None,
+    normalization: Normalization | None = None,
+) -> BoardFit:  # fmt: skip
+    """Plan steps that train all layers of a model, its last ones, biases and head, and the head alone.
+
+    The model is not changed. Each step is planned as `memplan.export` plans it, with the arena in the largest bank that
+    state, inputs and reserve leave.
+
+    Args:
+        model: a module with parameters in float32, or a callable that returns one.
+        step: inputs, targets, loss and optimizer.
+        board: the microcontroller.
+        reserve: bytes of SRAM for stack, buffers and everything else of the application.
+        gradients: what happens to them before an update.
+        normalization: of inputs of eight bits.
+
+    Raises:
+        InputError: there is no optimizer, or the model cannot be exported.
+        RecordingError: an operation has no kernel.
+    """
+    if step.optimizer is None:
+        raise InputError("No optimizer", expected="the one that trains on the device", do="Give --optimizer sgd:lr=0.1")
+    optimizer: Any = optimizer_of(step.optimizer)
+    copied = device_copy(model)
+    with undisturbed(real=True):
+        request = make_request(copied, step, PlanOptions(budget=board.sram), fake=False)
+        request = replace(request, step=DeviceStep.of(request.step, normalization))
+        original = model if isinstance(model, nn.Module) else copied
+        rules = update_rules(optimizer, request.model, original, gradients)
+        train_only(request.model, rules.group_of)
+        study = _Study(request, *captured_passes(request), rules, board, reserve)
+        head = study.layers[-1] or "the model itself"
+        return BoardFit(type(copied).__name__, board, reserve, head, tuple(study.parts()))
+
+
+def arena_room(banks: Sequence[Bank], sizes: Collection[int]) -> int:
+    """Return the most bytes that an arena can have in one bank beside other arrays; -1 where these do not fit.
+
+    Example:
+        >>> arena_room([Bank("A", 100), Bank("B", 50)], [40, 20])
+        80
+    """
+    return max((max(left) for _, left in _placings(banks, sizes)), default=-1)
+
+
+def placed(banks: Sequence[Bank], sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the bank of each array, in as few banks as there can be; nothing where they do not fit.
+
+    Example:
+        >>> placed([Bank("A", 100), Bank("B", 50)], {"arena": 80, "state": 30, "inputs": 10})
+        {'arena': 'A', 'state': 'B', 'inputs': 'A'}
+    """
+    fewest = min((chosen for chosen, _ in _placings(banks, sizes.values())), key=lambda it: len(set(it)), default=())
+    return {name: banks[at].name for name, at in zip(sizes, fewest, strict=False)}
+
+
+def _placings(banks: Sequence[Bank], sizes: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """Yield each way to put arrays into banks: the bank of each, and the bytes that are left in every bank."""
+    for chosen in itertools.product(range(len(banks)), repeat=len(sizes)):
+        left = [bank.bytes for bank in banks]
+        for at, size in zip(chosen, sizes, strict=True):
+            left[at] -= size
+        if min(left) >= 0:
+            yield chosen, left
+
+
+@dataclass(frozen=True)
+class _Study:
+    """The captured step, planned for one set of parameters after another."""
+
+    request: Request
+    captured: CapturedStep
+    infer: CapturedStep
+    rules: UpdateRules
+    board: Board
+    reserve: int
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of all parameters that can be trained, in the model's order."""
+        return [path for path, _ in self.request.model.named_parameters() if path in self.rules.group_of]
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers that have some, in the model's order."""
+        return list(dict.fromkeys(path.rpartition(".")[0] for path in self.trained))
+
+    def parts(self) -> Iterator[TrainedPart]:
+        """Yield the parts of the model, each with its plan: all layers, last ones until they fit, biases and head, the
+        head."""
+        trained, layers = self.trained, self.layers
+        part = self._part(f"all {len(layers)} layers" if len(layers) > 1 else "the layer", trained)
+        yield part
+        seen, count = {part.parameters}, len(layers)
+        while not part.fits and count > 3:
+            count //= 2
+            part = self._part(f"last {count} layers", _within(trained, layers[-count:]))
+            seen.add(part.parameters)
+            yield part
+        of_head = _within(trained, layers[-1:])
+        biases = [path for path in trained if path in of_head or path.rpartition(".")[2] == "bias"]
+        for what, paths in (("biases and head", biases), ("head alone", of_head)):
+            if tuple(paths) not in seen:
+                yield self._part(what, paths)
+                seen.add(tuple(paths))
+
+    def _part(self, what: str, paths: Collection[str]) -> TrainedPart:
+        """Plan the step that trains parameters of these names."""
+        graph = self.captured.graph
+        gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
+        captured = replace(self.captured, graph=replace(graph, gradients=gradients))
+        rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
+        stored = Stored(arena_apart=len(self.board.banks) > 1)
+        state, inputs = state_and_inputs(self.request, captured, self.infer, rules, stored)
+        room = arena_room(self.board.banks, (state, inputs, self.reserve))
+        sizes = {path: parameter.numel() for path, parameter in self.request.model.named_parameters()}
+        part = TrainedPart(
+            what, tuple(paths), sum(sizes[path] for path in paths), 0, 0, state, inputs, None, None, {}, ""
+        )
+        request = replace(self.request, budget=state + inputs + max(room, 0))
+        try:
+            layout = planned_step(_NAME, request, captured, self.infer, rules, stored).layout
+        except BudgetError as error:
+            arena = error.smallest_budget - state - inputs
+            return replace(part, ram=error.smallest_budget, arena=arena, lacks="SRAM")
+        arrays = {"arena": layout.arena, "state": state, "inputs": inputs, "reserve": self.reserve}
+        banks = placed(self.board.banks, arrays)
+        part = replace(part, ram=layout.arena + state + inputs, arena=layout.arena, banks=banks)
+        if not banks:  # state, inputs and reserve alone do not fit
+            return replace(part, lacks="SRAM")
+        flash = layout.memory.flash + layout.constants
+        whole = flash_bytes(self.board.core, layout)
+        code = None if whole is None else whole - flash
+        lacks = "flash" if self.board.flash is not None and (whole or flash) > self.board.flash else ""
+        return replace(part, flash=flash, code=code, lacks=lacks)
+
+
+def _within(paths: Collection[str], layers: Collection[str]) -> list[str]:
+    return [path for path in paths if path.rpartition(".")[0] in layers]

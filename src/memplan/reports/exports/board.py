@@ -1,0 +1,75 @@
+"""Report of what of a model can be trained on a microcontroller."""
+
+from __future__ import annotations
+
+from memplan._bytes import format_bytes
+from memplan.exporting.board_fit import BoardFit, TrainedPart
+from memplan.reports.document import Document, Facts, Field, Line, document, name_field, table_of
+
+_LEGEND = (
+    "RAM: arena, state (weights, optimizer, statistics) and inputs, each within one bank; of a step that does not fit, "
+    "the smallest there is. Flash: weights and tables, then code for the core without libm."
+)
+
+
+def report(fit: BoardFit) -> Document:
+    """Return the verdict, the board, a row for each part of the model, and how to export the largest one that fits."""
+    best, board = fit.best, fit.board
+    if best is None:
+        verdict = Line(f"{fit.model} on {board.name}: nothing of it can be trained", "bad")
+    else:
+        verdict = Line(f"{fit.model} on {board.name}: {best.what} can be trained, in {format_bytes(best.ram)} of RAM")
+    fields = [
+        name_field("Trained", lambda part: part.what, 16),
+        Field("weights", lambda part: f"{part.weights:,}", right=True, number=lambda part: part.weights, drop=3),
+        Field("RAM", lambda part: format_bytes(part.ram), right=True, number=lambda part: part.ram),
+        Field("arena", lambda part: format_bytes(part.arena), right=True, number=lambda part: part.arena, drop=2),
+        Field("state", lambda part: format_bytes(part.state), right=True, number=lambda part: part.state, drop=1),
+        Field("flash", _flash, right=True),
+        Field("fits", lambda part: "yes" if part.fits else f"no, {part.lacks}"),
+    ]
+    return document(
+        verdict,
+        [Facts(_facts(fit))],
+        [table_of(fit.parts, fields)],
+        [] if best is None else _advice(fit, best),
+        [Line(_LEGEND, "dim"), Line(f"Data sheet: {board.source}", "dim")],
+    )
+
+
+def _facts(fit: BoardFit) -> dict[str, str]:
+    """Return the figures of the board and of what does not depend on the part, by label."""
+    board = fit.board
+    banks = ", ".join(f"{bank.name} {format_bytes(bank.bytes)}" for bank in board.banks)
+    flash = "outside of the chip, not checked" if board.flash is None else format_bytes(board.flash)
+    return {
+        "board": f"{board.title}: {board.core}, {board.megahertz} MHz{'' if board.fpu else ', without FPU'}",
+        "SRAM": f"{format_bytes(board.sram)} ({banks})" if len(board.banks) > 1 else banks,
+        "flash": flash,
+        "head": fit.head,
+        "inputs": format_bytes(fit.parts[0].inputs),
+        "reserve": format_bytes(fit.reserve),
+        **({"note": board.note} if board.note else {}),
+    }
+
+
+def _flash(part: TrainedPart) -> str:
+    if part.flash is None:
+        return "-"
+    return format_bytes(part.flash) + ("" if part.code is None else f" + {format_bytes(part.code)}")
+
+
+def _advice(fit: BoardFit, best: TrainedPart) -> list[str]:
+    """Return where arrays lie, and the options of an export."""
+    by_bank: dict[str, list[str]] = {}
+    for what, bank in best.banks.items():
+        if what != "reserve" or fit.reserve:
+            by_bank.setdefault(bank, []).append(what)
+    where = "; ".join(f"{', '.join(arrays)} in {bank}" for bank, arrays in by_bank.items())
+    apart = "" if best.in_one_bank else " --arena-apart"
+    frozen = "" if best is fit.parts[0] else ", with requires_grad=False for all other parameters"
+    code = "" if best.code is not None else "; code is not counted: there is no cross compiler for the core"
+    return [
+        f"{best.what[0].upper()}{best.what[1:]}: {where}{code}.",
+        f"Export: memplan export --budget {best.ram}{apart}{frozen}.",
+    ]

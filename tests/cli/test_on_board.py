@@ -1,0 +1,81 @@
+"""`memplan fit --device-memory` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from memplan.cli import main
+
+pytestmark = pytest.mark.usefixtures("models")
+MODELS = """
+from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4))
+
+
+def pixels():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4))
+"""
+STEP = ("--target", "1:int64<4", "--loss", "cross_entropy", "--optimizer", "sgd:lr=0.05")
+NET = ("models.py:net", "--input", "1x3x8", *STEP)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["fit", *arguments])
+
+
+def test_a_board_says_what_can_be_trained(tmp_path: Path) -> None:
+    result = run(*NET, "--device-memory", "STM32H743", "--reserve", "32KiB", "--json", str(tmp_path / "fit.json"))
+    assert result.exit_code == 0, result.output
+    assert "Sequential on stm32h743: all 2 layers can be trained" in result.stdout
+    assert "AXI SRAM 512.0 KiB" in result.stdout
+    assert "https://www.st.com/" in result.stdout
+    plain = json.loads((tmp_path / "fit.json").read_text())
+    assert [part["what"] for part in plain["parts"]] == ["all 2 layers", "biases and head", "head alone"]
+    assert plain["reserve"] == 32 << 10
+    assert [part["weights"] for part in plain["parts"]] == [60 + 196, 6 + 196, 196]
+
+
+def test_bytes_as_inputs_are_counted_as_bytes() -> None:
+    step = ("models.py:pixels", "--input", "1x1x8x8:uint8<256", *STEP, "--normalize", "127.5/58")
+    result = run(*step, "--device-memory", "pico", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["parts"][0]["inputs"] == 64 + 4
+
+
+def test_exit_code_1_where_nothing_fits() -> None:
+    result = run(*NET, "--device-memory", "nrf52840", "--reserve", "256KiB")
+    assert result.exit_code == 1, result.output
+    assert "nothing of it can be trained" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device-memory", "stm32h7"), "nearest are stm32h743"),
+        (("--device-memory", "pico", "--budget", "1MiB"), "--budget with --device-memory"),
+        (("--device-memory", "pico", "--predict", "--plan", "a.json"), "--predict, --plan with --device-memory"),
+        (("--device-memory", "pico", "--html", "a.html"), "--html with --device-memory"),
+        (("--device-memory", "pico", "--autocast", "bf16"), "positional inputs in float32"),
+        (("--device-memory", "pico", "--reserve", "much"), "much"),
+        (("--budget", "1MiB", "--reserve", "1KiB"), "--reserve without --device-memory"),
+        (("--budget", "1MiB", "--normalize", "1/2"), "--normalize without --device-memory"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*NET, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_step_without_an_optimizer_is_refused() -> None:
+    result = run("models.py:net", "--input", "1x3x8", "--device-memory", "pico")
+    assert result.exit_code == 2
+    assert "--optimizer" in result.stderr

@@ -1,0 +1,117 @@
+"""What fits on a board: the same bytes as exports that train as much, arrays that lie within banks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models.microcontroller_networks import NETWORKS
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan.devices.boards import Bank, Board, find_board
+from memplan.errors import BudgetError
+from memplan.exporting.board_fit import BoardFit, arena_room, fit_on_board, placed
+from memplan.trace.step import StepOptions
+
+KIB = 1 << 10
+
+
+def small_board(**banks: int) -> Board:
+    """A board with banks of so many KiB."""
+    rows = tuple(Bank(name, size * KIB) for name, size in banks.items())
+    return replace(find_board("stm32f446"), banks=rows, core="none")
+
+
+def network(name: str) -> tuple[nn.Module, dict[str, Any], tuple[str, ...]]:
+    make, inputs, targets, loss = NETWORKS[name]
+    torch.manual_seed(0)
+    return make(), {"targets": targets, "loss": getattr(F, loss), "optimizer": "sgd:lr=0.1"}, inputs
+
+
+def options_of(inputs: tuple[str, ...], step: dict[str, Any]) -> StepOptions:
+    return StepOptions(inputs, {}, step["targets"], step["loss"], step["optimizer"], None)
+
+
+def fitted(name: str, board: Board, reserve: int = 0) -> BoardFit:
+    model, step, inputs = network(name)
+    return fit_on_board(model, options_of(inputs, step), board, reserve=reserve)
+
+
+def exported(name: str, parameters: tuple[str, ...], budget: int, folder: Path, apart: bool) -> memplan.Exported:
+    """The export of a step that trains these parameters alone."""
+    model, step, inputs = network(name)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(path in parameters)
+    return memplan.export(model, *inputs, **step, budget=budget, folder=folder, arena_apart=apart, verify=False)
+
+
+def test_rows_are_the_bytes_of_exports(tmp_path: Path) -> None:
+    fit = fitted("lenet", small_board(A=96, B=24), 20 * KIB)
+    assert [part.what for part in fit.parts] == ["all 5 layers", "last 2 layers", "biases and head", "head alone"]
+    assert [part.weights for part in fit.parts] == [61706, 11014, 6 + 16 + 120 + 84 + 850, 850]
+    assert fit.best is fit.parts[1]
+    for at, part in enumerate(fit.parts):
+        if part.fits:
+            done = exported("lenet", part.parameters, part.ram, tmp_path / str(at), apart=True)
+            assert done.ram <= part.ram
+            assert (done.state, done.inputs, done.flash) == (part.state, part.inputs, part.flash)
+        else:
+            with pytest.raises(BudgetError) as raised:
+                exported("lenet", part.parameters, part.ram - 4, tmp_path / str(at), apart=True)
+            assert raised.value.smallest_budget == part.ram
+    plain = json.loads(fit.to_json())
+    assert (plain["format"], plain["fits"], plain["board"]["name"]) == ("memplan.board_fit", True, "stm32f446")
+
+
+def test_arrays_lie_within_banks_beside_the_reserve() -> None:
+    board = small_board(A=40, B=32)
+    alone, beside = fitted("lenet", board), fitted("lenet", board, 30 * KIB)
+    for fit in (alone, beside):
+        for part in filter(lambda part: part.fits, fit.parts):
+            left = {bank.name: bank.bytes for bank in board.banks}
+            for what, size in {"arena": part.arena, "state": part.state, "inputs": part.inputs}.items():
+                left[part.banks[what]] -= size
+            left[part.banks["reserve"]] -= fit.reserve
+            assert min(left.values()) >= 0
+    by_name = {part.what: part.fits for part in alone.parts}
+    assert (by_name["all 5 layers"], by_name["head alone"]) == (False, True)
+    assert not fitted("lenet", board, 33 * KIB + 40 * KIB).fits, "nothing is left"
+    assert len(alone.parts) == len(beside.parts)
+
+
+def test_flash_is_counted() -> None:
+    board = replace(small_board(A=1000), flash=200 * KIB)
+    parts = fitted("lenet", board).parts
+    assert {part.lacks for part in parts} == {"flash"}, "61,706 floats are 241 KiB"
+    outside = fitted("lenet", replace(board, flash=None))
+    assert outside.best is outside.parts[0]
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model, step, inputs = network("sensor_cnn")
+    before = {name: (one.clone(), one.requires_grad) for name, one in model.named_parameters()}
+    fit_on_board(model, options_of(inputs, step), small_board(A=64))
+    assert all(torch.equal(one, before[name][0]) for name, one in model.named_parameters())
+    assert all(one.requires_grad is before[name][1] for name, one in model.named_parameters())
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=4), st.lists(st.integers(0, 15), min_size=1, max_size=3),
+    st.integers(0, 25),
+)  # fmt: skip
+def test_placing_is_exact(capacities: list[int], sizes: list[int], arena: int) -> None:
+    banks = [Bank(f"bank {at}", capacity) for at, capacity in enumerate(capacities)]
+    named = {"arena": arena, **{str(at): size for at, size in enumerate(sizes)}}
+    where = placed(banks, named)
+    assert bool(where) is (arena <= arena_room(banks, sizes))
+    if where:
+        for bank in banks:
+            assert sum(named[what] for what, name in where.items() if name == bank.name) <= bank.bytes
