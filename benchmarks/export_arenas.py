@@ -31,7 +31,7 @@ for _path in (str(ROOT), str(ROOT / "src")):
     if _path not in sys.path:
         sys.path.insert(0, _path)
 
-from tests.small_networks import NETWORKS  # noqa: E402
+from tests.models.microcontroller_networks import NETWORKS  # noqa: E402
 
 import memplan  # noqa: E402
 from memplan.errors import BudgetError  # noqa: E402
