@@ -66,9 +66,18 @@ def test_rows_are_the_bytes_of_exports(tmp_path: Path) -> None:
         else:
             with pytest.raises(BudgetError) as raised:
                 exported("lenet", part.parameters, part.ram - 4, tmp_path / str(at), apart=True)
-            assert raised.value.smallest_budget == part.ram
+            smallest = raised.value.smallest_budget
+            assert smallest == part.ram if part.arena else smallest > part.ram == part.state + part.inputs
     plain = json.loads(fit.to_json())
     assert (plain["format"], plain["fits"], plain["board"]["name"]) == ("memplan.board_fit", True, "stm32f446")
+
+
+def test_a_row_that_does_not_fit_says_the_smallest_export(tmp_path: Path) -> None:
+    part = fitted("lenet", small_board(A=20, B=8)).parts[-1]
+    assert (part.what, part.lacks) == ("head alone", "SRAM")
+    with pytest.raises(BudgetError) as raised:
+        exported("lenet", part.parameters, part.ram - 4, tmp_path, apart=True)
+    assert raised.value.smallest_budget == part.ram == part.arena + part.state + part.inputs
 
 
 def test_arrays_lie_within_banks_beside_the_reserve() -> None:

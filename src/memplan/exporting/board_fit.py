@@ -39,6 +39,7 @@ class TrainedPart:
     ram: int
     """Bytes of arena, state and inputs, without the reserve: of the plan, or of the smallest one where none fits."""
     arena: int
+    """0 where state, inputs and reserve alone do not fit: then nothing is planned."""
     state: int
     """Bytes of weights, optimizer state and statistics."""
     inputs: int
@@ -209,7 +210,9 @@ class _Study:
         part = TrainedPart(
             what, tuple(paths), sum(sizes[path] for path in paths), 0, 0, state, inputs, None, None, {}, ""
         )
-        request = replace(self.request, budget=state + inputs + max(room, 0))
+        if room < 0:  # state, inputs and reserve alone do not fit
+            return replace(part, ram=state + inputs, lacks="SRAM")
+        request = replace(self.request, budget=state + inputs + room)
         try:
             layout = planned_step(_NAME, request, captured, self.infer, rules, stored).layout
         except BudgetError as error:
@@ -218,8 +221,6 @@ class _Study:
         arrays = {"arena": layout.arena, "state": state, "inputs": inputs, "reserve": self.reserve}
         banks = placed(self.board.banks, arrays)
         part = replace(part, ram=layout.arena + state + inputs, arena=layout.arena, banks=banks)
-        if not banks:  # state, inputs and reserve alone do not fit
-            return replace(part, lacks="SRAM")
         flash = layout.memory.flash + layout.constants
         whole = flash_bytes(self.board.core, layout)
         code = None if whole is None else whole - flash

@@ -22,8 +22,19 @@ def report(fit: BoardFit) -> Document:
     fields = [
         name_field("Trained", lambda part: part.what, 16),
         Field("weights", lambda part: f"{part.weights:,}", right=True, number=lambda part: part.weights, drop=3),
-        Field("RAM", lambda part: format_bytes(part.ram), right=True, number=lambda part: part.ram),
-        Field("arena", lambda part: format_bytes(part.arena), right=True, number=lambda part: part.arena, drop=2),
+        Field(
+            "RAM",
+            lambda part: ("" if part.arena else "> ") + format_bytes(part.ram),
+            right=True,
+            number=lambda part: part.ram,
+        ),
+        Field(
+            "arena",
+            lambda part: format_bytes(part.arena) if part.arena else "-",
+            right=True,
+            number=lambda part: part.arena,
+            drop=2,
+        ),
         Field("state", lambda part: format_bytes(part.state), right=True, number=lambda part: part.state, drop=1),
         Field("flash", _flash, right=True),
         Field("fits", lambda part: "yes" if part.fits else f"no, {part.lacks}"),
