@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,16 +38,33 @@ def interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-_without_data: ContextVar[str | None] = ContextVar("_without_data", default=None)
-"""Type of the device that a recording on fake tensors is for; None: tensors have data."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel as it would be started: compile-time constants, with ``num_warps`` among them, apart from arguments."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _WithoutData:
+    device: str
+    launched: list[Launch]
+
+
+_without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", default=None)
+"""Where kernels do not run: a recording on fake tensors."""
 
 
 @contextmanager
-def without_data(device: str) -> Iterator[None]:
-    """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run."""
-    token = _without_data.set(device)
+def without_data(device: str) -> Iterator[list[Launch]]:
+    """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run: the
+    list has them."""
+    state = _WithoutData(device, [])
+    token = _without_data.set(state)
     try:
-        yield
+        yield state.launched
     finally:
         _without_data.reset(token)
 
@@ -59,7 +77,7 @@ def launches(*tensors: Tensor | None) -> bool:
     if any(tensor.numel() == 0 for tensor in present):
         return False  # a grid without programs is refused
     if (recorded := _without_data.get()) is not None:
-        return recorded == "cuda"  # builds of torch for CUDA bring Triton
+        return recorded.device == "cuda"  # builds of torch for CUDA bring Triton
     if triton is None:
         return False
     device = present[0].device
@@ -70,16 +88,19 @@ def launches(*tensors: Tensor | None) -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel on the device of its tensors."""
-    if _without_data.get() is None:
-        device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[grid](*args, **constants)
+    if (recorded := _without_data.get()) is not None:
+        recorded.launched.append(Launch(kernel, args, constants))
+        return
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, **constants)
 
 
 def programs(device: torch.device) -> int:
     """Programs of a kernel that each go over many parts of its input: two a multiprocessor."""
-    on_card = _without_data.get() == "cuda" or device.type == "cuda"
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else 4
+    if device.type != "cuda":
+        return 4  # the interpreter's
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def rows_of(x: Tensor) -> Tensor:
