@@ -155,6 +155,16 @@ def test_log_probs(dtype: torch.dtype, temperature: float) -> None:
     assert_as_exact(ours, theirs, (hidden, weight, ids, bias), dtype)
 
 
+def test_a_gradient_that_one_number_is_expanded_to() -> None:
+    def ours(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return kernels.log_probs(hidden, weight, ids).sum()
+
+    def theirs(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        return F.linear(hidden, weight).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).sum()
+
+    assert_as_exact(ours, theirs, operands(20, 16, 1500, ignored=0.0)[:3], torch.float32)
+
+
 def test_autocast_as_torch() -> None:
     hidden, weight, targets, bias = (x.float() if x.is_floating_point() else x for x in operands(30, 32, 1500))
 

@@ -2,6 +2,11 @@
 
 Without Triton, or for other tensors, each kernel's plain torch form runs: same results, more bytes moved. With
 ``TRITON_INTERPRET=1`` in the environment before Triton is imported, the kernels run on the CPU in its interpreter.
+
+Where the interpreter is not a card (Triton 3.6 to 3.9): it cuts float32 to bfloat16 instead of rounding to the nearest;
+NumPy warns where an exponential overflows or a logarithm is of 0, which a card does silently; that of 3.6 cannot loop
+to an argument with NumPy 2.4. It starts programs one after the other, so races stay unseen, and reads whatever memory
+a wrong address names.
 """
 
 from __future__ import annotations
