@@ -16,6 +16,7 @@ from memplan.errors import BudgetError as BudgetError
 from memplan.errors import MemplanError as MemplanError
 
 if TYPE_CHECKING:
+    from memplan import kernels as kernels
     from memplan.checks.check import check as check
     from memplan.checks.finding import Finding as Finding
     from memplan.explanation.explain import explain as explain
@@ -137,6 +138,8 @@ def __getattr__(name: str) -> Any:
         kind, method = _RENAMED[name]
         warnings.warn(f"memplan.{name} is memplan.{kind}.{method} now", DeprecationWarning, stacklevel=2)
         return getattr(__getattr__(kind), method)
+    if name == "kernels":
+        return importlib.import_module("memplan.kernels")
     if name not in _HOMES:
         raise AttributeError(f"module 'memplan' has no attribute {name!r}")
     with deferred():  # a library that it imports is not left half imported

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,11 @@ def test_tensors_that_kernels_do_not_take() -> None:
     with launch.without_data("cpu"):
         assert not launch.launches(x)
     assert launch.launches(x) == INTERPRETED
+
+
+def test_kernels_are_there_with_memplan_alone() -> None:
+    command = "import sys, memplan; assert 'memplan.kernels' not in sys.modules; memplan.kernels.swiglu"
+    subprocess.run([sys.executable, "-c", command], check=True)
 
 
 def test_blocks_hold_their_columns() -> None:
