@@ -61,7 +61,8 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
 
 def launches(call: Callable[[], Tensor]) -> list[Launch]:
     """The kernels that a call and its backward pass start."""
-    with without_data("cuda") as started:
+    started: list[Launch] = []
+    with without_data("cuda", started):
         call().sum().backward()
     return started
 

@@ -55,7 +55,7 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class _WithoutData:
     device: str
-    launched: list[Launch]
+    launched: list[Launch] | None
 
 
 _without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", default=None)
@@ -63,13 +63,12 @@ _without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", def
 
 
 @contextmanager
-def without_data(device: str) -> Iterator[list[Launch]]:
-    """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run: the
-    list has them."""
-    state = _WithoutData(device, [])
-    token = _without_data.set(state)
+def without_data(device: str, launched: list[Launch] | None = None) -> Iterator[None]:
+    """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run.
+    They are appended to `launched`, which keeps their tensors alive."""
+    token = _without_data.set(_WithoutData(device, launched))
     try:
-        yield state.launched
+        yield
     finally:
         _without_data.reset(token)
 
@@ -94,7 +93,8 @@ def launches(*tensors: Tensor | None) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel on the device of its tensors."""
     if (recorded := _without_data.get()) is not None:
-        recorded.launched.append(Launch(kernel, args, constants))
+        if recorded.launched is not None:
+            recorded.launched.append(Launch(kernel, args, constants))
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
