@@ -69,12 +69,12 @@ def golden(subject: Subject, card: str) -> dict[str, Any]:
     import golden_measure
 
     from memplan import _torch
-    from memplan.trace.dry_run.observe import check_card, not_known
+    from memplan.trace.dry_run.observe import check_card, driver_assumptions
     from memplan.trace.dry_run.reads import Reads
 
     check_card(find(card))
     reads = Reads()
     with _torch.HostValues(), reads.noted():
         content = golden_measure.golden(subject, alone=False)
-    assumed = [f"{row.kind}: {row.text}" for row in (*reads.assumptions(), *not_known())]
+    assumed = [f"{row.kind}: {row.text}" for row in (*reads.assumptions(), *driver_assumptions())]
     return content | {"format": golden_format.DRY_FORMAT, "context": None, "assumed": list(dict.fromkeys(assumed))}

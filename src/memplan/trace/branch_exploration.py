@@ -1,7 +1,6 @@
-"""Records a step again where unknown values decide something, to find the trace with the largest peak.
+"""Records a step again with other branches and other values of scalar reads, to find the trace with the largest peak.
 
-A branch goes the other way; scalar reads take other values. The first recording takes scalar reads of known range as
-the largest possible value (`ScalarPolicy`).
+In the first recording, scalar reads of known range return the largest possible value (`ScalarPolicy`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
 _MAX_RECORDINGS = 8
-"""Further recordings at most. The assumptions say what was not explored."""
+"""Most further recordings. The assumptions report the choices that were not explored."""
 _SAME = 1.01
 """Peaks that differ by at most this factor count as equal."""
 
@@ -34,12 +33,12 @@ class Recorded(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Return its peak in bytes; 0 if it raised."""
+        """Return the recording's peak in bytes; 0 if the step raised."""
         return peak_live_bytes(self.outcome.counted) if isinstance(self.outcome, Trace) else 0
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all of its storages; 0 if it raised."""
+        """Return the bytes of all of the recording's storages; 0 if the step raised."""
         return sum(storage.bytes for storage in self.outcome.storages) if isinstance(self.outcome, Trace) else 0
 
     def reaches(self, choice: Choice) -> bool:
@@ -54,8 +53,10 @@ def explore_branches(
     """Record a step again with other values and branches, and return the trace with the largest peak. Its assumptions
     compare the outcomes of each choice.
 
-    ``first`` is the recording without further overrides; ``record_again(overrides)`` records the step with some,
-    as long as ``has_time()``.
+    Args:
+        first: the recording without further overrides.
+        record_again: records the step with overrides.
+        has_time: whether there is time for another recording.
     """
     exploration = _Exploration(first, record_again, has_time)
     exploration.run()
@@ -75,10 +76,10 @@ class _Exploration:
         self._trace = first.outcome
         """Trace of the best recording."""
         self._recorded = {first.overrides: first}
-        self._met_first_in: dict[Choice, Recorded] = {}
-        """Each choice with the recording that met it first."""
+        self._first_reached_in: dict[Choice, Recorded] = {}
+        """Choice -> the first recording that reached it."""
         self._tried: dict[Choice, tuple[Recorded, Recorded]] = {}
-        """Each explored choice with the recordings before and after."""
+        """Explored choice -> the recordings without and with its override."""
         self._without_effect: set[Choice] = set()
 
     def run(self) -> None:
@@ -110,13 +111,13 @@ class _Exploration:
             if read.bounded and read.alike and isinstance(read.value, int) and read.times > steps
         ]  # fmt: skip
         guards = {choice for choice in recorded.overrides if choice.kind == "branch"}
-        new = [choice for choice in choices if choice not in self._met_first_in and choice not in guards]
-        self._met_first_in |= dict.fromkeys(new, recorded)
+        new = [choice for choice in choices if choice not in self._first_reached_in and choice not in guards]
+        self._first_reached_in |= dict.fromkeys(new, recorded)
         return new
 
     def _try(self, choice: Choice) -> list[Choice]:
         """Record the step with a choice overridden. Returns the choices that appear only then."""
-        first_with_choice = self._met_first_in[choice]
+        first_with_choice = self._first_reached_in[choice]
         base = self._best if self._best.reaches(choice) else first_with_choice
         other = self._record(base.overrides ^ {choice})
         if other is None:
@@ -139,11 +140,11 @@ class _Exploration:
 
     def result(self) -> Trace:
         """Return the trace with the largest peak, with the assumptions about all choices."""
-        branches = [choice for choice in self._met_first_in if choice.kind == "branch"]
+        branches = [choice for choice in self._first_reached_in if choice.kind == "branch"]
         rows = [self._branch_row(choice) for choice in branches]
         rows += [
             self._read_row(line)
-            for line in dict.fromkeys(line for line, kind in self._met_first_in if kind != "branch")
+            for line in dict.fromkeys(line for line, kind in self._first_reached_in if kind != "branch")
         ]
         at_branches = {format_frame(choice.line) for choice in branches}
         others = [row for row in self._trace.assumptions if row.where not in at_branches or not _is_of_branch(row)]
@@ -164,7 +165,7 @@ class _Exploration:
         least, most = sorted((base.peak, other.peak))
         is_same = most <= _SAME * least
         text = (_SAME_PEAK if is_same else _DIFFER).format(most=format_bytes(most), least=format_bytes(least))
-        times = self._met_first_in[choice].decisions.branches[choice.line] // len(self._trace.steps)
+        times = self._first_reached_in[choice].decisions.branches[choice.line] // len(self._trace.steps)
         if times > 1:  # iterations that go different directions in the same step were not recorded
             text += _ROUNDS.format(times=times)
         return Assumption("scalar" if is_same else "branch" if times > 1 else "bound", text, where)
@@ -172,10 +173,12 @@ class _Exploration:
     def _read_row(self, line: Line) -> Assumption | None:
         """Return the Assumption to report for the scalar reads of a line, or None if the peak does not depend on it."""
         choices = [Choice(line, "other value"), Choice(line, "in turn")]
-        choices = [choice for choice in choices if choice in self._met_first_in and choice not in self._without_effect]
+        choices = [
+            choice for choice in choices if choice in self._first_reached_in and choice not in self._without_effect
+        ]
         if not choices:
             return None
-        where, read = format_frame(line), self._met_first_in[choices[0]].decisions.reads[line]
+        where, read = format_frame(line), self._first_reached_in[choices[0]].decisions.reads[line]
         tried = [recorded for choice in choices if choice in self._tried for recorded in self._tried[choice]]
         outcomes = {_value_text(line, recorded.overrides): recorded for recorded in tried}
         peaks = {text: recorded.peak for text, recorded in outcomes.items() if isinstance(recorded.outcome, Trace)}

@@ -1,4 +1,4 @@
-"""The sections of a trace in JSON, one op or storage a row, and what must hold between them."""
+"""Encoding of a trace as sections in JSON with a row for each op or storage, and checks of their consistency."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OPTIONAL = (
 
 
 def sections_of(trace: Any) -> dict[str, Any]:
-    """Return the sections of a saved Trace, one op or storage a row.
+    """Return the sections of a saved Trace, with a row for each op or storage.
 
-    Rows leave out the index of ops and storages, which is the row's number; a view is one list with its argument's
+    Rows of ops and storages omit the index, which is the row's number; a view is a list that begins with its argument's
     name.
     """
     return {
@@ -38,10 +38,10 @@ def sections_of(trace: Any) -> dict[str, Any]:
 
 
 def fields_of(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Trace, each record with a value for every field: the reverse of `sections_of`.
+    """Return the fields of a Trace from its sections: the inverse of `sections_of`.
 
     Raises:
-        KeyError, TypeError, ValueError: they are no sections of a trace.
+        KeyError, TypeError, ValueError: ``data`` has no sections of a trace.
     """
     lines = data.pop("made", ())
     return data | {
@@ -56,8 +56,8 @@ def fields_of(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(trace: Any) -> None:
-    """Raise Unreadable for a Trace that contradicts itself: an index without a target, a storage that is freed before
-    its allocation, two events at the same tick."""
+    """Raise Unreadable for an inconsistent Trace: an index out of range, a storage freed before its allocation, two
+    events at the same tick."""
     ops, storages, end = len(trace.ops), len(trace.storages), trace.end
     _within("steps", trace.steps, end + 1)
     _within("steps of ops", (op.step for op in trace.ops), len(trace.steps))

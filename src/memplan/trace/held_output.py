@@ -1,5 +1,5 @@
-"""Captures and counts what the user's code prints as it is imported, and during a recording, where its values are
-placeholders."""
+"""Captures and counts the lines that the user's code prints while it is imported, and during a recording, whose values
+are placeholders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def output_shown() -> Iterator[None]:
 
 
 class CapturedOutput:
-    """Captures what the user's code prints, and counts the lines."""
+    """Captures the output of the user's code, and counts its lines."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -42,7 +42,7 @@ class CapturedOutput:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Within this context, capture what this thread prints; an error gets the last lines as a note.
+        """Within this context, capture this thread's output; an exception gets the last lines as a note.
 
         It patches ``write`` of stdout and stderr, so that logging handlers and progress bars that hold these streams
         are captured, too.

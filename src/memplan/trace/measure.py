@@ -48,33 +48,33 @@ def measure(
     snapshot: str | os.PathLike[str] | None = None,
     contribute: str | os.PathLike[str] | None = None,
 ) -> Trace:
-    """Run a step on this machine and return what it allocated.
+    """Run a step on this machine, and return the trace of its allocations.
 
-    The step runs twice, each time from ``build`` on. Births, deaths and bytes are the allocator's own events of a run
-    that nothing but torch's profiler watches; ops, layers and causes come from a run under a dispatch mode before, and
-    are joined to them. Between the two, random states are put back, and what ops changed of tensors, gradients and
-    optimizers from outside of ``build``. Memory that was there before does not count.
+    The step runs twice, each time from ``build`` on. Allocations and frees are the allocator's own events in a run
+    under torch's profiler alone; ops, layers and causes come from an earlier run under a dispatch mode, and are joined
+    to the events. Between the two runs, random states are restored, and tensors, gradients and optimizers from outside
+    of ``build`` that ops changed. Memory allocated before does not count.
 
-    ``device="cuda"`` runs it on this machine's GPU: events are those of torch's memory history, peaks torch's own
-    counters. There, what a step changes of tensors from outside of ``build`` stays changed.
+    ``device="cuda"`` runs the step on this machine's GPU: events are those of torch's memory history, peaks torch's own
+    counters. There, a step's changes of tensors from outside of ``build`` are not undone.
 
-    ``dry`` runs the step on the CUDA build of torch in a process that sees an emulated card: torch's own code chooses
-    and allocates as on a real one, and kernels do nothing. Losses are zeros, and a value that decides a branch is in
-    the trace's assumptions. If ``build`` puts nothing on CUDA, everything is made on the card.
+    ``dry`` runs the step on the CUDA build of torch in a process with an emulated card: torch's own code chooses
+    kernels and allocates as on a real card, and kernels do nothing. Losses are zeros, and a value that decides a branch
+    is in the trace's assumptions. If ``build`` puts nothing on CUDA, everything is created on the card.
 
     Args:
         build: as for `record`. It is called twice, and each step that it returns ``steps`` times.
         device: ``"cpu"`` or None; ``"cuda"`` for this machine's GPU; for a dry run, the card: ``"h100"``.
         steps: how often the step runs.
-        dry: whether to run it on an emulated card. Linux on x86-64, with a C compiler.
-        environment: of a dry run, the virtual environment with the CUDA build of torch; this one where None.
-        snapshot: on a card, a file that torch's own snapshot of its memory history is written to.
-        contribute: on a GPU, a file for what its allocator did, with shapes and sizes and without any name.
+        dry: whether to run on an emulated card. Linux on x86-64, with a C compiler.
+        environment: for a dry run, the virtual environment with the CUDA build of torch; by default the current one.
+        snapshot: on a card, the file to which to write torch's own snapshot of its memory history.
+        contribute: on a GPU, the file to which to write the allocator's events with shapes and sizes, without names.
 
     Raises:
         StepError: ``build`` or the step raised, or ``build`` did not return a step.
         DeviceError: a device that this machine or this version does not have; no CUDA build of torch, or no compiler.
-        UsageError: options of a card without one; a ``build`` that cannot be sent to another process.
+        UsageError: options for a card on the CPU; a ``build`` that cannot be sent to another process.
 
     Example:
         >>> measured = memplan.simulate(memplan.measure(build)).peak_allocated
@@ -92,7 +92,7 @@ def _measure_on(
     build: Runs, device: str | None, steps: int, dry: bool, environment: str | os.PathLike[str] | None,
     snapshot: str | os.PathLike[str] | None, contribute: str | os.PathLike[str] | None,
 ) -> Trace:  # fmt: skip
-    """Measure on the device that the options name, and refuse options of the others."""
+    """Measure on the CPU, the GPU or an emulated card; raise UsageError for options of another of the three."""
     if dry:
         _refuse("with dry=True", contribute=contribute)
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
@@ -104,8 +104,8 @@ def _measure_on(
 
 
 def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
-    """Measure on this machine's CPU: join a run under a dispatch mode, which names the ops, with the allocator's events
-    of a run without it."""
+    """Measure on this machine's CPU: join the ops of a run under a dispatch mode to the allocator's events of a run
+    without the mode."""
     target, notes = _target(device)
     with undisturbed(real=True):
         with random_kept():
@@ -130,7 +130,7 @@ def _profiled_run(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, .
     """Run the step without a dispatch mode, under torch's profiler alone.
 
     Returns:
-        The profile, with the threads that the step starts; notes about it; the times at which followed lines ran.
+        The profile, including threads that the step starts; notes about it; the watch on lines of followed functions.
     """
     profile = _torch.memory_profile()
     with compiled_as_torch_is(build), _torch.threads_watched() as threads, profile:

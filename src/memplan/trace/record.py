@@ -69,38 +69,37 @@ def record(
     rank: int = 0,
     show_output: bool = False,
 ) -> Trace:
-    """Run a step on fake tensors and return what it would allocate. Nothing is allocated, no GPU is needed.
+    """Run a step on fake tensors and return the trace of its allocations. Nothing is allocated, no GPU is needed.
+
+    ``build`` and the step run again with each branch that a value decides in its other direction, and where the first
+    direction ends in an exception.
 
     Args:
-        build: makes whatever the step needs (model, data, optimizer) and returns ``step``, a callable without
-            arguments that runs one step. The same ``build`` works for `measure`.
-        device: what to predict for: ``"cpu"``, a card (``"h100"``, ``"rtx4090"``), or None for this machine's GPU,
-            else the CPU. For a card, ``build`` may name CUDA; then what it leaves on the CPU does not count. If it
-            names CUDA nowhere, everything counts as on the card. ``build`` is called twice where only
-            its first run shows which of the two it is.
-        steps: how often the step runs. Two by default, since an optimizer makes its state in the first.
-        assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
-            there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
-        cudnn: for a card, whose cuDNN is asked for the workspaces of convolutions: of an environment with a CUDA build
-            of torch or with ``memplan[cudnn]``, by its folder or its Python; or a version, such as ``"9.19.0"``: then
-            the answers count that memplan has stored, of its examples and zoo, and other workspaces are expected
-            (``Trace.expected``). None: of this environment, or else the version that the CUDA build of this torch
-            comes with. False: workspaces are intervals. What a real card of that name took with that version comes
-            before what cuDNN says.
-        world, rank: record this rank of so many. ``build`` stays as it is for `torchrun`: `init_process_group`,
-            `init_device_mesh`, `fully_shard`, `parallelize_module` and `DistributedDataParallel` find a fake process
+        build: constructs model, data and optimizer, and returns ``step``, a callable without arguments that runs a
+            step. The same ``build`` works for `measure`.
+        device: the device to predict for: ``"cpu"``, a card (``"h100"``, ``"rtx4090"``), or None for this machine's
+            GPU, else the CPU. For a card, ``build`` may name CUDA; then tensors that stay on the CPU do not count. If
+            it names CUDA nowhere, everything counts as on the card. ``build`` is called twice if only its first run
+            shows which of the two holds.
+        steps: how often the step runs. Two by default, since an optimizer creates its state in the first.
+        assume: for ops that select by value (``x[mask]``, `nonzero`, `unique`): ``"train.py:31"`` -> share of the
+            elements that is selected there, from 0 to 1. By default all, which the trace's assumptions report.
+        cudnn: for a card, the cuDNN to query for workspaces of convolutions: the folder or the Python of an environment
+            with a CUDA build of torch or with ``memplan[cudnn]``; or a version, such as ``"9.19.0"``, for which memplan
+            has stored the workspaces of its examples and zoo, and others are expected sizes (``Trace.expected``). None:
+            that of this environment, or else the version that the CUDA build of this torch uses. False: workspaces are
+            intervals. Sizes measured on a real card of that name with that version take precedence.
+        world, rank: record rank ``rank`` of ``world``. ``build`` is the same as for `torchrun`: `init_process_group`,
+            `init_device_mesh`, `fully_shard`, `parallelize_module` and `DistributedDataParallel` get a fake process
             group, in which collectives do nothing, and torchrun's environment variables.
-        show_output: whether what ``build`` and step print is shown. By default it is held back and counted, as values
-            are stand-ins; an error brings the last lines along.
-
-    ``build`` and step run once more for each branch that a value decides, both ways, and where the way taken first
-    ends in an exception.
+        show_output: whether to show the output of ``build`` and step. By default it is captured and counted, as values
+            are placeholders; an error has the last lines as a note.
 
     Raises:
         StepError: ``build`` or the step raised, or ``build`` did not return a step; with layer and file:line.
-        DataDependentError: the shape of a tensor depends on values, and nothing says how large it can be.
-        UsageError: ``steps`` or ``assume`` are not what they should be.
-        DeviceError: a device that memplan has no model of, or no cuDNN 9.8 or later in the environment named.
+        DataDependentError: the shape of a tensor depends on values, and its largest possible size is unknown.
+        UsageError: invalid ``steps``, ``assume``, ``world`` or ``rank``.
+        DeviceError: a device that memplan has no model of, or no cuDNN 9.8 or later in the named environment.
 
     Example:
         >>> def build():
@@ -122,14 +121,14 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
 
     Args:
         build: as for `record`.
-        target: what to record for.
+        target: the device and rank to record for.
         steps: how often the step runs.
         known: extends the target's semantics (see `Known`).
     """
-    alone = nullcontext()
-    if target.world is not None and not isinstance(build, Program):  # a program makes its groups itself
-        alone = _torch.one_rank_of(target.world, target.rank)
-    with recording_suspended(), alone:  # the step itself may record something
+    as_rank = nullcontext()
+    if target.world is not None and not isinstance(build, Program):  # a program creates its process groups itself
+        as_rank = _torch.one_rank_of(target.world, target.rank)
+    with recording_suspended(), as_rank:  # the step itself may record something
         trace = _record_compiled(target, known, build, steps)
         if target.world is None:
             return trace
@@ -139,7 +138,7 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
 
 
 def _record_compiled(target: Target, known: Known, build: Runs, steps: int) -> Trace:
-    """Record a step as compiled where it is; if that cannot be followed, as if eager."""
+    """Record a step that may use `torch.compile`; if the compiled code cannot be recorded, as if eager."""
     compiled = _Compiled()
     try:
         return _record_branches(target, known, build, steps, compiled)
@@ -150,22 +149,23 @@ def _record_compiled(target: Target, known: Known, build: Runs, steps: int) -> T
 
 
 class _Compiled:
-    """Whether a recording follows what `torch.compile` compiles, and whether it met any."""
+    """How recordings of a step treat compiled functions."""
 
     def __init__(self, refused: str = "") -> None:
         self.refused = refused
-        """Why it runs as if eager; empty where it is followed."""
+        """Why compiled functions run as if eager; empty if their compiled code is recorded."""
         self.seen = False
+        """Whether the step has called a compiled function."""
 
 
 def _reason(error: RecordingError) -> str:
-    """Return the first line of why a compiled step could not be recorded."""
+    """Return the first line of the reason why a compiled step could not be recorded."""
     cause = getattr(error.__cause__, "inner_exception", error.__cause__)
     return f"{type(cause).__name__}: {cause}".strip().partition("\n")[0][:200]
 
 
 def _record_branches(target: Target, known: Known, build: Runs, steps: int, compiled: _Compiled) -> Trace:
-    """Record a step, and again with other values where unknown ones decide."""
+    """Record a step, and again with other branches and values where unknown values decide."""
     recording, trace = _record_on_device(target, known, build, steps, compiled)
 
     def record_again(overrides: Overrides) -> Recorded:
@@ -184,8 +184,8 @@ def _record_branches(target: Target, known: Known, build: Runs, steps: int, comp
 def _record_on_device(
     target: Target, known: Known, build: Runs, steps: int, compiled: _Compiled
 ) -> tuple[_Recording, Trace]:
-    """Record a step, and a second time where only the first recording shows which storages are on the card: where
-    ``build`` names no CUDA device, either the step does so later, or everything counts as on the card."""
+    """Record a step, and a second time if only the first recording shows which storages are on the card: if ``build``
+    names no CUDA device, either the step does so later, or everything counts as on the card."""
     first, trace = _record(target, "unknown", known, build, steps, compiled)
     if isinstance(trace, RecordingError):
         if not first.names_cuda_late:
@@ -205,12 +205,12 @@ def _record_on_device(
 
 
 _MAX_COUNTS = 32
-"""Selections at most whose size is inferred from other shapes: each takes another recording."""
+"""Most selections whose size is inferred from other shapes: each takes another recording."""
 _MAX_GUARDS = 8
-"""Branches at most that are overridden because the first direction raises an exception."""
+"""Most branches that are overridden because the first direction raises an exception."""
 _OPS_FACTOR, _EXTRA_OPS = 3, 20_000
-"""A recording in which a branch goes the other way is given up after three times the ops of the first one and 20,000:
-a loop that only values end, as in generation, may never end there."""
+"""A further recording is given up after three times the ops of the first recording plus 20,000: a loop that ends by a
+value, as in generation, may be endless there."""
 
 
 def _record(
@@ -225,14 +225,24 @@ def _record(
     *,
     most_ops: int | None = None,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
-    """Record a step. Where an unknown value led to an exception, correct what was assumed of it and record again.
+    """Record a step. If an assumption about an unknown value led to an exception, change the assumption and record
+    again.
 
-    In this order: a selection by values takes the number of elements that the other shapes in the error imply; scalar
-    reads, whose largest possible value may not fit, take the smallest; a branch that ends in a ``raise`` or
-    ``assert`` takes its other direction.
+    Assumptions change in this order: a selection by values gets the number of elements that the other shapes in the
+    error imply; scalar reads return their smallest possible value, as the largest may not fit; a branch that ends in a
+    ``raise`` or ``assert`` goes in its other direction.
 
-    ``counts``: executions of lines -> number of elements that values select there. ``most_ops``: of a recording again,
-    whose scalar reads do not take their smallest value: ``overrides`` decide.
+    Args:
+        target: the device and rank to record for.
+        on_card: which storages are on the card.
+        known: extends the target's semantics.
+        build: as for `record`.
+        steps: how often the step runs.
+        compiled: how to treat compiled functions.
+        overrides: branches and scalar reads to override.
+        counts: executions of lines -> number of elements that values select there.
+        most_ops: for further recordings, the number of ops after which to give up; scalar reads then follow
+            ``overrides`` alone.
     """
     first, first_misfit, counts = None, None, dict(counts or {})
     while True:
@@ -313,7 +323,7 @@ _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call 
 
 
 class _Recording(ObservedRun):
-    """One recording of a step on fake tensors, under given overrides."""
+    """A single recording of a step on fake tensors, under overrides of branches and scalar reads."""
 
     def __init__(
         self,
@@ -329,7 +339,7 @@ class _Recording(ObservedRun):
         self.counts = counts
         """Executions of lines -> number of elements that values select there."""
         self.overrides = overrides
-        """Branches and scalar reads whose first choice is replaced."""
+        """Overridden branches and scalar reads."""
         self._target = target
         place = Place()
         self._printed = CapturedOutput()
@@ -344,7 +354,7 @@ class _Recording(ObservedRun):
         self._card: Card | None = None
         self._other_kernels: set[tuple[int, int]] = set()
         self._differing: set[str] = set()
-        """Cards of the catalogue on which the step allocates otherwise, with the same kernels."""
+        """Cards of the catalogue on which the step runs the same kernels, but allocates differently."""
         self._parts: StepParts | None = None
         self._lines: LineWatch | None = None
         self._loading = LoaderWatch(self.observer.ledger, pins=target.card is not None)
@@ -377,7 +387,7 @@ class _Recording(ObservedRun):
 
     @property
     def smallest_values(self) -> Overrides:
-        """Return the overrides that take all scalar reads of known range as the smallest possible value."""
+        """Return the overrides by which all scalar reads of known range return the smallest possible value."""
         return frozenset(Choice(line, "other value") for line, read in self.decisions.reads.items() if read.bounded)
 
     @property
@@ -387,7 +397,7 @@ class _Recording(ObservedRun):
 
     @property
     def last_execution(self) -> int:
-        """Return how often the line of `last_bound` had run before."""
+        """Return the number of earlier executions of line `last_bound`."""
         return self._bounds.last_execution
 
     @property
@@ -403,7 +413,7 @@ class _Recording(ObservedRun):
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        """Keep ops out of the recording, as of memplan's functions that the step itself calls."""
+        """Suspend the recording, while the step itself calls functions of memplan."""
         with (
             self.observer.place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(),
             self._mode.suspending(),
@@ -455,7 +465,7 @@ class _Recording(ObservedRun):
         notes += tuple(self._running.notes)
         other_kernels = tuple(other.name for other in catalogue() if other.architecture in self._other_kernels)
         queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
-        # what follows the last step (a trainer that ends empties the cache) is not recorded
+        # events after the last step (a trainer empties the cache when it ends) are not recorded
         calls = () if self._card is None else (call for call in self._card.calls if call.tick <= self._parts.end)
         trace = trace_of(
             self._parts, origin="recorded", device=self._target.name, notes=notes,
@@ -476,7 +486,8 @@ class _Recording(ObservedRun):
 
     @contextmanager
     def _compiling(self, patches: list[Patch]) -> Iterator[None]:
-        """Follow what `torch.compile` compiles, or run it as if eager. ``patches``: those of the recording."""
+        """Record the compiled code of compiled functions, or run them as if eager. ``patches``: the recording's patches
+        of torch."""
 
         def seen() -> None:
             self._compiled.seen = True
@@ -519,13 +530,13 @@ class _Recording(ObservedRun):
             yield
 
     def _place_of(self, arguments: Sequence[Any]) -> str:
-        """Return where a compiled function with these arguments allocates."""
+        """Return the device on which a compiled function with these arguments allocates."""
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         on_card = self._card is not None and (self._card.everything or any(map(self._card.holds, tensors)))
         return ON_CARD if on_card else HOST
 
     def built(self) -> None:
-        """Register the modules that `build` made, and settle the devices of its storages.
+        """Register the modules that `build` constructed, and the devices of its storages.
 
         Raises:
             _Unsettled: `build` has to be recorded again, on the card.
@@ -545,7 +556,7 @@ class _Recording(ObservedRun):
 
 
 class _Unsettled(BaseException):
-    """Ends a recording in which `build` did not name CUDA and ran ops: these have to be recorded as on the card.
+    """Ends a recording in which `build` did not name CUDA and ran ops, which have to be recorded as on the card.
 
     A BaseException, to pass through the user's ``except Exception``.
     """

@@ -57,7 +57,7 @@ class Op:
     step: SignedInt
     """0-based; -1 while building."""
     layer: str
-    """Path of the innermost module that was running, the class name for a root module, "" outside of modules."""
+    """Path of the innermost running module, the class name for a root module, "" outside of modules."""
     where: str | None
     """``file:line`` of the innermost frame outside of torch; for a backward op, that of its forward op."""
     start: int
@@ -70,7 +70,7 @@ class Op:
     gradient_of: int | None = None
     """Backward ops: index of the forward op whose derivative formula this op is a part of."""
     recomputed: bool = False
-    """A forward op that runs (again) during the backward pass, as under checkpointing."""
+    """Whether it is a forward op that runs during the backward pass, as under checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ class Sharer:
 
     op: int
     role: str
-    """An argument's name (``input``), ``result``, or ``kept`` where it was neither (a function's own temporary)."""
+    """An argument's name (``input``), ``result``, or ``kept`` for neither (a temporary of an autograd Function)."""
     read_as: str = ""
     """Name of the argument under which the backward op reads it (``indices``, ``save_mean``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One allocation; several tensors can share it."""
+    """An allocation; several tensors can share it."""
 
     id: int
     bytes: int
@@ -98,16 +98,16 @@ class Storage:
     """Index of the op that allocated it, if any."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """Of the first tensor seen on it."""
+    """Shape of the first tensor in this storage."""
     device: str = HOST
     name: str = ""
     """Name of the parameter or buffer in it, or of the parameter whose gradient it is; else ""."""
     sharers: tuple[Sharer, ...] = ()
     low: int | None = None
-    """The lower end of its size in bytes if that is only known as an interval, which ends at ``bytes``; else None."""
+    """The least bytes, if the size is only known as the interval from ``low`` to ``bytes``; else None."""
     stream: int = 0
-    """On a card: the stream whose pool it comes from. Of a private pool of CUDA graphs: the stream, plus the number of
-    the pool (from 1) times `PRIVATE_POOL`."""
+    """On a card: the stream of the allocation. In a private pool of CUDA graphs: the stream, plus the number of the
+    pool (from 1) times `PRIVATE_POOL`."""
     used_on: tuple[SignedInt, ...] = ()
     """Other streams that use it (`record_stream`), -1 if unknown: when freed, it is reused only after their work."""
 
@@ -123,7 +123,7 @@ class Layer:
     name: str
     kind: str
     weights: tuple[int, ...] = ()
-    """Storages of its own parameters (tied ones are named by every owner)."""
+    """Storages of its own parameters; tied parameters belong to every owner."""
     buffers: tuple[int, ...] = ()
     made: str | None = None
     """``file:line`` that created it, if that was while building and it has parameters or buffers."""
@@ -162,7 +162,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """cuDNN's plans for a workspace: its first, then those that torch tries if memory runs out, each smaller."""
+    """cuDNN's plans for an op with a workspace: the first, then ever smaller plans that torch tries if memory runs
+    out."""
 
     storage: int
     plans: tuple[ExecutionPlan, ...]
@@ -172,8 +173,8 @@ class Engines:
 class ExpectedSize:
     """A storage whose bytes are the expected workspace of a convolution or of a recurrent network.
 
-    With all of them at ``low``, or all at ``high``, the allocated peak is at the lower or the upper end of the band
-    that holds it in 95 % of steps.
+    With all expected sizes at ``low`` (or at ``high``), the allocated peak is at the lower (or upper) end of the band
+    that contains the real peak in 95 % of steps.
     """
 
     storage: int
@@ -182,23 +183,23 @@ class ExpectedSize:
 
 
 HostKind = Literal["pinned", "shared"]
-"""Memory of the host beside torch's CPU allocator's: page-locked for copies to a card; shared by processes."""
+"""Host memory that torch's CPU allocator does not allocate: page-locked for copies to a card; shared by processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A process group of several ranks in which the recorded rank is."""
+    """A process group of several ranks that includes the recorded rank."""
 
     ranks: tuple[int, ...]
     piped: bool = False
-    """Whether this rank sends to single others of it, or receives from them, as stages of a pipeline do."""
+    """Whether this rank sends to or receives from single ranks of the group, as stages of a pipeline do."""
     stages: tuple[int, ...] = ()
-    """Indices of the `PipelineStage` objects that this rank has in it."""
+    """Indices of this rank's `PipelineStage` objects in the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostStorage:
-    """A storage on the host that torch's CPU allocator does not give."""
+    """A storage on the host that torch's CPU allocator does not allocate."""
 
     storage: int
     kind: HostKind
@@ -206,46 +207,46 @@ class HostStorage:
 
 @dataclass(frozen=True, slots=True)
 class LoaderUse:
-    """A pass over a data loader (with persistent workers: all passes), as the script makes it.
+    """A pass of the script over a data loader (with persistent workers: all passes).
 
-    A recording loads its batches in one process; the loader's own workers hold ``workers * prefetch`` more.
+    A recording loads batches in its own process; a real run's workers prefetch ``workers * prefetch`` more batches.
     """
 
     where: str | None
-    """``file:line`` that iterates over it."""
+    """``file:line`` that iterates over the loader."""
     start: int
     end: int | None
-    """Ticks at which its workers start and end; None: with the recording."""
+    """Ticks at which the workers start and end; None: at the end of the recording."""
     workers: int
     prefetch: int
     """Batches that each worker loads ahead."""
     start_method: str
-    """Of the workers: fork, spawn, forkserver; "" without workers."""
+    """Start method of the workers: fork, spawn, forkserver; "" without workers."""
     pinned: bool
     """Whether batches are copied to pinned memory."""
     data_set: int
-    """Number of its data set."""
+    """Number that identifies the data set."""
     arrays: int
-    """Bytes of numpy's arrays in the data set, which no storage counts."""
+    """Bytes of numpy arrays in the data set, which are no storages."""
     tensors: tuple[int, ...]
     """Storages on the host of tensors in the data set."""
     batch: tuple[int, ...]
-    """Bytes of the storages of its largest batch."""
+    """Bytes of each storage of the largest batch."""
     loads: tuple[tuple[int, int], ...]
     """Ticks ``start < tick <= end`` of loading each batch."""
     exhausted: tuple[int, ...]
     """Ticks at which all batches were loaded; with persistent workers, more loads can follow."""
     length: int | None
-    """Number of its batches; None if unknown."""
+    """Number of batches of the loader; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """Something the recording had to assume, and where.
+    """An assumption of a recording, and the line where it was made.
 
-    ``kernel``: which kernel an op takes on the card, and why. ``bound``: how large a result is that depends on values.
-    ``sparse``: how many elements a sparse tensor has. ``library``: an op of a library or of the user's, whose kernel
-    may take more than its results. ``dry``: what an emulated card does not know.
+    ``kernel``: the kernel that the card runs for an op, and why. ``bound``: the size of a result that depends on
+    values. ``sparse``: the number of elements of a sparse tensor. ``library``: an op of a library or of the user, whose
+    kernel may allocate more than its results. ``dry``: an answer of the emulated driver that may be wrong.
     """
 
     kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse", "library", "dry"]
@@ -275,15 +276,15 @@ class View:
 
 
 Option = int | float | bool | str | None | tuple[Any, ...]
-"""A non-tensor argument of an op: a number, a text, or a list of such."""
+"""A non-tensor argument of an op: a number, a string, or a tuple of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a forward op of the first step was called: its tensors as views, and its other arguments.
+    """The arguments and results of a forward op's call in the first step: tensors as views, and other arguments.
 
-    Unlike the op's own ``reads`` and ``writes``, views say which parts of a storage are accessed, in which shape
-    (`memplan.checks.fields` tracks positions by them).
+    Unlike `Op.reads` and `Op.writes`, views have the accessed part of a storage and its shape (`memplan.checks.fields`
+    tracks positions by them).
     """
 
     op: int
@@ -292,7 +293,7 @@ class Form:
     options: tuple[tuple[str, Option], ...]
 
     def option(self, name: str, default: Option = None) -> Any:
-        """Return the value of a non-tensor argument, or the default if the op has none of that name."""
+        """Return the value of a non-tensor argument, or the default if the op has no argument of this name."""
         return next((value for known, value in self.options if known == name), default)
 
     def read(self, name: str) -> View | None:
@@ -304,7 +305,7 @@ class Form:
 class Returned:
     """The tensors that an outermost module call returned in the first step, in order.
 
-    ``after``: number of ops that had begun by then.
+    ``after``: number of ops that began before the module returned.
     """
 
     layer: str

@@ -20,7 +20,7 @@ VARIABLES = (
 
 
 def gpu(number: int = 0) -> dict[str, Any]:
-    """The card: name, compute capability, multiprocessors, memory in bytes."""
+    """Return the card's name, compute capability, number of multiprocessors, and memory in bytes."""
     properties = torch.cuda.get_device_properties(number)
     return {
         "name": properties.name, "capability": [properties.major, properties.minor],
@@ -29,7 +29,7 @@ def gpu(number: int = 0) -> dict[str, Any]:
 
 
 def versions(libraries: Iterable[str] = ()) -> dict[str, Any]:
-    """Versions of torch, CUDA, cuDNN, the driver, Python, and those of these libraries that are imported."""
+    """Return the versions of torch, CUDA, cuDNN, the driver and Python, and of imported ones among ``libraries``."""
     by_library: dict[str, Any] = {
         "torch": str(torch.__version__), "cuda": torch.version.cuda, "python": platform.python_version(),
         "cudnn": or_none(torch.backends.cudnn.version), "driver": or_none(_driver),
@@ -41,7 +41,7 @@ def versions(libraries: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's driver, as its kernel module or its library tells it."""
+    """Return the version of NVIDIA's driver, from its kernel module or its library."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             words = file.readline().split()
@@ -55,12 +55,12 @@ def _driver() -> str:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables that change what is allocated, if set."""
+    """Return the values of the `VARIABLES` that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def flags() -> dict[str, Any]:
-    """torch's current settings that choose kernels."""
+    """Return torch's current settings that affect the choice of kernels."""
     cudnn = torch.backends.cudnn
     return {
         "cudnn_benchmark": or_none(lambda: cudnn.benchmark),
@@ -71,9 +71,9 @@ def flags() -> dict[str, Any]:
     }
 
 
-def or_none(ask: Callable[[], Any]) -> Any:
-    """The result of ``ask``; None if it raises, as in a version of torch or on a machine without the property."""
+def or_none(read: Callable[[], Any]) -> Any:
+    """Return ``read()``, or None if it raises, as on a machine or in a version of torch without the property."""
     try:
-        return ask()
+        return read()
     except Exception:  # of any library, in any way
         return None

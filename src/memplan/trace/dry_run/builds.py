@@ -22,8 +22,8 @@ VERSION = sys.version_info[:2]
 class Packed:
     """A serialized build.
 
-    Either ``module`` and ``name``, with the module's file in case its name cannot be imported there; or ``data``, a
-    pickle; or ``code``, a pickle that contains code of Python ``version``.
+    Has either ``module`` and ``name`` (and the module's ``file``, to import if the name cannot be imported); or
+    ``data``, a pickle; or ``code``, a pickle that contains code of Python ``version``.
     """
 
     module: str = ""
@@ -38,7 +38,7 @@ def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Pac
     """Serialize a build for a process of this Python version.
 
     Raises:
-        UsageError: it cannot be serialized.
+        UsageError: ``build`` cannot be serialized.
     """
     name, module = getattr(build, "__qualname__", ""), getattr(build, "__module__", None) or ""
     home = sys.modules.get(module)

@@ -25,7 +25,7 @@ DRY = (
 
 
 def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trace:
-    """Run a step on the card of this process and return the trace of torch's allocator.
+    """Run a step on the emulated card of this process, and return the trace of torch's allocator.
 
     Args:
         build: as for `memplan.measure`.
@@ -42,13 +42,13 @@ def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trac
     with _torch.HostValues():
         run = observed(build, steps, snapshot_file=snapshot, around=reads.noted)
     return trace_of(
-        run.found.parts, origin="dry", device=card.name, assumptions=(*reads.assumptions(), *not_known()),
+        run.found.parts, origin="dry", device=card.name, assumptions=(*reads.assumptions(), *driver_assumptions()),
         notes=(DRY, *run.notes), calls=run.found.calls, counters=run.counters,
     )  # fmt: skip
 
 
 def check_card(card: Device) -> None:
-    """Check that torch sees the card, and tell the emulated driver which compute capability torch's code is for.
+    """Check that torch sees the card, and set the compute capability of torch's binaries in the emulated driver.
 
     Raises:
         DeviceError: torch does not see the card, or has no code for it.
@@ -72,8 +72,8 @@ def check_card(card: Device) -> None:
     ctypes.CDLL(None).memplan_dry_binary(binary)
 
 
-def not_known() -> tuple[Assumption, ...]:
-    """The assumptions that the emulated driver logged: calls that it does not know."""
+def driver_assumptions() -> tuple[Assumption, ...]:
+    """Return the assumptions that the emulated driver logged, about calls that it does not know."""
     path = os.environ.get(DRIVER_LOG)
     if path is None or not os.path.exists(path):
         return ()

@@ -82,7 +82,7 @@ def optimizer_of(optimizer: Optimizer, option: str = "optimizer") -> Callable[[A
 
 
 def _check_callable(value: Any, option: str, expected: str) -> Any:
-    """Return the value; InputError if it is not callable."""
+    """Return ``value``, or raise InputError if it is not callable."""
     if callable(value):
         return value
     kind = type(value).__name__

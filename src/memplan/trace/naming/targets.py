@@ -31,12 +31,12 @@ _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 @dataclass(frozen=True)
 class Target:
-    """A callable that the user named, and the text that named it."""
+    """A callable that the user named by a text, such as ``train.py:make``."""
 
     text: str
     what: Callable[..., Any]
     printed_lines: int = 0
-    """Lines that its import printed, which were not shown."""
+    """Number of lines that importing the callable's module printed, and that were not shown."""
 
     @property
     def name(self) -> str:
@@ -45,17 +45,17 @@ class Target:
 
     @property
     def where(self) -> str | None:
-        """``file:line`` of its definition, None where it has none in Python."""
+        """``file:line`` of the callable's definition; None if it is not defined in Python."""
         code = getattr(self.what, "__code__", None)
         return f"{short(code.co_filename)}:{code.co_firstlineno}" if code else None
 
 
 class ByName:
-    """A target's callable that pickles as its text: the receiving process resolves it again.
+    """A target's callable that is pickled as the target's text: the receiving process resolves it again.
 
     Args:
         text: of the target.
-        argv: its ``sys.argv[1:]``, set in the receiving process.
+        argv: ``sys.argv[1:]`` to set in the receiving process.
     """
 
     def __init__(self, text: str, argv: tuple[str, ...] = ()) -> None:
@@ -67,7 +67,7 @@ class ByName:
             self.__signature__ = inspect.signature(self._target.what)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the target."""
         with contained(self._text):
             return self._target.what(*args, **kwargs)
 
@@ -76,16 +76,16 @@ class ByName:
 
 
 def resolve(text: str) -> Target:
-    """Return what a target names, importing its module or file.
+    """Import the module or file of a target, and return its callable.
 
-    A file's folder goes on ``sys.path``, as when Python runs the file; for a module, the working directory. What the
-    import prints, such as warnings of libraries, is counted and not shown, except within `output_shown`.
+    The file's folder (for a module, the working directory) is put on ``sys.path``, as when Python runs a file. Output
+    of the import, such as warnings of libraries, is counted and not shown, except within `output_shown`.
 
     Args:
         text: ``package.module:callable`` or ``path/to/file.py:callable``; the callable may be dotted.
 
     Raises:
-        TargetError: no such file, module or callable, with the nearest names; or its import raises.
+        TargetError: no such file, module or callable, with the nearest names; or the import raised.
 
     Example:
         >>> resolve("examples/resnet18.py:make").what().__class__.__name__
@@ -117,10 +117,10 @@ def resolve(text: str) -> Target:
 
 
 def import_place(place: str) -> ModuleType:
-    """Import the module or the file that a target's first part names.
+    """Import the module or the file in the first part of a target's text.
 
     Raises:
-        TargetError: there is no such module or file, or its import raises; with file:line.
+        TargetError: there is no such module or file, or its import raised; with file:line.
     """
     if place.endswith(".py") or "/" in place or os.sep in place:
         return _import_file(place)
@@ -128,7 +128,7 @@ def import_place(place: str) -> ModuleType:
 
 
 def callables(module: ModuleType) -> list[str]:
-    """Return the names of the public callables that a module defines; of those it imports if it defines none."""
+    """Return the names of the public callables that a module defines; if it defines none, those that it imports."""
     public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
     return own or list(public)
@@ -136,11 +136,8 @@ def callables(module: ModuleType) -> list[str]:
 
 @contextmanager
 def contained(what: str) -> Iterator[None]:
-    """Turn ``sys.exit`` in the user's code into an error; ``what`` names that code.
-
-    Raises:
-        StepError: the code called ``sys.exit``.
-    """
+    """Raise StepError if the user's code in this context calls ``sys.exit``. ``what`` describes the code in the
+    message."""
     try:
         yield
     except SystemExit as error:
@@ -175,7 +172,8 @@ def short(path: str) -> str:
 
 
 def _import_file(place: str) -> ModuleType:
-    """Import a file as a module: as that of its package, if it is in one, with its folder on ``sys.path``."""
+    """Import a file as a module (as a module of its package, if it is in a package), with its folder on
+    ``sys.path``."""
     path = Path(place)
     if not os.path.isfile(path) or path.suffix != ".py":
         raise _no_file(path)
@@ -294,8 +292,8 @@ def _no_file(path: Path) -> TargetError:
 
 
 def _no_module(place: str, missing: str) -> TargetError:
-    """Return the error for a module that does not exist, with similar names beside it. ``missing``: the part of the
-    dotted name ``place`` up to which Python found nothing."""
+    """Return the error for a module that does not exist, with similar names in the same package. ``missing``: the
+    shortest prefix of the dotted name ``place`` that does not exist."""
     parent, _, name = missing.rpartition(".")
     paths = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [os.getcwd()]
     siblings = [f"{parent}.{module.name}" if parent else module.name for module in pkgutil.iter_modules(paths)]

@@ -1,4 +1,4 @@
-"""The assumptions of a recording about values and kernels that it cannot know."""
+"""Counts a recording's assumptions about unknown values and about the kernels that CUDA would choose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from memplan.trace.recording.place import Line, format_frame, user_frame
 from memplan.trace.records import Assumption
 
 _MAX_READS = 100_000
-"""More reads of a value than this at one line mean a loop that never ends."""
+"""More scalar reads than this at a line mean an endless loop."""
 _SELECTS = "{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}"
 _COUNTED = "{op} is AS LARGE AS VALUES SAY: {taken:,} elements of {most:,} at most are taken, {why}"
 
@@ -22,7 +22,7 @@ class Assumed:
         """Count an assumption at a line, by default the user's current line.
 
         Raises:
-            DataDependentError: it occurred so often that the step must be in an endless loop.
+            DataDependentError: the assumption was made so often at this line that the step must be in an endless loop.
         """
         key = (kind, text, line or user_frame())
         self._counts[key] = self._counts.get(key, 0) + 1
@@ -52,9 +52,10 @@ class Assumed:
         Args:
             op: its name.
             size: assumed number of elements.
-            most: upper bound of that number.
-            known: whether the size was inferred from other shapes.
-            counted: the op selects nothing; its operands' values give the size, as in `repeat_interleave`.
+            most: largest possible number of elements.
+            known: whether ``size`` was inferred from other shapes.
+            counted: whether the values of an operand are sizes, as in `repeat_interleave`, instead of selecting
+                elements.
         """
         why = "the most there can be" if size == most else "as the shapes beside it say" if known else "as was assumed"
         form = _COUNTED if counted else _SELECTS

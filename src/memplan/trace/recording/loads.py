@@ -1,4 +1,4 @@
-"""`torch.load` of a real file in a recording: tensors of the recording, in storages as large as the file's."""
+"""`torch.load` of a real file in a recording: returns fake tensors, with storages of the same bytes as the file's."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.records import HOST
 
 _KNOWN = 1024
-"""Elements up to which the values of integers are kept."""
+"""Most elements of an integer tensor whose values are known in the recording."""
 _ZIP = b"PK\x03\x04"
 
 
 class _Storages:
-    """Storages of the recording for those of a real file, by the address of each real one.
+    """The recording's counterparts of a real file's storages, by the address of the real storage.
 
     Args:
         place_of: address of a real storage -> its device.
-        own: device of this rank's card. What is loaded to another card lies on the host here: it does not count.
-        mapped: if the file is mapped, the address of its first storage, and the bytes of the file, of which its
-            storages on the host are parts.
+        own: device of this rank's card. Tensors loaded to another card are put on the host, where they do not count.
+        mapped: for a memory-mapped file, the address of its first storage and the bytes of the file, of which its
+            storages on the host are slices.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class _Storages:
         self._place_of = place_of
         self._own = own
         self.elsewhere: dict[torch.device, int] = {}
-        """Bytes that went to other cards than this rank's."""
+        """Card of another rank -> bytes loaded to it."""
         self._first, size = mapped or (0, 0)
         self._file = torch.empty(size, dtype=torch.uint8) if mapped else None
         self._made: dict[int, torch.Tensor] = {}
 
     def tensor_of(self, leaf: Any) -> Any:
-        """Return a real tensor as one of the recording: small integers keep their values, aliases share a storage. A
-        module's tensors are replaced in it; what is neither stays."""
+        """Return the recording's tensor for a real tensor: small integer tensors keep their values, aliases share a
+        storage. A module's tensors are replaced in place; other leaves are returned unchanged."""
         if isinstance(leaf, nn.Module):
             for module in leaf.modules():
                 named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -76,7 +76,7 @@ class _Storages:
         return nn.Parameter(view.detach(), needs_grad) if is_parameter else view.requires_grad_(needs_grad)
 
     def _here(self, device: str | torch.device, size: int) -> str | torch.device:
-        """Return the place of a storage in the recording, and count its bytes if it goes to another rank's card."""
+        """Return the device of a storage in the recording, and count its bytes if it is for another rank's card."""
         target = torch.device(device)
         if self._own is None or target.type != "cuda" or target.index in (None, self._own.index):
             return device
@@ -84,8 +84,8 @@ class _Storages:
         return HOST
 
     def _make(self, address: int, size: int, device: str | torch.device) -> torch.Tensor:
-        """Return the bytes of a storage: loaded to the host, or mapped there, and copied to a card if that is its
-        place."""
+        """Return a storage as a tensor of bytes: read or mapped into host memory, and copied to ``device`` if that is a
+        card."""
         if self._file is None:
             loaded = torch.empty(size, dtype=torch.uint8)
         else:
@@ -94,10 +94,11 @@ class _Storages:
 
 
 def as_recorded(loaded: Any, map_location: Any = None) -> Any:
-    """Return a loaded object with tensors of the recording, which share memory as the real tensors do.
+    """Return a loaded object with its real tensors replaced by tensors of the recording, which alias each other as the
+    real tensors do.
 
     Args:
-        loaded: anything, with real tensors somewhere in its lists and dicts, or a module.
+        loaded: an object with real tensors in nested lists and dicts, or a module.
         map_location: the device of its tensors, as for `torch.load`; a mapping or function counts as the host.
     """
     device = map_location if isinstance(map_location, (str, torch.device)) else HOST
@@ -105,7 +106,7 @@ def as_recorded(loaded: Any, map_location: Any = None) -> Any:
 
 
 class _Moved:
-    """A storage as a function for ``map_location`` sees it: it moves to no device, and notes to which it would."""
+    """A storage as passed to a ``map_location`` function: notes the device to which the function would move it."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -128,7 +129,7 @@ class _Moved:
 
 
 def place_of(storage: Any, location: str, map_location: Any) -> str | torch.device:
-    """Return the device that `torch.load` loads a storage to that was saved at ``location``."""
+    """Return the device to which `torch.load` loads a storage that was saved at ``location``."""
     if isinstance(map_location, Mapping):
         return map_location.get(location, location)
     if isinstance(map_location, bytes):
@@ -153,23 +154,23 @@ _elsewhere: list[list[Elsewhere]] = []
 
 @contextmanager
 def loads_elsewhere() -> Iterator[list[Elsewhere]]:
-    """Yield a list that gets the recorded calls of `torch.load` that put tensors on another rank's card."""
-    found: list[Elsewhere] = []
-    _elsewhere.append(found)
+    """Yield a list to which recorded calls of `torch.load` are added that put tensors on another rank's card."""
+    calls: list[Elsewhere] = []
+    _elsewhere.append(calls)
     try:
-        yield found
+        yield calls
     finally:
-        _elsewhere.remove(found)
+        _elsewhere.remove(calls)
 
 
 @contextmanager
 def loads_recorded(is_recorded: Callable[[], bool], report: Callable[[str], None], own: torch.device) -> Iterator[None]:
-    """Within this context `torch.load` returns tensors of the recording, where ``is_recorded()`` is true.
+    """Within this context `torch.load` returns tensors of the recording if ``is_recorded()``.
 
-    What it puts on another card than ``own`` is not counted, and reported.
+    Tensors loaded to another card than ``own`` are not counted, but reported by ``report(text)``.
 
-    Of a file on the disk no values are read but those of small integers. Bytes are those of the file's storages, or, if
-    it is mapped (``mmap=True``), of the whole file, as torch's allocator counts them.
+    Only values of small integer tensors are read from the file. The bytes are those of the file's storages or, if the
+    file is mapped (``mmap=True``), of the whole file, as torch's allocator counts them.
     """
     plain = torch.load
 
@@ -195,8 +196,8 @@ def loads_recorded(is_recorded: Callable[[], bool], report: Callable[[str], None
                 f"torch.load PUTS {format_bytes(size)} ON {device}, and this rank's card is {own}: "
                 "they are NOT COUNTED; map_location says where tensors go"
             )
-            for found in _elsewhere:
-                found.append(Elsewhere(device, size, format_frame(user_frame())))
+            for calls in _elsewhere:
+                calls.append(Elsewhere(device, size, format_frame(user_frame())))
         return result
 
     with ExitStack() as stack:
@@ -206,7 +207,7 @@ def loads_recorded(is_recorded: Callable[[], bool], report: Callable[[str], None
 
 
 def _is_zip(f: Any) -> bool:
-    """Return whether this is the path of a file that can be mapped instead of being read."""
+    """Return whether ``f`` is the path of a zip file, which can be mapped instead of being read."""
     if not isinstance(f, (str, os.PathLike)):
         return False
     try:

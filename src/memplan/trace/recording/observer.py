@@ -1,4 +1,4 @@
-"""Records the ops and storages that a dispatch mode sees: the part that predicting and measuring share."""
+"""Records the ops and storages that a dispatch mode sees, for recordings and for measurements."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _MAY_MIX_DEVICES = (
 )  # fmt: skip
 _LIFT = "aten.lift_fresh.default"
 _NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
-# a library's that allocate their results alone (bitsandbytes/backends/*/ops.py): on the CPU and on cards; on cards,
-# where on the CPU they are seen as what they are made of
+# operators of a library that allocate only their results (bitsandbytes/backends/*/ops.py), on the CPU and on cards;
+# those of MADE_OF_TORCH on cards alone, since on the CPU they are decomposed
 _WITHOUT_TEMPORARIES = frozenset(
     f"bitsandbytes.{name}.default"
     for name in ("dequantize_4bit", "dequantize_blockwise", "quantize_blockwise", *_torch.MADE_OF_TORCH)
@@ -62,12 +62,12 @@ class Residence(Protocol):
 
     @property
     def destination(self) -> str | None:
-        """Device that the caller of the running op asked for, or None."""
+        """Device that the caller of the running op requested, or None."""
         ...
 
 
 class Events(Protocol):
-    """Answers reads of values in a recording, and records what it has to assume."""
+    """Answers scalar reads in a recording, and records the assumptions behind the answers."""
 
     def read_scalar(self, tensor: torch.Tensor, run: _torch.Run, observer: Observer) -> Any:
         """Return the assumed value of a scalar read."""
@@ -107,7 +107,7 @@ class _Signature:
 
     @classmethod
     def of_kernel(cls, name: str, tensors: int) -> _Signature:
-        """Return the signature of a kernel that Inductor wrote, for so many tensors."""
+        """Return the signature of a kernel that Inductor generated, with this number of tensor arguments."""
         signature = cls.__new__(cls)
         signature.name, signature.positions = name, [(at, f"tensor {at + 1}") for at in range(tensors)]
         signature.mutable, signature.writes, signature.unrecorded, signature.from_library = False, [], False, False
@@ -138,9 +138,9 @@ class Observer:
         self._events = events
         self._on_assumption = None if events is None else events.result_assumed
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-        """Returns the fake tensor of a real one from outside of the recording."""
+        """Returns the fake tensor for a real tensor from outside of the recording."""
         self.most_ops: int | None = None
-        """Number of ops at which a recording is given up."""
+        """Number of ops after which the recording is given up."""
         self.card: Residence | None = None
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
@@ -198,7 +198,7 @@ class Observer:
         self._without_vectors = without
 
     def calibrate(self) -> None:
-        """Learn how autograd's engine references gradients in its buffers. Call it under the mode."""
+        """Determine how autograd's engine references gradients in its buffers. To be called under the dispatch mode."""
         self.engine.calibrate()
         self.creating_ops.restart()
 
@@ -213,8 +213,8 @@ class Observer:
     ) -> Any:
         """Record an op with its reads, allocations and frees, and return its result.
 
-        The op runs here by ``run(func)``, on a semantics' terms; without ``run``, ``result`` is what it returned. On a
-        card, the ledger's device and stream are the op's meanwhile.
+        The op runs by ``run(func)`` with the results of the device's semantics; without ``run``, ``result`` is its
+        result. On a card, the ledger's device and stream are set to the op's while it runs.
         """
         index = len(self.notes)
         if self.most_ops is not None and index >= self.most_ops:
@@ -228,14 +228,14 @@ class Observer:
         self._scalars.before_op(note.sequence)
         semantics, current = self.semantics, 0
         if self.card is not None:
-            # factory calls in C++ are for a tensor on the card; for those in Python `destination` says the device
+            # factory calls in C++ are for a tensor on the card; for factory calls in Python `destination` is set
             on_card = on_card or (not reads and (self.card.everything or not self.place.building))
             ledger.device = self.card.destination or (ON_CARD if on_card else HOST)
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
         self.ranges.before(signature.written_values(args, kwargs))
-        # an op that writes a sparse tensor allocates new parts before it frees the old ones: keep these alive
+        # an op that writes a sparse tensor allocates new parts before it frees the old parts: keep these alive
         writes_sparse = not ledger.real and signature.mutable and args and _torch.is_sparse(args[0])
         old_parts = _torch.sparse_parts(args[0]) if writes_sparse else []
         if signature.from_library and self._events is not None:
@@ -273,13 +273,13 @@ class Observer:
         return result
 
     def launched(self, kernel: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Record a kernel of the code that Inductor writes, which allocates its buffers before. A buffer gets the name
-        of the first kernel that has it."""
+        """Record a kernel of Inductor's generated code, which allocates its buffers before. The allocation of a buffer
+        gets the name of the first kernel that uses the buffer."""
         for tensor in tensors:
             birth = self.ledger.entry(tensor, None).op
             if birth is not None and self.notes[birth].name == _EMPTY_STRIDED:
                 self.notes[birth].name = kernel
-        if not kernel.startswith("aten."):  # those are dispatched by themselves
+        if not kernel.startswith("aten."):  # torch's own kernels are dispatched as ops
             self._run_and_note(_Signature.of_kernel(kernel, len(tensors)), tuple(tensors), {}, None, None)
 
     def random_state(self, state: torch.Tensor) -> None:
@@ -330,7 +330,7 @@ class Observer:
                     raise _outside_error(item)
                 if not needs or needs[-1] != name:
                     needs.append(name)
-                # not while building, where a parameter may still be replaced, and we would keep it alive
+                # not while building, where a parameter may still be replaced: the reference would keep it alive
                 known = self.place.building or reads[-1][1] in self.ownership.weights
                 if not known and isinstance(item, nn.Parameter):
                     self.ownership.add(self.ownership.weights, item, "")
@@ -340,7 +340,7 @@ class Observer:
         return reads, tuple(needs), on_card
 
     def _is_outside(self, signature: _Signature, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor existed before a recording for the CPU, and is not lifted into it."""
+        """Return whether a tensor existed before a recording for the CPU, and the op does not lift it."""
         if self.ledger.real or self.card or signature.name == _LIFT or not _torch.has_shape(tensor):
             return False
         return _torch.is_from_outside(tensor)
@@ -385,7 +385,7 @@ class Observer:
         return "optimizer" if any(entry in self.ownership.updating for _, entry in reads) else "forward"
 
     def leave_backward(self) -> None:
-        """If a backward pass has ended, register the gradients that parameters have now."""
+        """If a backward pass has ended, register the gradients of parameters."""
         if not self._after_backward or _torch.in_backward():
             return
         self.ownership.mark_gradients()
@@ -394,7 +394,7 @@ class Observer:
             self.ownership.updating.clear()
 
     def end_step(self) -> None:
-        """End a step: register the parameters, buffers and gradients that exist now."""
+        """End a step: register the parameters, buffers and gradients that exist."""
         self.ownership.mark_modules()
         self.ownership.mark_gradients()
         self._after_backward = False
@@ -410,7 +410,7 @@ def _result(
     run: _torch.Run,
     report: Callable[[str], None] | None,
 ) -> Any:
-    """Return an op's result by the device's semantics, else by ``run``. ``report`` receives its assumption, if any."""
+    """Return an op's result by the device's semantics, else by ``run``. ``report`` gets the assumption, if any."""
     is_sparse = any(isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo for value in args)
     if is_sparse and not _torch.runs_on_sparse(func):
         raise NotImplementedError(f"Could not run '{func.name()}' with arguments from the 'SparseCPU' backend")
@@ -457,7 +457,7 @@ def _allocations(
         if not temporary.first:
             allocated.append((temporary, _allocate(temporary, ledger, index)))
             for later, (earlier, entry) in enumerate(reversed(allocated)):
-                if earlier.followed == later:  # it lives for so many more allocations only
+                if earlier.followed == later:
                     ledger.free(entry)
     yield from _free([(temporary, entry) for temporary, entry in allocated if temporary.followed is None], ledger)
     yield from (entry.id for temporary, entry in allocated if temporary.followed is not None and temporary.workspace)
@@ -490,8 +490,8 @@ def _allocate(temporary: Temporary, ledger: Ledger, index: int) -> Entry:
 
 
 def _free(allocated: list[tuple[Temporary, Entry]], ledger: Ledger) -> Iterator[int]:
-    """Free temporaries in reverse order, as the locals of a C++ function, unless they are freed with a result or never.
-    Yields the ids of library workspaces."""
+    """Free temporaries in reverse order, like the locals of a C++ function, but for those that are freed with a result
+    or never. Yields the ids of library workspaces."""
     for temporary, entry in reversed(allocated):
         if not temporary.held and temporary.owner is None:
             ledger.free(entry)

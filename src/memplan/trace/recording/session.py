@@ -39,7 +39,7 @@ from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
 
 RUNS = "a step that runs"
-"""Text for ``expected`` of an error that the user's own code raised."""
+"""``expected`` of the StepError for an exception of the user's own code."""
 # torch's errors where it has no CUDA, or the machine no GPU
 _CUDA = re.compile(
     r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver|"
@@ -59,7 +59,7 @@ CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensor
 
 
 def note_about_outside(size: int) -> tuple[str, ...]:
-    """Return the note about ``size`` bytes of tensors from outside of ``build``, none for 0."""
+    """Return the note about ``size`` bytes of tensors created outside of ``build``; () for 0."""
     if not size:
         return ()
     return (f"{format_bytes(size)} of tensors that were made outside of build do not count: they were there before",)
@@ -67,17 +67,17 @@ def note_about_outside(size: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Target:
-    """What a step is recorded for: the CPU, or a card of the catalogue or of this machine."""
+    """The device and rank that a step is recorded for: the CPU, or a card of the catalogue or of this machine."""
 
     name: str
     card: Device | None = None
     notes: tuple[str, ...] = ()
     assumed: Mapping[str, float] = field(default_factory=dict[str, float])
-    """``FILE:LINE`` of an op that selects by value -> assumed share of selected elements, instead of all."""
+    """``FILE:LINE`` of an op that selects by value -> assumed share of selected elements; by default all."""
     cudnn: Cudnn | None = None
-    """The library to ask for workspaces of convolutions; None: they are intervals."""
+    """The library to query for workspaces of convolutions; None: workspaces are intervals."""
     world: int | None = None
-    """Number of ranks of which the step is one, alone in a fake process group; None: it makes what groups it wants."""
+    """Number of ranks, in a fake process group without peers; None: the step creates process groups itself."""
     rank: int = 0
 
 
@@ -93,11 +93,11 @@ def choose_target(
     world: int | None = None,
     rank: int = 0,
 ) -> Target:
-    """Return the device to record for, with notes about the choice, and the rank that the step is.
+    """Return the `Target` for a device and rank, with notes about the choice.
 
     Raises:
-        DeviceError: no such device in the catalogue, or none on this machine; no cuDNN in the environment named.
-        UsageError: ``assumed`` is not of the form that `Target` describes; no such rank.
+        DeviceError: no such device in the catalogue or on this machine; no cuDNN in the named environment.
+        UsageError: invalid ``assumed`` (see `Target`); no such rank.
     """
     target = _target(device)
     library = None if target.card is None else find_cudnn(cudnn)
@@ -106,10 +106,10 @@ def choose_target(
 
 
 def rank_note(world: int, rank: int, groups: int) -> str:
-    """Return the note on a rank that is recorded alone, and is in some process groups.
+    """Return the note on a rank that is recorded without peers, and is in ``groups`` process groups.
 
     Sources: NVIDIA/nccl#964 (544 MB for a communicator of two A100 with NVLink, 688 MB of four), NVIDIA/nccl#864
-    (1.6 GB for one, 6 GB for three and more).
+    (1.6 GB for one communicator, 6 GB for three and more).
     """
     text = f"rank {rank} of {world}, alone in a fake process group"
     if not groups:
@@ -119,7 +119,7 @@ def rank_note(world: int, rank: int, groups: int) -> str:
 
 
 def check_rank(world: int | None, rank: int) -> None:
-    """Raise UsageError unless there is such a rank, and no process group yet."""
+    """Raise UsageError unless ``rank`` is a rank of ``world``, and the process has no default process group yet."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise UsageError(f"rank {rank!r}", expected="a number", do="For all ranks call memplan.roles(build, world=8)")
     if world is None:
@@ -176,15 +176,15 @@ _R = TypeVar("_R")
 
 @contextmanager
 def called(name: str, *, profiles: bool = False) -> Iterator[None]:
-    """Context of a public function's call, during which signals wait (`memplan._interrupts`).
+    """Context of a call of a public function, which delays signals (`memplan._interrupts`).
 
     Args:
         name: of the function.
-        profiles: whether it starts torch's profiler.
+        profiles: whether the function starts torch's profiler.
 
     Raises:
-        UsageError: the call is within a transform of torch.func, torch.compile or a meta device; or it starts a
-            profiler and one is running.
+        UsageError: the call is within a transform of torch.func, torch.compile or a meta device; or ``profiles`` and a
+            profiler is active already.
     """
     within = _torch.transform_of_caller()
     if within is not None:
@@ -224,12 +224,12 @@ def public(function: Callable[_P, _R]) -> Callable[_P, _R]:
 _WARN_AFTER = 1.0
 """Seconds after which a recording that waits for another one warns."""
 one_at_a_time = threading.RLock()
-"""Held while functions of torch are patched, and while planning: a single lock, so that threads cannot deadlock."""
+"""Acquired to patch functions of torch, and to plan: a single lock for both, so that threads cannot deadlock."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Hold the process-wide lock of recording and planning, since these patch functions of torch.
+    """Acquire the process-wide lock of recording and planning, which patch functions of torch.
 
     Signals wait until the patches are undone, or for a safe point (`memplan._interrupts`).
     """
@@ -248,7 +248,7 @@ def alone() -> Iterator[None]:
 
 @dataclass
 class Running:
-    """The running recording or measurement, as seen by memplan's functions that the step itself calls."""
+    """The running recording or measurement, for memplan's functions that the step itself calls."""
 
     target: Target
     suspended: Callable[[], AbstractContextManager[None]]
@@ -257,9 +257,9 @@ class Running:
     """Whether tensors have data."""
     thread: int = field(default_factory=threading.get_ident)
     notes: dict[str, None] = field(default_factory=dict[str, None])
-    """Notes about these calls, for the trace."""
+    """Notes about such calls, for the trace."""
     loading: LoaderWatch | None = None
-    """Follows the loaders, in a recording."""
+    """In a recording, the observer of data loaders."""
 
 
 _running: list[Running | None] = []
@@ -267,7 +267,7 @@ _running: list[Running | None] = []
 
 
 def running_recording() -> Running | None:
-    """Return the recording that sees the ops of this thread now, or None."""
+    """Return the recording or measurement that observes this thread's ops, or None."""
     running = _running[-1] if _running else None
     return running if running is not None and running.thread == threading.get_ident() else None
 
@@ -289,7 +289,7 @@ def recording_runs(running: Running) -> Iterator[None]:
 
 @contextmanager
 def recording_suspended() -> Iterator[None]:
-    """Suspend the running recording, if any: planning is no part of a recorded step."""
+    """Suspend the running recording, if any: recordings and plans made by a step do not belong to the step."""
     running = running_recording()
     if running is None:
         yield
@@ -304,9 +304,9 @@ def recording_suspended() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(*, cuda: bool = False, real: bool = False) -> Iterator[None]:
-    """Run a step reproducibly and leave the process as it was: random streams, defaults, garbage collector.
+    """Run a step reproducibly, and restore the process afterwards: random streams, defaults, garbage collector.
 
-    One thread at a time, with gradients enabled, whatever `torch.no_grad` the caller is within.
+    Runs in one thread at a time, with gradients enabled even if the caller is within `torch.no_grad`.
 
     Cyclic garbage is collected between steps only: otherwise, when a cycle is freed would depend on what the process
     did before, and predictions would vary.
@@ -418,19 +418,19 @@ def _settings_restored() -> Iterator[None]:
 
 @contextmanager
 def _accelerate_restored() -> Iterator[None]:
-    """Restore what Accelerate keeps as long as the process lives: the device above all, which a later recording for
-    another device must not find."""
+    """Restore Accelerate's process-wide state, above all its device, which must not leak into a later recording for
+    another device."""
     before = [dict(state) for state in _accelerate_states()]
     try:
         yield
     finally:
-        for state, kept in zip_longest(_accelerate_states(), before, fillvalue=dict[str, Any]()):
+        for state, saved in zip_longest(_accelerate_states(), before, fillvalue=dict[str, Any]()):
             state.clear()
-            state.update(kept)
+            state.update(saved)
 
 
 def _accelerate_states() -> list[dict[str, Any]]:
-    """The dictionaries that all instances of each of Accelerate's states share; [] while it is not imported."""
+    """Return the dicts shared by all instances of each of Accelerate's state classes; [] if it is not imported."""
     module = sys.modules.get("accelerate.state")
     classes = () if module is None else (module.PartialState, module.AcceleratorState, module.GradientState)
     return [kind._shared_state for kind in classes]
@@ -455,15 +455,15 @@ def _weighted_in_order(self: Any) -> Iterator[int]:
     """Replace `WeightedRandomSampler.__iter__`: the indices 0, 1, ..., with the allocation of torch's draw."""
     drawn = torch.multinomial(self.weights, self.num_samples, self.replacement, generator=self.generator)
     yield from (number % len(self.weights) for number in range(self.num_samples))
-    del drawn  # as torch's sampler, which holds it until the end
+    del drawn  # alive until the end, as in torch's sampler
 
 
 @contextmanager
 def _loaded_in_order() -> Iterator[None]:
     """Load data in this process instead of workers, and in order where torch would shuffle, sample or split it.
 
-    Hooks and fake tensors cannot be sent to workers. The order of samples depends on random values that a recording
-    does not have, and does not matter to memory.
+    Hooks and fake tensors cannot be sent to workers. The order of samples depends on random values, which are unknown
+    in a recording, and does not matter to memory.
     """
     iterate = DataLoader.__iter__
 
@@ -485,7 +485,7 @@ def _loaded_in_order() -> Iterator[None]:
         (SubsetRandomSampler, lambda self: iter(self.indices)),
     )
     with ExitStack() as patches:
-        # libraries that make another loader of one read its number of workers, so that it stays
+        # num_workers stays set otherwise: libraries that wrap a loader in another read it
         patches.enter_context(
             _torch.patched(DataLoader, __iter__=iterate_here, check_worker_number_rationality=lambda self: None)
         )
@@ -497,14 +497,15 @@ def _loaded_in_order() -> Iterator[None]:
 
 
 class ObservedRun:
-    """Boundaries at which an observer registers what `build` and the steps leave, and garbage is collected."""
+    """A run whose observer, at the end of `build` and of each step, registers modules, gradients and optimizer states,
+    and collects garbage."""
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
         self.ticks: list[int] = []
-        """Ticks of the ledger at which building and each step ended, garbage collected."""
+        """Ticks of the ledger after the garbage collection at the end of building and of each step."""
         self.collected: list[int] = []
-        """Ticks at which these collections began."""
+        """Ticks at which these garbage collections began."""
 
     @property
     def tick(self) -> int:
@@ -512,7 +513,7 @@ class ObservedRun:
         return self.observer.ledger.clock
 
     def built(self) -> None:
-        """End building: register the modules that `build` made."""
+        """End building: register the modules that `build` constructed."""
         self.observer.place.building = False
         self.observer.ownership.mark_modules()
         self.end_part()
@@ -536,7 +537,7 @@ def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundarie
     Args:
         build: as for `record`.
         steps: how often the step runs.
-        observer: knows the module in which a step failed.
+        observer: locates the module in which a step failed.
         boundaries: called when building and each step end.
 
     Raises:
@@ -556,7 +557,7 @@ def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundarie
 
 
 def _build(build: Callable[[], Step], observer: Observer) -> Step:
-    """Return the step of ``build``; StepError if it raises or returns something else."""
+    """Return the step of ``build``; raise StepError if ``build`` raises or returns no step."""
     if not callable(build):
         raise StepError(
             f"{build!r} is not callable",
@@ -583,7 +584,7 @@ def _describe(value: object) -> str:
 class located:
     """Context that turns exceptions of the user's code or torch into a MemplanError with layer and line.
 
-    A class, since a `contextlib.contextmanager` would re-raise a StopIteration instead of the error that it causes.
+    A class, since a `contextlib.contextmanager` would re-raise a StopIteration instead of the MemplanError.
     """
 
     def __init__(self, observer: Observer, what: str) -> None:

@@ -37,9 +37,10 @@ _DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may
 _OTHER_WAY = "a value decided a branch and was taken the other way: the way taken first ends in an exception"
 _SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first or the last are taken as large as can be"
 _LARGEST = 1 << 24
-"""A range that reaches further counts as unknown: a loop of so many rounds would not end."""
+"""A range with larger numbers counts as unknown: a loop of as many iterations would take too long."""
 _ONE, _THREE = 1, 3
-"""What a whole number of unknown range counts as, and its other value, which shows whether the peak depends on it."""
+"""Value of an integer read of unknown range, and its value in another recording, which shows whether the peak depends
+on it."""
 
 
 class Choice(NamedTuple):
@@ -59,26 +60,27 @@ class ScalarRead:
     """The scalar reads of a line."""
 
     value: Number
-    """The largest possible value, which a recording takes; `_ONE` if no range is known."""
+    """The largest possible value, which the read returns; `_ONE` if no range is known."""
     other: Number
     """The smallest possible value; `_THREE` if no range is known."""
     bounded: bool
     alike: bool
-    """Whether all have the same range."""
+    """Whether all reads have the same range."""
     times: int
     """Number of reads in all steps."""
 
 
 class Decisions(NamedTuple):
-    """Where unknown values decide something in a recording, with the number of times or the values."""
+    """Lines of a recording at which unknown values decide branches or are read."""
 
     branches: Mapping[Line, int]
+    """Line -> number of decisions."""
     reads: Mapping[Line, ScalarRead]
 
 
 def may_hold_symbolic(error: BaseException | None) -> bool:
-    """Return whether the call that raised ``error`` may have received a symbolic scalar: whether a local variable of
-    the user's innermost frame, or of a frame that it called, is one or is a list or tuple of some."""
+    """Return whether the call that raised ``error`` may have received a symbolic scalar: whether the user's innermost
+    frame, or a frame called from it, has a local variable that is or directly contains a symbolic scalar."""
     frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     users = [number for number, frame in enumerate(frames) if is_users(frame.f_code.co_filename)]
     innermost = frames[users[-1] :] if users else []
@@ -96,20 +98,20 @@ class ScalarPolicy:
 
     Args:
         shares: the user's assumptions of how much is selected, by line.
-        overrides: branches that take their other direction, and reads that return another value.
+        overrides: branches that go in their other direction, and reads that return another value.
     """
 
     def __init__(self, shares: Shares, overrides: Overrides = frozenset()) -> None:
         self._shares, self._overrides = shares, overrides
         self.assumed = Assumed()
         self._is_last_known = False
-        """Whether the last value read is known or assumed for good, so that it is returned as a plain number."""
+        """Whether the last value read is returned as a plain number: it is known, or its assumption needs no check."""
         self._last_range: Range | None = None
         """Range of the last value read; None if unknown."""
         self._losses = 0
         self._redraws: int | None = None
         self._has_read = False
-        """Whether the step holds a symbolic scalar."""
+        """Whether the step got a symbolic scalar."""
         self.last_decision: Line | None = None
         """Last line at which a value decided a branch."""
         self.last_bound: Line | None = None
@@ -125,7 +127,7 @@ class ScalarPolicy:
         return Decisions(self._branches, self._reads)
 
     def read_scalar(self, tensor: torch.Tensor, run: _torch.Run, observer: Observer) -> Any:
-        """Return the result of ``aten._local_scalar_dense``: the value if known, else an assumed one.
+        """Return the result of ``aten._local_scalar_dense``: the value if known, else an assumed value.
 
         A GradScaler's ``found_inf`` is 0.
         """
@@ -167,9 +169,9 @@ class ScalarPolicy:
         return None if values is None or max(map(abs, values)) > _LARGEST else values
 
     def _value(self, bound: Range | None, *, whole: bool) -> Number:
-        """Return the value to answer a scalar read of the user's line with, and record the read.
+        """Return the assumed value for a scalar read at the user's line, and record the read.
 
-        It is the largest of the range, unless a share or an override of the line says otherwise.
+        The value is the largest of the range, unless the line has a share or an override.
         """
         line, share = user_frame(), self._shares.of(user_frame())
         if bound is not None and share != 1.0:
@@ -194,7 +196,7 @@ class ScalarPolicy:
 
     @contextmanager
     def installed(self, observer: Observer, mode: _torch.FakeMode) -> Iterator[None]:
-        """Patch the methods of fake tensors that return values to Python, and what breaks on fake tensors."""
+        """Patch the methods of fake tensors that return values to Python, and functions that fail on fake tensors."""
         fake = _torch.FakeTensor
 
         def unless_suspended(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,9 +248,9 @@ class ScalarPolicy:
             yield
 
     def making_tensors(self, observer: Observer) -> AbstractContextManager[None]:
-        """Patch the functions that make a tensor of numbers, over those of a card, if there is one."""
+        """Patch `torch.tensor` and `torch.as_tensor` (or the card's versions of them) for symbolic scalars."""
         functions = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
-        here = {name: _torch.here_alone(self._making(call, observer), call) for name, call in functions.items()}
+        here = {name: _torch.here_alone(self._for_symbolic(call, observer), call) for name, call in functions.items()}
         return _torch.patched(torch, **here)
 
     def _checked_parts(self, sizes: Sequence[Any], rows: int) -> Sequence[int]:
@@ -280,8 +282,8 @@ class ScalarPolicy:
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
-        """Within this context, the reads that decide whether `trunc_normal_` draws again are true ``times`` times, then
-        false."""
+        """Within this context, reads by which `trunc_normal_` decides whether to draw again return True ``times``
+        times, then False."""
         self._redraws = times
         try:
             yield
@@ -289,11 +291,11 @@ class ScalarPolicy:
             self._redraws = None
 
     def _item(self, tensor: torch.Tensor) -> Any:
-        """Replace `Tensor.item`: an unknown value is a symbolic scalar, or a bool that decides a branch."""
+        """Replace `Tensor.item`: return a symbolic scalar for an unknown number, a plain bool for an unknown bool."""
         value = torch.Tensor.item(tensor)
         if self._is_last_known or isinstance(value, complex):
             return value
-        if isinstance(value, bool):  # bool cannot be subclassed, and is read to decide a branch
+        if isinstance(value, bool):  # bool cannot be subclassed; a read counts as a branch
             return self.decides(value)
         self._has_read = True
         return symbolic(value, self, self._last_range)
@@ -304,7 +306,7 @@ class ScalarPolicy:
         return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
 
     def _numpy(self, tensor: Any, observer: Observer) -> Any:
-        """Replace `Tensor.numpy`: an array of the known values, or filled with one assumed value."""
+        """Replace `Tensor.numpy`: return an array of the known values, or filled with a single assumed value."""
         if tensor.constant is not None:
             with _torch.no_modes():
                 return _holding(tensor.constant.numpy(), tensor)
@@ -322,7 +324,7 @@ class ScalarPolicy:
         return value if self._is_last_known else self.decides(value)
 
     def _float(self, tensor: torch.Tensor) -> float:
-        """Replace `float(tensor)`: the assumed value, smaller at each read by an optimizer that searches a line."""
+        """Replace `float(tensor)`: return the assumed value, ever smaller in an optimizer's line search."""
         value = torch.Tensor.__float__(tensor)
         if not self._is_last_known and is_optimizing():
             self._losses += 1
@@ -332,7 +334,7 @@ class ScalarPolicy:
         return value
 
     def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
-        """Replace ``int(tensor)``: the known or assumed value as a plain int.
+        """Replace ``int(tensor)``: return the known or assumed value as a plain int.
 
         Branches on a plain int cannot be followed, which is reported if the range of the value is unknown.
         """
@@ -349,7 +351,7 @@ class ScalarPolicy:
         return value
 
     def _splitting(self, split: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Tensor.split` for sizes that may be symbolic: assumed sizes need not add up, and are made to fit."""
+        """Return a `Tensor.split` for sizes that may be symbolic: assumed sizes are adjusted to add up (`fitted`)."""
 
         def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
             if isinstance(sizes, (list, tuple)) and any(map(is_symbolic, sizes)):
@@ -359,7 +361,7 @@ class ScalarPolicy:
 
         return split_by
 
-    def _making(self, make: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
+    def _for_symbolic(self, make: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
         """Return a version of ``make`` (`torch.tensor`) for symbolic scalars: the result's values are unknown, within
         the union of their ranges."""
 
@@ -388,7 +390,7 @@ class ScalarPolicy:
         self.assumed.selected(op, size, most, known=known, counted=op in SIZED_BY_NUMBERS)
 
     def decides(self, answer: bool) -> bool:
-        """Record that a value decides a branch, and return the direction to go."""
+        """Record that a value decides a branch, and return the truth value of the condition to assume."""
         iterates = goes_on()
         if iterates is not None:
             self.assumed.add("scalar", ITERATES)
@@ -403,7 +405,7 @@ class ScalarPolicy:
         return answer
 
     def becomes_plain(self) -> None:
-        """Record that a value of unknown range became a plain number, so that what it decides cannot be followed."""
+        """Record that a value of unknown range became a plain number, whose branches cannot be followed."""
         self.last_decision = user_frame()
         self.assumed.add("branch", _DECIDES)
 
@@ -426,8 +428,8 @@ class ScalarPolicy:
 def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
     """Return sizes like ``sizes`` that add up to ``whole``, for `Tensor.split` by symbolic scalars.
 
-    Where the sizes are too large together, the first parts get theirs and each later one keeps an element; where they
-    are too small, the last parts grow, as far as their ranges allow.
+    If the sum is too large, the first parts keep their sizes and each later part gets at least an element; if the sum
+    is too small, the last parts grow, as far as their ranges allow.
     """
     result, left = list[int](), whole
     for later, size in zip(range(len(sizes) - 1, -1, -1), sizes, strict=True):
@@ -438,13 +440,13 @@ def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
         more = left if bound is None else max(0, min(left, int(bound[1]) - result[part]))
         result[part] += more
         left -= more
-    result[-1] += left  # what is known does not add up to the whole
+    result[-1] += left  # the ranges do not allow the whole
     return result
 
 
 def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `tensor_split` (``split``) that converts a tensor of split positions to a list: torch's C++ would read
-    the memory of a fake one."""
+    the memory of the fake tensor."""
 
     def as_list(value: Any, position: int) -> Any:
         return value.tolist() if position and isinstance(value, _torch.FakeTensor) else value
@@ -472,7 +474,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 _SEED_OPS = 8
-"""A seed is read within so many ops after it was drawn."""
+"""A seed is read within this number of ops after it was drawn."""
 
 
 def _is_seed(observer: Observer, entry: Entry | None) -> bool:
@@ -484,7 +486,7 @@ def _is_seed(observer: Observer, entry: Entry | None) -> bool:
 
 
 def _holding(array: Any, tensor: torch.Tensor) -> Any:
-    """Return the array with a reference to the tensor, whose memory a real array would share."""
+    """Return the array with a reference that keeps the tensor alive, as a real array, which shares its memory, does."""
     return numpy.asarray(SimpleNamespace(__array_interface__=array.__array_interface__, of=(array, tensor)))
 
 
@@ -534,7 +536,7 @@ def _shared_memory(observer: Observer) -> dict[str, Callable[[torch.Tensor], Any
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Like torch.Tensor.__deepcopy__, which would also copy the mode of a fake tensor."""
+    """Copy a fake tensor as `Tensor.__deepcopy__` does, but without copying its fake mode."""
     if id(tensor) in memo:
         return memo[id(tensor)]
     if not tensor.is_leaf:

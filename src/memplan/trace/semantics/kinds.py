@@ -19,11 +19,11 @@ Formula = Callable[[Arguments, Keywords, Any], int]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A workspace size to query from cuDNN after the recording, and which of its plans runs.
+    """A workspace size to query from cuDNN after the recording, and which of cuDNN's plans runs.
 
-    ``first``: the first plan whose workspace can be allocated. ``largest``: all are tried, in one workspace. ``any``:
-    the fastest of those benchmarked earlier, which is unknown without the GPU. cuDNN names the workspace of a recurrent
-    network on a card only: it is a measured or an expected one.
+    ``first``: the first plan whose workspace can be allocated. ``largest``: all plans are tried, in a single workspace.
+    ``any``: the fastest plan of an earlier benchmark, which is unknown without the GPU. For a recurrent network cuDNN
+    returns the workspace on a card only, so a measured or an expected size is used.
     """
 
     question: Question | RecurrentQuestion
@@ -32,19 +32,19 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """One allocation of `bytes` bytes besides an op's results. By default it is freed when the op returns."""
+    """An allocation of ``bytes`` bytes besides an op's results. By default it is freed when the op returns."""
 
     bytes: int
     low: int | None = None
     """Lower bound of the bytes, if they are not known exactly; ``bytes`` is the upper bound."""
     owner: torch.Tensor | None = None
-    """The result it is freed with: a reserve space that the backward needs."""
+    """The result with which it is freed: a reserve space that the backward needs."""
     held: bool = False
     """Whether it is never freed."""
     first: bool = False
-    """Whether it is allocated before the results, not after."""
+    """Whether it is allocated before the results instead of after."""
     followed: int | None = None
-    """Number of later allocations of the op after which it is freed; None: freed when the op returns."""
+    """Number of the op's later allocations after which it is freed; None: freed when the op returns."""
     workspace: bool = False
     """Whether it is a library's workspace rather than a kernel's temporary."""
     asked: Asked | None = None
@@ -56,24 +56,22 @@ class Temporary:
 
 @dataclass(frozen=True, slots=True)
 class Semantics:
-    """What a device's kernels do that fake tensors do not show.
-
-    ``temporaries(name, args, kwargs, result, in_backward)``: the allocations of a kernel besides its results.
-    ``results``: overload name -> ``(args, kwargs, result) -> result`` with the device's sizes and strides.
-    ``instead``: for ops that fake tensors refuse or are slow at: overload name -> ``(args, kwargs) -> result``, or
-    NotImplemented to use the fake tensors' result.
-    ``order``: overload name -> the positions of the results in the order in which the kernel allocates them, if not in
-    sequence; omitted results are in host memory.
-    ``assumed(name, args, result, answered)``: the assumption behind a result, as text for the report, or None if it is
-    exact. ``answered``: whether ``instead`` computed the result.
-    """
+    """How a device's kernels differ from the fake implementations of ops, by overload name."""
 
     temporaries: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Temporary]]
+    """``(name, args, kwargs, result, in_backward)`` -> allocations of the kernel besides its results."""
     results: Mapping[str, Callable[[Arguments, Keywords, Any], Any]]
+    """Name -> ``(args, kwargs, result) -> result`` with the device's sizes and strides."""
     instead: Mapping[str, Callable[[Arguments, Keywords], Any]]
-    assumed: Callable[[str, Arguments, Any, bool], str | None] = lambda name, args, result, answered: None
+    """For ops that fail or are slow on fake tensors: name -> ``(args, kwargs) -> result``, or NotImplemented to use the
+    fake implementation."""
+    assumed: Callable[[str, Arguments, Any, bool], str | None] = lambda name, args, result, replaced: None
+    """``(name, args, result, whether instead computed the result)`` -> the assumption behind the result, as text for
+    the report; None if the result is exact."""
     order: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """Name -> positions of the results in the order in which the kernel allocates them, if not in sequence; omitted
+    results are in host memory."""
 
 
 NONE = Semantics(lambda name, args, kwargs, result, in_backward: (), {}, {})
-"""For host memory while a step on a GPU is recorded: nothing of it counts."""
+"""For ops on host memory while a step on a card is recorded: host memory does not count."""

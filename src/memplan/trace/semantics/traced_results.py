@@ -53,17 +53,17 @@ INSTEAD = recorded.INSTEAD
 
 
 def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
-    """Return the arguments with which a kernel gives bit by bit what eager mode gives on the CPU.
+    """Return the arguments with which an op's kernel computes the same bits as eager mode on the CPU.
 
-    There the dropout mask has the tensor's own dtype, so the scale is rounded to it.
+    In eager mode the dropout mask has the dtype of the tensor, so the scale is rounded to that dtype.
 
     Args:
         target: the op.
         args: its arguments.
-        like: its result; None where the op computes no first result.
+        like: its first result; None if the op does not compute it.
     """
     if target != "aten.native_dropout_backward.default":
         return args
-    if like.device.type not in ("cpu", "meta"):  # a meta tensor stands for one on the CPU
+    if like.device.type not in ("cpu", "meta"):  # a meta tensor stands for a tensor on the CPU
         return args
     return (*args[:2], torch.tensor(args[2], dtype=like.dtype).item(), *args[3:])

@@ -1,4 +1,4 @@
-"""Position ids: values that a recording does know, as they count up; and the tables that they are looked up in."""
+"""Known values of position ids (`torch.arange`), and the embedding tables that they index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = "aten.embedding.default"
 
 
 class NoSuchRow(IndexError):
-    """A position that a table does not have."""
+    """A position id beyond the last row of an embedding's table."""
 
     def __init__(self, position: int, rows: int) -> None:
         super().__init__(f"index {position} is out of range of a table of {rows} rows")
@@ -22,7 +22,7 @@ class NoSuchRow(IndexError):
 
 
 class Positions:
-    """Knows the values of position ids (`torch.arange`), to refuse a position that an embedding's table does not have.
+    """Follows the values of position ids (`torch.arange`), and raises for a position beyond an embedding's table.
 
     Other integers are unknown, and are not checked.
     """
@@ -30,12 +30,13 @@ class Positions:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._first_and_step: dict[int, tuple[int, int]] = {}
+        """Storage id -> (value of its first element, difference of consecutive elements)."""
 
     def before(self, name: str, args: tuple[object, ...]) -> None:
-        """Check an embedding that is about to run.
+        """Check the position ids of an embedding before it runs.
 
         Raises:
-            NoSuchRow: it looks up a row that the table does not have, as the real step would raise on the CPU.
+            NoSuchRow: an index is out of range, for which the real step would raise on the CPU.
         """
         if name != _TABLE or not isinstance(args[0], torch.Tensor) or not isinstance(args[1], torch.Tensor):
             return
@@ -51,35 +52,35 @@ class Positions:
         result: object,
         written: Sequence[object] = (),
     ) -> None:
-        """Note a result that counts up, and forget those that the op wrote (``written``)."""
-        for one in written:
-            if isinstance(one, torch.Tensor):
-                self._first_and_step.pop(self._ledger.entry(one, None).id, None)
+        """Note a result with consecutive values, and forget the values of the tensors that the op wrote."""
+        for value in written:
+            if isinstance(value, torch.Tensor):
+                self._first_and_step.pop(self._ledger.entry(value, None).id, None)
         if not isinstance(result, torch.Tensor) or result.is_floating_point():
             return
         if name in _SHIFTED and not kwargs:
-            self._shifted(args, _SHIFTED[name], result)
+            self._follow_shift(args, _SHIFTED[name], result)
         if name not in _COUNTING:
             return
-        numbers = [one for one in args if isinstance(one, int)]
+        numbers = [arg for arg in args if isinstance(arg, int)]
         if len(numbers) == len(args):
             first, step = (0, 1) if len(args) == 1 else (numbers[0], numbers[2] if len(args) > 2 else 1)
             self._first_and_step[self._ledger.entry(result, None).id] = first, step
 
-    def _shifted(self, args: tuple[object, ...], sign: int, result: torch.Tensor) -> None:
-        """Note a result that counts up from elsewhere, since a number was added to one (that of tokens seen before)."""
-        one, number = args[:2]
-        if not isinstance(one, torch.Tensor) or one.dim() != 1 or not isinstance(number, int):
+    def _follow_shift(self, args: tuple[object, ...], sign: int, result: torch.Tensor) -> None:
+        """Note the values of position ids plus or minus a number (the length of a KV cache)."""
+        positions, number = args[:2]
+        if not isinstance(positions, torch.Tensor) or positions.dim() != 1 or not isinstance(number, int):
             return
-        entry = self._ledger.find(one)
+        entry = self._ledger.find(positions)
         known = None if entry is None else self._first_and_step.get(entry.id)
         if known is not None:
             first, step = known
-            begin = first + step * int(one.storage_offset()) + sign * number
-            self._first_and_step[self._ledger.entry(result, None).id] = begin, step * int(one.stride(0))
+            begin = first + step * int(positions.storage_offset()) + sign * number
+            self._first_and_step[self._ledger.entry(result, None).id] = begin, step * int(positions.stride(0))
 
     def _largest(self, indices: torch.Tensor) -> int | None:
-        """Return the largest value of a view of a storage that counts up; None if its values are unknown."""
+        """Return the largest value of a view of a storage of position ids; None if its values are unknown."""
         entry = self._ledger.find(indices)
         known = None if entry is None else self._first_and_step.get(entry.id)
         if known is None or not indices.numel():

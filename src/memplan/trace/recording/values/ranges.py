@@ -1,7 +1,7 @@
-"""Between which numbers the elements of a tensor lie, where a recording can tell.
+"""Ranges of the values of tensors, where they follow from the ops of a recording.
 
 `torch.randint(1, 91, ...)` is at most 90, a mask of 400 elements sums to 400 at most, an index lies within its
-dimension. A loop that generates tokens ends where a mask of what is done becomes all true.
+dimension. A loop that generates tokens ends when its mask of finished sequences becomes all true.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Number = int | float
 Range = tuple[Number, Number]
 """Smallest and largest possible value, both included."""
 _MAX_READ = 1 << 16
-"""Elements of a tensor with known values that are searched for their smallest and largest."""
+"""Most elements of a tensor with known values that are searched for their smallest and largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class Call:
         return (value, value) if isinstance(value, (int, float)) else None
 
     def last_index(self, dim_at: int, default: int | None = None) -> Range:
-        """Return the range of indices along the op's dimension, which is its argument ``dim_at``; None: of all."""
+        """Return the range of indices along the op's dimension, argument ``dim_at``; if that is None, over all
+        elements."""
         x, dim = self.args[0], self.args[dim_at] if dim_at < len(self.args) else self.kwargs.get("dim", default)
         return 0, max((x.numel() if dim is None or not x.dim() else x.shape[dim]) - 1, 0)
 
@@ -56,18 +57,18 @@ Rule = Callable[[Call], Range | list[Range | None] | None]
 
 
 def union(ranges: Sequence[Range | None]) -> Range | None:
-    """Return the smallest range that contains all; None if one is unknown, or there is none."""
+    """Return the smallest range that contains all ranges; None if any is unknown, or there are none."""
     known = [values for values in ranges if values is not None]
     if not known or len(known) < len(ranges):
         return None
     return min(low for low, _ in known), max(high for _, high in known)
 
 
-def corners(combine: Callable[[Number, Number], Number], one: Range | None, other: Range | None) -> Range | None:
-    """Return the range of a function that is monotone in each of its two arguments."""
-    if one is None or other is None:
+def corners(combine: Callable[[Number, Number], Number], left: Range | None, right: Range | None) -> Range | None:
+    """Return the range of a function that is monotone in each of its two arguments, from their ranges."""
+    if left is None or right is None:
         return None
-    ends = [combine(a, b) for a, b in itertools.product(one, other)]
+    ends = [combine(a, b) for a, b in itertools.product(left, right)]
     return min(ends), max(ends)
 
 
@@ -94,7 +95,7 @@ def _alpha(call: Call) -> Number:
 
 
 def _divided(call: Call) -> Range | None:
-    """Range of a quotient; unknown if the divisor may be 0."""
+    """Return the range of a quotient; None if the divisor may be 0."""
     divisor = call.of(1)
     if divisor is None or divisor[0] <= 0 <= divisor[1]:
         return None
@@ -124,7 +125,7 @@ def _remainder(call: Call) -> Range | None:
 
 
 def _clamped(low_at: int, high_at: int) -> Rule:
-    """Return the rule of a clamp whose lower and upper bound are at these argument positions, if there."""
+    """Return the rule of a clamp whose optional lower and upper bounds are at these argument positions."""
 
     def rule(call: Call) -> Range:
         low, high = call.of(0) or (-math.inf, math.inf)
@@ -138,7 +139,7 @@ def _clamped(low_at: int, high_at: int) -> Rule:
 
 
 def _summed(call: Call) -> Range | None:
-    """A sum of as many elements as there are for each element of the result."""
+    """Return the range of a sum over the input elements for each element of the result."""
     count = call.args[0].numel() // max(call.result.numel(), 1)
     return corners(operator.mul, call.of(0), (count, count))
 

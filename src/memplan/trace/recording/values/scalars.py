@@ -1,4 +1,4 @@
-"""Numbers in place of values that a recording does not know: ints and floats that report where they decide a branch."""
+"""Symbolic scalars: ints and floats that stand for unknown values, and report where they decide a branch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from memplan.trace.recording.values.ranges import Number, Range, corners
 
 
 class Reader(Protocol):
-    """What a symbolic scalar reports to."""
+    """Receiver of the reports of symbolic scalars."""
 
     def decides(self, answer: bool) -> bool:
-        """Record that an unknown value decides a branch, and return the direction to go."""
+        """Record that an unknown value decides a branch, and return the truth value of the condition to assume."""
         ...
 
     def becomes_plain(self) -> None:
-        """Record that an unknown value without a known range became a whole number that is not followed."""
+        """Record that an unknown value without a known range was converted to a plain int, which is not followed."""
         ...
 
 
 class SymbolicFloat(float):
-    """A float in place of an unknown one."""
+    """A float that stands for an unknown value."""
 
     __slots__ = ("bound", "reader")
     reader: Reader
@@ -31,18 +31,18 @@ class SymbolicFloat(float):
 
 
 class SymbolicInt(int):
-    """An int in place of an unknown one."""
+    """An int that stands for an unknown value."""
 
     reader: Reader
     bound: Range | None
 
 
 def symbolic(value: Number, reader: Reader, bound: Range | None = None) -> Any:
-    """Return a number in place of an unknown one.
+    """Return a symbolic scalar.
 
     Args:
-        value: what it counts as.
-        reader: what it reports to.
+        value: the number that it equals in computations.
+        reader: receives its reports.
         bound: smallest and largest possible value, if known.
     """
     result = SymbolicInt(value) if isinstance(value, int) else SymbolicFloat(value)
@@ -51,20 +51,20 @@ def symbolic(value: Number, reader: Reader, bound: Range | None = None) -> Any:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Return whether a number is in place of an unknown one."""
+    """Return whether a value is a symbolic scalar."""
     return isinstance(value, (SymbolicInt, SymbolicFloat))
 
 
 def bound_of(value: Any) -> Range | None:
-    """Return the range of a number; None if it is unknown."""
+    """Return the range of a number, which for a plain number is the number itself; None if unknown."""
     if is_symbolic(value):
         return value.bound
     return (value, value) if isinstance(value, (int, float)) else None
 
 
 def _method(base: type, name: str) -> Callable[..., Any]:
-    """Return an operator's method. For an int and a float it is the float's method of the same name: Python would call
-    the plain float's reflected one, and the result would not be symbolic."""
+    """Return a number type's operator method. For an int with a float operand it is the float's method of this name:
+    Python would call the reflected method of the plain float, and the result would not be symbolic."""
     method = getattr(base, name)
 
     def call(self: Any, *others: Any) -> Any:
@@ -77,7 +77,7 @@ def _method(base: type, name: str) -> Callable[..., Any]:
 
 
 def _computing(base: type, name: str) -> Callable[..., Any]:
-    """Return an arithmetic operator whose result is symbolic again, with a range if one is known."""
+    """Return an arithmetic operator whose result is a symbolic scalar, with a range if the operands' are known."""
     method = _method(base, name)
 
     @functools.wraps(getattr(base, name))
@@ -112,13 +112,13 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
     return compare
 
 
-def _is_certain(name: str, one: Range | None, other: Range | None) -> bool:
+def _is_certain(name: str, left: Range | None, right: Range | None) -> bool:
     """Return whether a comparison has the same answer for all values in two ranges."""
-    if one is None or other is None:
+    if left is None or right is None:
         return False
     if name in ("__eq__", "__ne__"):
-        return one[1] < other[0] or other[1] < one[0]
-    return len({getattr(operator, name)(a, b) for a in one for b in other}) == 1
+        return left[1] < right[0] or right[1] < left[0]
+    return len({getattr(operator, name)(a, b) for a in left for b in right}) == 1
 
 
 def _whole(name: str) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def _is_nonzero(self: Any) -> bool:
 
 
 def _reduced(self: Any, protocol: Any) -> Any:
-    """Copies and pickles are plain numbers."""
+    """Replace ``__reduce_ex__``: copies and pickles of symbolic scalars are plain numbers."""
     return (int, (int.__add__(self, 0),)) if isinstance(self, int) else (float, (float.__add__(self, 0.0),))
 
 
@@ -151,14 +151,14 @@ _MONOTONE: Mapping[str, Callable[[Number, Number], Number]] = {
     "__add__": operator.add, "__radd__": operator.add, "__sub__": operator.sub, "__rsub__": lambda a, b: b - a,
     "__mul__": operator.mul, "__rmul__": operator.mul, "__floordiv__": operator.floordiv,
 }  # fmt: skip
-"""Operators through which a range is followed."""
+"""Operators through which ranges are followed."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _METHODS: Mapping[str, Callable[[type, str], Any]] = {
     **{f"__{side}{name}__": _computing for name in _OPERATORS for side in ("", "r")},
     **{f"__{name}__": _computing for name in ("neg", "abs")},
     **{f"__{name}__": _comparing for name in ("lt", "le", "gt", "ge", "eq", "ne")},
     "__bool__": lambda base, name: _is_nonzero,
-    "__hash__": getattr,  # a class that defines __eq__ loses it
+    "__hash__": getattr,  # a class that defines __eq__ inherits no __hash__
     "__reduce_ex__": lambda base, name: _reduced,
 }
 for _name, _make in _METHODS.items():
