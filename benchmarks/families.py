@@ -76,10 +76,10 @@ CALLS: dict[str, Any] = {
     f"{RECORDING}.engine_forms:EngineForms.writes_fresh_zeros": lambda *_: False,
     f"{RECORDING}.engine_forms:EngineForms.in_place_variant": lambda *_: None,
     f"{RECORDING}.engine_forms:EngineForms.is_in_place": lambda *_: False,
-    f"{RECORDING}.held_scalars:HeldScalars.save": lambda *_: None,
+    f"{RECORDING}.saved_scalars:SavedScalars.save": lambda *_: None,
     f"{RECORDING}.symbolic_scalars:answer_of_healthy": lambda *_: None,
     f"{RECORDING}.symbolic_scalars:is_optimizing": lambda *_: False,
-    "trace.record:selected_beside": lambda *_: None,
+    "trace.record:count_from_shape_error": lambda *_: None,
     "trace.record:explore_branches": lambda first, *_: first.outcome,
 }
 COMPOSITES = {

@@ -185,7 +185,7 @@ def _on_card(
     if contribute is not None:
         contribution.write(os.fspath(contribute), contribution.contribution(run))
     return trace_of(
-        run.found.parts, origin="measured", device=card.name, notes=run.notes, calls=run.found.calls,
+        run.step.parts, origin="measured", device=card.name, notes=run.notes, calls=run.step.calls,
         counters=run.counters,
     )  # fmt: skip
 

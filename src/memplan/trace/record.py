@@ -45,7 +45,7 @@ from memplan.trace.recording.session import (
 )
 from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarPolicy, may_hold_symbolic
 from memplan.trace.recording.values.bounds import Bounds, Execution, Shares
-from memplan.trace.recording.values.shapes_beside import selected_beside
+from memplan.trace.recording.values.selected_counts import count_from_shape_error
 from memplan.trace.records import HOST, ON_CARD, RankGroup
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
@@ -259,11 +259,11 @@ def _record(
                 and not raised_explicitly
                 and selected == frame_of_error(cause)
             ):
-                at = selected, recording.last_execution
-                count = selected_beside(cause, recording.last_selected)
-                if count is None or at in counts or len(counts) == _MAX_COUNTS:
-                    return recording, _wrong_count(error, selected, counted=at in counts)
-                counts[at] = count
+                execution = selected, recording.last_execution
+                count = count_from_shape_error(cause, recording.last_selected)
+                if count is None or execution in counts or len(counts) == _MAX_COUNTS:
+                    return recording, _wrong_count(error, selected, counted=execution in counts)
+                counts[execution] = count
                 continue
             smallest = recording.smallest_values - overrides
             if most_ops is None and smallest and not raised_explicitly:

@@ -185,7 +185,7 @@ def _check_device(module: nn.Module, on_card: bool) -> None:
 
 
 def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
-    """Return a step that trains the model on ``device``, or runs it for inference, as the options say."""
+    """Return a step that trains the model on ``device``, or runs inference (options without ``train``)."""
     if device != HOST:
         model.to(device)
     if options.dtype is not None:
@@ -255,7 +255,8 @@ def _autocast(options: StepOptions, device: str) -> AbstractContextManager[Any]:
 
 
 def _optimizer(model: nn.Module, options: StepOptions) -> Any:
-    """Construct the optimizer; InputError if it refuses the parameters. None if there is none."""
+    """Return the optimizer of the options, constructed for the model, or None; raise InputError if the constructor
+    raises."""
     if options.optimizer is None:
         return None
     assert not isinstance(options.optimizer, str), "options were checked"
@@ -285,7 +286,7 @@ def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output that the backward pass starts from if there is no loss function.
+    """Return the tensors of an output from which the backward pass starts without a loss function.
 
     These are its ``.loss`` if that is a scalar, else the output itself if it is a scalar, else all of its
     floating-point tensors that require a gradient.
@@ -320,7 +321,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 def _call_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
-    """Call the loss function; what it raises becomes an InputError with advice about the targets."""
+    """Call the loss function; its exceptions become InputErrors with advice about the targets."""
     try:
         return loss(output, *targets)
     except (MemplanError, *_torch.DATA_DEPENDENT):
@@ -339,7 +340,7 @@ WHOLE = re.compile(r"\b(Long|int64)\b")
 
 
 def _target_advice(text: str, targets: Any) -> str:
-    """Return the advice for an error message (``text``) that a loss function raised."""
+    """Return the advice for the message (``text``) of a loss function's exception."""
     if not targets:
         return "Give the targets that it takes: targets (--target)"
     if WHOLE.search(text) and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in targets):

@@ -112,7 +112,7 @@ def test_ops_of_libraries_and_of_the_users_have_no_name(run: CardRun) -> None:
 def test_shapes_and_sizes_are_the_steps(run: CardRun) -> None:
     rows = contribution(run)["allocations"]
     assert [16 * 16 * 4, "weight", "build", "aten._to_copy.default", "float32", [16, 16]] in rows
-    assert len(rows) == len(run.found.parts.storages)
+    assert len(rows) == len(run.step.parts.storages)
 
 
 def test_the_benchmarks_read_it(run: CardRun, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from memplan.checks.mended.changed_step import ChangeError, NotRecorded
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.record import record_for
-from memplan.trace.recording.held_scalars import LARGEST_SCALAR
+from memplan.trace.recording.saved_scalars import LARGEST_SCALAR
 from memplan.trace.recording.session import choose_target
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace

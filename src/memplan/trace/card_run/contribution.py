@@ -42,10 +42,9 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
 
 def allocations(run: CardRun) -> list[list[Any]]:
     """[bytes, cause, phase, op, dtype, shape] of each allocation, in order. Ops as in `op_name`."""
-    ops = {op.index: op for op in run.found.parts.ops}
+    ops = {op.index: op for op in run.step.parts.ops}
     return [
-        _allocation(storage, None if storage.op is None else ops.get(storage.op))
-        for storage in run.found.parts.storages
+        _allocation(storage, None if storage.op is None else ops.get(storage.op)) for storage in run.step.parts.storages
     ]
 
 

@@ -16,29 +16,28 @@ _DEFAULT_POOL: tuple[int, tuple[int, ...]] = (0, (0, 0))
 
 @dataclass(frozen=True)
 class Events:
-    """A memory history as events of a profile.
-
-    ``profile`` has an event for each allocation and each requested free. ``pools`` has a number for each allocation, in
-    order: that of its stream and pool, 0 for torch's default. ``awaited_frees`` are the allocations whose free had to
-    wait for another stream. ``calls`` are the step's calls of the allocator: (number of events before it, kind).
-    """
+    """A memory history as events of a profile."""
 
     profile: _torch.Profile
+    """Has an event for each allocation and each requested free."""
     pools: tuple[int, ...]
+    """For each allocation, in order, the number of its stream and pool; 0 for torch's default."""
     awaited_frees: frozenset[int]
+    """Allocations whose free had to wait for another stream."""
     calls: tuple[tuple[int, CallKind], ...]
+    """The step's calls of the allocator: (number of earlier events, kind)."""
 
 
 @dataclass
 class _Allocation:
-    """The profiler's events of one allocation."""
+    """The profiler's events of an allocation."""
 
     allocated: _torch.MemoryEvent | None = None
     freed: _torch.MemoryEvent | None = None
 
 
 def _allocations_by_address(profile: _torch.Profile) -> defaultdict[int, deque[_Allocation]]:
-    """The allocations at each address, in order."""
+    """Return address -> the allocations at it, in order."""
     by_address: defaultdict[int, deque[_Allocation]] = defaultdict(deque)
     for event in profile.events:
         allocations = by_address[event.address]
@@ -56,8 +55,8 @@ def _size(allocation: _Allocation) -> int:
 def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Events:
     """Join a memory history with the profiler's record of the same run, which has the calls around each event.
 
-    The profiler saw the same allocations at the same addresses, in block sizes instead of requested ones. It misses
-    allocations in threads that the step starts, which get no call, and some frees.
+    The profiler records the same allocations at the same addresses, with block sizes instead of requested sizes. It
+    misses some frees, and allocations in threads that the step starts, which get no call.
     """
     profiled = _allocations_by_address(profile)
     events, pools, calls = list[_torch.MemoryEvent](), list[int](), list[tuple[int, CallKind]]()
@@ -94,7 +93,7 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
 
 
 def _is_completed_at_once(history: list[_torch.HistoryEvent], index: int) -> bool:
-    """Return whether a requested free is completed by the next event, so that no stream had to be waited for."""
+    """Return whether the next event completes a requested free, so that it waited for no stream."""
     following = history[index + 1 : index + 2]
     return bool(following) and following[0].action == _FREE_COMPLETED and following[0].address == history[index].address
 
@@ -108,8 +107,8 @@ class OnCard:
 
 
 def on_card(parts: StepParts, events: Events) -> OnCard:
-    """Return a step that was joined to a history with its storages on the card. Each call of the allocator gets a tick,
-    which moves all later ticks by one."""
+    """Return the parts of a step, joined to its memory history, with its storages on the card. Each call of the
+    allocator gets a tick, which moves all later ticks by 1."""
     before = [number for number, _ in events.calls]
     calls = tuple(Call(number + 1 + position, kind) for position, (number, kind) in enumerate(events.calls))
 

@@ -29,11 +29,11 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class CardRun:
-    """A step as it ran on a card."""
+    """The records of a step's two runs on a card."""
 
-    found: OnCard
+    step: OnCard
     counters: tuple[Counters, ...]
-    """torch's own peaks: of the build, and of each step."""
+    """Peaks of torch's own memory counters: during the build, and in each step."""
     end: Counters
     """Allocated and reserved bytes after the last step."""
     snapshot: dict[str, Any]
@@ -59,15 +59,15 @@ class _NothingOnCard(BaseException):
 def observed(
     build: Runs, steps: int, *, snapshot_file: str | None = None, snapshot: bool = False, around: Around = nullcontext
 ) -> CardRun:
-    """Run a step on the card of this process and return the events of torch's allocator.
+    """Run a step on the card of this process, and return the events of torch's allocator.
 
-    It runs twice: unmodified, for the events; and under a dispatch mode, for the op and cause of each.
+    The step runs twice: unmodified, for the events; and under a dispatch mode, for the op and cause of each event.
 
     Args:
         build: as for `memplan.measure`. If it puts nothing on CUDA, all its tensors are created on the card.
         steps: how often the step runs.
         snapshot_file: file for torch's own snapshot of the history, with stacks.
-        snapshot: whether to return that snapshot, too.
+        snapshot: whether to return torch's snapshot, too.
         around: returns the context in which the unmodified step runs.
 
     Raises:
@@ -121,10 +121,10 @@ def _settle() -> None:
 def _run_unmodified(
     build: Runs, steps: int, snapshot_file: str | None, snapshot: bool, around: Around, *, elsewhere: bool
 ) -> _UnmodifiedRun:
-    """Run the unmodified step. What was on the card before does not count.
+    """Run the unmodified step. Earlier allocations on the card do not count.
 
     Raises:
-        _NothingOnCard: the build put nothing on the card, and ``elsewhere`` says that it may be meant for the CPU.
+        _NothingOnCard: the build put nothing on the card, and ``elsewhere``: it may be written for the CPU.
     """
     run, profile = _UnmodifiedRun(), _torch.memory_profile()
     place = Place()

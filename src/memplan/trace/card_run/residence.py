@@ -13,7 +13,7 @@ from memplan.trace.recording.boundaries import Boundaries, Program, Runs
 
 
 def everything_on_card(build: Runs) -> Runs:
-    """A build that creates all its tensors on the card, as does its step.
+    """Return a build that creates all its tensors on the card, as does its step.
 
     ``torch.autocast("cpu")`` in it acts as ``torch.autocast("cuda")``.
     """

@@ -42,8 +42,8 @@ def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trac
     with _torch.HostValues():
         run = observed(build, steps, snapshot_file=snapshot, around=reads.noted)
     return trace_of(
-        run.found.parts, origin="dry", device=card.name, assumptions=(*reads.assumptions(), *driver_assumptions()),
-        notes=(DRY, *run.notes), calls=run.found.calls, counters=run.counters,
+        run.step.parts, origin="dry", device=card.name, assumptions=(*reads.assumptions(), *driver_assumptions()),
+        notes=(DRY, *run.notes), calls=run.step.calls, counters=run.counters,
     )  # fmt: skip
 
 

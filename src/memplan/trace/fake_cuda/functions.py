@@ -36,8 +36,8 @@ _UNCHANGED = frozenset(
 
 
 def emulated_functions(card: Card, device: Device, differing: set[str]) -> dict[str, Answer]:
-    """The emulated functions of `torch.cuda`, by name. ``differing`` gets the names of the catalogue's cards for which
-    one that was called answers otherwise."""
+    """Return name -> emulated function of `torch.cuda`. Cards of the catalogue for which a called function would return
+    something else are added to ``differing``."""
     return {
         **dict.fromkeys(_NO_OPS, _no_op),
         **{name: _compared(name, card, device, differing) for name in _properties(card, device)},
@@ -65,7 +65,7 @@ def _no_op(*_: Any, **__: Any) -> None:
 
 
 def _compared(name: str, card: Card, device: Device, differing: set[str]) -> Answer:
-    """The function of `_properties` of this name, which adds the cards with another answer to ``differing``."""
+    """Return the function of `_properties` with this name, which adds cards with another result to ``differing``."""
     answers = {other.name: _properties(card, other)[name] for other in catalogue()}
     own = _properties(card, device)[name]
 
@@ -78,7 +78,7 @@ def _compared(name: str, card: Card, device: Device, differing: set[str]) -> Ans
 
 
 def _properties(card: Card, device: Device) -> dict[str, Answer]:
-    """The functions that answer with properties of the card, by name."""
+    """Return name -> function that returns a property of the card."""
     major, minor = device.architecture
     properties = SimpleNamespace(
         name=device.title, major=major, minor=minor, total_memory=device.capacity, is_integrated=0,
@@ -98,7 +98,7 @@ def _properties(card: Card, device: Device) -> dict[str, Answer]:
 
 
 def _memory(card: Card) -> dict[str, Answer]:
-    """The memory functions, by name. All count the bytes of live tensors: reserved bytes are only known after a
+    """Return name -> memory function. All count the bytes of live tensors, since reserved bytes are only known after a
     simulation."""
     ledger = card.ledger
 
@@ -128,7 +128,7 @@ def _memory(card: Card) -> dict[str, Answer]:
 
 
 def _streams(card: Card) -> dict[str, Answer]:
-    """The functions and classes of streams and events, by name."""
+    """Return name -> function or class of streams and events."""
     streams = Streams(card)
     return {
         "Stream": streams.Stream,
@@ -143,8 +143,8 @@ def _streams(card: Card) -> dict[str, Answer]:
 
 @contextmanager
 def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]:
-    """Replace the public functions of `torch.cuda` and `torch.accelerator`, and what else asks for a GPU, by emulations
-    or by errors that name the function. ``differing`` is that of `emulated_functions`."""
+    """Replace the public functions of `torch.cuda` and `torch.accelerator`, and other queries for a GPU, by emulations
+    or by errors that name the function. ``differing``: see `emulated_functions`."""
     known = emulated_functions(card, device, differing)
     accelerator = known | {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -161,7 +161,7 @@ def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]
         ranges = dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _no_op)
         within = lambda *_, **__: nullcontext()  # noqa: E731
         stack.enter_context(_torch.patched(torch.cuda.nvtx, **ranges, range=within))
-        # torch keeps the stream on which graphs are captured, here one of this recording
+        # torch caches the stream on which graphs are captured, which would be a stream of this recording
         stack.enter_context(_torch.patched(torch.cuda.graphs.graph, default_capture_stream=None))
         stack.enter_context(_torch.patched(torch.backends.cuda, is_built=lambda: True))
         # weights of recurrent networks are not flattened: they are assumed to be one buffer already, of the same bytes
@@ -170,7 +170,7 @@ def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]
         stack.enter_context(_torch.checkpoints_for_cuda())
         stack.enter_context(_torch.histories_replaced(lambda name: _refusal(torch.cuda.memory, name)))
         stack.enter_context(_torch.patched(torch, Generator=_Generator))
-        # libraries look up a card's generator by its index, whose state is the host's here, as `get_rng_state` has it
+        # libraries look up a card's generator by index; here its state is the host's, as in `get_rng_state`
         generators = (torch.default_generator,) * torch.cuda.device_count()
         stack.enter_context(_torch.patched(torch.cuda, default_generators=generators))
         stack.enter_context(_torch.raw_streams_of_cuda())
@@ -183,10 +183,10 @@ def installed(card: Card, device: Device, differing: set[str]) -> Iterator[None]
 
 
 class _Generator(torch.Generator):
-    """Replaces `torch.Generator`, which can create one for a card only with a GPU."""
+    """Replaces `torch.Generator`, which cannot create a generator for a card without a GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """A CPU generator, whatever the device."""
+        """Return a CPU generator for any device."""
         return _HOST_GENERATOR("cpu")
 
 
@@ -194,13 +194,14 @@ _HOST_GENERATOR = torch.Generator
 
 
 def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-    """`torch.nn.DataParallel` over one card: all inputs go there."""
+    """Replace `torch.nn.DataParallel.scatter` for a single card: move all inputs to the card."""
     to_card = lambda leaf: leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
     return (_torch.tree_map(to_card, tuple(inputs)),), (_torch.tree_map(to_card, dict(kwargs or {})),)
 
 
 def _buckets_on_card(card: Card) -> AbstractContextManager[None]:
-    """`DistributedDataParallel` allocates its buckets where its parameters are, without a tensor that says so."""
+    """Return a context in which `DistributedDataParallel` allocates its buckets on the device of its parameters: it
+    allocates them in C++, without an argument that names the device."""
     parallel = torch.nn.parallel.DistributedDataParallel
     begin = parallel.__init__
 
@@ -212,7 +213,7 @@ def _buckets_on_card(card: Card) -> AbstractContextManager[None]:
 
 
 def _replacements(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:
-    """Replacements for the public functions and classes of a module: an emulation, or an error."""
+    """Return name -> replacement for each public function and class of a module: an emulation, or an error."""
     replacements: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name in emulated:

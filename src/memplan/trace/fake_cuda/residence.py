@@ -1,4 +1,4 @@
-"""Which storages lie on the card, during a recording on fake CPU tensors."""
+"""Which storages are on the card, during a recording on fake CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from memplan.trace.records import HOST, ON_CARD, Call
 CUDA = torch.device(ON_CARD)
 CPU = torch.device(HOST)
 _NODE = [CUDA]
-"""The cards of a node, by their number: as objects that stay the same."""
+"""The devices of a node's cards by index; each is always the same object."""
 
 
 OnCard = Literal["unknown", "named", "everything"]
-"""What is known before a recording: nothing; the step names CUDA; it does not, so all its tensors are on the card."""
+"""Whether the step names CUDA, as far as known before a recording: unknown; it does; it does not, so all of its tensors
+are on the card."""
 
 
 class Card:
-    """Where storages lie, and the step's calls to the card's allocator.
+    """The devices of storages, and the step's calls to the card's allocator.
 
-    Until the build ends, only tensors whose device is CUDA lie on the card. If the build named no CUDA device, all
-    tensors do, unless ``on_card`` says that the step will name it ("named"). "everything" puts all tensors on the card,
-    named or not.
+    Until the build ends, only tensors whose device is CUDA are on the card. If the build names no CUDA device, all
+    tensors are, unless ``on_card`` is "named": the step will name CUDA. "everything" puts all tensors on the card.
     """
 
     def __init__(
@@ -39,32 +39,33 @@ class Card:
         self._inside = inside
         self._is_own = is_own
         self.within_compiled = False
-        """Whether a compiled function runs: its tensors show as the CPU's, for which it is compiled, and decompose and
-        are cast as on the card."""
+        """Whether a compiled function runs: ``.device`` of its tensors is the CPU, for which it is compiled; ops
+        decompose and are cast as on the card."""
         self._thread = threading.get_ident()
         self.everything = on_card == "everything"
         self.named = on_card == "named"
         self.calls: list[Call] = []
         self.names_cuda_late = False
-        """CUDA was named for the first time in a step, after all tensors had been assumed to lie on the card."""
+        """Whether CUDA was first named in a step, after all tensors had been assumed to be on the card."""
         self._destination: str | None = None
         self._may_guess = on_card == "unknown"
-        """Whether `end_build` decides where tensors lie, which a later naming of CUDA can contradict."""
+        """Whether `end_build` assumes the devices of tensors, which a later naming of CUDA can contradict."""
         if self.everything:
             ledger.device = ON_CARD
 
     @property
     def destination(self) -> str | None:
-        """Device of the results of the running op; None if it was not set."""
+        """Device of the results of the running op, or None if the op's caller named none."""
         return self._destination
 
     def inside(self) -> bool:
-        """Whether tensors show their real device, the CPU: while an op is dispatched, and in other threads."""
+        """Return whether ``tensor.device`` is the real device, the CPU: while an op is dispatched, and in other
+        threads."""
         return self._inside() or threading.get_ident() != self._thread
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage, or that of a tensor inside of it, is recorded as on the card; never in another
-        thread than the recording's."""
+        """Return whether a tensor's storage (for a wrapper subclass, that of an inner tensor) is recorded as on the
+        card; False in other threads than the recording's."""
         if threading.get_ident() != self._thread:
             return False
         tensor = next(iter(_torch.inner_tensors(tensor).values()), tensor)
@@ -81,7 +82,7 @@ class Card:
 
     @property
     def fixed_precision(self) -> bool:
-        """Whether it is decided that the step names CUDA, or that all tensors lie on the card."""
+        """Whether it is certain that the step names CUDA, or that all tensors are on the card."""
         return self.named or self.everything
 
     def end_build(self) -> None:
@@ -96,12 +97,12 @@ class Card:
         self.named = True
 
     def placing(self, device: torch.device) -> AbstractContextManager[None]:
-        """Within this context, new tensors lie on ``device``, or on the card if the step's tensors all do."""
+        """Within this context, new tensors are on ``device``, or on the card if all of the step's tensors are."""
         return self.placing_only(CUDA if self.everything else device)
 
     @contextmanager
     def placing_only(self, device: torch.device) -> Iterator[None]:
-        """Within this context, new tensors lie on ``device``, even if the step's tensors all lie on the card."""
+        """Within this context, new tensors are on ``device``, even if all of the step's tensors are on the card."""
         before = self._destination
         self._destination = ON_CARD if device.type == "cuda" else HOST
         try:
@@ -110,14 +111,15 @@ class Card:
             self._destination = before
 
     def placing_as_named(self, device: torch.device) -> AbstractContextManager[None]:
-        """As `placing`, for a CUDA device that the step itself names, which is noted."""
+        """Return the context of `placing` for a CUDA device that the step itself names, and note that it does."""
         target = device_of_argument(device)
         self.note_cuda_named()
         return self.placing(target)
 
     @contextmanager
     def in_compiled(self, *, within: bool = True) -> Iterator[None]:
-        """Within this context, a compiled function runs, or is compiled; or not, inside of that (``within``)."""
+        """Within this context, set `within_compiled`: a compiled function runs or is compiled, or not (a nested
+        function that is not compiled)."""
         before, self.within_compiled = self.within_compiled, within
         try:
             yield
@@ -131,8 +133,8 @@ class Card:
 
 
 def card_of_rank() -> torch.device:
-    """Return the device that tensors on the card show: ``cuda:N`` of the Nth rank of a node, ``cuda:0`` without ranks.
-    It is the same object each time."""
+    """Return the ``.device`` of tensors on the card, always the same object: ``cuda:N`` for the Nth rank of a node,
+    ``cuda:0`` without ranks."""
     index = _torch.current_rank().local_rank
     while len(_NODE) <= index:
         _NODE.append(torch.device("cuda", len(_NODE)))
@@ -140,7 +142,7 @@ def card_of_rank() -> torch.device:
 
 
 def device_of_argument(device: Any) -> torch.device:
-    """The `torch.device` that a device argument names ("cuda", 0, a device); an integer is a CUDA index.
+    """Return the `torch.device` of a device argument ("cuda", 0, a device); an integer is a CUDA index.
 
     Raises:
         DeviceError: another card than the recorded rank's.

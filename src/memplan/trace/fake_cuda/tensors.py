@@ -19,9 +19,9 @@ _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new
 @contextmanager
 def installed(card: Card) -> Iterator[None]:
     """Within this context tensor methods and factories emulate ``card``: ``device="cuda"``, ``.cuda()`` and ``.to()``
-    record a tensor as on the card, and ``.is_cuda`` and ``.get_device()`` answer from that record.
+    record a tensor as on the card, and ``.is_cuda`` and ``.get_device()`` return the recorded device.
 
-    Code that runs inside of an op sees the real device, the CPU.
+    Code that runs inside of an op gets the real device, the CPU.
     """
     emulated = _Tensors(card)
     with ExitStack() as stack:
@@ -58,16 +58,16 @@ class _Tensors:
         self._card = card
 
     def device(self, tensor: torch.Tensor) -> torch.device | None:
-        """The emulated ``tensor.device``; None to use the real one."""
+        """Return the emulated ``tensor.device``, or None to use the real device."""
         return card_of_rank() if not self._card.within_compiled and self._card.holds(tensor) else None
 
     def device_from_user(self, device: Any) -> torch.device:
         """Return the `torch.device` of a ``device`` argument that the user's code passes.
 
-        Records that the step names CUDA, unless the argument is the ``.device`` of one of its tensors.
+        Records that the step names CUDA, unless the argument is the ``.device`` of a tensor.
         """
         target = device_of_argument(device)
-        if target.type == "cuda" and device is not card_of_rank():  # that object itself: a tensor's own device
+        if target.type == "cuda" and device is not card_of_rank():  # that very object is a tensor's own device
             self._card.note_cuda_named()
         return target
 
@@ -77,7 +77,7 @@ class _Tensors:
         card = self._card
 
         def make_on_device(*args: Any, **kwargs: Any) -> Any:
-            """Call the factory for a CPU tensor, and record on which device it is to lie."""
+            """Call the factory for a CPU tensor, and record the tensor's device."""
             device = kwargs.get("device")
             if card.inside():  # torch's own call within an op
                 return make(*args, **kwargs)
@@ -101,7 +101,7 @@ class _Tensors:
         return make_on_device
 
     def to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Emulate `torch.Tensor.to`: copy between host and card if the tensor is on the other one."""
+        """Emulate `torch.Tensor.to`: copy between host and card if the tensor is on the other device."""
         if self._card.inside():
             return _TO(tensor, *args, **kwargs)
         device, others, kwargs = _split_device(args, kwargs)
@@ -115,13 +115,13 @@ class _Tensors:
         return self._move(tensor, place, *others, **kwargs)
 
     def cuda(self, tensor: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """`torch.Tensor.cuda`."""
+        """Emulate `torch.Tensor.cuda`."""
         if not self._card.inside():
             self._card.note_cuda_named()
         return self.to(tensor, card_of_rank() if device is None else device, **kwargs)
 
     def cpu(self, tensor: Any, **kwargs: Any) -> Any:
-        """`torch.Tensor.cpu`. Copies even if the step never names CUDA: a step for a card calls it for that."""
+        """Emulate `torch.Tensor.cpu`. Copies even if the step never names CUDA."""
         if self._card.everything and not self._card.inside() and self._card.holds(tensor):
             return self._move(tensor, CPU, **kwargs)
         return self.to(tensor, CPU, **kwargs)
@@ -143,14 +143,14 @@ class _Tensors:
             return _pinned(tensor.clone())
 
     def data_ptr(self, tensor: torch.Tensor) -> int:
-        """Emulate `torch.Tensor.data_ptr`: equal for the same place in a storage, which graphed callables compare, and
-        aligned as a block of the card. It is no address."""
+        """Emulate `torch.Tensor.data_ptr` by a number that is no address: equal for equal storages and offsets, which
+        graphed callables compare, and aligned as a block of the card."""
         entry = self._card.ledger.find(tensor)
         start = ALLOCATOR_BLOCK * (1 + entry.id) if entry is not None else 0
         return start + int(tensor.storage_offset()) * tensor.element_size()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Emulate `torch.Tensor.record_stream`: note a stream that the block has to wait for when it is freed."""
+        """Emulate `torch.Tensor.record_stream`: note a stream for which the free of the block has to wait."""
         entry = self._card.ledger.find(tensor)
         if entry is not None:
             number = getattr(stream, "stream_id", 0)
@@ -210,13 +210,13 @@ class _DeviceCopy(torch.autograd.Function):
 
 
 def _copy_to(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
-    """Copy a tensor below autograd; the copy lies on ``place``."""
+    """Copy a tensor to ``place`` below autograd."""
     with card.placing_only(place):
         return _torch.copied(tensor, dtype, layout)
 
 
 def _split_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Split the arguments of `torch.Tensor.to` into the device (None if there is none) and the others."""
+    """Split the arguments of `torch.Tensor.to` into the device (or None) and all others."""
     kwargs = dict(kwargs)
     device, first = kwargs.pop("device", None), args[0] if args else kwargs.pop("other", None)
     if isinstance(first, torch.Tensor):

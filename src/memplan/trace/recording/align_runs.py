@@ -1,4 +1,4 @@
-"""Matches the profiled calls of two runs of a step: under a dispatch mode, and without."""
+"""Matches the profiled calls of two runs of a step, the first under a dispatch mode, the second without."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _ROOT, _MERGED = -1, -2
 
 
 def without_mode(profile: _torch.Profile) -> _torch.Profile:
-    """Return the profile of a run under a dispatch mode with the calls of a run without it.
+    """Return the profile of a run under a dispatch mode with the call tree of a run without the mode.
 
-    Under the mode an op is called twice, by the step and then, within that call, by the mode: the two are merged.
+    Under the mode an op is called twice, by the step and then, within that call, by the mode: the two calls are merged.
     """
     merged = list(range(len(profile.calls)))  # call -> the call that it is merged into, or itself
     calls = list(profile.calls)
@@ -33,9 +33,9 @@ def without_mode(profile: _torch.Profile) -> _torch.Profile:
 def matched_calls(first: _torch.Profile, second: _torch.Profile) -> dict[int, int]:
     """Match the calls of two runs as trees: children of matched calls match by name, in order.
 
-    Those that allocate match first, with the same bytes before others. A view, such as `detach`, is called more often
-    under a mode, and would make neighbours of calls that have nothing to do with each other; and of tensors that only
-    the first run of a process makes, the name alone does not say which these are.
+    Calls that allocate match first: by name and bytes, then by name. Calls without allocations could mislead: a view,
+    such as `detach`, is called more often under a mode. And names alone cannot identify tensors that only the first run
+    of a process creates.
 
     Returns call of the first run -> call of the second.
     """
@@ -64,7 +64,7 @@ def _allocated_bytes(run: _torch.Profile) -> dict[int, int]:
 
 
 def _keys(run: _torch.Profile, calls: Sequence[int], allocated: Mapping[int, int]) -> list[list[Hashable]]:
-    """Return three keys of each call, by which calls match in turn; None: it has none."""
+    """Return three lists with a key for each call, for three rounds of matching; None: no part in that round."""
     names = [run.calls[call].name for call in calls]
     named = list(zip(names, calls, strict=True))
     return [
@@ -77,16 +77,15 @@ def _keys(run: _torch.Profile, calls: Sequence[int], allocated: Mapping[int, int
 def _aligned_in_turn(
     first: Sequence[Sequence[Hashable]], second: Sequence[Sequence[Hashable]]
 ) -> list[tuple[int, int]]:
-    """Align two sequences by several keys of each item: by the first keys, then by the next ones what lies between two
-    pairs. Items whose key is None take no part."""
+    """Align two sequences in several rounds, each with its own keys: by the first keys, then by the next keys between
+    matched pairs. Items whose key is None take no part in the round."""
     pairs: list[tuple[int, int]] = []
     for keys, others in zip(first, second, strict=True):
         ends = (len(keys), len(others))
         for (i, j), (i_next, j_next) in pairwise([(-1, -1), *pairs, ends]):
             left = [n for n in range(i + 1, i_next) if keys[n] is not None]
             right = [n for n in range(j + 1, j_next) if others[n] is not None]
-            found = aligned([keys[n] for n in left], [others[n] for n in right])
-            pairs.extend((left[k], right[m]) for k, m in found)
+            pairs.extend((left[k], right[m]) for k, m in aligned([keys[n] for n in left], [others[n] for n in right]))
         pairs.sort()
     return pairs
 
@@ -104,7 +103,8 @@ def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple
     """Align two sequences: return the index pairs of items that match, in order.
 
     Most runs are nearly equal, so the common suffix and prefix match at once; between them, difflib decides. The suffix
-    is first: runs differ at their begin, where only the first of them imports modules, which may make tensors.
+    matches first, since runs differ at the beginning, where only the first run imports modules, which may create
+    tensors.
     """
     suffix = _common_prefix(first[::-1], second[::-1])
     prefix = _common_prefix(first[: len(first) - suffix], second[: len(second) - suffix])

@@ -1,4 +1,4 @@
-"""How the forward ops of a step are called: their tensors as views, their other arguments as plain values."""
+"""Records the arguments and results of forward ops: tensors as views, other arguments as plain values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _plain(value: Any) -> Option:
-    """Return a number, a text or a list of such as a saved option; None for anything else, such as a dtype."""
+    """Return a number, a string or a list of numbers as a saved option; None for other values, such as a dtype."""
     if isinstance(value, (bool, int, float, str)):
         return value if not isinstance(value, float) or value - value == 0 else str(value)
     if isinstance(value, (list, tuple)) and all(item is None or isinstance(item, (bool, int, float)) for item in value):

@@ -92,8 +92,7 @@ class _Names:
 
 
 def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines, ...] = ()) -> StepParts:
-    """Turn an observer's records into the parts of a trace. Call it while the step's models are alive, which name the
-    layers.
+    """Return the parts of a trace from an observer's records. The step's models must be alive, to name the layers.
 
     ``ticks``: ticks of the ledger at which building and each step ended.
     """
@@ -132,7 +131,7 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
 
 
 def module_names(place: Place) -> dict[int, str]:
-    """Return id() of a module -> its path, as `named_modules` of its root gives it; the root's is its class name.
+    """Return id() of a module -> its path as in `named_modules` of its root; for the root, its class name.
 
     Where several roots are used (models, or losses that are modules), paths begin with the root's class name.
     """
@@ -165,7 +164,7 @@ def _name_layers(observer: Observer) -> _Names:
 
 
 def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None:
-    """Return the Layer of a module, and enter its parameters and buffers into ``names``; None if it has no path."""
+    """Return the Layer of a module, and add its parameters and buffers to ``names``; None if the module has no path."""
     path = names.modules.get(id(module))
     if path is None:
         return None
@@ -272,7 +271,7 @@ def _recomputed_roles(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
 
 
 def _computed(ops: list[Op], observer: Observer) -> set[int]:
-    """Return the storages of results that modules compute, and those into which ops write such results in place, as
+    """Return the storages of results computed in modules, and storages into which ops write such results in place, as
     into the buffer of an output that is stitched from tiles."""
     entries, computed = observer.ledger.entries, set[int]()
     for op in ops:
@@ -285,7 +284,7 @@ def _computed(ops: list[Op], observer: Observer) -> set[int]:
 
 
 def _is_input_copy(entry: Entry, op: Op, observer: Observer, ops: list[Op]) -> bool:
-    """Return whether a storage is a copy on the card of what ops on the host computed: a batch moved there."""
+    """Return whether a storage is a copy on the card of results of ops on the host: a batch moved to the card."""
     if entry.device == HOST or op.name != _COPY or not op.reads:
         return False
     sources, seen = [operand.storage for operand in op.reads], set[int]()

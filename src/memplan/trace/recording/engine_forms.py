@@ -1,4 +1,4 @@
-"""Finds ops that torch would run in place without a dispatch mode: in autograd's engine and in linear layers."""
+"""Recognizes ops that torch runs in place without a dispatch mode: in autograd's engine and in linear layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memplan.trace.semantics.layout import is_dense
 _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 _NEGATED = "aten.neg.default"
 _MAX_OPS_BETWEEN = 3
-"""Ops at most, as on indices, between the zeros that a derivative formula allocates and its write into them."""
+"""Most ops (on indices) between a derivative formula's allocation of zeros and its write into them."""
 
 
 class EngineForms:
-    """Recognizes ops that would run in place without a dispatch mode, so that a recording counts no new tensor."""
+    """Recognizes ops that run in place without a dispatch mode, so that a recording counts no new tensor."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -35,8 +35,8 @@ class EngineForms:
     def writes_fresh_zeros(self, target: Any, notes: Sequence[Note]) -> bool:
         """Return whether a derivative formula writes into zeros that it has just allocated.
 
-        It does so in place; under a dispatch mode it calls the functional op, which allocates another tensor
-        (torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`).
+        The write is in place, but under a dispatch mode the formula calls the functional op, which allocates another
+        tensor (torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`).
         """
         if not _torch.in_backward() or torch.is_grad_enabled() or not notes:
             return False
@@ -65,8 +65,9 @@ class EngineForms:
     def calibrate(self) -> None:
         """Measure the use counts of a gradient that only the engine's buffer references, under the dispatch mode.
 
-        `y` gets two gradients here, which the engine adds; while `use_counts` is a list, the observer's dispatch adds
-        the counts of the buffered one. `is_in_place` compares with them: torch gives no other sign of such a gradient.
+        `y` gets two gradients here, which the engine adds; while `use_counts` is a list, the observer's dispatch
+        appends the counts of the buffered gradient. `is_in_place` compares with these counts, by which alone such a
+        gradient can be recognized.
         """
         self.use_counts = []
         x = torch.ones(2, requires_grad=True)
@@ -76,7 +77,8 @@ class EngineForms:
         self.use_counts = None
 
     def is_in_place(self, args: tuple[Any, ...], notes: Sequence[Note]) -> bool:
-        """Return whether an addition would be in place: of a gradient in the engine's buffer, or of a linear's bias.
+        """Return whether an addition is in place in a real run: to a gradient in the engine's buffer, or of a linear
+        layer's bias.
 
         The engine accumulates in place if nothing else references the buffered gradient
         (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`), but never under a dispatch mode.

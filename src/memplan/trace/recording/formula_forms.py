@@ -1,7 +1,7 @@
-"""Memory of derivative formulas whose ops differ under a dispatch mode, as without one.
+"""Temporaries of derivative formulas that run other ops under a dispatch mode than in a real run.
 
 Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.11, 2.13 and 2.15. Where the
-formula without a mode depends on values, we assume the usual: no zeros in a product, a mask that selects everything.
+formula of a real run depends on values, the usual case is assumed: no zeros in a product, a mask that selects all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Bytes = Callable[[tuple[Any, ...], Any], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What torch allocates without a dispatch mode in place of an op that a derivative formula runs under one."""
+    """Allocations of a real run in place of an op that a derivative formula runs only under a dispatch mode."""
 
     absent: bool = False
-    """Whether there is no such op: its result has no memory."""
+    """Whether the real run has no such op, so that its result has no memory."""
     temporaries: Bytes = lambda args, result: ()
     """Temporaries of the op, which replace its usual workspaces."""
     assumption: str | None = None
@@ -33,13 +33,14 @@ class Form:
 
 
 def _mask_of_largest(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """Temporaries of sharing a gradient among equal largest elements: their mask in the default dtype, and the mask as
-    int64, to count them."""
+    """Return the bytes of temporaries that share a gradient among equal largest elements: their mask in the default
+    dtype, and the mask as int64, to count them."""
     return args[0].numel() * torch.get_default_dtype().itemsize, args[0].numel() * 8
 
 
 def _zero_count(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """Temporaries of a product's gradient: the mask of zeros, the mask as int64, and its sum along the dimension."""
+    """Return the bytes of temporaries of a product's gradient: the mask of zeros, the mask as int64, and its sum along
+    the dimension."""
     count = result.numel()
     return count, 8 * count, 8 * count // result.shape[args[1] if len(args) > 1 else 0]
 
@@ -55,7 +56,8 @@ def _masked_select_on_card(args: tuple[Any, ...], result: Any) -> tuple[int, ...
 
 
 def _reversed_cumsum(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
-    """Temporaries of a reverse cumulative sum: the flipped input, and the sums before they are flipped back."""
+    """Return the bytes of temporaries of a reverse cumulative sum: the flipped input, and the sums before they are
+    flipped back."""
     size = result.numel() * result.element_size()
     return size, size
 
@@ -91,13 +93,14 @@ FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     "CumprodBackward0": _CUMPROD,
     "MaskedFillBackward1": {"aten.where.self": Form(temporaries=_masked_select, assumption=_ALL_FILLED)},
 }
-"""Autograd node -> op -> Form of each call, or a tuple for the first, second, ... call; None: the op is unchanged."""
+"""Autograd node -> op -> the Form of all calls, or a tuple of Forms for the first, second, ... call; None: the op runs
+unchanged."""
 CARD_FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     **FORMS,
     **dict.fromkeys(_LARGEST, _ON_CARD),
     "MaskedFillBackward1": {"aten.where.self": Form(temporaries=_masked_select_on_card, assumption=_ALL_FILLED)},
 }
-"""`FORMS` on CUDA, where gradients of largest elements are the same with and without a mode but for one op."""
+"""`FORMS` on CUDA, where gradients of largest elements differ under a mode by a single op."""
 _OPS = frozenset(op for table in (FORMS, CARD_FORMS) for forms in table.values() for op in forms)
 _NO_MEMORY = "aten._efficientzerotensor.default"
 """A gradient known to be zero, without memory."""
@@ -106,10 +109,9 @@ _NO_MEMORY = "aten._efficientzerotensor.default"
 def form_of(
     op: str, notes: Sequence[Note], report: Callable[[str], None] | None = None, device: str = HOST
 ) -> Form | None:
-    """Return what the running op (the last of ``notes``) allocates without a dispatch mode; None if the same as under
-    one.
+    """Return the allocations of a real run for the running op (the last of ``notes``); None if it runs the same op.
 
-    ``report`` receives the text of its assumption; ``device`` is that of the op's results.
+    ``report`` gets the text of the assumption, if any; ``device`` is the device of the op's results.
     """
     if op == _NO_MEMORY:
         return _ABSENT
@@ -128,7 +130,7 @@ def form_of(
 
 
 def _calls_before(op: str, notes: Sequence[Note]) -> int:
-    """Return how often the running node has called an op before."""
+    """Return the number of earlier calls of an op by the running autograd node."""
     count = 0
     for note in reversed(notes[:-1]):
         if note.sequence != notes[-1].sequence:

@@ -29,19 +29,19 @@ class Entry:
     died: int | None = None
     key: int = 0
     address: int = 0
-    """Of the data, if the storage is real."""
+    """Address of the data of a real storage."""
     foreign: bool = False
-    """Whether its memory is not from torch's allocator, such as numpy's; it then has 0 bytes."""
+    """Whether the memory is not from torch's allocator, such as numpy's; ``bytes`` is 0 then."""
     device: str = HOST
     stream: int = 0
     pool: int = 0
     used_on: tuple[int, ...] = ()
     low: int | None = None
-    """Lower bound of the bytes, where these are only bounded."""
+    """The least bytes, if the size is only known as an interval."""
     companions: tuple[Entry, ...] = ()
-    """Storages without a tensor that are freed with this one, such as a library's reserve space."""
+    """Storages without a tensor that are freed with this storage, such as a library's reserve space."""
     asked: Asked | None = None
-    """Question to a library about its size, asked after the recording."""
+    """Query to cuDNN about the size, sent after the recording."""
     reference: Any = None
 
 
@@ -63,7 +63,7 @@ class Note:
     """For a backward op, the sequence number of its autograd node."""
     grad_enabled: bool
     stream: int = 0
-    """Number of the CUDA stream that it runs on."""
+    """Number of the CUDA stream on which it runs."""
 
 
 class _Reference(weakref.ref[Any]):
@@ -90,14 +90,14 @@ class Ledger:
         self.entries: list[Entry] = []
         """All storages in the order of their allocation."""
         self._live: dict[int, Entry] = {}
-        """Storage key -> entry, of storages with a tensor that are not freed."""
+        """Storage key -> entry, of live storages with a tensor."""
         self._closed = False
         self.device = HOST
-        """Device of storages that are allocated now."""
+        """Device of new storages."""
         self.stream = 0
+        """CUDA stream of new storages."""
         self.pool = 0
         """Private memory pool of a CUDA graph that is captured; 0 outside of a capture."""
-        """Stream that allocates now."""
         self.outside_bytes = 0
         """Bytes of tensors that existed before the recording."""
         self.level = self.peak = 0
@@ -106,7 +106,7 @@ class Ledger:
         """Storages freed so far within `freed_in_order`; None outside of it."""
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
-        """Return the entry of the tensor's storage, or None if it has none."""
+        """Return the entry of the tensor's storage, or None."""
         if tensor.layout != torch.strided:
             tensor = _torch.sparse_parts(tensor)[-1]
         elif not _torch.has_shape(tensor):
@@ -133,7 +133,7 @@ class Ledger:
         return [self.entry(part, op) for part in _torch.sparse_parts(tensor)]
 
     def reallocate_resized(self, tensor: torch.Tensor, op: int) -> None:
-        """If the tensor's storage was resized in place, allocate the new size, then free the old."""
+        """If the tensor's storage was resized in place, record an allocation of the new size, and a free of the old."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -145,8 +145,8 @@ class Ledger:
         self.free(entry)
 
     def resize(self, storage: torch.UntypedStorage, size: int, resize: Callable[..., Any]) -> Any:
-        """Resize a storage by ``resize``: the new size is allocated, then the old one is freed. Sharded parameters free
-        what they gathered so."""
+        """Resize a storage by ``resize``, and record an allocation of the new size, then a free of the old. Sharded
+        parameters free their gathered weights in this way."""
         key = _torch.storage_key(storage)
         entry = self._live.get(key)
         if entry is None or entry.foreign or entry.bytes == size:
@@ -159,7 +159,7 @@ class Ledger:
         self.free(entry)
         return result
 
-    def foreign(self, tensor: torch.Tensor, op: int | None) -> None:
+    def register_foreign(self, tensor: torch.Tensor, op: int | None) -> None:
         """Register a tensor whose memory is not from torch's allocator."""
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
@@ -175,12 +175,12 @@ class Ledger:
     def register_lifted(self, source: torch.Tensor, result: torch.Tensor, op: int) -> None:
         """Register the tensors of ``aten.lift_fresh``. The source, memory of Python or numpy, does not count. The
         result counts for `torch.tensor`, but not for `torch.from_numpy`, where it shares the source's memory."""
-        self.foreign(source, op)
+        self.register_foreign(source, op)
         if not source.untyped_storage().resizable():
-            self.foreign(result, op)
+            self.register_foreign(result, op)
 
     def move_all(self, device: str) -> None:
-        """Move all storages to a device, and allocate there from now on."""
+        """Move all storages to a device, which is also the device of new storages."""
         self.device = device
         for entry in self.entries:
             if entry.died is None and entry.device == HOST:
@@ -197,7 +197,7 @@ class Ledger:
         owner: torch.Tensor | None = None,
         asked: Asked | None = None,
     ) -> Entry:
-        """Allocate a storage without a tensor. It is freed with the storage of ``owner``, by `free`, or never."""
+        """Record a storage without a tensor, freed with the storage of ``owner``, by `free`, or never."""
         entry = self._add(size, op, "", ())
         entry.low, entry.asked = low, asked
         if owner is not None:
@@ -205,7 +205,7 @@ class Ledger:
         return entry
 
     def free(self, entry: Entry) -> None:
-        """Free a storage."""
+        """Record the free of a storage."""
         if entry.device != HOST:
             self._change_level(-entry.bytes)
         self.clock += 1
@@ -215,8 +215,8 @@ class Ledger:
 
     @contextmanager
     def freed_in_order(self) -> Iterator[None]:
-        """Let the storages freed in this context, where nothing is allocated, count as freed in the order of their
-        allocation: torch's own order is arbitrary."""
+        """Record storages freed in this context in the order of their allocation, since torch's own order is arbitrary.
+        Nothing may be allocated in the context."""
         self._reordered = freed = []
         try:
             yield
@@ -227,13 +227,13 @@ class Ledger:
                 entry.died = tick
 
     def close(self) -> None:
-        """Stop recording frees: what is alive now stays so to the end of the trace."""
+        """Stop recording frees: live storages stay live to the end of the trace."""
         self._closed = True
         for entry in self.entries:
             entry.reference = None
 
     def _add(self, size: int, op: int | None, dtype: str, shape: tuple[int, ...]) -> Entry:
-        """Add an entry for a storage that is allocated now, on the ledger's current device and stream."""
+        """Add an entry for a new storage on the ledger's current device and stream."""
         self.clock += 1
         entry = Entry(
             len(self.entries),
@@ -260,8 +260,8 @@ class Ledger:
         """Add an entry for a new storage and watch for its free. Storages without memory of their own get 0 bytes."""
         entry = self._add(storage.nbytes(), op, str(tensor.dtype)[6:], tuple(tensor.shape))
         self._watch(entry, storage, key)
-        traced = self.real and isinstance(tensor, _torch.FakeTensor)  # the step itself compiles or plans
-        if traced or tensor.device.type == "meta":  # sizes without memory
+        is_traced = self.real and isinstance(tensor, _torch.FakeTensor)  # the step itself compiles or plans
+        if is_traced or tensor.device.type == "meta":  # tensors without memory
             entry.bytes, entry.foreign = 0, True
         elif self.real:
             if tensor.is_cuda:
@@ -275,14 +275,14 @@ class Ledger:
         return entry
 
     def _watch(self, entry: Entry, storage: torch.UntypedStorage, key: int) -> None:
-        """Take an entry as a storage's, until C++ frees that."""
+        """Make an entry that of a storage until C++ frees the storage."""
         reference = _Reference(storage, self._on_free)
         reference.entry = entry
         entry.reference, entry.key = reference, key
         self._live[key] = entry
 
     def _on_free(self, reference: Any) -> None:
-        """Record that C++ freed a storage, and those that are freed with it."""
+        """Record that C++ freed a storage, and its companions."""
         entry = reference.entry
         if self._closed or entry.reference is not reference:
             return

@@ -1,4 +1,4 @@
-"""What data loaders hold on the host: batches of their workers, pinned batches, arrays of their data sets."""
+"""Host memory of data loaders: batches of their workers, pinned batches, arrays of their data sets."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from memplan.trace.records import HOST, HostKind, HostStorage, LoaderUse
 _DEPTH = 6
 """Depth of attributes and containers to which a data set is searched for arrays."""
 _MOST = 100_000
-"""Objects of a data set at most that are searched."""
+"""Most objects of a data set that are searched."""
 
 
 class LoaderWatch:
-    """Follows the loaders of a recording.
+    """Records passes over data loaders, and storages in pinned and shared memory.
 
     Args:
         ledger: of the recording.
@@ -37,30 +37,30 @@ class LoaderWatch:
         """Whether a batch is being loaded."""
         self._passes: list[_Pass] = []
         self._data_sets: list[Callable[[], Any]] = []
-        """Weak references to data sets, which a script may free: a list cannot have one, and is held by its id()."""
+        """Weak references to data sets, which a script may free; for a list, which allows none, its id()."""
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Iterator -> its loader; both hold the data set."""
+        """Iterator -> its loader."""
         self.kinds: dict[int, HostKind] = {}
-        """Storage -> the kind of its memory on the host, if that is not torch's CPU allocator's."""
+        """Storage -> the kind of its host memory, if that is not from torch's CPU allocator."""
 
     def mark(self, tensor: torch.Tensor, kind: HostKind) -> None:
-        """Note the kind of host memory that a tensor lies in."""
+        """Note the kind of host memory of a tensor."""
         entry = self._ledger.find(tensor)
         if entry is not None:
             self.kinds[entry.id] = kind
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in pinned memory."""
+        """Return whether a tensor is in pinned memory."""
         entry = self._ledger.find(tensor)
         return entry is not None and self.kinds.get(entry.id) == "pinned"
 
     def iterates(self, loader: Any, iterator: Any) -> None:
-        """Note that an iterator over a loader was made."""
+        """Note a new iterator over a loader."""
         self._loaders[iterator] = loader
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this context, batches of all loaders are noted."""
+        """Within this context, record the batches of all loaders."""
 
         def load(iterator: Any, fetch: Callable[[], Any]) -> Any:
             loader = self._loaders.get(iterator)
@@ -70,13 +70,13 @@ class LoaderWatch:
             yield
 
     def load(self, loader: Any, fetch: Callable[[], Any], iterator: Any, length: int | None = None) -> Any:
-        """Return the batch that ``fetch`` returns, and note what it takes. Calls within the call note nothing.
+        """Return the batch that ``fetch`` returns, and record its bytes. Nested calls record nothing.
 
         Args:
-            loader: from which the batch comes.
-            fetch: loads it, or raises StopIteration.
-            iterator: the pass over the loader, which ends with it at the latest.
-            length: of the loader; None: what it says itself.
+            loader: the loader of the batch.
+            fetch: loads the batch, or raises StopIteration.
+            iterator: the iterator over the loader, with which the pass ends at the latest.
+            length: number of batches of the loader; by default ``len(loader)``.
         """
         if self._loads or not isinstance(loader, DataLoader):
             return fetch()
@@ -99,7 +99,7 @@ class LoaderWatch:
         return batch
 
     def _pass_of(self, loader: Any, iterator: Any) -> _Pass:
-        """Return the pass over a loader that an iterator makes; persistent workers make one of all passes."""
+        """Return the pass of an iterator over a loader; with persistent workers, all passes count as a single pass."""
         persistent = loader.num_workers > 0 and loader.persistent_workers
         source = loader if persistent else iterator
         for pass_ in self._passes:
@@ -113,7 +113,7 @@ class LoaderWatch:
         return pass_
 
     def _number_of(self, data_set: Any) -> int:
-        """Return the number of a data set, a new one for a new data set."""
+        """Return the number that identifies a data set."""
         try:
             key, reference = data_set, weakref.ref(data_set)
         except TypeError:
@@ -126,7 +126,7 @@ class LoaderWatch:
         return len(self._data_sets) - 1
 
     def _note_batch(self, batch: Any, pass_: _Pass, start: int) -> tuple[int, ...]:
-        """Return the bytes of a batch's storages. New ones are noted as shared or pinned memory."""
+        """Return the bytes of a batch's storages, and mark new storages as shared or pinned memory."""
         sizes = dict[int, int]()
         for leaf in _torch.tree_leaves(_as_plain(batch)):
             if not isinstance(leaf, torch.Tensor):
@@ -140,13 +140,13 @@ class LoaderWatch:
         return tuple(sizes.values())
 
     def _contents_of(self, data_set: Any) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of numpy's arrays in a data set, with tensors that share memory with such, as the ledger
-        does not count them; and its other tensors' storages on the host."""
+        """Return the bytes of a data set's numpy arrays, and of tensors that share memory with arrays and that the
+        ledger does not count; and the storages of its other tensors on the host."""
         seen = set[int]()
         total, storages = 0, set[int]()
-        found: list[tuple[Any, int]] = [(data_set, 0)]
-        while found and len(seen) < _MOST:
-            value, depth = found.pop()
+        stack: list[tuple[Any, int]] = [(data_set, 0)]
+        while stack and len(seen) < _MOST:
+            value, depth = stack.pop()
             if id(value) in seen or depth > _DEPTH:
                 continue
             seen.add(id(value))
@@ -164,15 +164,15 @@ class LoaderWatch:
                     seen.add(id(owner))
                     total += 0 if isinstance(owner, numpy.memmap) else owner.nbytes
             elif isinstance(value, dict):
-                found += [(part, depth + 1) for part in value.values()]
+                stack += [(part, depth + 1) for part in value.values()]
             elif isinstance(value, (list, tuple)):
-                found += [(part, depth + 1) for part in value]
+                stack += [(part, depth + 1) for part in value]
             elif not isinstance(value, (torch.nn.Module, type)) and hasattr(value, "__dict__"):
-                found += [(part, depth + 1) for part in vars(value).values()]
+                stack += [(part, depth + 1) for part in vars(value).values()]
         return total, tuple(sorted(storages))
 
     def rows(self) -> tuple[LoaderUse, ...]:
-        """Return the passes over loaders, in the order of their beginnings."""
+        """Return the passes over loaders, in the order in which they began."""
         return tuple(pass_.row() for pass_ in self._passes if pass_.loads)
 
     def host(self) -> tuple[HostStorage, ...]:
@@ -185,7 +185,8 @@ class _Pass:
 
     def __init__(self, loader: Any, data_set: int, pins: bool, tick: int) -> None:
         self.source: Callable[[], Any] = lambda: None
-        """Returns what the pass ends with, the iterator or, with persistent workers, the loader; None after its end."""
+        """Returns the object with whose lifetime the pass ends: the iterator or, with persistent workers, the loader;
+        None after the end."""
         self.persistent = False
         """Whether its workers outlive exhausted iterators."""
         self.where = format_frame(user_frame())
@@ -204,7 +205,7 @@ class _Pass:
         self.length = _length(loader)
 
     def end_with(self, tick: int) -> None:
-        """Note the end of the pass, once."""
+        """Note the end of the pass, unless it has ended."""
         self.end = tick if self.end is None else self.end
 
     def row(self) -> LoaderUse:
@@ -216,18 +217,18 @@ class _Pass:
 
 
 def _as_plain(batch: Any) -> Any:
-    """Return a mapping of any class as a dict: torch's pytrees know only that."""
+    """Return a mapping of any class as a dict, as torch's pytrees know no other mapping."""
     return dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
 
 
 def _start_method(loader: Any) -> str:
-    """Return how a loader starts its workers: fork, spawn or forkserver."""
+    """Return a loader's method of starting workers: fork, spawn or forkserver."""
     context = loader.multiprocessing_context or torch.multiprocessing
     return str(context.get_start_method())
 
 
 def _length(loader: Any) -> int | None:
-    """Return the number of batches of a loader; None for a stream: a data set can refuse its length in any way."""
+    """Return the number of batches of a loader; None if ``len()`` raises, as for a stream."""
     try:
         return len(loader)
     except Exception:

@@ -15,10 +15,10 @@ from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.creating_ops import CreatingOps
 from memplan.trace.recording.engine_forms import EngineForms
 from memplan.trace.recording.formula_forms import form_of
-from memplan.trace.recording.held_scalars import HeldScalars
 from memplan.trace.recording.ledger import Entry, Ledger, Note
 from memplan.trace.recording.ownership import Ownership
 from memplan.trace.recording.place import Place, format_frame, user_frame
+from memplan.trace.recording.saved_scalars import SavedScalars
 from memplan.trace.recording.values.known_indices import Positions
 from memplan.trace.recording.values.ranges import ValueRanges
 from memplan.trace.records import HOST, ON_CARD, Phase
@@ -146,7 +146,7 @@ class Observer:
         self.forms = Forms(self.ledger)
         self.engine = EngineForms(self.ledger)
         self._without_vectors = False
-        self._scalars = HeldScalars(self.ledger)
+        self._scalars = SavedScalars(self.ledger)
         self._positions = Positions(self.ledger)
         self.ranges = ValueRanges(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
@@ -249,7 +249,7 @@ class Observer:
         form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
         if form is None:
             temporaries = semantics.temporaries(signature.name, args, kwargs, result, _torch.in_backward())
-            temporaries = self._scalars.without_held(temporaries, signature.name, args, note.sequence)
+            temporaries = self._scalars.without_saved(temporaries, signature.name, args, note.sequence)
         else:
             temporaries = tuple(map(Temporary, form.temporaries(args, result)))
         if signature.name == _LIFT:
@@ -514,7 +514,7 @@ def _allocate_results(
         writes.extend(entry.id for entry in ledger.parts(result, index))
         ledger.device = device
         if absent:
-            ledger.foreign(result, index)
+            ledger.register_foreign(result, index)
         if result.device.type not in ("cpu", "meta") and not (ledger.card and result.is_cuda):
             raise DeviceError(
                 f"a tensor on {result.device} at {format_frame(user_frame())}",

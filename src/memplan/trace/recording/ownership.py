@@ -1,4 +1,4 @@
-"""Which storages are weights, buffers, gradients or optimizer states: who owns them, as a step is recorded."""
+"""Which storages are weights, buffers, gradients or optimizer states, by their owners while a step is recorded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from memplan.trace.records import BackwardPass
 
 
 class Ownership:
-    """Knows which storages are weights, buffers, gradients and optimizer states, which no op shows.
+    """Registers storages as weights, buffers, gradients and optimizer states, which their ops do not show.
 
-    Storages are given by the ids of their ledger entries.
+    Storages are identified by their ledger entries.
     """
 
     def __init__(self, place: Place, ledger: Ledger, notes: Sequence[Note]) -> None:
@@ -25,9 +25,9 @@ class Ownership:
         """Storage -> name of the parameter in its module."""
         self.buffers: dict[int, str] = {}
         self.gradients: dict[int, int] = {}
-        """Gradient -> the weight it belongs to."""
+        """Gradient -> its weight."""
         self.graded: set[int] = set()
-        """Weights that had a gradient; several gradients can share a storage, so `gradients` may name fewer."""
+        """Weights that had a gradient. Several gradients can share a storage, so `gradients` may have fewer weights."""
         self.states: set[int] = set()
         """Tensors of optimizer states."""
         self.found_inf: set[int] = set()
@@ -36,7 +36,7 @@ class Ownership:
         self.updating: set[int] = set()
         """Gradients and tensors computed from them since the last backward pass."""
         self.unowned: list[weakref.ref[nn.Parameter]] = []
-        """Parameters that an op read before any module or optimizer was known to have them."""
+        """Parameters that an op read before they were seen in a module or optimizer."""
         self.optimized: set[int] = set()
         """Weights that optimizers update and that require a gradient."""
         self.passes: list[BackwardPass] = []
@@ -46,7 +46,7 @@ class Ownership:
         place.on_backward = self._begin_backward
 
     def mark_gradients(self) -> None:
-        """Register the gradients that parameters have now."""
+        """Register the present gradients of all parameters."""
         for reference in self.unowned:
             self._mark_gradient(reference())
         for module in self._place.live_modules():
@@ -58,7 +58,7 @@ class Ownership:
                     self._mark_gradient(parameter)
 
     def mark_modules(self) -> None:
-        """Register the parameters and buffers that modules have now."""
+        """Register the present parameters and buffers of all modules."""
         for module in self._place.live_modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 for inner in _torch.inner_tensors(parameter).values():

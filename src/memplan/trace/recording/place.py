@@ -43,12 +43,12 @@ _KNOWN: dict[str, bool] = {}
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a file is the user's or of another package: not of torch, numpy, memplan or Python itself."""
+    """Return whether a file belongs to the user or another package, not to torch, numpy, memplan or Python itself."""
     known = _KNOWN.get(filename)
     if known is None:
         path = os.path.abspath(filename)
         pythons = path.startswith(_PYTHON) and not path.startswith(_PACKAGES)
-        # generated code (dataclasses, torch's own wrappers) has no file to point at; a cell of IPython has lines
+        # generated code (dataclasses, torch's own wrappers) has no source file; a cell of IPython has lines
         generated = filename.startswith("<") and not filename.startswith("<ipython-input")
         known = not (pythons or path.startswith((_OURS, _TORCH, _NUMPY)) or generated)
         _KNOWN[filename] = known
@@ -56,10 +56,9 @@ def is_users(filename: str) -> bool:
 
 
 def user_frame() -> tuple[str, int] | None:
-    """Return file and line of the innermost frame that is neither torch's, numpy's nor ours.
+    """Return file and line of the innermost frame of the user's code (`is_users`), or None.
 
-    Whoever called `record_for`, `measure` or `capture` (a test, the command line) runs no op of the step and does not
-    count.
+    Callers of `record_for`, `measure` and `capture` (a test, the command line) run no op of the step, and do not count.
     """
     for frame in callers():
         code = frame.f_code
@@ -74,7 +73,7 @@ def instruction(frame: FrameType) -> int:
     """Return the offset of the instruction that a frame runs.
 
     When a specialized instruction calls a Python function inline (`x[i]` by a `__getitem__` in Python), `f_lasti` is
-    that of the last inline cache after the instruction.
+    the offset of the last inline cache after the instruction.
     """
     at, code = frame.f_lasti, frame.f_code.co_code
     while dis.opname[code[at]] == "CACHE":
@@ -85,8 +84,8 @@ def instruction(frame: FrameType) -> int:
 def local_variables(frame: FrameType) -> dict[str, Any]:
     """Return a copy of a frame's local variables without extending their lifetimes.
 
-    Up to Python 3.12 a function's frame holds the dict that ``f_locals`` returns, and so tensors that the function
-    drops later.
+    Up to Python 3.12 a function's frame references the dict that ``f_locals`` returns, and so keeps tensors alive that
+    the function deletes later.
     """
     values = frame.f_locals
     variables = dict(values)
@@ -96,7 +95,7 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
 
 
 def format_frame(frame: tuple[str, int] | None) -> str | None:
-    """Return ``file:line``, relative to the working directory or to the folder that its package is imported from."""
+    """Return ``file:line``, relative to the working directory or to a folder of ``sys.path``; None for None."""
     if frame is None:
         return None
     return f"{_short(frame[0])}:{frame[1]}"
@@ -117,7 +116,7 @@ def _roots(working_directory: str, search_path: tuple[str, ...]) -> tuple[str, .
 
 
 class Place:
-    """Knows which module, optimizer or backward pass a step is in, by global hooks that `following` installs."""
+    """Tracks the running module, optimizer or backward pass by global hooks, which `following` installs."""
 
     def __init__(self) -> None:
         self.building = True
@@ -153,7 +152,7 @@ class Place:
         return self._stack[-1] if self._stack else 0
 
     def phase(self) -> Phase:
-        """Return the phase by what is running. Ops of a hand-written update count as forward: the observer decides."""
+        """Return the running phase. Ops of a hand-written update count as forward here; the observer corrects that."""
         if self.building:
             return "build"
         if _torch.in_backward():
@@ -303,7 +302,7 @@ def exception_of_user(error: errors.MemplanError) -> BaseException | None:
 
 
 def raised_by_statement(error: BaseException | None) -> bool:
-    """Return whether a ``raise`` or ``assert`` raised an exception, as guards do, rather than an op."""
+    """Return whether an exception was raised by a ``raise`` or ``assert`` statement (a check) rather than by an op."""
     frames = list(traceback.walk_tb(error.__traceback__ if error else None))
     if not frames or any(frame.f_code.co_name == "__torch_dispatch__" for frame, _ in frames):
         return False

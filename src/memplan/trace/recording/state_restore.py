@@ -1,4 +1,5 @@
-"""Undoes what a step changed outside of itself, so that a second run starts from the same state."""
+"""Restores tensors, gradients, optimizers and generators that a step changed and that existed before it, so that a
+second run starts from the same state."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from memplan.trace.recording.ledger import Ledger
 from memplan.trace.recording.place import Place
 
 _STATISTICS = ("running_mean", "running_var")
-"""Arguments that norms write, whatever their schema says."""
+"""Arguments that norms write although their schema does not mark them as written."""
 
 
 class OutsideState:
     """Saved copies of tensors, gradients, optimizer states and generators that existed before a recording.
 
-    Each is copied just before an op first changes it. Changes of Python objects, such as an iterator that advances,
+    A tensor is copied just before an op first changes it. Changes of Python objects, such as an iterator that advances,
     are not seen.
     """
 
@@ -35,7 +36,7 @@ class OutsideState:
         place.on_update = self._save_optimizer
 
     def save_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Save what an op is about to change."""
+        """Save the tensors, gradients and generators that an op is about to change."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value, value.get_state()))
@@ -47,8 +48,8 @@ class OutsideState:
                 self._save_content(tensor)
 
     def restore(self) -> None:
-        """Restore everything saved. Call it after the recording."""
-        with torch.inference_mode():  # a step may have made some of the tensors in that mode
+        """Restore all saved state; to be called after the recording."""
+        with torch.inference_mode():  # a step may have created some of the tensors in that mode
             for content, saved in self._contents.values():
                 content.copy_(saved)
         for tensor, gradient in self._gradients.values():
@@ -76,8 +77,8 @@ class OutsideState:
         return entry is None or entry.op is None
 
     def _save_content(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor's whole storage, if it existed before the run and is not saved yet; of a wrapper, those
-        inside."""
+        """Copy a tensor's whole storage (for a wrapper subclass, those of the inner tensors), if it existed before the
+        run and is not saved yet."""
         for part in _torch.inner_tensors(tensor).values():
             if part.layout != torch.strided or not self._is_outside(part):
                 continue

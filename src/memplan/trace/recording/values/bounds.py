@@ -1,4 +1,4 @@
-"""Sizes of results that depend on values: the largest possible where a recording does not know the values."""
+"""Sizes of results that depend on values: the largest possible size if the values are unknown."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Keywords = dict[str, Any]
 RangeOf = Callable[[torch.Tensor], Range | None]
 _INDEX = torch.int64
 Execution = tuple[Line, int]
-"""A line at which values select, and how often it had selected something before."""
+"""A line at which values select elements, and the number of its earlier selections."""
 
 
 class Shares:
-    """Shares of the most that there can be, which the user assumes for lines.
+    """The user's assumptions of how much ops at a line select, as shares of the largest possible size.
 
     Args:
-        assumed: ``FILE:LINE`` to the share, from 0 to 1. The file is named as it is or by the end of its path.
+        assumed: ``FILE:LINE`` -> share, from 0 to 1. FILE is a path or the end of a path.
     """
 
     def __init__(self, assumed: Mapping[str, float]) -> None:
@@ -35,7 +35,7 @@ class Shares:
         self._used: set[str] = set()
 
     def of(self, line: Line | None) -> float:
-        """Return the share assumed for a line; 1 if none is."""
+        """Return the share assumed for a line; 1 by default."""
         if line is None:
             return 1.0
         path, number = os.path.abspath(line[0]), str(line[1])
@@ -57,14 +57,14 @@ class Shares:
 
 
 class Bounds:
-    """Results of ops that select by value: as many elements as there can be, or the share that is assumed for a line.
+    """Results of ops that select by value: of the largest possible size, or of the share assumed for a line.
 
     Args:
-        shares: assumed by the user.
-        note_assumption: called with the name of an op, the assumed and the largest number of elements, and whether
-            ``counts`` decided.
+        shares: the user's assumptions.
+        note_assumption: called with the name of an op, the assumed and the largest number of elements, and whether the
+            number is from ``counts``.
         range_of: returns the range of a tensor's elements, None if unknown.
-        counts: execution of a line -> number of elements that values select there, where it is known.
+        counts: execution of a line -> number of elements that values select there, if known.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class Bounds:
         self._counts = counts
         self._executions: dict[Line | None, int] = {}
         self.last_execution = 0
-        """How often the line that selected last had selected something before."""
+        """Number of earlier selections at the line of the last selection."""
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, line: Line | None) -> Any:
         """Return the result of an op that selects by value; NotImplemented if its size has no bound.
 
-        Known values decide its size. Where they are unknown, it is the user's share of the largest size at this line,
-        else the largest size; a smaller count that is known for this execution of the line goes before that.
+        The size follows from the values if they are known; else it is the user's share for this line of the largest
+        size, the largest size by default. A smaller known count for this execution of the line takes precedence.
         """
         selection = _SELECTIONS.get(str(func))
         if selection is None:
@@ -108,10 +108,10 @@ class Bounds:
 
 
 def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Return the shares that a user assumes, by ``FILE:LINE``.
+    """Return a user's mapping ``FILE:LINE`` -> share, checked.
 
     Raises:
-        UsageError: a place that is not ``FILE:LINE``, or a share that is not from 0 to 1.
+        UsageError: a key that is not ``FILE:LINE``, or a share that is not from 0 to 1.
     """
     for place, share in (assumed or {}).items():
         file, colon, line = str(place).rpartition(":")
@@ -130,11 +130,11 @@ class _Selection:
     """Size and result of an op that selects by value."""
 
     largest_size: Callable[[Keywords, RangeOf], int | None]
-    """Returns the largest size; None where the values of its operands are not bounded."""
+    """Returns the largest size; None if the range of an operand's values is unknown."""
     result: Callable[[Keywords, int], Any]
-    """Makes a result of this size."""
+    """Returns a result of this size."""
     known_size: Callable[[Keywords], int | None] | None = None
-    """Returns the size if the values that decide it are known."""
+    """Returns the size if it follows from known values, else None."""
 
 
 def _most_elements(named: Keywords, range_of: RangeOf) -> int:
@@ -149,7 +149,7 @@ def _nonzero_result(named: Keywords, count: int) -> torch.Tensor:
 
 
 def _count_of_known_mask(named: Keywords) -> int | None:
-    """Return how many elements a mask with known values selects; None if they are unknown."""
+    """Return the number of elements that a mask with known values selects; None if its values are unknown."""
     mask = named["mask"].constant if isinstance(named["mask"], _torch.FakeTensor) else named["mask"]
     if mask is None:
         return None
@@ -244,7 +244,7 @@ def _ctc_result(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 SIZED_BY_NUMBERS = frozenset({"bincount", "repeat_interleave", "_ctc_loss"})
-"""Ops that select nothing, but whose results are as large as numbers among their values."""
+"""Ops whose result size is a number among the values of an operand, instead of a number of selected elements."""
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
 _SELECTIONS: Mapping[str, _Selection] = {
     "aten.nonzero.default": _Selection(_most_elements, _nonzero_result),

@@ -1,7 +1,7 @@
 """Temporaries of ``aten.convolution`` and its backward.
 
-If oneDNN runs them, ATen/native/mkldnn/Conv.cpp asks it for its preferred layout ("any"), reorders the input and the
-weight into it, computes, and reorders the result back; `onednn` has the buffers. Else see `im2col_convolution`.
+With oneDNN, ATen/native/mkldnn/Conv.cpp requests the preferred layout ("any"), reorders input and weight into it,
+computes, and reorders the result back; `onednn` computes these buffers. Without oneDNN see `im2col_convolution`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def _shape(
     transposed: bool,
     groups: int,
 ) -> Shape:
-    """Return a convolution as oneDNN sees it.
+    """Return the `Shape` of a convolution.
 
-    ``x`` is the op's input and ``y`` its output shape, also if it is transposed; ``steps``: stride, padding, dilation.
+    ``x`` is the op's input and ``y`` its output shape, also of a transposed convolution; ``steps``: stride, padding,
+    dilation.
     """
     wide, narrow = (tuple(y), tuple(x.shape)) if transposed else (tuple(x.shape), tuple(y))
     wide_space, narrow_space, kernel = wide[2:], narrow[2:], tuple(weight.shape[2:])
@@ -53,15 +54,15 @@ def _shape(
 def _peak_with_reorder(work: Work, result: int, before: int = 0) -> int:
     """Return the peak bytes of a oneDNN call whose result is then reordered to a plain tensor (``mkldnn_to_dense``).
 
-    ``result``: bytes of that tensor. ``before``: bytes of a further temporary while the call runs.
+    ``result``: bytes of the plain tensor. ``before``: bytes of a further temporary while the call runs.
     """
     running = work.source + work.other + work.weight + work.result + work.scratch + before
     return max(running, work.result + result * (2 if work.last else 1))
 
 
 def resized_transposed_result(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the result of a 3-d transposed convolution without oneDNN in a storage of the input's size: the kernel
-    allocates it that large, then resizes it, which frees nothing.
+    """Return the result of a 3-d transposed convolution without oneDNN, in a storage of the input's size: the kernel
+    allocates the result in that size, then resizes it, which frees nothing.
 
     Source: aten/src/ATen/native/NaiveConvolutionTranspose3d.cpp, `slow_conv_transpose3d_cpu`.
     """

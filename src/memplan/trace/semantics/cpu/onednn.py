@@ -1,4 +1,4 @@
-"""Buffers of oneDNN's convolutions, without the choices that only it can make.
+"""Buffers of oneDNN's convolutions, estimated without oneDNN's own choice of kernels.
 
 oneDNN reorders the operands into its own layout and computes in one of three ways (x64/cpu_convolution_list.cpp):
 
@@ -6,8 +6,8 @@ oneDNN reorders the operands into its own layout and computes in one of three wa
 - channels last ("acdb"), for strided gradients and in AMX's tiles;
 - by columns, an im2col and a GEMM, for shapes that no other kernel supports.
 
-Which one runs, and its scratchpad, depend on the processor and on oneDNN's estimates of speed. The rules here give the
-sizes of the tensors in these layouts; of a scratchpad they give the upper bound that the threads can use.
+The choice and the scratchpad depend on the processor and on oneDNN's estimates of speed. The rules here compute the
+sizes of the tensors in these layouts, and an upper bound of the scratchpad of all threads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from memplan.trace.semantics.layout import padded, simd
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A convolution as oneDNN sees it; a transposed one is the data gradient of this convolution."""
+    """A convolution as passed to oneDNN; a transposed convolution is the data gradient of this convolution."""
 
     batch: int
     wide: int
     """Channels of the convolution's input (of the output if transposed)."""
     narrow: int
-    """Channels of its output."""
+    """Channels of the convolution's output (of the input if transposed)."""
     wide_space: tuple[int, ...]
     narrow_space: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -39,7 +39,7 @@ class Shape:
     dilated: bool
     itemsize: int
     tiled: bool = False
-    """Whether AMX's tiles multiply it, in bfloat16."""
+    """Whether AMX's tiles compute it, in bfloat16."""
 
     @property
     def strided(self) -> bool:
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def small_depthwise(self) -> bool:
-        """Whether the depthwise weight gradient's kernel runs it: up to 3x3, on images at least as high."""
+        """Whether the kernel for depthwise weight gradients supports it: up to 3x3, on images at least as high."""
         return self.depthwise and not self.dilated and max(self.kernel) <= 3 and self.wide_space[-2] >= self.kernel[-2]
 
     @property
@@ -69,8 +69,8 @@ class Shape:
 
     @property
     def pointwise(self) -> bool:
-        """Whether the 1x1 kernels run it: without padding, and for images also strided if the stride divides the
-        size."""
+        """Whether the 1x1 kernels support it: without padding; strided only for images whose size the stride
+        divides."""
         divided = not self.volumetric and prod(self.narrow_space) * prod(self.stride) == prod(self.wide_space)
         return prod(self.kernel) == 1 and not any(self.padding) and (not self.strided or divided)
 
@@ -103,7 +103,7 @@ class Work:
 
 
 def forward(s: Shape) -> Work:
-    """Return the buffers of a forward pass, by which of oneDNN's kernels runs it."""
+    """Return the buffers of a forward pass, depending on oneDNN's kernel for it."""
     b = simd()
     if s.tiled or (s.depthwise and s.volumetric and not s.dilated):
         return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
@@ -119,11 +119,11 @@ def forward(s: Shape) -> Work:
 
 
 def data_gradient(s: Shape) -> Work:
-    """Return the buffers of a data gradient: the source is the gradient of the output (``narrow``), the result that of
-    the input (``wide``).
+    """Return the buffers of a data gradient: the source is the gradient of the output (``narrow``), the result the
+    gradient of the input (``wide``).
 
-    Strided ones without dilation are computed channels last, except with groups so small that the output channels of
-    each fit into a vector register.
+    Strided convolutions without dilation are computed channels last, except if the output channels of a group fit into
+    a vector register.
     """
     b = simd()
     few = s.groups > 1 and s.narrow // s.groups <= b
@@ -142,7 +142,7 @@ def data_gradient(s: Shape) -> Work:
 
 def weight_gradient(s: Shape) -> Work:
     """Return the buffers of a weight gradient: the sources are the output's gradient and the input. Threads share the
-    images of a batch, each with sums of its own."""
+    images of a batch, and each has its own partial sums."""
     b = simd()
     if s.depthwise:
         if s.volumetric or not s.small_depthwise or any(2 * p > k for p, k in zip(s.padding, s.kernel, strict=True)):
@@ -174,10 +174,10 @@ def channels_last_weight_gradient(s: Shape) -> Work:
 
 
 def _goes_by_columns(s: Shape, group_block: int, row: int) -> bool:
-    """Return whether only the im2col kernel runs a convolution.
+    """Return whether only the im2col kernel supports a convolution.
 
-    The others need groups whose channels fill whole blocks (of ``group_block``), and unroll the code for a row of
-    ``row`` results, which must stay short.
+    The other kernels need groups whose channels fill whole blocks (of ``group_block``), and unroll the code for a row
+    of ``row`` results, which must stay short.
     """
     unrolled = s.kernel[-1] * min(s.wide // s.groups, 16) * min(row, 28)
     if s.padded_beyond or (s.depthwise and s.volumetric) or unrolled > _MAX_UNROLLED:
@@ -186,19 +186,19 @@ def _goes_by_columns(s: Shape, group_block: int, row: int) -> bool:
 
 
 def _least_block() -> int:
-    """Return the least channels of a group that forward and data gradient support."""
+    """Return the least channels of a group that the kernels of forward and data gradient support."""
     return 4 if simd() == 16 else 8
 
 
 _MAX_UNROLLED = (256 << 10) // (3 * 15)
-"""Instructions of 15 bytes that a kernel's code may have, for each of its three cases: both edges of a row, and between
+"""Most instructions of 15 bytes in a kernel's code for each of its three cases: both edges of a row, and the middle
 (`init_conf` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). Approximate."""
 _LONGEST_OF_WEIGHT_GRADIENT = 13
-"""Width of a kernel above which a weight gradient goes by columns."""
+"""Width of a kernel above which a weight gradient is computed by columns."""
 
 
 def _columns(s: Shape) -> int:
-    """Return the bytes of im2col's columns: of one image, or one slice of a volume, for each thread."""
+    """Return the bytes of im2col's columns: for each thread, those of an image or of a slice of a volume."""
     if s.pointwise and not s.strided:  # reads its input in place
         return 0
     columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space[-2:]) * s.itemsize
@@ -207,7 +207,7 @@ def _columns(s: Shape) -> int:
 
 
 def _padded_image(s: Shape) -> int:
-    """Return the bytes of an image of the output's gradient with what the kernel reads beyond it, for each thread."""
+    """Return the bytes of an image of the output's gradient, padded for the kernel's reads, for each thread."""
     area = prod(n + (k - 1) // step for n, k, step in zip(s.narrow_space, s.kernel, s.stride, strict=True))
     return torch.get_num_threads() * area * s.narrow * s.itemsize
 
@@ -220,10 +220,11 @@ def _unit_stride_copy(s: Shape) -> int:
 
 
 def _weight_sums(s: Shape, weight: int) -> int:
-    """Return the bytes of the sums of threads that share the images of a batch, one weight each but for the first.
+    """Return the bytes of partial weight gradients of threads that share the images of a batch, for all threads but the
+    first.
 
-    They share channels instead if the weight is large beside the tensors: oneDNN weighs the bytes that are moved
-    (`balance` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). That limit is approximate.
+    Threads share channels instead if the weight is large compared to the tensors: oneDNN minimizes the bytes moved
+    (`balance` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). The limit here is approximate.
     """
     if 5 * weight > min(s.wide_bytes() // prod(s.stride), s.narrow_bytes()):
         return 0

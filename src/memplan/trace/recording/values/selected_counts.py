@@ -1,4 +1,4 @@
-"""Infers how many elements values select from the shapes of the other operands: the step runs only if they fit."""
+"""Infers the number of elements that values select from the shapes with which the selection has to broadcast."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 
-def selected_beside(error: BaseException | None, assumed: int) -> int | None:
-    """Infer how many elements values select, from the error of an op whose operands do not fit the assumed number.
+def count_from_shape_error(error: BaseException | None, assumed: int) -> int | None:
+    """Infer the number of selected elements from the error of an op whose operands cannot be broadcast.
 
     Args:
-        error: of an op whose operands cannot be broadcast.
+        error: the exception that the op raised.
         assumed: number of elements that was assumed to be selected.
 
     Returns:
-        The smaller size of another operand in the dimension of that size; None if there is none, or several.
+        The smaller size of another operand in the dimension of size ``assumed``; None if there is none, or several.
     """
     frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     dispatched = [frame.f_locals.get("args") for frame in frames if frame.f_code.co_name == "__torch_dispatch__"]

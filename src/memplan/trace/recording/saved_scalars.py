@@ -28,20 +28,21 @@ class _Token:
 
     __slots__ = ("_entry", "_owner")
 
-    def __init__(self, owner: HeldScalars, entry: Entry) -> None:
+    def __init__(self, owner: SavedScalars, entry: Entry) -> None:
         self._owner, self._entry = owner, entry
 
     def __del__(self) -> None:
         self._owner.free(self._entry)
 
 
-class HeldScalars:
-    """Scalars that autograd nodes save: freed when the node has run (unless the graph is kept) or is destroyed."""
+class SavedScalars:
+    """Records the scalars that autograd nodes save: freed when the node has run (unless the graph is retained) or is
+    destroyed."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._allocated: tuple[weakref.ref[torch.Tensor], Entry] | None = None
-        """Result of the last op and its scalar, to attach to the result's autograd node when that exists."""
+        """Result of the last op and its scalar, to attach to the result's autograd node once the node exists."""
         self._by_sequence: dict[int, Entry] = {}
         """Sequence number of an autograd node -> its scalar."""
         self._running_node: int | None = None
@@ -67,12 +68,12 @@ class HeldScalars:
         if sequence in self._by_sequence and not _torch.keeps_graph():
             self._running_node = sequence
 
-    def without_held(
+    def without_saved(
         self, temporaries: Sequence[Temporary], name: str, args: tuple[Any, ...], sequence: int | None
     ) -> Sequence[Temporary]:
-        """Return a backward op's temporaries without the scalar that its autograd node already holds.
+        """Return a backward op's temporaries without the scalar that its autograd node has saved.
 
-        The formula of such an op (`semantics.cpu.scalar_operands`) counts a single workspace: that scalar.
+        The formula of such an op (`semantics.cpu.scalar_operands`) counts a single temporary: the scalar.
         """
         if (
             not temporaries
