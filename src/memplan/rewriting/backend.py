@@ -26,17 +26,16 @@ _ITEM = "call_method", "item"
 def memplan(
     graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Plan a graph for ``torch.compile``, which finds this backend by its name.
+    """Plan a graph for ``torch.compile``, which looks up this backend by its name.
 
     Plans come from the same search and validator as in `memplan.fit`, but without its proof: no gradients are compared
-    and no memory is measured. Where Dynamo makes sizes or numbers symbolic, each set of concrete values is captured and
-    planned by itself.
+    and no memory is measured. For symbolic sizes or numbers, each set of concrete values is captured and planned
+    separately.
 
     Args:
         graph: a graph that Dynamo traced.
-        inputs: inputs of its first call.
-        options: ``budget``, in bytes or as a size such as ``"6 GiB"``: the limit of all memory on the device at any
-            time of a step.
+        inputs: inputs of the graph's first call.
+        options: ``budget``: most bytes on the device at any time of a step, as a number or a size (``"6 GiB"``).
 
     Raises:
         UsageError: no budget, or an unknown option.
@@ -82,7 +81,7 @@ class _Lifted(nn.Module):
         super().__init__()
         numbers = _convert_item_inputs(graph)
         self.graph = graph
-        self._code = graph.code  # written at the first access, which must not be inside of a capture
+        self._code = graph.code  # generated at the first access, which must not be inside of a capture
         placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._numbers = [name in numbers for name in placeholders]
         self._names = [
@@ -108,8 +107,8 @@ class _Lifted(nn.Module):
 
 
 def _convert_item_inputs(graph: fx.GraphModule) -> set[str]:
-    """Make the inputs on which only ``item()`` is called numbers, and return their names. Dynamo passes a float that
-    changes as a tensor, and all floats under ``dynamic=True``."""
+    """Change inputs that are tensors used only by ``item()`` to numbers, and return their names. Dynamo passes changing
+    floats (under ``dynamic=True`` all floats) as tensors."""
     numbers: set[str] = set()
     for node in graph.graph.nodes:
         readers = list(node.users)

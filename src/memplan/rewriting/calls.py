@@ -22,11 +22,11 @@ class CallStats(Printed):
     planned: int = 0
     """Calls that ran as planned."""
     unplanned: int = 0
-    """Calls under grad mode that ran as the model is written."""
+    """Calls under grad mode that ran unplanned, by the model's own code."""
     why: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Number of unplanned calls by reason, in the order of the first calls."""
     without_grad: int = 0
-    """Calls in which nothing required a gradient, as under ``no_grad``: these are never planned."""
+    """Calls in which nothing required a gradient, as under ``no_grad``, which are never planned."""
 
     def __str__(self) -> str:
         text = f"{self.planned} call{'' if self.planned == 1 else 's'} ran as planned, {self.unplanned} unplanned"
@@ -54,7 +54,7 @@ class Calls:
             self._without_grad += 1
 
     def unplanned(self, why: str) -> None:
-        """Count a call that ran as the model is written."""
+        """Count a call that ran unplanned, for the reason ``why``."""
         with self._lock:
             self._why[why] += 1
 

@@ -56,7 +56,8 @@ class Chain:
     guarded: tuple[tuple[int, str], ...]
     """(position, name) of the inputs that must not change before the backward pass reads them."""
     reread: tuple[tuple[int, ...], ...]
-    """By list, indices into ``guarded`` of the inputs that are read after a hook on their gradient may change them."""
+    """For each list, indices into ``guarded`` of the inputs that are read after a hook on their gradient may have
+    changed them."""
     reads: Reads | None = None
     """Python values that code in the backward pass may read (a `torch.autograd.Function`, a hook); checked when the
     backward pass begins."""
@@ -68,7 +69,7 @@ class Chain:
         """Return the outputs of a forward pass with the chain attached as their ``grad_fn``.
 
         Args:
-            inputs: inputs of the forward pass, None for those that the backward pass does not read.
+            inputs: inputs of the forward pass; None for inputs that the backward pass does not read.
             saved: values that the forward pass saved.
             outputs: results of the forward pass.
             differentiated: tensors whose gradients are computed, by value.
@@ -109,7 +110,7 @@ class _Call:
         self._next = 0
         """Number of the next group."""
         self._gradients: dict[int, torch.Tensor] = {}
-        """Gradients of the last group that are not returned to autograd yet, by value."""
+        """Value -> gradient of the last group that is not returned to autograd yet."""
         self._pass = -1
         """Number of the running autograd pass."""
         self._received: dict[int, torch.Tensor | None] | None = None
@@ -120,8 +121,7 @@ class _Call:
         """Positions of the outputs whose gradients the backward pass began with."""
 
     def receive(self, at: int, tangent: torch.Tensor | None) -> None:
-        """Store the gradient of output ``at`` that autograd has computed; the planned backward pass begins after all of
-        them."""
+        """Store autograd's gradient of output ``at``; the planned backward pass begins after the last output's."""
         if torch.is_grad_enabled():
             raise BackwardError(
                 "Double backward through a planned step",
@@ -178,7 +178,8 @@ class _Call:
         self._running, self._next = self._chain.backward(inputs, saved, tangents), 0
 
     def gradients(self, group: int, values: tuple[int, ...], next_nodes: list[Any]) -> list[torch.Tensor | None]:
-        """Run the backward pass up to a group and return gradients of it, None for those that depend on no tangent.
+        """Run the backward pass up to a group and return gradients of it; None for a gradient without a received
+        tangent.
 
         Args:
             group: number of the group, in the order of the backward pass.
@@ -206,8 +207,8 @@ class _Call:
         ]
 
     def _compute_next_group(self) -> None:
-        """Run the backward program up to its next list of gradients, which wait in ``_gradients`` until the autograd
-        nodes of the group return them. Inputs that hooks may have changed since are checked first."""
+        """Run the backward program up to its next list of gradients, and store them in ``_gradients`` until the
+        autograd nodes of the group return them. First check inputs that hooks may have changed."""
         assert self._running is not None
         self._gradients = {}
         if self._next:
@@ -225,7 +226,7 @@ class _Call:
             self._inputs, self._storages = None, []
 
     def _check(self, which: Iterable[int]) -> None:
-        """Raise BackwardError if one of these guarded inputs has changed since the forward pass."""
+        """Raise BackwardError if any of these guarded inputs has changed since the forward pass."""
         assert self._inputs is not None
         for number in which:
             at, name = self._chain.guarded[number]
@@ -247,7 +248,7 @@ def _changed_input_error(name: str) -> BackwardError:
 def _with_strides(
     tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *, copied: bool = False
 ) -> torch.Tensor:
-    """Return the tensor, or a copy if its strides differ or ``copied``."""
+    """Return the tensor if it has these strides; else, or if ``copied``, a copy with them."""
     same = all(n <= 1 or a == b for n, a, b in zip(shape, tensor.stride(), stride, strict=True))
     if same and not copied:
         return tensor
@@ -255,7 +256,8 @@ def _with_strides(
 
 
 class _Gradients(torch.autograd.Function):
-    """Return the gradients of one group. Its result only orders the nodes: no gradient flows through it."""
+    """Autograd node that returns the gradients of a group. Its result only orders the nodes; no gradient flows through
+    it."""
 
     @staticmethod
     def forward(
@@ -274,7 +276,8 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """Detach a differentiable output, so that the saved values do not form a cycle with the graph."""
+    """Autograd node of a differentiable output, which it detaches so that the saved values form no cycle with the
+    graph."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, at: int, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:
@@ -292,7 +295,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Unplanned(torch.autograd.Function):
-    """Raise in the backward pass of an output for which the plan has no gradient."""
+    """Autograd node of an output for which the plan has no gradient: raises in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, name: str, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ def compile_parts(step: Fused) -> CompiledPasses:
 
 
 def _compile_part(part: Part) -> inductor.Boxed:
-    """Return the function of a part's fused kernels. Its errors in the first run become CompileErrors where they are
-    the compiler's, or an op's that does not return what its fake implementation says."""
+    """Return the function of a part's fused kernels. In the first run it raises CompileError if the compiler fails, or
+    if an op's result has another layout than that of its fake implementation."""
     with lowering(part.name):
         function = inductor.kernels_of(part.lowerable)
 

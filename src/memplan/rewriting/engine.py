@@ -41,7 +41,7 @@ class Functions(Protocol):
 
 
 class GuardedError(Exception):
-    """Raised if a guard fails in a call, so that the model raises its own exception; the text names the flag."""
+    """Raised if a guard fails in a call, so that the model runs unplanned and raises its own exception."""
 
 
 class Engine:
@@ -52,12 +52,12 @@ class Engine:
 
         Args:
             captured: the captured step.
-            schedule: what to run; the validator has checked it.
-            functions: fused kernels that run it; None: run the program.
+            schedule: a schedule that the validator has checked.
+            functions: the schedule as fused kernels; None: run its program.
         """
         graph = captured.graph
         self.text = program(schedule)
-        """The program as Python, also where fused kernels run it."""
+        """The program as Python, also if fused kernels run instead."""
         self._captured = captured
         self._resident = tuple(value for value in graph.values if value.kind in RESIDENT)
         self._owners = _OwnerLookup([value.path for value in self._resident if value.kind in ("parameter", "buffer")])
@@ -77,11 +77,11 @@ class Engine:
         """Run the forward pass and return the model's output, with the planned backward pass attached to it.
 
         Args:
-            model: the captured one, or one with the same parameters and buffers.
+            model: the captured model, or another with the same parameters and buffers.
             call: a call with the captured shapes.
 
         Raises:
-            GuardedError: the model is to run unplanned in this call, to raise its own exception.
+            GuardedError: a guard fails: the model must run unplanned in this call, to raise its own exception.
         """
         inputs = self._collect_inputs(model, call)
         differentiated = {value: inputs[at] for value, at in self._differentiated.items()}
@@ -100,8 +100,8 @@ class Engine:
         return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, differentiated))
 
     def _collect_inputs(self, model: nn.Module, call: Call) -> list[torch.Tensor]:
-        """Return the tensors of all resident values: the model's parameters and buffers as they are now, the call's
-        inputs, and constants."""
+        """Return the tensors of all resident values: the model's present parameters and buffers, the call's inputs, and
+        constants."""
         owners = self._owners.lookup(model)
         tensors = list[torch.Tensor]()
         for value in self._resident:
@@ -116,7 +116,7 @@ class Engine:
 
 
 class _OwnerLookup:
-    """Looks up the modules that own tensors, anew in each call: any of them may have been replaced."""
+    """Looks up the modules that own tensors, in each call, since any of them may have been replaced."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._steps: list[tuple[str, str, str]] = []
@@ -159,7 +159,7 @@ class _Program:
 
 
 def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, ...], backward: Any) -> Chain:
-    """Return the data by which all calls of a planned step attach ``backward`` to their outputs."""
+    """Return the `Chain` by which all calls of a planned step attach ``backward`` to their outputs."""
     graph = captured.graph
     tangents = [value for value in graph.values if value.kind == "tangent"]
     written = {action.into for action in schedule.backward}
@@ -191,8 +191,8 @@ def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, 
 
 
 def _tangents_by_gradient(graph: JointGraph) -> dict[int, frozenset[int]]:
-    """Return, for each value with a gradient, which tangents the gradient depends on, so that autograd runs it only if
-    one of these arrives. A gradient without a dependency counts for all of them."""
+    """Return value with a gradient -> the tangents on which its gradient depends, so that autograd computes the
+    gradient only if one of these arrives. A gradient without dependencies counts as depending on all."""
     tangents = [value.id for value in graph.values if value.kind == "tangent"]
     tangents_of = {value: frozenset([at]) for at, value in enumerate(tangents)}
     for op in graph.backward_ops:
@@ -205,7 +205,7 @@ def _tangents_by_gradient(graph: JointGraph) -> dict[int, frozenset[int]]:
 
 
 def _last_read(schedule: Schedule) -> dict[int, int]:
-    """Return, by resident value, the position of the last backward action whose result depends on its contents."""
+    """Return resident value -> position of the last backward action whose result depends on the value's contents."""
     graph, last = schedule.graph, dict[int, int]()
     for at, action in enumerate(schedule.backward):
         reads = set(action.reads)
@@ -220,7 +220,7 @@ def _last_read(schedule: Schedule) -> dict[int, int]:
 def _read_after_gradient(
     schedule: Schedule, groups: tuple[tuple[int, ...], ...], guarded: list[int], last: dict[int, int]
 ) -> Iterable[tuple[int, ...]]:
-    """Yield, by group, the guarded values that are still read after their own gradient was returned to autograd."""
+    """Yield for each group the guarded values that are still read after their own gradient was returned to autograd."""
     returned_at = {action.value: at for at, action in enumerate(schedule.backward) if action.kind == "give"}
     returned = set[int]()
     for group in groups:

@@ -1,4 +1,4 @@
-"""Replace the call of a module by planned steps; the module itself is not changed."""
+"""Replace a module's call by planned steps, without changing the module itself."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Runnable(Protocol):
 
 
 Planner = Callable[[Call, bool], Runnable | None]
-"""(call, whether parameters have gradients when it begins) -> the step to run; None: run the model unplanned."""
+"""(call, whether parameters have gradients before it) -> planned step; None: run the model unplanned."""
 
 _planning = threading.local()
 _MAX_PLANS = 64
-"""Most kinds of calls whose plans are cached; the least recently used are dropped."""
+"""Most cached plans; the least recently used are dropped."""
 _MAX_VARIANTS = 8
-"""Most plans for calls with the same key, which values of inputs tell apart."""
+"""Most plans for calls with the same key that differ in values of inputs."""
 _SIMILAR_PLANS = 8
-"""Number of plans for calls that differ in a single attribute, at which the user is warned."""
+"""Number of plans for calls that differ in a single attribute from which on the user is warned."""
 
 
 def install(model: nn.Module, planner: Planner) -> Installed:
@@ -70,16 +70,16 @@ def install(model: nn.Module, planner: Planner) -> Installed:
     The first call with a new key (see `keys`) under grad mode is planned; later ones reuse the plan. The module runs
     unplanned where nothing requires grad and under a transform of torch.func. `torch.compile` of the module leaves its
     calls to the plan; a compiled function that calls the module inlines it without the plan, with a warning.
-    `torch.export` and `torch.jit.trace` trace it as it is written. It keeps its parameters, attributes and methods.
-    Copies and pickles of it are not planned. Plans of the 64 most recently used keys are cached.
+    `torch.export` and `torch.jit.trace` trace the module's own code. Parameters, attributes and methods stay the same.
+    Copies and pickles of the module are not planned. The 64 most recently used plans are cached.
 
     Args:
         model: a module, or `memplan.with_loss` of one.
         planner: called once for each new key. It may call the module, which then runs unplanned and without its own
-            hooks. Calls for which it raises UnkeyedError, or whose plan cannot be compiled, run unplanned.
+            hooks. A call runs unplanned if the planner raises UnkeyedError or the plan cannot be compiled.
 
     Raises:
-        TargetError: the module is planned or compiled already.
+        TargetError: the module is already planned or compiled.
     """
     return Installed(model, planner)
 
@@ -94,18 +94,18 @@ class _Variant:
     unplanned: str = ""
     """Reason why the model runs unplanned, if planning failed."""
     reads: Reads | None = None
-    """Python values that the model's code read when it was captured."""
+    """Python values that the model's code read during the capture."""
     used: int = 0
-    """Number of the last call that used it."""
+    """Number of the last call that used this variant."""
     kinds: Kinds = ()
-    """Subclasses of the returned tensors, if an input is of a subclass."""
+    """Tensor subclasses of the results, if an input is of a subclass."""
 
     def are_reads_unchanged(self, moment: object = None) -> bool:
-        """Return whether the Python values that the plan depends on are as before. ``moment``: see `Keys.moment`."""
+        """Return whether the Python values on which the plan depends are unchanged. ``moment``: see `Keys.moment`."""
         return self.reads is None or self.reads.are_unchanged(moment)
 
     def fits_call(self, call: Call) -> bool:
-        """Return whether a call takes the branches that were traced."""
+        """Return whether a call goes through the traced branches."""
         return self.captured is None or self.captured.holds(call)
 
 
@@ -153,7 +153,7 @@ class _PlanCache:
         self._close(dropped)
 
     def drop(self, variant: _Variant) -> None:
-        """Remove a variant from the cache. It has no engine, so that there is nothing to close."""
+        """Remove a variant without an engine from the cache."""
         with self._lock:
             for kind, variants in list(self._variants.items()):
                 self._variants[kind] = tuple(other for other in variants if other is not variant)
@@ -211,7 +211,7 @@ class Installed:
         return tuple(variant.engine for variant in self._cache.all() if variant.engine is not None)
 
     def release(self) -> None:
-        """Drop all references to tensors of the last call. The next call computes its key and guards anew."""
+        """Drop all references to tensors of the last call. The next call computes its key and guards from scratch."""
         self._keys.release()
         for variant in self._cache.all():
             if variant.reads is not None:
@@ -229,7 +229,7 @@ class Installed:
         return self._call_now(*args, **kwargs)
 
     def _call_now(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call as planned, unless a trace, a transform or a mode is active that must see the model's own ops."""
+        """Run a call as planned, unless an active trace, transform or mode must see the model's own ops."""
         model = self._model()
         assert model is not None, "the module itself calls this"
         captured = getattr(_planning, "modules", ())
@@ -253,7 +253,7 @@ class Installed:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call by its plan, which is made now if there is none; as the model is written if it has no plan."""
+        """Run a call by its plan, after planning a new kind of call; or unplanned, if the call cannot be planned."""
         model = self._model()
         assert model is not None
         call = call_of(args, kwargs)
@@ -265,7 +265,7 @@ class Installed:
         if variant.engine is not None:
             try:
                 output = variant.engine.run(model, call)
-            except GuardedError as error:  # the checked value may be random, and drawn anew in this call
+            except GuardedError as error:  # the guarded value may be random, and differ in each call
                 reason = f"{error}, and did not now"
             else:
                 self.calls.planned()
@@ -273,7 +273,7 @@ class Installed:
         try:
             output = model.forward(*args, **kwargs)
         except BaseException:
-            if variant.engine is None:  # a later call with other values may run, and can be planned then
+            if variant.engine is None:  # a later call with other values may succeed, and can be planned then
                 self._cache.drop(variant)
             raise
         self._count_unplanned(
@@ -371,7 +371,7 @@ class Installed:
             return _Variant(unplanned=str(error), reads=reads)
 
     def _warn_of_changing_argument(self, call: Call, kind: _Kind) -> None:
-        """Warn of an argument or attribute that changes in each call, so that each call is planned anew."""
+        """Warn of an argument or attribute that changes in each call, so that each call is planned."""
         times = Counter[str | int]()
         for (key, has_gradients), variants in self._cache.kinds():
             leaves = kind[0].differing_leaves(key) if has_gradients == kind[1] else None
@@ -423,7 +423,7 @@ def _watch_compiler(installed: Installed) -> weakref.finalize[..., Installed]:
 
 @cache
 def _graph_breaking_call() -> Callable[..., Any]:
-    """Return `Installed._call_now`, at which Dynamo breaks the graph: it would compile the model otherwise."""
+    """Return `Installed._call_now` as a function at which Dynamo breaks the graph, instead of compiling the model."""
     return torch.compiler.disable(
         Installed._call_now,
         reason="memplan: its calls run by its plan, which torch.compile would drop; fitted.undo() takes the plan away",

@@ -1,4 +1,4 @@
-"""Cache keys of calls: a plan runs only for calls with the key that it was made for.
+"""Cache keys of calls: a plan runs only for calls with the same key.
 
 A key consists of the modules and their training flags, shapes, strides, dtypes and ``requires_grad`` of parameters,
 buffers and inputs, arguments that are not tensors, hooks, autocast, and torch's global flags. Other Python values that
@@ -25,7 +25,7 @@ _MAX_STATES = 64
 
 
 class UnkeyedError(Exception):
-    """Raised for a call that cannot be planned; the text says why."""
+    """Raised for a call that cannot be planned, with the reason."""
 
 
 class Key(NamedTuple):
@@ -42,7 +42,7 @@ class Key(NamedTuple):
         return hash((self.leaves, self.state, self.tensors[0]))  # pytree's spec, the last of `tensors`, hashes slowly
 
     def differing_leaves(self, other: Key) -> list[int] | None:
-        """Return the positions of the arguments in which two keys differ, or None if anything but numbers differs."""
+        """Return the positions of the numbers in which two keys differ, or None if they differ in anything else."""
         if (self.state, self.tensors) != (other.state, other.tensors) or len(self.leaves) != len(other.leaves):
             return None
         pairs = enumerate(zip(self.leaves, other.leaves, strict=True))
@@ -68,10 +68,10 @@ class State:
 
 @dataclass(frozen=True)
 class _Structure:
-    """Modules of a model and where their tensors are. Keys of different structures differ."""
+    """Modules of a model, and the dicts of their tensors. Keys of different structures differ."""
 
     modules: tuple[nn.Module, ...]
-    """All submodules; the model itself must not be kept alive."""
+    """All submodules, without the model itself, which must not be kept alive."""
     children: tuple[tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]], ...]
     """Dict of each module's own submodules, and a copy of its values."""
     tensors: tuple[tuple[dict[str, Any], int], ...]
@@ -86,7 +86,7 @@ class _Structure:
 
 @dataclass(frozen=True)
 class _LastCall:
-    """State of the last call, and guards that are cheaper to check than the state is to compute."""
+    """State of the last call, and guards whose check is cheaper than computing the state."""
 
     state: State
     dicts: _torch.DictGuards
@@ -96,12 +96,12 @@ class _LastCall:
     tables: list[dict[Any, Any]]
     """Empty tables of hooks."""
     hooks: int
-    """Number of hooks that the process had registered."""
+    """Number of hooks registered so far in the process."""
     kinds: list[type]
     training: list[bool]
     tensors: tuple[torch.Tensor, ...]
     hooked: list[bool] | None
-    """Which tensors have post-accumulate-grad hooks; None: none."""
+    """For each tensor, whether it has post-accumulate-grad hooks; None if none has."""
     trained: list[torch.Tensor]
     guards: dict[Hashable, tuple[_torch.TensorGuards, State]]
     """By autocast state and global flags."""
@@ -130,7 +130,7 @@ class Keys:
         return Key(_leaves(call.structure), self._state(model), tensors)
 
     def have_gradients(self) -> bool:
-        """Return whether any trained parameter has a gradient. Call it after `key`."""
+        """Return whether any trained parameter has a gradient. To be called after `key`."""
         trained = self._trained() if self._last is None else self._last.trained
         for tensor in trained:  # noqa: SIM110  # any() is slower; count(None) compares tensors, 10 us each
             if tensor.grad is not None:
@@ -139,15 +139,15 @@ class Keys:
 
     @property
     def moment(self) -> object:
-        """Token that stays the same object while no module's attributes change; None if that cannot be observed."""
+        """Token that stays the same object while no module's attributes change; None if changes cannot be observed."""
         return self._last if _torch.VERSIONS_SEE_ATTRIBUTES else None
 
     def release(self) -> None:
-        """Drop the tensors of the last call; the next key is computed anew."""
+        """Drop the tensors of the last call; the next key is computed from scratch."""
         self._last = None
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the model's parameters as they are now."""
+        """Yield the model's present parameters."""
         for own in self._structure_of.tensors[::2]:
             yield from (tensor for tensor in own[0].values() if tensor is not None)
 
@@ -180,7 +180,7 @@ class Keys:
         )
 
     def _new_state(self, model: nn.Module, global_state: Hashable) -> State:
-        """Compute the state of the model from all its modules and tensors, and remember guards for the next call.
+        """Compute the state of the model from all its modules and tensors, and store guards for the next call.
 
         ``global_state``: autocast and torch's global flags.
         """
@@ -248,11 +248,11 @@ def _leaves(structure: Structure) -> tuple[Hashable, ...]:
 
 
 def _leaf(leaf: Any) -> Hashable:
-    """Return the key of an argument: of plain data its value; of an object that contains tensors its class, its other
-    attributes and its structure.
+    """Return the key of an argument: the value of plain data; the class, other attributes and structure of an object
+    that contains tensors.
 
     Raises:
-        UnkeyedError: it is another object.
+        UnkeyedError: the argument is of another kind.
     """
     if leaf is TENSOR:
         return TENSOR
@@ -277,7 +277,7 @@ def _tensor_metadata(tensor: torch.Tensor | None) -> Any:
     """Return the part of a key for a tensor: shape, strides, dtype, device and ``requires_grad``.
 
     Raises:
-        UnkeyedError: it is of a subclass or not strided.
+        UnkeyedError: the tensor is of a subclass or not strided.
     """
     if tensor is None:
         return None

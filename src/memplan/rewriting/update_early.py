@@ -1,4 +1,4 @@
-"""Update each parameter during the backward pass, as soon as its gradient is complete, and free the gradient."""
+"""An optimizer that updates each parameter in the backward pass, as soon as its gradient is complete, and frees it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ACCUMULATED = (
 def update_early(optimizer: torch.optim.Optimizer) -> Early:
     """Make an optimizer update each parameter as soon as its gradient is complete.
 
-    The training loop does not change: ``step()`` sees no gradients and only runs its hooks; ``zero_grad()`` has nothing
-    to do. Learning rate schedules and ``state_dict`` work as before. Gradients are gone when the backward pass ends, so
-    the loop cannot clip or scale them, nor discard unwanted ones such as those of a discriminator through which a
-    generator is trained.
+    The training loop stays the same: ``step()`` has no gradients and only runs its hooks; ``zero_grad()`` has nothing
+    to do. Learning rate schedules and ``state_dict`` work as before. Gradients are freed when the backward pass ends,
+    so the loop cannot clip or scale them, nor discard unwanted gradients, such as a discriminator's when a generator is
+    trained through it.
 
     Args:
         optimizer: any optimizer that updates each parameter from its own gradient and state alone.
@@ -92,11 +92,12 @@ class Early:
         self._used_options.clear()
 
     def begin_pass(self) -> None:
-        """Remember which parameters were updated before a backward pass, to discard its updates if it raises."""
+        """Save the set of updated parameters before a backward pass, to restore it if the pass raises."""
         self._before_pass = dict(self._updated)
 
     def discard_pass(self, error: BaseException) -> None:
-        """Discard a backward pass that raised, and add a note if some parameters were updated already."""
+        """Restore the set of updated parameters after a backward pass that raised, and add a note to the exception if
+        the pass updated some."""
         moved = len(self._updated) - len(self._before_pass)
         self._updated = dict(self._before_pass)
         if not self._updated:
@@ -108,7 +109,7 @@ class Early:
             )
 
     def check_zeroing(self, module: nn.Module) -> None:
-        """Refuse ``zero_grad()`` of a module between the updates of its parameters and ``step()``."""
+        """Raise UsageError for ``zero_grad()`` of a module between the updates of its parameters and ``step()``."""
         if self._updated and any(id(parameter) in self._updated for parameter in module.parameters()):
             raise self._discarded_gradients_error("module.zero_grad()")
 
@@ -117,7 +118,7 @@ class Early:
         return id(parameter) in self._ids
 
     def check_backward(self, leaves: list[torch.Tensor]) -> None:
-        """Refuse a backward pass that may be for another optimizer, before any parameter changes."""
+        """Raise UsageError for a backward pass that may be for another optimizer, before any parameter changes."""
         if not any(map(self.has_parameter, leaves)):
             return
         own = set(map(id, _parameters(self._optimizer)))
@@ -134,7 +135,7 @@ class Early:
             )
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse ``step()`` of another optimizer of the same parameters: their gradients are freed."""
+        """Raise UsageError for ``step()`` of another optimizer of the same parameters, whose gradients are freed."""
         if optimizer is not self._optimizer and any(map(self.has_parameter, _parameters(optimizer))):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() on parameters that another optimizer updates early, in backward",
@@ -148,7 +149,7 @@ class Early:
         return f"{type(self._optimizer).__name__} (fitted.optimizer, where memplan.fit made it)"
 
     def _make_gradient_check(self, parameter: torch.Tensor) -> Any:
-        """Return a hook that refuses a gradient which would be accumulated: early updates need a new one each step."""
+        """Return a hook that raises UsageError for a gradient that would be accumulated instead of replaced."""
         number, weak = id(parameter), weakref.ref(parameter)
 
         def check(_: torch.Tensor) -> None:
@@ -196,8 +197,8 @@ class Early:
         parameter.grad = None
 
     def _check_step_begin(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check at the start of ``step()`` that nothing changed since the updates in the backward pass: it does not
-        repeat them."""
+        """Raise UsageError at the start of ``step()`` if options, parameters or gradients changed since the updates in
+        the backward pass, since ``step()`` does not repeat the updates."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise UsageError(
                 "optimizer.step() with a closure",
@@ -212,7 +213,7 @@ class Early:
                 self._check_unchanged(parameter, updated.get(id(parameter)))
 
     def _check_options(self, group: dict[str, Any], used: dict[str, Any]) -> None:
-        """Refuse options that were changed between the updates and ``step()``."""
+        """Raise UsageError if an option changed between the updates and ``step()``."""
         changed = next((name for name, value in used.items() if _comparable(group.get(name)) != value), None)
         if changed is not None:
             raise UsageError(
@@ -222,7 +223,7 @@ class Early:
             )
 
     def _check_unchanged(self, parameter: torch.Tensor, version: int | None) -> None:
-        """Refuse a parameter that was changed, or got a gradient, between its update and ``step()``."""
+        """Raise UsageError if a parameter changed, or got a gradient, between its update and ``step()``."""
         if version is None:
             return
         gradient = parameter.grad is not None
@@ -257,7 +258,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _refuse_several_processes() -> None:
-    """Refuse several processes: a gradient would be applied before the all-reduce."""
+    """Raise UsageError in a run of several processes: a gradient would be applied before the all-reduce."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise UsageError(
@@ -268,8 +269,8 @@ def _refuse_several_processes() -> None:
 
 
 def _weak_hook(method: Any) -> Any:
-    """Return a hook that does not keep the object of a bound method alive: the garbage collector does not see these
-    hooks, so a model and its optimizer would leak."""
+    """Return a hook that does not keep the object of a bound method alive: the garbage collector does not see hooks of
+    tensors, so a model and its optimizer would leak."""
     weak = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:
@@ -294,7 +295,7 @@ class _TrainingObserver:
         self._observing = False
 
     def add(self, early: Early) -> None:
-        """Observe for this optimizer, too; the first one patches torch's functions."""
+        """Observe for another optimizer; the first optimizer patches torch's functions."""
         with self._lock:
             if not self._observing:
                 self._patches.enter_context(_torch.clipping_seen(self._refuse_clipping))

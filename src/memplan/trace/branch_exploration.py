@@ -85,12 +85,12 @@ class _Exploration:
     def run(self) -> None:
         """Override all scalar reads at once, since most are only logged; then each branch; then each scalar read that
         has an effect on memory."""
-        queue = self._meet(self._first)
+        queue = self._new_choices(self._first)
         for kind in ("other value", "in turn"):
             reads = [choice for choice in queue if choice.kind == kind]
             other = self._record(self._first.overrides ^ frozenset(reads)) if reads else None
             if other is not None and other.peak == self._first.peak and all(map(other.reaches, reads)):
-                # without a known range, one other value shows no effect only if all storages are as large as before
+                # without a known range, another value proves no effect only if all storages have the same bytes
                 ranges, same_bytes = self._first.decisions.reads, other.bytes == self._first.bytes
                 self._without_effect.update(choice for choice in reads if same_bytes or ranges[choice.line].bounded)
         queue.sort(key=lambda choice: choice.kind != "branch")
@@ -99,8 +99,8 @@ class _Exploration:
             if choice not in self._without_effect:
                 queue += self._try(choice)
 
-    def _meet(self, recorded: Recorded) -> list[Choice]:
-        """Return the choices of a recording that no earlier one had, and note the recording for each."""
+    def _new_choices(self, recorded: Recorded) -> list[Choice]:
+        """Return the choices of a recording that no earlier recording reached, and note the recording for each."""
         if not isinstance(recorded.outcome, Trace):
             return []
         (branches, reads), steps = recorded.decisions, len(recorded.outcome.steps)
@@ -116,23 +116,23 @@ class _Exploration:
         return new
 
     def _try(self, choice: Choice) -> list[Choice]:
-        """Record the step with a choice overridden. Returns the choices that appear only then."""
+        """Record the step with a choice overridden. Returns the choices that no earlier recording reached."""
         first_with_choice = self._first_reached_in[choice]
         base = self._best if self._best.reaches(choice) else first_with_choice
         other = self._record(base.overrides ^ {choice})
         if other is None:
             return []
         self._tried[choice] = base, other
-        return self._meet(other)
+        return self._new_choices(other)
 
     def _record(self, overrides: Overrides) -> Recorded | None:
-        """Record the step with overrides; None if there have been enough recordings, or no time is left."""
+        """Record the step with overrides; None after `_MAX_RECORDINGS`, or if no time is left."""
         if overrides not in self._recorded:
             if len(self._recorded) > _MAX_RECORDINGS or not self._has_time():
                 return None
             other = self._recorded[overrides] = self._record_again(overrides)
             if isinstance(other.outcome, Trace):
-                # at equal peaks, the trace of a program that runs more steps is the one to show
+                # at equal peaks, show the trace of a program that runs more steps
                 more = len(other.outcome.steps) - len(self._trace.steps)
                 if other.peak * (_SAME if more > 0 else 1) > self._best.peak * (_SAME if more < 0 else 1):
                     self._best, self._trace = other, other.outcome

@@ -1,4 +1,4 @@
-"""Bytes that storages hold over time."""
+"""Live bytes of storages over time."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def live_bytes(storages: Iterable[Storage], size: Callable[[Storage], int] = _re
 
 
 def peak_live_bytes(storages: Iterable[Storage]) -> int:
-    """Return the most bytes that storages hold at once, as requested."""
+    """Return the peak of the live (requested) bytes of storages."""
     return max((level for _, level in live_bytes(storages)), default=0)

@@ -34,7 +34,7 @@ _COMPILED = (
 
 @dataclass(frozen=True)
 class NamedRun:
-    """Results of a run under a dispatch mode, in which each allocation belongs to a named op."""
+    """Records of a run under a dispatch mode, by which each allocation belongs to a named op."""
 
     observer: Observer
     parts: StepParts
@@ -46,7 +46,7 @@ class NamedRun:
 
 @contextmanager
 def compiled_as_torch_is(build: Runs) -> Iterator[None]:
-    """Run what a program compiles without what memplan replaces in a script, which Dynamo cannot trace."""
+    """Undo memplan's patches of a script, which Dynamo cannot trace, while compiled functions of a program run."""
     if not isinstance(build, Program):
         yield
         return
@@ -62,7 +62,8 @@ def compiled_as_torch_is(build: Runs) -> Iterator[None]:
 
 
 def named_run(build: Runs, steps: int, device: str = HOST) -> NamedRun:
-    """Run the step under a dispatch mode and a memory profile of ``device``; on the CPU, undo what it changed."""
+    """Run the step under a dispatch mode and a memory profile of ``device``; on the CPU, restore the state that it
+    changed."""
     place = Place()
     observer = Observer(place, real=True, on_card=device != HOST)
     outside = OutsideState(place, observer.ledger) if device == HOST else None
@@ -87,7 +88,7 @@ def named_run(build: Runs, steps: int, device: str = HOST) -> NamedRun:
         marks.after_last_step = ended
         with recording_runs(measurement(place, device)), profile, mode:
             run_steps(build, steps, observer, marks)
-    if outside is not None:  # else it is the last run of its process
+    if outside is not None:  # on a card this is the last run of the process
         outside.restore()
     return NamedRun(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
 

@@ -35,8 +35,8 @@ def recording_thread() -> Iterator[None]:
 def own_streams() -> Iterator[None]:
     """Within this context, this thread has private random generators, which start in the state of the process's.
 
-    A function imported from its module (``from random import random``) still draws from the process's generator, whose
-    state is restored only if no other thread exists that may have drawn from it.
+    A function imported from its module (``from random import random``) still draws from the process's generator. Its
+    state is restored only if there are no other threads, which may have drawn from it, too.
     """
     states, nested = _generator_states(), _is_recording_thread()
     try:
@@ -95,8 +95,8 @@ def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Ite
     """Within this context, functions of ``module`` (`random`, `numpy.random`) draw from ``own`` in recording threads.
 
     Args:
-        module: has functions that are methods of one generator.
-        shared: that generator.
+        module: a module whose functions are methods of a shared generator.
+        shared: the shared generator.
         own: a generator of the same kind; it starts in the state of ``shared``.
         others: further functions of the module -> their replacements.
     """

@@ -28,7 +28,7 @@ _TEXT = re.compile(r"(?P<shape>\d{1,18}(?:x\d{1,18})*|scalar)(?::(?P<dtype>\w+))
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor to be made: shape, dtype and, for integers, the range of its values ``low <= value < high``."""
+    """Description of a tensor: shape, dtype and, for integers, the range of values ``low <= value < high``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -62,9 +62,9 @@ def spec(
     Args:
         text: sizes joined by "x", then optionally ":" and a dtype, then optionally "<" and the end of an integer range.
         dtype: the dtype, if it is not in the text; float32 by default.
-        low, high: values are drawn from low <= value < high: integers from 0 to 1 by default, floats from a normal
-            distribution unless one of them is given.
-        seed: of the generator that a real step draws the values from.
+        low, high: values are drawn from low <= value < high: by default integers from 0 to 1, floats from a normal
+            distribution.
+        seed: seed of the generator from which a real step draws the values.
 
     Raises:
         InputError: the text does not describe a tensor.
@@ -94,7 +94,7 @@ def spec(
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
-    """Return the dtype named, say, "bfloat16" or "bf16"; a dtype unchanged.
+    """Return the dtype with a name such as "bfloat16" or "bf16"; a dtype unchanged.
 
     Raises:
         InputError: no such dtype.

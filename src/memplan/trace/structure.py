@@ -15,7 +15,7 @@ from memplan import _torch
 
 _LEAVES = (str, bytes, int, float, complex, type, torch.Tensor, nn.Module, torch.Generator,
            torch.SymInt, torch.SymFloat, torch.SymBool)  # fmt: skip
-"""Types that are not searched for tensors. Symbolic sizes hold all of their shape environment."""
+"""Types that are not searched for tensors. Symbolic sizes reference their whole shape environment."""
 
 
 class _Slot:
@@ -35,7 +35,7 @@ class Structure:
 
     spec: Any
     leaves: tuple[Any, ...]
-    """TENSOR, a `Holder` of further tensors, or the leaf itself."""
+    """TENSOR, a `Holder` of nested tensors, or a leaf without tensors."""
 
     def rebuild(self, tensors: Iterable[Any]) -> Any:
         """Return the value with these tensors, in order. Objects that contain tensors are copied."""
@@ -57,7 +57,7 @@ class Holder:
 
     shell: Any
     inside: Structure
-    """Of a pair of dicts: its attributes and its items that contain tensors."""
+    """Structure of a pair of dicts: the object's attributes, and its items, that contain tensors."""
 
     def fill(self, tensors: Iterator[Any]) -> Any:
         """Return a copy of the object with these tensors."""
@@ -93,9 +93,9 @@ def _structure(value: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -
 
 
 def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
-    """Return what a `Structure` keeps of a leaf, and add the tensors in it to ``tensors``.
+    """Return the entry of a leaf in `Structure.leaves`, and append the tensors in the leaf to ``tensors``.
 
-    ``path``: id() of each object around the leaf, which is not searched again within itself.
+    ``path``: id() of each enclosing object, against endless recursion.
     """
     if isinstance(leaf, torch.Tensor):
         tensors.append(leaf)
@@ -116,7 +116,7 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
 
 
 def _contains_tensor(value: Any, path: tuple[int, ...]) -> bool:
-    """Return whether a value contains a tensor. ``path``: as of `_leaf`, against endless recursion."""
+    """Return whether a value contains a tensor. ``path``: see `_leaf`."""
     for leaf in _torch.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             return True

@@ -25,14 +25,14 @@ _DESCRIBED = "for a described card; a real one can choose others, mostly for wei
 BAND = 0.95
 """Probability with which the peak lies in the band of `ExpectedSize`."""
 _FORMULA, _NOTHING = 0.01, 64 << 10
-"""What the formulas leave out: this share of a workspace, and workspaces up to these bytes, which count as none."""
+"""Error of the formulas: this share of a workspace; and bytes up to which a workspace counts as 0."""
 
 
 def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
-    """Return the trace with workspaces in bytes where cuDNN answers or a model of its choice; others stay intervals.
+    """Return the trace with workspaces in bytes if cuDNN or a model of its choice has an answer; others stay intervals.
 
     A measurement on a real card of this name with this version of cuDNN takes precedence over cuDNN's answer for a
-    described card, and that over an expected workspace. ``queries``: storage -> what to ask.
+    described card, and the latter over an expected workspace. ``queries``: storage -> query to cuDNN.
     """
     library = library.for_card(card.architecture)
     answers = ask(library, card, (query.question for query in queries.values()))
@@ -97,7 +97,7 @@ def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, 
 
 
 def _counted(questions: Iterable[AnyQuestion]) -> str:
-    """Return such as "3 convolutions and 2 calls of recurrent networks"."""
+    """Return a count of the questions by kind: "3 convolutions and 2 calls of recurrent networks"."""
     kinds = Counter(
         "calls of recurrent networks" if isinstance(question, RecurrentQuestion) else "convolutions"
         for question in questions
@@ -106,8 +106,8 @@ def _counted(questions: Iterable[AnyQuestion]) -> str:
 
 
 def _as_measured(size: int, plans: Plans) -> Plans:
-    """Return a plan with the measured workspace of ``size`` bytes, followed by cuDNN's plans with smaller ones, which
-    torch tries if memory runs out."""
+    """Return a plan with the measured workspace of ``size`` bytes, followed by cuDNN's plans with smaller workspaces,
+    which torch tries if memory runs out."""
     same = (plan.engine for plan in plans if round_to_blocks(plan.workspace) == round_to_blocks(size))
     first = ExecutionPlan(next(same, "an engine that it did not name"), size)
     return (first, *(plan for plan in plans if plan.workspace < size))
@@ -116,32 +116,32 @@ def _as_measured(size: int, plans: Plans) -> Plans:
 def _band(
     trace: Trace, predicted: Mapping[int, AnyQuestion], expected: Mapping[AnyQuestion, ExpectedWorkspace]
 ) -> tuple[ExpectedSize, ...]:
-    """Return the workspaces at both ends of the band that holds the allocated peak with the probability `BAND`.
+    """Return the workspaces at both ends of the band that contains the allocated peak with probability `BAND`.
 
-    The choices for different convolutions are independent, and equal ones get the same workspace. So the peak is at
-    most P with the probability that each convolution has at most what is left of P beside the other live storages:
-    the product of the convolutions' own probabilities. An end of the band takes the quantile of every workspace at
-    which the peak is that of the end.
+    The choices for different convolutions are independent, and equal convolutions get the same workspace. So the
+    probability of a peak of at most P is the product, over convolutions, of the probability that the workspace fits
+    into P minus the other live bytes. At an end of the band, all workspaces are at the same quantile, for which the
+    peak is that end.
     """
     counted = (storage for storage in trace.counted if storage.id not in predicted)
     levels = list(live_bytes(counted, size=lambda storage: round_to_blocks(storage.bytes)))
     peak_of_others = max((level for _, level in levels), default=0)
     distinct = {question: _Sizes(expected[question]) for question in predicted.values()}
-    most_beside = dict[AnyQuestion, int]()
+    most_others = dict[AnyQuestion, int]()
     for storage, question in predicted.items():
-        most_beside[question] = max(most_beside.get(question, 0), _most_live(levels, trace.storages[storage]))
+        most_others[question] = max(most_others.get(question, 0), _most_live(levels, trace.storages[storage]))
 
     def peak_at(quantile: float) -> int:
-        moments = (most_beside[question] + sizes.blocks_at(quantile) for question, sizes in distinct.items())
+        moments = (most_others[question] + sizes.blocks_at(quantile) for question, sizes in distinct.items())
         return max(peak_of_others, *moments)
 
     def probability(peak: int) -> float:
         product = 1.0
         for question, sizes in distinct.items():
-            product *= sizes.probability_of_at_most(peak - most_beside[question])
+            product *= sizes.probability_of_at_most(peak - most_others[question])
         return product
 
-    moments = (most_beside[question] + size for question, sizes in distinct.items() for size in sizes.blocks)
+    moments = (most_others[question] + size for question, sizes in distinct.items() for size in sizes.blocks)
     peaks = sorted({max(peak_of_others, moment) for moment in moments})
     quantiles = sorted({0.0, *(quantile for sizes in distinct.values() for quantile in sizes.sums)})
     tail = (1 - BAND) / 2
@@ -159,7 +159,7 @@ def _band(
 
 
 class _Sizes:
-    """The possible workspaces of a convolution, in ascending order, with the probability of at most each."""
+    """The possible workspaces of a convolution, in ascending order, with their cumulative probabilities."""
 
     def __init__(self, expected: ExpectedWorkspace) -> None:
         self.sizes = expected.sizes
@@ -179,7 +179,7 @@ class _Sizes:
 
 
 def _most_live(levels: list[tuple[int, int]], storage: Storage) -> int:
-    """Return the most bytes of ``levels``, (tick, bytes after it), at any tick of a storage's life."""
+    """Return the peak of ``levels``, (tick, bytes after it), during the lifetime of a storage."""
     first = max(0, bisect_left(levels, storage.born, key=_tick_of) - 1)
     last = len(levels) if storage.died is None else bisect_left(levels, storage.died, key=_tick_of)
     return max((level for _, level in levels[first:last]), default=0)

@@ -1,4 +1,4 @@
-"""Where the steps of a run begin and end: of a ``build``, which returns its step, and of a program run as a whole."""
+"""Protocols of runs: a ``build`` that returns its step, or a program, and the callbacks where its steps end."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Program(Protocol):
 
     @property
     def title(self) -> str:
-        """Return its name in messages."""
+        """Return the program's name in messages."""
         ...
 
     @property
     def has_time(self) -> bool:
-        """Return whether there is time to run it once more."""
+        """Return whether there is time to run the program again."""
         ...
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
-        """Run it until it ends or has run ``steps`` steps, calling ``boundaries`` at each boundary.
+        """Run the program until it ends or has run ``steps`` steps, calling ``boundaries`` at each boundary.
 
         Each callback is called at least once, ``stepped`` at most ``steps`` times; any of them may raise.
         """
@@ -61,4 +61,4 @@ class Programs:
 
 
 Runs = Build | Program
-"""What a recording or a measurement runs."""
+"""Subject of a recording or a measurement."""

@@ -1,4 +1,4 @@
-"""What a step with several ranks holds for its collective operations, from what its ops read and write."""
+"""Storages of collective operations in a step of several ranks: gathered weights, buffers, unsharded gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from memplan.trace.records import Op
 
 _LIBRARIES = ("c10d.", "_c10d_functional.", "c10d_functional.", "fsdp.")
-"""Namespaces of ops that send, or pack and unpack what is sent."""
+"""Namespaces of ops that communicate, or pack and unpack communicated tensors."""
 _UNPACKS_WEIGHTS, _PACKS_GRADIENTS = "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"
 _MOVES = frozenset((
     "empty", "empty_like", "empty_strided", "new_empty", "new_zeros", "zeros", "zero_", "fill_", "copy_", "_to_copy",
@@ -16,23 +16,23 @@ _MOVES = frozenset((
     "select", "as_strided", "view", "_unsafe_view", "reshape", "flatten", "unsqueeze", "squeeze", "detach", "alias",
     "expand", "permute", "transpose", "t", "constant_pad_nd", "mul", "mul_", "div", "div_",
 ))  # fmt: skip
-"""Ops that move elements, or average them over the ranks. What no other op reads or writes is sent, not computed
-with."""
+"""Ops that move elements, or average them over the ranks. Operands of collectives that no other op reads or writes are
+communication buffers."""
 
 
 class Collective(NamedTuple):
-    """Storages that a step with one rank would not have."""
+    """Storages of collective operations."""
 
     gathered: Set[int]
-    """Weights put together from the shards of the ranks."""
+    """Weights gathered from the shards of the ranks."""
     buffers: Set[int]
-    """What is sent or received, and read by no op that computes: buckets, flat inputs of a reduce-scatter."""
+    """Communication buffers: buckets, flat inputs of a reduce-scatter."""
     gradients: Set[int]
-    """Gradients of whole weights, before they are reduced to shards."""
+    """Gradients of gathered weights, before they are reduced to shards."""
 
 
 def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
-    """Sort the operands of collective operations.
+    """Classify the operands of collective operations.
 
     Args:
         ops: of the trace, in order.
@@ -47,7 +47,7 @@ def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
         reads, writes = {operand.storage for operand in op.reads}, set(op.writes)
         if op.name.startswith(_LIBRARIES):
             sent |= reads | writes
-            if op.name.startswith(_UNPACKS_WEIGHTS):  # which declares its results as arguments
+            if op.name.startswith(_UNPACKS_WEIGHTS):  # its results are arguments of the op
                 gathered |= reads | writes
             elif op.name.startswith(_PACKS_GRADIENTS):
                 gradients |= reads

@@ -6,7 +6,7 @@ from memplan import _torch
 
 
 class CreatingOps:
-    """Maps autograd nodes to ops: nodes created since the previous dispatch belong to the op dispatched now."""
+    """Maps autograd nodes to the ops that created them: those dispatched next after the node's creation."""
 
     def __init__(self) -> None:
         self.by_sequence_number: dict[int, int] = {}

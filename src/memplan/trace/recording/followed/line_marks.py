@@ -18,7 +18,7 @@ class LineClock:
         self._next = 0
 
     def __call__(self) -> int:
-        """Return the next tick, and mark it in the profile of the running profiler, where `time_of` finds it."""
+        """Return the next tick, and mark it in the running profiler's record, for `time_of`."""
         tick = self._next
         self._next += 1
         with _torch.marker(f"{_LINE}{tick}"):

@@ -1,7 +1,6 @@
-"""Records when each line of chosen functions runs: those that `memplan.profile` decorates, and those requested.
+"""Records when each line of a followed function runs: functions that `memplan.profile` decorates, and requested ones.
 
-It traces the recording thread by `sys.settrace`. What a line calls, a module's forward or a backward pass, belongs to
-that line.
+The recording thread is traced by `sys.settrace`. Calls from a line, such as a module's forward, belong to that line.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Followed:
     """``name`` or ``Class.name``."""
 
     def has(self, code: CodeType, path: str) -> bool:
-        """Return whether ``code``, from the file ``path``, is to be followed."""
+        """Return whether ``code``, from the file ``path``, is followed."""
         if path != self.file:
             return False
         if self.function is None:  # comprehensions and lambdas belong to the enclosing line; class bodies run no step
@@ -128,13 +127,13 @@ class LineWatch:
     _thread: int = field(default_factory=threading.get_ident)
 
     def start(self) -> None:
-        """Trace the thread that made it from now on; on another thread, do nothing."""
+        """Start tracing the thread that constructed this watch; on another thread, do nothing."""
         if not self._tracing and threading.get_ident() == self._thread:
             self._tracing, self._previous = True, sys.gettrace()
             sys.settrace(self._trace_call)
 
     def stop(self) -> None:
-        """Stop tracing; spans of running lines end now."""
+        """Stop tracing, and end the spans of running lines."""
         if self._tracing:
             self._tracing = False
             sys.settrace(self._previous)
@@ -143,11 +142,11 @@ class LineWatch:
             self._end_span(frame, now, cut=True)
 
     def rows(self) -> tuple[FunctionLines, ...]:
-        """Return the functions that ran, in the order of their first calls. Call it after `stop`."""
+        """Return the functions that ran, in the order of their first calls. To be called after `stop`."""
         return tuple(watched.row() for watched in self._watched.values() if watched is not None and watched.spans)
 
     def _trace_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Trace function of `sys.settrace` for each call: returns the one for the lines of a followed function."""
+        """Trace function of `sys.settrace` for calls: returns `_trace_line` for a followed function, else None."""
         code = frame.f_code
         if code not in self._watched:
             self._watched[code] = _FollowedFunction(code) if _is_followed(code) else None
@@ -159,7 +158,7 @@ class LineWatch:
         return self._trace_line
 
     def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """Trace function within a followed function: a new line, or a return, ends the span of the line before."""
+        """Trace function within a followed function: a new line or a return ends the span of the previous line."""
         watched = self._watched[frame.f_code]
         if watched is None or not self._tracing:
             return None
@@ -181,8 +180,8 @@ class LineWatch:
 
 
 def _resumes(frame: FrameType) -> bool:
-    """Return whether a call event is a generator or coroutine that resumes after a yield. The low bits of the argument
-    of its RESUME instruction tell so."""
+    """Return whether a call event is a generator or coroutine that resumes after a yield, by the low bits of the
+    argument of its RESUME instruction."""
     code, at = frame.f_code.co_code, frame.f_lasti
     return at >= 0 and dis.opname[code[at]] == "RESUME" and code[at + 1] & 3 > 0
 
@@ -201,7 +200,8 @@ def decorate(code: CodeType) -> None:
 def start_watch() -> None:
     """Start the innermost `watching` context: a decorated function is about to run.
 
-    Tracing every call of Python doubles the time of a recording, so one that calls no decorated function is not traced.
+    Tracing every Python call doubles the time of a recording, so a recording is traced only from the first call of a
+    decorated function on.
     """
     if _watches and (watch := _watches[-1]) is not None:
         watch.start()
@@ -211,7 +211,7 @@ def code_of(function: Any, what: str) -> CodeType:
     """Return the code of a function or method, unwrapping decorators. ``what`` names it in an error.
 
     Raises:
-        InputError: it is not a function written in Python.
+        InputError: ``function`` is not written in Python.
     """
     unwrapped = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
     code = getattr(unwrapped, "__code__", None)
@@ -252,7 +252,7 @@ def watching(clock: Callable[[], int]) -> Iterator[LineWatch]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Within this context, record no lines; a decorated function that is called starts no watch of its own either."""
+    """Within this context, record no lines; a call of a decorated function starts no watch either."""
     _watches.append(None)
     try:
         yield
@@ -261,12 +261,12 @@ def unwatched() -> Iterator[None]:
 
 
 def _forget(watch: LineWatch | None) -> None:
-    """Remove the last occurrence of ``watch``, above which another thread may have pushed its own."""
+    """Remove the last occurrence of ``watch`` from the stack, above which another thread may have pushed a watch."""
     del _watches[max(at for at, other in enumerate(_watches) if other is watch)]
 
 
 def is_watched() -> bool:
-    """Return whether a `watching` or `unwatched` context is active: a decorated function then starts no watch."""
+    """Return whether a `watching` or `unwatched` context is active, in which a decorated function starts no watch."""
     return bool(_watches)
 
 

@@ -1,4 +1,4 @@
-"""Checks for nan and inf: what a healthy step answers."""
+"""Recognizes checks for nan and inf, and returns their results for finite values."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from memplan.trace.recording.ledger import Entry, Note
 
 _DEPTH = 4
-"""Ops between a check and what is read, at most: ``torch.isnan(x).any() | ...``"""
+"""Most ops between a check and the scalar that is read: ``torch.isnan(x).any() | ...``"""
 _ANY = ("aten.any", "aten.logical_or", "aten.bitwise_or", "aten.max")
 _ALL = ("aten.all", "aten.logical_and", "aten.bitwise_and", "aten.min")
 _NOT = ("aten.logical_not", "aten.bitwise_not")
 
 
 def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]) -> bool | None:
-    """Return the result of a check for nan or inf (`torch.isnan(x).any()`) where all values are finite; None for a
-    scalar that is no such check.
+    """Return the result of a check for nan or inf (`torch.isnan(x).any()`) if all values are finite; None for a scalar
+    that is no such check.
 
     `torch.isfinite` is ``(x == x) * (x.abs() != inf)`` (ATen, TensorCompare.cpp), seen in torch 2.11 and 2.13.
     """
@@ -23,7 +23,7 @@ def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Seque
 
 
 def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry], depth: int) -> bool | None:
-    """Evaluate a check by the ops that computed it, up to ``depth`` ops back; None if these are no check for nan or
+    """Evaluate a check by the ops that computed it, up to ``depth`` ops back; None if they are no check for nan or
     inf."""
     if entry is None or entry.op is None or entry.dtype != "bool":
         return None

@@ -18,7 +18,8 @@ ITERATES = "an optimizer asked whether it is done, and is taken to make all of i
 
 
 def goes_on() -> bool | None:
-    """Return the truth value for which the optimizer continues iterating; None if user code reads the value.
+    """Return the truth value of a condition in the optimizer for which it continues iterating; None for a condition in
+    other code.
 
     A line search accepts its first step, which leaves the most iterations.
     """
@@ -27,7 +28,7 @@ def goes_on() -> bool | None:
 
 
 def is_optimizing() -> bool:
-    """Return whether the optimizer itself reads a value, rather than the closure that it calls."""
+    """Return whether the optimizer's own code is running, rather than the closure that it calls."""
     return _frame_of_optimizer() is not None
 
 

@@ -149,7 +149,7 @@ def _partly_summed(call: Call) -> Range | None:
 
 
 def _added_at(call: Call) -> Range | None:
-    """scatter_add, index_add: at worst all is added to one element."""
+    """Return the range of `scatter_add` and `index_add`, which may add all elements to the same element."""
     count, factor = call.args[3].numel(), call.kwargs.get("alpha", 1)
     added = corners(operator.mul, call.of(3), (0, count * factor))
     return corners(operator.add, call.of(0), added)
@@ -171,7 +171,7 @@ def _counting(call: Call) -> Range:
 
 
 def _uniform(call: Call) -> Range:
-    """The upper end is never drawn: the largest number is half an eps of the dtype below it."""
+    """Return the range of `uniform_`, whose upper end is never drawn: the largest number is half an eps below it."""
     low, high = (*call.args[1:3], *(0.0, 1.0)[max(len(call.args) - 1, 0) :])
     return low, low + (high - low) * (1 - torch.finfo(call.result.dtype).eps / 2)
 
@@ -191,12 +191,12 @@ def _distinct(call: Call) -> list[Range | None]:
 
 
 def _ordered(holds: Callable[[Number, Number], bool]) -> Rule:
-    """Return the rule of ``<`` and the like, which is the same for all values if it is for the ends of the ranges."""
+    """Return the rule of an order comparison (``<``), certain for all values if it is for the ends of the ranges."""
     return lambda call: corners(holds, call.of(0), call.of(1))
 
 
 def _equality(*, when_equal: bool) -> Rule:
-    """Return the rule of ``==`` or ``!=``: certain for ranges that do not meet, and for single values."""
+    """Return the rule of ``==`` or ``!=``: certain for disjoint ranges, and for equal single values."""
 
     def rule(call: Call) -> Range | None:
         first, second = call.of(0), call.of(1)
@@ -211,7 +211,7 @@ def _equality(*, when_equal: bool) -> Rule:
 
 
 def _both(call: Call) -> Range | None:
-    """Bits that both operands have: of numbers that are not negative at most the smaller one."""
+    """Return the range of a bitwise "and", for non-negative numbers at most the smaller operand."""
     first, second = call.of(0), call.of(1)
     if first is None or second is None or min(*first, *second) < 0:
         return None
@@ -235,7 +235,7 @@ _SUBSETS = (
     "clone", "_to_copy", "contiguous", "cat", "stack", "index", "index_select", "gather", "repeat", "flip", "roll",
     "masked_select", "take", "max", "min", "amax", "amin", "_unsafe_index", "lift_fresh", "lift_fresh_copy", "mean",
 )  # fmt: skip
-"""Ops whose results are among the elements of the first operand, or between them."""
+"""Ops whose results lie within the range of the first operand."""
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SUBSETS, _same(0)),
     **dict.fromkeys(("copy", "fill", "full_like", "full"), _same(1)),
@@ -295,7 +295,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("rand", "rand_like"), _unit),
     "uniform": _uniform,
 }  # fmt: skip
-"""By the op's name, without the underscore of its in-place form; with an overload where that differs."""
+"""Op -> rule. Keys are names without the underscore of in-place ops, with an overload whose rule differs."""
 
 _EXCHANGES: Mapping[str, Rule] = {
     "c10d.alltoall_base_.default": _same(1), "_c10d_functional.all_to_all_single.default": _same(0),
@@ -340,7 +340,7 @@ class ValueRanges:
             self._by_storage[entry.id] = stored, tensor.dtype
 
     def before(self, written: Sequence[Any]) -> None:
-        """Keep the ranges of tensors with known values that an op is about to write."""
+        """Store the ranges of tensors with known values before an op writes them."""
         for target in written if not self._ledger.real else ():
             if isinstance(target, _torch.FakeTensor) and target.constant is not None:
                 self.put(target, self.of(target))
@@ -348,7 +348,7 @@ class ValueRanges:
     def after(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, written: Sequence[Any] = ()
     ) -> None:
-        """Set the ranges of an op's results. ``written``: arguments that it wrote."""
+        """Set the ranges of an op's results. ``written``: arguments that the op wrote."""
         if self._ledger.real:
             return
         rule = _EXCHANGES.get(name) or rule_of(name)
@@ -376,10 +376,10 @@ class ValueRanges:
 
 
 def rule_of(name: str) -> Rule | None:
-    """Return the rule of an op, by its name with its overload; None if its results are unknown."""
+    """Return the rule of an op with this name and overload, or None."""
     _, base, overload = name.split(".") if name.count(".") == 2 else ("", name, "")
     base = base.rstrip("_")
-    # an overload that writes into ``out=`` has the plain op's arguments only if it is named so
+    # of overloads that write into ``out=``, only the one named "out" has the plain op's arguments
     return RULES.get(f"{base}.{overload}", RULES.get(base) if overload == "out" or "out" not in overload else None)
 
 
