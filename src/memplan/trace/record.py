@@ -464,7 +464,7 @@ class _Recording(ObservedRun):
             notes += (COMPILED,) if self._card is None else (COMPILED, COMPILED_FOR_CARD)
         notes += tuple(self._running.notes)
         other_kernels = tuple(other.name for other in catalogue() if other.architecture in self._other_kernels)
-        queries = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
+        queries = {entry.id: entry.query for entry in observer.ledger.entries if entry.query is not None}
         # events after the last step (a trainer empties the cache when it ends) are not recorded
         calls = () if self._card is None else (call for call in self._card.calls if call.tick <= self._parts.end)
         trace = trace_of(

@@ -17,7 +17,7 @@ from memplan.cudnn.recurrent import RecurrentQuestion
 from memplan.devices import Device
 from memplan.trace.live_bytes import live_bytes
 from memplan.trace.records import Engines, ExpectedSize, Storage
-from memplan.trace.semantics.kinds import Asked
+from memplan.trace.semantics.kinds import WorkspaceQuery
 from memplan.trace.trace import Trace
 
 _DESCRIBED = "for a described card; a real one can choose others, mostly for weight gradients and kernels of 1"
@@ -28,7 +28,7 @@ _FORMULA, _NOTHING = 0.01, 64 << 10
 """Error of the formulas: this share of a workspace; and bytes up to which a workspace counts as 0."""
 
 
-def with_workspaces(trace: Trace, queries: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
+def with_workspaces(trace: Trace, queries: Mapping[int, WorkspaceQuery], library: Cudnn, card: Device) -> Trace:
     """Return the trace with workspaces in bytes if cuDNN or a model of its choice has an answer; others stay intervals.
 
     A measurement on a real card of this name with this version of cuDNN takes precedence over cuDNN's answer for a

@@ -20,7 +20,7 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost import cuda_workspace
 from memplan.planning.cost.cuda_workspace import libraries, on_card
 from memplan.planning.graph.placement import Home
-from memplan.trace.semantics.kinds import Asked, Temporary
+from memplan.trace.semantics.kinds import Temporary, WorkspaceQuery
 
 
 def test_cublas_keeps_one_workspace_as_both_passes_of_a_plan_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +79,12 @@ def test_what_is_made_later_takes_the_place_of_an_earlier_workspace() -> None:
     ).graph
     weight, data = (op for op in graph.ops if op.target == "aten.convolution_backward.default")
     whole = replace(weight, outputs=(data.outputs[0], *weight.outputs[1:]))
-    first, second = (Asked(replace(FORWARD, kind=kind), "first") for kind in ("input gradient", "weight gradient"))
+    first, second = (
+        WorkspaceQuery(replace(FORWARD, kind=kind), "first") for kind in ("input gradient", "weight gradient")
+    )
     temporaries = [
-        Temporary(1 << 30, workspace=True, asked=first, after=0),
-        Temporary(1 << 30, workspace=True, asked=second, after=1),
+        Temporary(1 << 30, workspace=True, query=first, after=0),
+        Temporary(1 << 30, workspace=True, query=second, after=1),
     ]
     answered = {first: 9 << 20, second: 7 << 20}
     assert cuda_workspace._cudnn_scratch(graph, whole, temporaries, answered) == (9 << 20) - 64 * 64 * 9 * 4 - 512

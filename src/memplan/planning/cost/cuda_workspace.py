@@ -25,7 +25,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.placement import Home
 from memplan.planning.levers.chunk_convolutions import meta_tensor
 from memplan.trace.semantics.cuda import table as cuda
-from memplan.trace.semantics.kinds import Asked, Temporary
+from memplan.trace.semantics.kinds import Temporary, WorkspaceQuery
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class OnCard:
 class ExpectedScratch:
     """The possible workspaces of an op, with their probabilities."""
 
-    asked: tuple[Asked, ...]
+    asked: tuple[WorkspaceQuery, ...]
     """Questions to cuDNN: ops with equal questions have equal workspaces."""
     sizes: ExpectedWorkspace
 
@@ -65,18 +65,18 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     ]
     all_temporaries = [temporary for temporaries in temporaries_of_ops for temporary in temporaries]
     cudnn_bytes, models = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
-    persistent = sum(round_to_blocks(temporary.bytes) for temporary in all_temporaries if temporary.held)
+    persistent = sum(round_to_blocks(temporary.bytes) for temporary in all_temporaries if temporary.permanent)
     ops, expected = list[GraphOp](), dict[int, ExpectedScratch]()
     for op, declares_scratch, temporaries in zip(graph.ops, declare_scratch, temporaries_of_ops, strict=True):
         other = sum(
             round_to_blocks(temporary.bytes)
             for temporary in temporaries
-            if not temporary.held and temporary.asked is None
+            if not temporary.permanent and temporary.query is None
         )
         scratch = op.scratch if declares_scratch else other + _cudnn_scratch(graph, op, temporaries, cudnn_bytes)
         ops.append(replace(op, scratch=scratch))
         if possible := {
-            request: models[request] for temporary in temporaries if (request := temporary.asked) in models
+            request: models[request] for temporary in temporaries if (request := temporary.query) in models
         }:
             probabilities = defaultdict[int, float](float)
             distributions = (zip(sizes.sizes, sizes.probabilities, strict=True) for sizes in possible.values())
@@ -92,13 +92,13 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
 
 def _cudnn_bytes(
     library: Cudnn, device: Device, temporaries: Sequence[Temporary]
-) -> tuple[dict[Asked, int], dict[Asked, ExpectedWorkspace]]:
+) -> tuple[dict[WorkspaceQuery, int], dict[WorkspaceQuery, ExpectedWorkspace]]:
     """Return the bytes of workspaces, and the distributions of those that are only expected.
 
     The bytes are those of cuDNN's first plan or, with ``benchmark``, of its largest; else the expected ones."""
-    requests = dict.fromkeys(temporary.asked for temporary in temporaries if temporary.asked is not None)
+    requests = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query is not None)
     answers = ask(library, device, (request.question for request in requests))
-    workspaces, expected = dict[Asked, int](), dict[Asked, ExpectedWorkspace]()
+    workspaces, expected = dict[WorkspaceQuery, int](), dict[WorkspaceQuery, ExpectedWorkspace]()
     for request in requests:
         plans = answers.plans.get(request.question, ())
         if request.plan == "first" and request.question in answers.measured:
@@ -113,16 +113,16 @@ def _cudnn_bytes(
 
 
 def _cudnn_scratch(
-    graph: JointGraph, op: GraphOp, temporaries: Sequence[Temporary], cudnn_bytes: Mapping[Asked, int]
+    graph: JointGraph, op: GraphOp, temporaries: Sequence[Temporary], cudnn_bytes: Mapping[WorkspaceQuery, int]
 ) -> int:
     """Return the bytes that an op's cuDNN workspaces add to its peak: each is freed before the next result is
     allocated."""
     peak = 0
     for temporary in temporaries:
-        if temporary.asked is not None:
+        if temporary.query is not None:
             later = (op.outputs[number] for number in range((temporary.after or 0) + 1, len(op.outputs)))
             later_bytes = sum(round_to_blocks(graph.values[value].bytes) for value in later if value is not None)
-            peak = max(peak, round_to_blocks(cudnn_bytes.get(temporary.asked, temporary.bytes)) - later_bytes)
+            peak = max(peak, round_to_blocks(cudnn_bytes.get(temporary.query, temporary.bytes)) - later_bytes)
     return peak
 
 

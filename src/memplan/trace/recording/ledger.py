@@ -13,7 +13,7 @@ import torch
 from memplan import _torch
 from memplan._bytes import round_to_blocks
 from memplan.trace.records import HOST, ON_CARD, Phase
-from memplan.trace.semantics.kinds import Asked
+from memplan.trace.semantics.kinds import WorkspaceQuery
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Entry:
     """The least bytes, if the size is only known as an interval."""
     companions: tuple[Entry, ...] = ()
     """Storages without a tensor that are freed with this storage, such as a library's reserve space."""
-    asked: Asked | None = None
+    query: WorkspaceQuery | None = None
     """Query to cuDNN about the size, sent after the recording."""
     reference: Any = None
 
@@ -195,11 +195,11 @@ class Ledger:
         *,
         low: int | None = None,
         owner: torch.Tensor | None = None,
-        asked: Asked | None = None,
+        query: WorkspaceQuery | None = None,
     ) -> Entry:
         """Record a storage without a tensor, freed with the storage of ``owner``, by `free`, or never."""
         entry = self._add(size, op, "", ())
-        entry.low, entry.asked = low, asked
+        entry.low, entry.query = low, query
         if owner is not None:
             self.entry(owner, op).companions += (entry,)
         return entry

@@ -485,7 +485,7 @@ def _allocate_between_results(
 def _allocate(temporary: Temporary, ledger: Ledger, index: int) -> Entry:
     """Allocate a temporary of the op ``index`` in the ledger."""
     return ledger.allocate_hidden(
-        temporary.bytes, index, low=temporary.low, owner=temporary.owner, asked=temporary.asked
+        temporary.bytes, index, low=temporary.low, owner=temporary.owner, query=temporary.query
     )
 
 
@@ -493,7 +493,7 @@ def _free(allocated: list[tuple[Temporary, Entry]], ledger: Ledger) -> Iterator[
     """Free temporaries in reverse order, like the locals of a C++ function, but for those that are freed with a result
     or never. Yields the ids of library workspaces."""
     for temporary, entry in reversed(allocated):
-        if not temporary.held and temporary.owner is None:
+        if not temporary.permanent and temporary.owner is None:
             ledger.free(entry)
         if temporary.workspace:
             yield entry.id

@@ -18,7 +18,7 @@ Formula = Callable[[Arguments, Keywords, Any], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WorkspaceQuery:
     """A workspace size to query from cuDNN after the recording, and which of cuDNN's plans runs.
 
     ``first``: the first plan whose workspace can be allocated. ``largest``: all plans are tried, in a single workspace.
@@ -39,7 +39,7 @@ class Temporary:
     """Lower bound of the bytes, if they are not known exactly; ``bytes`` is the upper bound."""
     owner: torch.Tensor | None = None
     """The result with which it is freed: a reserve space that the backward needs."""
-    held: bool = False
+    permanent: bool = False
     """Whether it is never freed."""
     first: bool = False
     """Whether it is allocated before the results instead of after."""
@@ -47,7 +47,7 @@ class Temporary:
     """Number of the op's later allocations after which it is freed; None: freed when the op returns."""
     workspace: bool = False
     """Whether it is a library's workspace rather than a kernel's temporary."""
-    asked: Asked | None = None
+    query: WorkspaceQuery | None = None
     after: int | None = None
     """Index of the result after which it is allocated; without ``until`` it is freed before the next result."""
     until: int | None = None

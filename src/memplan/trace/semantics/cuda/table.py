@@ -18,7 +18,7 @@ from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kerne
 from memplan.trace.semantics.cuda.arch import Arch, WatchedArch
 from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace, operand_copies
 from memplan.trace.semantics.cuda.cudnn_questions import questions
-from memplan.trace.semantics.kinds import Arguments, Asked, Keywords, Semantics, Temporary
+from memplan.trace.semantics.kinds import Arguments, Keywords, Semantics, Temporary, WorkspaceQuery
 from memplan.trace.semantics.layout import bytes_of, is_dense
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
@@ -149,7 +149,7 @@ class _Kernels:
         library = self._library_temporaries.get(name)
         if library is not None:
             temporaries += [
-                temporary for temporary in library(args, result, in_backward) if temporary.bytes or temporary.asked
+                temporary for temporary in library(args, result, in_backward) if temporary.bytes or temporary.query
             ]
         if name in _COPIES:
             temporaries += self._transfer_copy(args, result)
@@ -158,7 +158,7 @@ class _Kernels:
             temporaries += [Temporary(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
         if formula is not None and not any(
-            temporary.asked for temporary in temporaries
+            temporary.query for temporary in temporaries
         ):  # `operand_copies` counted its copies
             sizes = formula(args, kwargs, result, self._arch)
             temporaries += [size if isinstance(size, Temporary) else Temporary(size) for size in sizes if size]
@@ -196,7 +196,7 @@ class _Kernels:
             key = owner, in_backward, self._stream()
             if not cached or key not in self._cached_workspaces:
                 self._cached_workspaces.add(key)
-                yield Temporary(size, held=cached, workspace=True)
+                yield Temporary(size, permanent=cached, workspace=True)
 
     def _convolution_temporaries(
         self, args: Arguments, result: Any, in_backward: bool, *, backward: bool
@@ -212,21 +212,21 @@ class _Kernels:
         if queries:
             return operand_copies(args, self._arch, backward=backward) + [
                 Temporary(
-                    workspace.high, low=low, workspace=True, asked=self._query(question, in_backward), after=position
+                    workspace.high, low=low, workspace=True, query=self._query(question, in_backward), after=position
                 )
                 for position, question in queries
             ]
         temporary = Temporary(workspace.high, low=low, workspace=True)
         return [*(self._cublas_workspaces("cublas", in_backward) if workspace.product else ()), temporary]
 
-    def _query(self, question: Question, in_backward: bool) -> Asked:
+    def _query(self, question: Question, in_backward: bool) -> WorkspaceQuery:
         """The query to cuDNN for a workspace. With benchmark, a thread tries all plans once and remembers the fastest
         (native/cudnn/Conv_v8.cpp)."""
         if not torch.backends.cudnn.benchmark:
-            return Asked(question, "first")
+            return WorkspaceQuery(question, "first")
         benchmarked = (question, in_backward) in self._benchmarked
         self._benchmarked.add((question, in_backward))
-        return Asked(question, "any" if benchmarked else "largest")
+        return WorkspaceQuery(question, "any" if benchmarked else "largest")
 
     def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
         """cuDNN batch norm: a reserve that lives as long as the statistics, and a workspace. Native: nothing."""
@@ -259,7 +259,7 @@ class _Kernels:
             self._has_dropout_states = True
             states = cudnn.dropout_state_bytes(self._arch)
         return [
-            Temporary(states, held=True, first=True, workspace=True),
+            Temporary(states, permanent=True, first=True, workspace=True),
             Temporary(copy, first=True),
             self._recurrent_workspace(question),
             Temporary(high, low=low if low != high else None, owner=result[3]),
@@ -282,4 +282,4 @@ class _Kernels:
 
     def _recurrent_workspace(self, question: RecurrentQuestion) -> Temporary:
         low, high = cudnn.workspace_of(question)
-        return Temporary(high, low=low, workspace=True, asked=Asked(question, "first") if self._asks else None)
+        return Temporary(high, low=low, workspace=True, query=WorkspaceQuery(question, "first") if self._asks else None)
