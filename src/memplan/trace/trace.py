@@ -36,10 +36,10 @@ class Trace(Saved, Displayed):
     """Steps as data: ops in order, storages with allocation, free, cause and sharers.
 
     ``origin``: predicted on fake tensors, measured in a real run, or measured on an emulated card (``dry``), which
-    allocates as a real one and computes nothing.
+    allocates like a real card and computes nothing.
 
-    ``steps[k]`` is the tick at which step k begins; ``end`` the last tick of all. What happens up to ``steps[0]`` is
-    the building of model, data and optimizer. Bytes are as the tensors' storages request them.
+    ``steps[k]`` is the tick at which step k begins; ``end`` is the last tick. Up to ``steps[0]``, model, data and
+    optimizer are built. Bytes are as requested, before an allocator's rounding.
 
     Example:
         >>> trace = memplan.record(build, device="h100")
@@ -64,10 +64,10 @@ class Trace(Saved, Displayed):
     notes: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
     other_kernels: tuple[str, ...] = ()
-    """Cards of the catalogue on which an op runs another kernel than here."""
+    """Cards of the catalogue on which an op runs another kernel than on ``device``."""
     alike: tuple[str, ...] = ()
-    """Other cards of the catalogue for which a recording would have the same storages, of the same bytes. Empty where
-    cuDNN was asked for workspaces."""
+    """Other cards of the catalogue for which a recording would have the same storages and bytes. Empty if cuDNN was
+    queried for workspaces."""
     forms: tuple[Form, ...] = ()
     """Forward ops of the first step, in order."""
     returned: tuple[Returned, ...] = ()
@@ -75,9 +75,9 @@ class Trace(Saved, Displayed):
     counters: tuple[Counters, ...] = ()
     """Dry runs: torch's own counters of building, then of each step."""
     engines: tuple[Engines, ...] = ()
-    """Workspaces for which cuDNN was asked, in the order of their storages."""
+    """Workspaces whose sizes cuDNN was queried for, in the order of their storages."""
     measured: tuple[int, ...] = ()
-    """Storages in ``engines`` whose bytes were measured on a real card instead of answered by cuDNN."""
+    """Storages in ``engines`` whose bytes were measured on a real card instead of queried from cuDNN."""
     expected: tuple[ExpectedSize, ...] = ()
     """Workspaces of convolutions whose bytes are expected by a model of cuDNN's choice, in the order of storages."""
     lines: tuple[FunctionLines, ...] = ()
@@ -89,13 +89,13 @@ class Trace(Saved, Displayed):
     optimized: tuple[int, ...] = ()
     """Recordings: storages of the parameters that optimizers update and that require a gradient."""
     ungraded: tuple[int, ...] = ()
-    """Those of ``optimized`` that had no gradient at any update."""
+    """Storages of ``optimized`` that had no gradient at any update."""
     loaders: tuple[LoaderUse, ...] = ()
-    """Recordings: passes over data loaders, in the order of their beginnings."""
+    """Recordings: passes over data loaders, in the order in which they began."""
     host: tuple[HostStorage, ...] = ()
     """Recordings: storages on the host in pinned or shared memory, in order."""
     groups: tuple[RankGroup, ...] = ()
-    """Recordings of one rank of several: the process groups of at least two ranks that it is in."""
+    """Recordings of a rank: the process groups of at least two ranks that include the rank."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:
@@ -105,7 +105,7 @@ class Trace(Saved, Displayed):
         return tuple(storage for storage in self.storages if storage.device != HOST)
 
     def to_json(self) -> str:
-        """Return JSON text, one op or storage a line; equal traces give equal texts."""
+        """Return JSON text with a line for each op or storage; equal traces give equal texts."""
         return text_of({"format": self.FORMAT, "schema": self.SCHEMA, **codec.sections_of(self)})
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def at_least(trace: Trace) -> Trace:
 
 
 def band_end(trace: Trace, end: Literal["low", "high"]) -> Trace:
-    """Return the trace with the expected workspaces replaced by those of one end of the 95 % band."""
+    """Return the trace with the expected workspaces replaced by their sizes at an end of the 95 % band."""
     if not trace.expected:
         return trace
     sizes = {size.storage: size.low if end == "low" else size.high for size in trace.expected}

@@ -23,7 +23,7 @@ OTHER = "other"
 
 
 def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
-    """The content of the golden file of a run with a snapshot. ``number``: device index of the card."""
+    """Return the content of the golden file of a run with a snapshot. ``number``: device index of the card."""
     emulated = CARD in os.environ  # marked so that it does not pass for a real card
     events, segments = golden_format.compact(run.snapshot, number)
     settings = golden_format.plain(run.snapshot.get("allocator_settings") or {})
@@ -41,7 +41,7 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
 
 
 def allocations(run: CardRun) -> list[list[Any]]:
-    """[bytes, cause, phase, op, dtype, shape] of each allocation, in order. Ops as in `op_name`."""
+    """Return [bytes, cause, phase, op (`op_name`), dtype, shape] of each allocation, in order."""
     ops = {op.index: op for op in run.step.parts.ops}
     return [
         _allocation(storage, None if storage.op is None else ops.get(storage.op)) for storage in run.step.parts.storages
@@ -61,7 +61,7 @@ def _allocation(storage: Storage, op: Op | None) -> list[Any]:
 
 
 def op_name(name: str) -> str:
-    """The name of a torch op; `OTHER` for one that a library or the user registered."""
+    """Return the name of a torch op; `OTHER` for an op that a library or the user registered."""
     return name if name.startswith(("aten.", "prims.")) else OTHER
 
 
@@ -70,7 +70,7 @@ def _pair(run: CardRun, index: int) -> list[int]:
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings whose values look like settings: users may have put anything into a variable."""
+    """Return the settings whose values match `_SETTING`: users may have put anything into a variable."""
     safe: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -34,7 +34,7 @@ CODES = {
     "segment_unmap": "u",
     "oom": "o",
 }
-"""torch's action -> its letter; ``f`` is a free that is completed as soon as it is requested."""
+"""torch's action -> its letter; ``f`` stands for a requested free and its completion as the next event."""
 
 DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
@@ -44,25 +44,25 @@ _LISTED = 8
 
 
 class Numbers:
-    """Numbers for streams or pools, in order of appearance; 0 is the default one."""
+    """Numbers streams or pools in order of appearance; 0 is the default stream or pool."""
 
     def __init__(self, default: Any) -> None:
         self.known: dict[Any, int] = {default: 0}
 
     def of(self, value: Any) -> int:
-        """The number of a value, a new one for a new value."""
+        """Return the number of a stream or pool."""
         return self.known.setdefault(value, len(self.known))
 
 
 def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], list[list[Any]]]:
-    """The history and final segments of one GPU from torch's snapshot, as columns of small numbers.
+    """Return the history and final segments of a GPU from torch's snapshot, as columns of small numbers.
 
-    Events: ``actions`` is one letter per event. ``places`` has one number per event: for a free, how many allocations
-    ago its block was allocated (1: the last one); else the address, relative to the lowest, in units of ``unit`` bytes
-    (``o``: the bytes that were free on the card). ``sizes`` has the requested bytes of each event other than such a
-    free. Frees of blocks that were not allocated within the events, or with another size, are ``R`` and ``C``, with
-    address and size. ``streams`` and ``pools`` have one number per event, or are None if all events are on the default
-    stream and in the default pool; ``pool_ids`` are torch's ids of the pools.
+    Events: ``actions`` has a letter per event, ``places`` a number: for a free, the age of its block in allocations (1:
+    the last allocation); for ``o`` the free bytes of the card; else the address, relative to the lowest, in units of
+    ``unit`` bytes. ``sizes`` has the requested bytes of each event other than such a free. Frees of blocks that were
+    not allocated within the events, or with another size, are ``R`` and ``C``, with address and size. ``streams`` and
+    ``pools`` have a number per event, or are None if all events are on the default stream and in the default pool;
+    ``pool_ids`` are torch's ids of the pools.
 
     Segments, in order of address: [place, size, stream, small, pool, expandable, blocks] each; a block is
     [size, requested, state], the state 0 for free, 1 for live, 2 for freed and waiting for a stream.
@@ -100,23 +100,23 @@ def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], 
 
 
 def _block(block: Mapping[str, Any]) -> list[int]:
-    """[size, requested bytes, state]. torch leaves the last requested size in free blocks: 0 here."""
+    """Return [size, requested bytes, state] of a block; the requested bytes of a free block are 0."""
     state = {"inactive": 0, "active_allocated": 1}.get(block["state"], 2)
     return [block["size"], block.get("requested_size", block["size"]) if state else 0, state]
 
 
 def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """The lowest address, and the unit that all offsets from it are multiples of."""
+    """Return the lowest address, and the largest unit (`UNIT` or 1) of which all offsets from it are multiples."""
     addresses = [row["addr"] for row in rows if row["action"] != "oom"] + [segment["address"] for segment in segments]
     base = min(addresses, default=0)
     return base, UNIT if all((address - base) % UNIT == 0 for address in addresses) else 1
 
 
 def _letters_of_events(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any], int | None]]:
-    """Yield (letter, event, age) for each event, with a free that is completed at once as one event ``f``.
+    """Yield (letter, event, age) for each event; a free that the next event completes is a single event ``f``.
 
-    ``age``: for the free of a block that was allocated within the events, with that size: how many allocations ago.
-    None for any other event, which is saved with address and size.
+    ``age``: for the free of a block that was allocated within the events, with that size: the number of allocations
+    since. None for any other event, which is saved with address and size.
     """
     count = 0
     live: dict[int, tuple[int, int]] = {}
@@ -150,14 +150,14 @@ def _same_block(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Settings as JSON values: strings, numbers, booleans and objects of these; None for anything else."""
+    """Return settings as JSON values: strings, numbers, booleans and objects of these; None for anything else."""
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     return value if isinstance(value, (str, int, float, bool)) else None
 
 
 def op_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of an op as text, which is equal for calls that need the same memory.
+    """Return the arguments of an op as text, which is equal for calls that need the same memory.
 
     Example:
         >>> op_key((torch.zeros(2, 3), [1, 1], None), {"groups": 1})
@@ -183,7 +183,7 @@ def _value_text(value: Any) -> str:
 
 
 def _tensor_text(tensor: Any) -> str:
-    """Dtype and shape, and strides if it is not contiguous."""
+    """Return a tensor's dtype and shape as text, with its strides if it is not contiguous."""
     name = str(tensor.dtype).removeprefix("torch.")
     text = f"{DTYPES.get(name, name)}[{','.join(map(str, tensor.shape))}]"
     if str(tensor.layout) != "torch.strided":
@@ -194,7 +194,7 @@ def _tensor_text(tensor: Any) -> str:
 
 
 def packed(content: Mapping[str, Any]) -> bytes:
-    """The bytes of a golden file: gzipped JSON, always the same for the same content."""
+    """Return the bytes of a golden file: gzipped JSON, always the same for the same content."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     buffer = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=9, mtime=0) as file:
@@ -213,7 +213,7 @@ def write(path: Path, content: Mapping[str, Any]) -> int:
 
 
 def shrink(folder: Path, limit: int = LIMIT) -> list[str]:
-    """Remove the events of the largest files of a folder until all files hold at most ``limit`` bytes.
+    """Remove the events of the largest files of a folder until all files together have at most ``limit`` bytes.
 
     Returns the names of the files whose events were removed.
     """
@@ -233,5 +233,5 @@ def shrink(folder: Path, limit: int = LIMIT) -> list[str]:
 
 
 def slug(text: str) -> str:
-    """``text`` in characters that are safe in file names: lower case, other characters as ``-``."""
+    """Return ``text`` in characters that are safe in file names: lower case, other characters as ``-``."""
     return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in text.lower()).strip("-")

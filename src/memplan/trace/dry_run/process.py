@@ -80,7 +80,7 @@ def run_dry(
         build: as for `memplan.measure`, or already serialized.
         device: a card whose clocks are in the catalogue.
         steps: how often the step runs.
-        environment: the environment with the CUDA build of torch to use; None: this one.
+        environment: the environment with the CUDA build of torch; by default the current environment.
         snapshot: a file for torch's own snapshot.
 
     Raises:
@@ -110,13 +110,14 @@ def run_dry(
 
 
 def process_variables(inherited: Mapping[str, str], card: Device, library: Library, log: Path) -> dict[str, str]:
-    """The environment variables of a process with the emulated card; its driver logs unknown calls to ``log``."""
+    """Return the environment variables of a process with the emulated card, whose driver logs unknown calls to
+    ``log``."""
     variables = {name: value for name, value in inherited.items() if name not in _REAL_CARD_VARIABLES}
     return variables | {CARD: description(card), DRIVER_LOG: str(log), **library.variables}
 
 
 def process_command(torch: CudaTorch, code: str) -> list[str]:
-    """The command that runs code in an environment, with this memplan and its dependencies."""
+    """Return the command that runs Python code in an environment, with this memplan and its dependencies."""
     home = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     places = [entry for entry in sys.path if entry.endswith("-packages")]
     start = _START.format(home=home, borrowed=set(_BORROWED), places=places)
@@ -151,7 +152,7 @@ def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: Cuda
     """Wait until the process has loaded torch, or has ended.
 
     Raises:
-        DeviceError: it hangs before.
+        DeviceError: the process hangs before.
     """
     progress = Progress(process.pid)
     while not started.exists():
@@ -169,7 +170,7 @@ def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: Cuda
 
 
 def _ended(status: int, stderr: str) -> MemplanError:
-    """Return the error for a process that ended without writing a trace or an error; ``stderr`` has its last words."""
+    """Return the error for a process that ended without a trace or an error. ``stderr``: its output."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
     last = f": {lines[-1].strip()[:200]}" if lines else ""
@@ -181,7 +182,7 @@ def _ended(status: int, stderr: str) -> MemplanError:
 
 
 def _with_environment_notes(trace: Trace, torch: CudaTorch) -> Trace:
-    """The trace, with notes on the release of torch and the settings of the allocator."""
+    """Return the trace with notes on the release of torch and the settings of the allocator."""
     notes, settings = trace.notes, allocator_settings()
     if settings is not None:
         notes += (f"the allocator ran with {settings}: simulate takes it as settings",)
@@ -192,7 +193,7 @@ def _with_environment_notes(trace: Trace, torch: CudaTorch) -> Trace:
 
 
 def _version(torch: CudaTorch) -> tuple[int, int]:
-    """The Python version of the environment."""
+    """Return the Python version of the environment."""
     if str(torch.python) == sys.executable:
         return sys.version_info[:2]
     code = "import sys, json; print(json.dumps(sys.version_info[:2]))"
@@ -205,12 +206,12 @@ def _version(torch: CudaTorch) -> tuple[int, int]:
 
 
 def allocator_settings() -> str | None:
-    """The allocator settings that a process started here inherits from its environment."""
+    """Return the allocator settings that a child process inherits from the environment."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
 
 
 def _folders() -> tuple[str, ...]:
-    """The import path of this process, without the folders of its Python."""
+    """Return the import path of this process, without the folders of its Python."""
     libraries = tuple(os.path.join(root, "lib") + os.sep for root in (sys.prefix, sys.base_prefix))
     folders = [os.path.abspath(entry) for entry in sys.path]
     own = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
@@ -222,7 +223,7 @@ def _folders() -> tuple[str, ...]:
 
 
 def _on_dry_card(error: StepError) -> StepError:
-    """The error of a step, with the advice for an emulated card."""
+    """Return the error of a step with the advice for an emulated card."""
     if "OutOfMemoryError" in error.found:
         fewer = "Take fewer samples or a larger card; memplan fit makes a step fit"
         return StepError(error.found, expected="a step that fits on the card", do=fewer)

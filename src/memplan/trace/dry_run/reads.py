@@ -1,4 +1,4 @@
-"""Reads of values from the emulated card, reported as assumptions: no kernel computed these values."""
+"""Reads of values from the emulated card, reported as assumptions, since no kernel computed the values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_DATA = "no kernel of a dry run computes anything, and only what the host wro
 
 
 class Reads:
-    """The values that a step read from the card, and the source lines of the reads."""
+    """Records a step's reads of values from the card, with their source lines."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, tuple[str, int] | None], int] = {}
@@ -42,7 +42,7 @@ class Reads:
             yield
 
     def assumptions(self) -> tuple[Assumption, ...]:
-        """The reads as assumptions, those that decide a branch or a size first."""
+        """Return the reads as assumptions; first reads that decide a branch or a size."""
         rows = [
             Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
             for (kind, text, frame), count in self._counts.items()
@@ -53,7 +53,7 @@ class Reads:
         """Return a tensor's method that reads a value, with an assumption noted if the tensor is on the card."""
 
         def read_and_note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or not tensor.is_cuda:  # one such method calls another
+            if self._inside or not tensor.is_cuda:  # these methods call each other
                 return read(tensor, *args, **kwargs)
             self._inside = True
             try:

@@ -1,4 +1,4 @@
-"""Emulated CUDA graphs: what is captured runs once, and allocates from the private memory pool of its graph.
+"""Emulated CUDA graphs: a captured region runs once, and allocates from the private memory pool of its graph.
 
 A replay allocates nothing. Sources: c10/cuda/CUDACachingAllocator.cpp, beginAllocateToPool, and
 aten/src/ATen/cuda/CUDAGraph.cpp.
@@ -18,11 +18,11 @@ from memplan.trace.records import ON_CARD
 _NUMBER = 8
 """Bytes of an int64."""
 Handle = tuple[int, int]
-"""Id of a memory pool, as torch numbers them: (number, 0) of a graph's own, (0, number) of `graph_pool_handle`."""
+"""Id of a memory pool in torch: (number, 0) for a graph's own pool, (0, number) for one of `graph_pool_handle`."""
 
 
 class Graphs:
-    """The capture at work, and the emulated `torch.cuda.CUDAGraph`."""
+    """The running capture, and the emulated `torch.cuda.CUDAGraph`."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
@@ -39,13 +39,13 @@ class Graphs:
                 self._pool: Handle | None = None
 
             def capture_begin(self, pool: Handle | None = None, *_: Any, **__: Any) -> None:
-                """Allocate from a private pool from now on."""
+                """Begin to allocate from a private pool."""
                 graphs.keep_random_state()
                 self._pool = pool or graphs.handle(own=True)
                 graphs.begin(self._pool)
 
             def capture_end(self) -> None:
-                """Allocate as before."""
+                """Stop allocating from the private pool."""
                 graphs.end()
 
             def pool(self) -> Handle:
@@ -72,7 +72,7 @@ class Graphs:
         return (self._handles, 0) if own else (0, self._handles)
 
     def begin(self, pool: Handle) -> None:
-        """Begin a capture into a pool, whose number is that of its first use."""
+        """Begin a capture into a pool; pools are numbered by first use."""
         self._card.ledger.pool = self._pools.setdefault(pool, len(self._pools) + 1)
         self.is_capturing = True
 
@@ -93,8 +93,8 @@ class Graphs:
         ledger.device = before
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the emulated functions and classes of `torch.cuda.graphs`, by name. Those of torch that use them alone
-        stay as they are."""
+        """Return name -> function or class of `torch.cuda.graphs`: emulated, or torch's own if it works on emulated
+        ones."""
         return {
             "CUDAGraph": self.Graph,
             "graph_pool_handle": self.handle,

@@ -21,12 +21,12 @@ class Stream:
 
     @property
     def device(self) -> torch.device:
-        """The card. A recording's default stream is there before it is known which rank of several it is."""
+        """The recorded rank's card, looked up late: the default stream exists before the rank is known."""
         return card_of_rank()
 
     @property
     def device_index(self) -> int:
-        """The card's number."""
+        """The index of the card."""
         return self.device.index
 
     def wait_event(self, event: Any) -> None:
@@ -36,7 +36,7 @@ class Stream:
         """Do nothing: no time passes."""
 
     def record_event(self, event: Any = None) -> Any:
-        """The event, or a new one."""
+        """Return ``event``, or a new event."""
         return event if event is not None else Event()
 
     def query(self) -> bool:
@@ -76,7 +76,7 @@ class Event:
 
 
 class Streams:
-    """Keeps the current stream, and emulates the functions of `torch.cuda` that set it."""
+    """The current stream of a recording, and the functions of `torch.cuda` that set it."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
@@ -94,7 +94,7 @@ class Streams:
                 self._context.__exit__()
 
         class ContextOfThisRecording(_StreamContext):
-            """`torch.cuda.StreamContext`, which others ask for as a class."""
+            """Replaces the class `torch.cuda.StreamContext`."""
 
             def __init__(self, stream: Any) -> None:
                 super().__init__(streams, stream)
@@ -105,17 +105,17 @@ class Streams:
         self._current: Any = self.default
 
     def current(self, device: Any = None) -> Any:
-        """`torch.cuda.current_stream`."""
+        """Emulate `torch.cuda.current_stream`."""
         return self._current
 
     def set(self, stream: Any) -> None:
-        """`torch.cuda.set_stream`."""
+        """Emulate `torch.cuda.set_stream`."""
         self._current = stream
         self._card.ledger.stream = stream.stream_id
 
 
 class _StreamContext:
-    """Context manager in which ``stream`` is the current one; for None it changes nothing."""
+    """Context manager that makes ``stream`` the current stream; no-op for None."""
 
     def __init__(self, streams: Streams, stream: Any) -> None:
         self._streams, self.stream = streams, stream

@@ -12,8 +12,8 @@ from memplan import _torch
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Within this context a launch of a Triton kernel returns at once: it writes into tensors that its caller made, and
-    allocates none. Nothing is compiled or tuned, both of which need a GPU."""
+    """Within this context a launch of a Triton kernel is a no-op: kernels write into existing tensors, and allocate
+    none. Nothing is compiled or tuned, both of which need a GPU."""
     if find_spec("triton") is None:
         yield
         return

@@ -30,7 +30,7 @@ def literal(text: str) -> Any:
 
 
 def named(pairs: Iterable[str], option: str) -> dict[str, str]:
-    """Read ``["a=1", "b=2"]`` as ``{"a": "1", "b": "2"}``.
+    """Parse ``["a=1", "b=2"]`` to ``{"a": "1", "b": "2"}``.
 
     Raises:
         InputError: no "=", no name, a name twice.
@@ -50,10 +50,10 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
 
 
 def keywords(text: str, option: str) -> dict[str, Any]:
-    """Read ``"lr=0.1,betas=(0.9,0.95)"`` as ``{"lr": 0.1, "betas": (0.9, 0.95)}``.
+    """Parse ``"lr=0.1,betas=(0.9,0.95)"`` to ``{"lr": 0.1, "betas": (0.9, 0.95)}``.
 
     Raises:
-        InputError: not such a list.
+        InputError: ``text`` is no such list.
     """
     try:
         call = ast.parse(f"f(\n{text}\n)", mode="eval").body

@@ -56,7 +56,8 @@ def elementwise(*positions: int) -> Correction:
 
 
 def _arithmetic(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """Correct a binary op, one of whose operands may be a number (ScalarOps.h, `wrapped_scalar_tensor`)."""
+    """Return the corrected result of a binary op with at most one number as operand (ScalarOps.h,
+    `wrapped_scalar_tensor`)."""
     operands = [operand for operand in args[:2] if isinstance(operand, torch.Tensor)]
     if not _are_strided(result, *operands):
         return result
@@ -64,8 +65,8 @@ def _arithmetic(args: Arguments, kwargs: Keywords, result: Any) -> Any:
 
 
 def empty_like(position: int, index: int = 0) -> Correction:
-    """Return the correction for a result (of several, the one at ``index``) that the kernel allocates by
-    ``at::empty_like`` of the argument at ``position``."""
+    """Return the correction for result number ``index`` (of several), which the kernel allocates by ``at::empty_like``
+    of the argument at ``position``."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         default = kwargs.get("memory_format") in (None, torch.preserve_format)
@@ -77,12 +78,12 @@ def empty_like(position: int, index: int = 0) -> Correction:
 
 
 def contiguous(index: int = 0) -> Correction:
-    """Return the correction for a result (of several, the one at ``index``) that is always contiguous."""
+    """Return the correction for result number ``index`` (of several), which is always contiguous."""
     return lambda args, kwargs, result: _with_strides_of(result, index, lambda output: contiguous_strides(output.shape))
 
 
 def suggested_format(position: int, index: int = 0) -> Correction:
-    """Return the correction for a result (of several, the one at ``index``) in the memory format that the argument at
+    """Return the correction for result number ``index`` (of several), in the memory format that the argument at
     ``position`` suggests (``suggest_memory_format()``)."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
@@ -96,8 +97,8 @@ def suggested_format(position: int, index: int = 0) -> Correction:
 
 
 def _with_strides_of(result: Any, index: int, strides: Callable[[torch.Tensor], Strides]) -> Any:
-    """Return a result, or a tuple of several with the one at ``index``, with the strides that ``strides(tensor)``
-    returns."""
+    """Return the results with the strides ``strides(tensor)`` for a single result, or for number ``index`` of
+    several."""
     if isinstance(result, torch.Tensor):
         return with_strides(result, strides(result)) if _are_strided(result) else result
     results = list(result)
@@ -111,9 +112,9 @@ def _are_strided(*tensors: Any) -> bool:
 
 
 def has_usable_sizes(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's strides can be corrected: its sizes are integers, or one of them is 1.
+    """Return whether a tensor's strides can be corrected: all sizes are integers, or any size is 1.
 
-    Comparing other symbolic sizes would add guards that tie the graph to them, so torch's own strides stay.
+    Comparing other symbolic sizes would add guards that specialize the graph, so torch's own strides stay.
     """
     numbers = [size for size in tensor.shape if type(size) is int]
     return len(numbers) == tensor.dim() or 1 in numbers

@@ -71,15 +71,15 @@ def _dense_strides(shape: Sizes, inner_to_outer: Sequence[int]) -> Strides:
 
 
 def _expanded_strides(operand: torch.Tensor, shape: Sizes) -> Strides:
-    """Return an operand's strides as broadcast to a shape: 0 in dimensions that it is expanded in."""
+    """Return an operand's strides after broadcasting to a shape: 0 in expanded dimensions."""
     missing = len(shape) - operand.dim()
     dims = zip(operand.shape, operand.stride(), shape[missing:], strict=True)
     return (0,) * missing + tuple(0 if size == 1 and target != 1 else stride for size, stride, target in dims)
 
 
 def _dims_inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]:
-    """Sort dimensions from the innermost to the outermost, as `TensorIteratorBase::reorder_dimensions` does: by an
-    insertion sort, whose result is another than other sorts' where two dimensions do not compare."""
+    """Sort dimensions from the innermost to the outermost by the insertion sort of
+    `TensorIteratorBase::reorder_dimensions`; other sorts differ where two dimensions do not compare."""
     order = list(range(len(shape) - 1, -1, -1))
     for start in range(1, len(order)):
         position = start
@@ -94,7 +94,7 @@ def _dims_inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]
 
 
 def _compare_dims(first: int, second: int, shape: Sizes, operands: Sequence[Strides]) -> int:
-    """Return -1 if the first of two dimensions is the inner one, 1 if the second is, 0 if no operand decides."""
+    """Return -1 if the first of two dimensions is inner, 1 if the second is, 0 if their strides do not compare."""
     for strides in operands:
         first_stride, second_stride = strides[first], strides[second]
         if first_stride == 0 or second_stride == 0:

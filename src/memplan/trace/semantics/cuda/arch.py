@@ -28,7 +28,7 @@ class Arch:
 
     @property
     def shared_memory(self) -> int:
-        """KiB of shared memory that one block can opt in to, from the same table."""
+        """Maximum shared memory per block, after opting in, in KiB; from the same table."""
         major, minor = self.capability
         if major < 7:
             return 48
@@ -40,12 +40,12 @@ class Arch:
 
 
 class WatchedArch(Arch):
-    """An Arch that notes whether a formula reads it."""
+    """An Arch that records whether its properties were read."""
 
     read = False
 
-    def forget(self) -> None:
-        """Take it as not read yet."""
+    def reset(self) -> None:
+        """Set `read` to False."""
         object.__setattr__(self, "read", False)
 
     def __getattribute__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Composite ops that decompose by device: their CUDA decompositions, while a CUDA step is recorded on the CPU.
 
-Such an op is decomposed before a dispatch mode sees it, on the CPU as for the CPU. So during a recording we register
-kernels for it in the dispatcher, which catches calls from C++ as well.
+Such an op is decomposed before it reaches a dispatch mode, on the CPU as for the CPU. So during a recording, kernels
+for it are registered in the dispatcher, which calls from C++ reach, too.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ _FUSED_NORM = _ATEN._fused_rms_norm.default
 _RECURRENT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """Recurrent op -> cuDNN's mode number."""
 _MEAN = 1
-"""Reduction of a loss, as C++ numbers it."""
+"""Number of the reduction "mean" of a loss in C++."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replacements:
-    """For inference mode, where composite ops reach a dispatch mode undecomposed and our kernels are not called.
-
-    ``instead`` maps an op to the function to call in its place. The ops of ``whole`` have a CUDA kernel: they are not
-    decomposed if their first argument is on the card.
-    """
+    """Replacements for inference mode, where composite ops reach a dispatch mode undecomposed, without a call of the
+    registered kernels."""
 
     instead: Mapping[Any, Callable[..., Any]]
+    """Op -> replacement."""
     whole: frozenset[Any]
+    """Ops with a CUDA kernel, which are not decomposed if their first argument is on the card."""
     differing: set[Arch]
-    """Filled while the step runs."""
+    """Compute capabilities on which the step runs other kernels; filled while the step runs."""
 
 
 @contextmanager

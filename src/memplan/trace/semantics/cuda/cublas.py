@@ -76,7 +76,7 @@ def shared_with_lt(env: Mapping[str, str], version: Version | None = None) -> bo
 
 
 def caches_workspaces(env: Mapping[str, str], version: Version | None = None) -> bool:
-    """Whether a workspace stays allocated for its handle and stream, rather than for one op only.
+    """Return whether a workspace stays allocated for its handle and stream, rather than for a single op.
 
     Always up to 2.14; from 2.15 on only with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``.
     """

@@ -37,14 +37,14 @@ def semantics(
     asks: bool = False,
     differing: set[str] | None = None,
 ) -> Semantics:
-    """The semantics of one recording for a card. It is stateful: it remembers which workspaces exist already.
+    """Return the semantics of a single recording for a card. They are stateful: cached workspaces are allocated once.
 
     Args:
         device: the card.
         stream: returns the id of the current stream.
-        on_card: whether a tensor lies on the card.
+        on_card: whether a tensor is on the card.
         asks: whether cuDNN is queried for the workspaces of convolutions after the recording.
-        differing: gets the names of the catalogue's cards on which an op allocates otherwise.
+        differing: set to which the names of the catalogue's cards are added on which an op allocates differently.
     """
     kernels = partial(_Kernels, stream=stream, on_card=on_card, asks=asks)
     own = kernels(Arch(device.architecture, device.multiprocessors))
@@ -55,14 +55,14 @@ def semantics(
 
 
 def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
-    """The assumption to report for a sparse result: as on the CPU, with CUDA's workspaces unknown. None if certain."""
+    """Return the assumption to report for a sparse result: as on the CPU, with CUDA's workspaces unknown; or None."""
     if name in sparse.FORMULAS and sparse.concerns(name, args, result):
         return "what kernels on sparse tensors take beside their results is not known on a card and NOT COUNTED"
     return sparse_results.assumed(name, args, result, answered)
 
 
 def is_own(name: str) -> bool:
-    """Whether CUDA computes this op with a library or kernel that has no CPU counterpart (cuBLAS, cuDNN, attention)."""
+    """Return whether CUDA runs an op by a library or kernel without a CPU counterpart (cuBLAS, cuDNN, attention)."""
     return name in cublas.USES or name.startswith(_CUDA_SPECIFIC)
 
 
@@ -77,7 +77,7 @@ _CUDA_SPECIFIC = (
 
 
 class _Compared:
-    """The allocations of a card's kernels, compared with those on the other cards of the catalogue."""
+    """Allocations of a card's kernels, compared with those of the other cards of the catalogue."""
 
     def __init__(self, card: Device, kernels: Callable[[Arch], _Kernels], differing: set[str]) -> None:
         self._arch = WatchedArch(card.architecture, card.multiprocessors)
@@ -93,7 +93,7 @@ class _Compared:
         self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
     ) -> list[Temporary]:
         """The allocations that the kernel of an op makes beyond its results."""
-        self._arch.forget()
+        self._arch.reset()
         temporaries = self._kernels.temporaries(name, args, kwargs, result, in_backward)
         if self._arch.read:
             for card, other in list(self._others.items()):
@@ -104,7 +104,7 @@ class _Compared:
 
 
 class _Kernels:
-    """Allocations of kernels during one recording. Remembers which cached workspaces exist."""
+    """Allocations of a card's kernels during a recording, with the set of cached workspaces."""
 
     def __init__(
         self, arch: Arch, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool
@@ -112,14 +112,14 @@ class _Kernels:
         self._arch = arch
         self._asks = asks
         self._benchmarked: set[tuple[Question, bool]] = set()
-        """Convolutions that a thread (forward's or backward's) has tried all plans for."""
+        """(convolution, whether in backward's thread) for which the thread has tried all plans."""
         self._stream = stream
         self._on_card = on_card
         self._has_dropout_states = False
         self._called: set[tuple[cublas.Library, bool, int]] = set()
-        """(library, whether in backward's thread, stream) of the calls for which all workspaces exist."""
+        """(library, whether in backward's thread, stream) of calls whose workspaces all exist."""
         self._cached_workspaces: set[tuple[cublas.Library, bool, int]] = set()
-        """The same of the workspaces themselves."""
+        """(owner, whether in backward's thread, stream) of the existing workspaces."""
         self._library_temporaries: dict[str, Callable[[Arguments, Any, bool], list[Temporary]]] = {
             "aten.convolution.default": partial(self._convolution_temporaries, backward=False),
             "aten.convolution_backward.default": partial(self._convolution_temporaries, backward=True),
@@ -182,9 +182,9 @@ class _Kernels:
         return [] if on_card.is_contiguous() else [Temporary(on_card.numel() * on_card.element_size(), first=True)]
 
     def _cublas_workspaces(self, library: cublas.Library, in_backward: bool) -> Iterator[Temporary]:
-        """The workspaces that a call allocates: with caching, only the first call per thread and stream.
+        """Yield the workspaces that a call allocates: with caching, only the first call per thread and stream.
 
-        The backward pass runs in a thread, and so with a handle, of its own.
+        The backward pass runs in its own thread, and so with its own handle.
         """
         # read when a real handle would be created: importing a library may have set it (MONAI sets :4096:8)
         cached = cublas.caches_workspaces(os.environ)
@@ -201,9 +201,9 @@ class _Kernels:
     def _convolution_temporaries(
         self, args: Arguments, result: Any, in_backward: bool, *, backward: bool
     ) -> list[Temporary]:
-        """The workspace of a convolution: by a query to cuDNN after the recording, or as an interval.
+        """Return the workspace of a convolution, with a query to cuDNN or as an interval.
 
-        ``in_backward``: whether autograd's thread runs it; ``backward``: whether it is a convolution's derivative.
+        ``in_backward``: whether autograd's thread runs the op; ``backward``: whether the op is the derivative.
         """
         benchmark = torch.backends.cudnn.benchmark
         workspace = convolution_workspace(args, result, self._arch, benchmark=benchmark, backward=backward)
@@ -220,8 +220,8 @@ class _Kernels:
         return [*(self._cublas_workspaces("cublas", in_backward) if workspace.product else ()), temporary]
 
     def _query(self, question: Question, in_backward: bool) -> WorkspaceQuery:
-        """The query to cuDNN for a workspace. With benchmark, a thread tries all plans once and remembers the fastest
-        (native/cudnn/Conv_v8.cpp)."""
+        """Return the query to cuDNN for a workspace. With ``cudnn.benchmark``, a thread tries all plans once and caches
+        the fastest (native/cudnn/Conv_v8.cpp)."""
         if not torch.backends.cudnn.benchmark:
             return WorkspaceQuery(question, "first")
         benchmarked = (question, in_backward) in self._benchmarked
@@ -249,8 +249,9 @@ class _Kernels:
         return [Temporary(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
-        """The allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a workspace;
-        and a reserve, freed with the (empty) fake one. Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn."""
+        """Return the allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a
+        workspace; and a reserve, freed with the op's (empty) fake reserve. Source: cudnn/RNN.cpp, _cudnn_impl and
+        _cudnn_rnn."""
         question = cudnn.recurrent_question(args, self._arch)
         copy = cudnn.input_copy(args, batch_first=args[10] and not args[14])
         low, high = cudnn.reserve_of(question)
