@@ -84,15 +84,7 @@ class BlockTable:
         chunk.requested = 0
         chunk.owner = None
         chunk.state = FREE
-        pool, left, right = chunk.pool, chunk.left, chunk.right
-        if right is not None and right.state == FREE and right.mapped:
-            pool.remove(right)
-            chunk.merge_right()
-        if left is not None and left.state == FREE and left.mapped:
-            pool.remove(left)
-            left.merge_right()
-            chunk = left
-        pool.add(chunk)
+        chunk.pool.add_merged(chunk)
 
     def _synchronize(self) -> None:
         """Finish the free of all pending blocks."""

@@ -94,15 +94,7 @@ class ExpandableSegments:
         if size < chunk.size:
             pool.add_unmapped(chunk.split(size))
         chunk.mapped = True
-        left, right = chunk.left, chunk.right
-        if right is not None and right.state == FREE and right.mapped:
-            pool.remove(right)
-            chunk.merge_right()
-        if left is not None and left.state == FREE and left.mapped:
-            pool.remove(left)
-            left.merge_right()
-            chunk = left
-        pool.add(chunk)
+        chunk = pool.add_merged(chunk)
         self._device.reserve("segment_map", start, size, chunk.stream, pool.ident)
         return chunk
 

@@ -115,6 +115,19 @@ class ChunkPool:
             keys = by_stream[chunk.stream] = SortedList()
         keys.add(chunk.size << _ADDRESS_BITS | chunk.address)
 
+    def add_merged(self, chunk: Chunk) -> Chunk:
+        """Merge a free mapped chunk with its free mapped neighbors, add the result, and return it."""
+        left, right = chunk.left, chunk.right
+        if right is not None and right.state == FREE and right.mapped:
+            self.remove(right)
+            chunk.merge_right()
+        if left is not None and left.state == FREE and left.mapped:
+            self.remove(left)
+            left.merge_right()
+            chunk = left
+        self.add(chunk)
+        return chunk
+
     def remove(self, chunk: Chunk) -> None:
         """Remove a free chunk."""
         del self.chunks[chunk.address]

@@ -38,12 +38,14 @@ def uses_batch_norm(
     running_var: torch.Tensor | None,
     training: bool,
     epsilon: float,
-    enabled: bool = True,
+    enabled: bool | None = None,
 ) -> Choice:
-    """Whether ``batch_norm`` on CUDA runs cuDNN: the same rule in 2.11 to 2.15.
+    """Return whether ``batch_norm`` on CUDA runs cuDNN, and why: the same rule in 2.11 to 2.15.
 
-    ``enabled`` is ``torch.backends.cudnn.enabled``. Source: native/Normalization.cpp, _select_batch_norm_backend.
+    ``enabled``: whether cuDNN is enabled; by default ``torch.backends.cudnn.enabled``. Source:
+    native/Normalization.cpp, _select_batch_norm_backend.
     """
+    enabled = torch.backends.cudnn.enabled if enabled is None else enabled
     dtypes = {t.dtype for t in (x, weight) if t is not None}
     untracked = running_mean is None and running_var is None
     tracked = running_mean is not None and running_var is not None

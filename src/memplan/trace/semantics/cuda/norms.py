@@ -125,20 +125,6 @@ def _staging(x: torch.Tensor, sums: int) -> int:
     return sums * channels * blocks * _accumulated(x.dtype) if blocks > 1 else 0
 
 
-def _uses_cudnn(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    training: bool,
-    epsilon: float,
-) -> bool:
-    """Whether cuDNN runs a batch norm under the current settings."""
-    enabled = torch.backends.cudnn.enabled
-    return uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn
-
-
 def batch_norm(training: int) -> Formula:
     """Formula of batch norm (Normalization.cuh, batch_norm_stats_channels_last_cuda_template): staging of means and
     variances.
@@ -149,7 +135,7 @@ def batch_norm(training: int) -> Formula:
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         x = args[0]
         running = (args[3], args[4]) if training == 5 else (None, None)
-        if _uses_cudnn(x, args[1], args[2], *running, args[training], args[-1]):
+        if uses_batch_norm(x, args[1], args[2], *running, args[training], args[-1]).cudnn:
             return ()
         return nonzero(_staging(x, 4)) if args[training] and _uses_channels_last(x) else ()
 
@@ -176,7 +162,7 @@ def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if the training forward used it, wants the gradient in the input's memory format (cudnn/BatchNorm.cpp).
     """
     gradient, x, train, mask = args[0], args[1], args[7], args[9]
-    if train and _uses_cudnn(x, args[2], args[2], args[3], args[4], train, args[8]):
+    if train and uses_batch_norm(x, args[2], args[2], args[3], args[4], train, args[8]).cudnn:
         return nonzero(copied_to(gradient, suggests_channels_last(x)))
     sums = x.shape[1] * _accumulated(x.dtype)
     if not _uses_channels_last(x):

@@ -231,8 +231,7 @@ class _Kernels:
     def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
         """cuDNN batch norm: a reserve that lives as long as the statistics, and a workspace. Native: nothing."""
         x, weight, bias, mean, variance, training, _, epsilon = args
-        enabled = torch.backends.cudnn.enabled
-        if not cudnn.uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
+        if not cudnn.uses_batch_norm(x, weight, bias, mean, variance, training, epsilon).cudnn:
             return []
         low, high = cudnn.batch_norm_reserve_bytes(x, training, self._arch)
         workspace_low, workspace_high = cudnn.batch_norm_workspace_bytes(x, training, self._arch)
@@ -242,8 +241,7 @@ class _Kernels:
         """The workspace of cuDNN batch norm, which runs if the training forward used cuDNN."""
         x, weight, mean, variance = args[1:5]
         training, epsilon = args[7:9]
-        enabled = torch.backends.cudnn.enabled
-        if not training or not cudnn.uses_batch_norm(x, weight, weight, mean, variance, True, epsilon, enabled).cudnn:
+        if not training or not cudnn.uses_batch_norm(x, weight, weight, mean, variance, True, epsilon).cudnn:
             return []
         workspace_low, workspace_high = cudnn.batch_norm_workspace_bytes(x, True, self._arch, backward=True)
         return [Temporary(workspace_high, low=workspace_low, workspace=True)]
