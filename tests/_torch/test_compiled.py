@@ -26,7 +26,7 @@ def kernels():
     mode = inductor.fake_mode()
     example = inductor.fake_tensor(SHAPE, (SHAPE[1], 1), torch.float32, mode, "cuda")
     of = inductor.traced(lambda x: [torch.softmax(torch.sin(x), 1).cos()], [example], mode, {})
-    _, ops, results = inductor.taken_apart(of)
+    _, ops, results = inductor.inputs_ops_results(of)
     return inductor.kernels_of(inductor.lowerable(of, ops, results, backward=False))
 
 def build(before, folder):

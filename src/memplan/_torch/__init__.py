@@ -2,7 +2,7 @@
 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from memplan._torch.autocast import around_cache_clearing, casts_kept, outside_autocast
+from memplan._torch.autocast import around_cache_clearing, autocast_cache, outside_autocast
 from memplan._torch.compiled import GraphBreak, before_compiling, graph_break, is_jit_tracing, memory_budget
 from memplan._torch.compiled_calls import around_compiled_calls, compiled_without_kernels
 from memplan._torch.contexts import (
@@ -126,6 +126,7 @@ from memplan._torch.joint import (
     ConstantChanged,
     Joint,
     Role,
+    annotate_place,
     call_of,
     cast_in,
     effect_of,
@@ -134,11 +135,10 @@ from memplan._torch.joint import (
     is_backward,
     is_op,
     joint_graph,
-    peculiarity,
     place_of,
-    say_place,
     sequence_of,
     tensors_replaced,
+    untraceable_reason,
     view_strides,
 )
 from memplan._torch.library_ops import MADE_OF_TORCH, managed_memory
@@ -188,10 +188,10 @@ from memplan._torch.patches import (
     eager_instead_of_compiled,
     fetching,
     generator_replaced,
-    here_alone,
     is_compiled,
     lengths_as_tensors,
     linear_calls_reported,
+    only_in_this_thread,
     patched,
     random_states_reported,
     redraws_estimated,
@@ -205,10 +205,10 @@ from memplan._torch.patches import (
 from memplan._torch.spectra import decompositions_without_vectors, without_vectors
 from memplan._torch.subclasses import (
     OpNames,
+    as_subclass,
     computes_by_itself,
-    dressed,
     fake_like,
-    fakes_dressed,
+    fakes_as_subclasses,
     kind_of,
     plain,
     with_attributes,

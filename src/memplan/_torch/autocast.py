@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 @contextlib.contextmanager
-def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
+def autocast_cache(enabled: bool) -> Iterator[Callable[[], int | None]]:
     """Enable or disable autocast's cache of casts for a trace, and number the regions in which eager mode caches casts.
 
     In eager mode the cast of a parameter is cached until the outermost autocast ends; a trace caches none, as its

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memplan._frames import callers
-from memplan._torch.patches import here_alone, patched
+from memplan._torch.patches import only_in_this_thread, patched
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,6 @@ def _benchmark_in_reserved(bench: Callable[..., float], *args: Any, **kwargs: An
         cache = torch.cuda.get_device_properties().L2_cache_size
         flushed = cache if cache <= free else 0
         peak = torch.cuda.memory_allocated() + free - flushed  # Inductor copies on the card below the peak so far
-        most = here_alone(lambda *_: peak, torch.cuda.max_memory_allocated)
+        most = only_in_this_thread(lambda *_: peak, torch.cuda.max_memory_allocated)
         with patched(benchmarker, L2_cache_size=flushed), patched(torch.cuda, max_memory_allocated=most):
             return bench(*args, **kwargs)

@@ -28,7 +28,7 @@ from torch.fx.node import map_aggregate
 
 from memplan._patched import patched_throughout
 from memplan._torch.inductor import Launched, PlaceOf, code_without_kernels
-from memplan._torch.patches import here_alone
+from memplan._torch.patches import only_in_this_thread
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -85,7 +85,7 @@ def around_compiled_calls(
     try:
         with (
             patched_throughout(eval_frame, **call.replacements()),
-            patched_throughout(convert_frame, _compile=here_alone(compile_noted, compile_frame)),
+            patched_throughout(convert_frame, _compile=only_in_this_thread(compile_noted, compile_frame)),
         ):
             yield
     finally:
@@ -142,13 +142,15 @@ def _inductor_without_kernels(
             # memplan's own functions run under a compiled one, as the mode that records
             patched_throughout(trace_rules, SKIP_DIRS=[*trace_rules.SKIP_DIRS, f"{_PACKAGE}/"]),
             config.patch(fx_graph_cache=False, max_autotune=False, max_autotune_gemm=False),
-            patched_throughout(cpu_vec_isa, pick_vec_isa=here_alone(lambda: scalar, cpu_vec_isa.pick_vec_isa)),
-            patched_throughout(cpp_builder, get_cpp_compiler=here_alone(lambda: "g++", cpp_builder.get_cpp_compiler)),
+            patched_throughout(cpu_vec_isa, pick_vec_isa=only_in_this_thread(lambda: scalar, cpu_vec_isa.pick_vec_isa)),
+            patched_throughout(
+                cpp_builder, get_cpp_compiler=only_in_this_thread(lambda: "g++", cpp_builder.get_cpp_compiler)
+            ),
             functorch_config.patch(enable_autograd_cache=False),
-            patched_throughout(convert_frame, _compile=here_alone(compile_and_note, compile_frame)),
+            patched_throughout(convert_frame, _compile=only_in_this_thread(compile_and_note, compile_frame)),
             patched_throughout(FakeTensorMode, __torch_dispatch__=dispatch_for_host),
-            patched_throughout(compile_fx, _compile_fx_inner=here_alone(lower_unseen, lower)),
-            patched_throughout(GraphLowering, compile_to_module=here_alone(write_without_kernels, to_module)),
+            patched_throughout(compile_fx, _compile_fx_inner=only_in_this_thread(lower_unseen, lower)),
+            patched_throughout(GraphLowering, compile_to_module=only_in_this_thread(write_without_kernels, to_module)),
         ):
             trace_rules._recompile_re()
             yield
@@ -199,8 +201,8 @@ class _OutermostCall:
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Return the functions of ``torch._dynamo.eval_frame`` to replace, with their replacements."""
         return {
-            "_callback_from_stance": here_alone(self._begins, self._begin),
-            "_maybe_set_eval_frame": here_alone(self._sets, self._set),
+            "_callback_from_stance": only_in_this_thread(self._begins, self._begin),
+            "_maybe_set_eval_frame": only_in_this_thread(self._sets, self._set),
         }
 
     def _begins(self, callback: Any) -> Any:

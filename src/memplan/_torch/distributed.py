@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from memplan._torch.deepspeed import deepspeed_refused
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
-from memplan._torch.patches import here_alone, patched
+from memplan._torch.patches import only_in_this_thread, patched
 from memplan._torch.pipelines import stages_without_neighbours
 from memplan.errors import StepError
 
@@ -372,7 +372,7 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
                     values[name] = check(sizes, rows)
             return exchange(*named.args, **named.kwargs)
 
-        return here_alone(call, exchange)
+        return only_in_this_thread(call, exchange)
 
     names = "all_to_all_single", "all_to_all_single_autograd"
     within = "torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives"
@@ -437,7 +437,7 @@ def _shapes_propagated_unseen() -> Iterator[None]:
 
     with (
         patched(strided, local_shard_size_and_offset=real_indices),
-        patched(propagation, detect_fake_mode=here_alone(lambda *_: None, detect)),
+        patched(propagation, detect_fake_mode=only_in_this_thread(lambda *_: None, detect)),
     ):
         yield
 

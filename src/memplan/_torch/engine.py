@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memplan._torch.patches import here_alone, patched
+from memplan._torch.patches import only_in_this_thread, patched
 
 Keeps = Literal["", "retain_graph", "create_graph"]
 """The flag by which a backward pass keeps its graph; "" where it frees it."""
@@ -57,7 +57,7 @@ def backward_watched(begins: Callable[[Keeps], Callable[[], None]]) -> Iterator[
         finally:
             ends()
 
-    with patched(torch.autograd, _engine_run_backward=here_alone(run_watched, run)):
+    with patched(torch.autograd, _engine_run_backward=only_in_this_thread(run_watched, run)):
         yield
 
 

@@ -27,7 +27,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from memplan._torch.patches import here_alone, patched
+from memplan._torch.patches import only_in_this_thread, patched
 
 dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version
 """Number that every change of a dict changes."""
@@ -208,5 +208,5 @@ def around_dispatch(before: Callable[[], None], after: Callable[[], None]) -> It
         finally:
             after()
 
-    with patched(FunctionalTensorMode, __torch_dispatch__=here_alone(dispatch_between, dispatch)):
+    with patched(FunctionalTensorMode, __torch_dispatch__=only_in_this_thread(dispatch_between, dispatch)):
         yield

@@ -48,7 +48,7 @@ from torch.utils._triton import has_triton
 from memplan._torch.compiled import tune_in_reserved_memory
 from memplan._torch.early_reads import to_compute_first
 from memplan._torch.engine import without_autocast
-from memplan._torch.patches import here_alone, patched
+from memplan._torch.patches import only_in_this_thread, patched
 from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
 from memplan._torch.tensors import is_random, storage_key
 
@@ -156,7 +156,7 @@ def mark(number: int) -> None:
     traceback.set_stack_trace([f"{MARK}{number}"])
 
 
-def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+def inputs_ops_results(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
     """Return the nodes of a traced function: its arguments, its ops, and its results, which end with the new values of
     the arguments that it writes."""
     nodes = list(of.graph.graph.nodes)
@@ -296,7 +296,7 @@ def _generate_code(part: Lowerable) -> Code:
         return modules[-1]
 
     with (
-        patched(GraphLowering, compile_to_module=here_alone(defer_compilation, compile_to_module)),
+        patched(GraphLowering, compile_to_module=only_in_this_thread(defer_compilation, compile_to_module)),
         config.patch(fx_graph_cache=False),
         kernels_recorded() as record,
     ):
@@ -372,7 +372,7 @@ def without_kernels(part: Lowerable, code: str) -> Boxed:
     run_code: Boxed = _loaded_without_kernels(code, {})["call"]
 
     def call(arguments: list[Any]) -> Sequence[Tensor]:
-        guard = here_alone(_no_guard, torch.cuda._DeviceGuard)  # fake tensors need no device selected
+        guard = only_in_this_thread(_no_guard, torch.cuda._DeviceGuard)  # fake tensors need no device selected
         with patched(torch.cuda, _DeviceGuard=guard):
             return run_code(arguments)
 

@@ -296,7 +296,7 @@ def _eager_decompositions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _log_and_metadata_restored() -> Iterator[None]:
-    """Silence torch's log of errors in fake kernels, since they are raised as well, and undo `say_place` at the end, so
+    """Silence torch's log of errors in fake kernels, which are raised, too, and undo `annotate_place` at the end, so
     that later traces do not get its metadata."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
@@ -363,19 +363,19 @@ def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]
 # -- metadata of nodes
 
 
-def say_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> None:
+def annotate_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> None:
     """Annotate the graph nodes that are traced from now on.
 
     Args:
         place: layer and line of the user's code.
         call: number of the call of a torch function, and the autocast region whose cache keeps its casts
-            (see `casts_kept`).
+            (see `autocast_cache`).
     """
     torch.fx.traceback.current_meta["custom"] = {_PLACE: place, _CALL: call}
 
 
 def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
-    """Return the layer and the line of code of a node, as annotated by `say_place`; ("", None) without annotation."""
+    """Return the layer and the line of code of a node (see `annotate_place`); ("", None) without annotation."""
     return (node.meta.get("custom") or {}).get(_PLACE, ("", None))
 
 
@@ -413,7 +413,7 @@ def effect_of(node: torch.fx.Node) -> Any:
 # -- tensors and ops that cannot be traced
 
 
-def peculiarity(tensor: torch.Tensor) -> str | None:
+def untraceable_reason(tensor: torch.Tensor) -> str | None:
     """Return why a tensor cannot be traced into a joint graph, as text that follows "is"; None for a dense tensor with
     data."""
     if not has_shape(tensor):

@@ -26,7 +26,7 @@ from memplan._frames import callers
 from memplan._patched import original_of, patched
 
 
-def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def only_in_this_thread(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls the replacement ``instead`` in this thread and ``function`` in all others: the
     user's other threads go on running while a function of torch is patched."""
     here = threading.get_ident()
@@ -215,7 +215,7 @@ def linear_calls_reported(called: Callable[[bool], None]) -> Iterator[None]:
         finally:
             called(False)
 
-    with patched(torch.nn.functional, linear=here_alone(reported_linear, linear)):
+    with patched(torch.nn.functional, linear=only_in_this_thread(reported_linear, linear)):
         yield
 
 
@@ -237,7 +237,7 @@ def lengths_as_tensors() -> Iterator[None]:
     def loss_with_tensors(*args: Any, **kwargs: Any) -> torch.Tensor:
         return loss(*map(lengths_tensor, args), **{name: lengths_tensor(value) for name, value in kwargs.items()})
 
-    with patched(torch, ctc_loss=here_alone(loss_with_tensors, loss)):
+    with patched(torch, ctc_loss=only_in_this_thread(loss_with_tensors, loss)):
         yield
 
 
@@ -246,7 +246,7 @@ def sequences_padded_in_python() -> Iterator[None]:
     """Pad packed sequences in Python: torch's C++ writes lengths into a tensor, which fails on fake tensors."""
     pad: Any = torch._VF._pad_packed_sequence  # pyright: ignore[reportAttributeAccessIssue]
 
-    with patched(torch._VF, _pad_packed_sequence=here_alone(_pad_packed_sequence, pad)):
+    with patched(torch._VF, _pad_packed_sequence=only_in_this_thread(_pad_packed_sequence, pad)):
         yield
 
 
@@ -287,7 +287,7 @@ def random_states_reported(report: Callable[[torch.Tensor], None]) -> Iterator[N
         report(state)
         return state
 
-    here = here_alone(read_and_report, read)
+    here = only_in_this_thread(read_and_report, read)
     with patched(torch, get_rng_state=here), patched(torch.random, get_rng_state=here):
         yield
 

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from memplan._torch.flops import flop_formula
-from memplan._torch.patches import here_alone, patched
+from memplan._torch.patches import only_in_this_thread, patched
 
 MARK = "memplan "
 """Beginning of the stack trace of a marked node; a number follows."""
@@ -129,7 +129,7 @@ def _record_written(record: Record, patches: ExitStack) -> None:
             record.wrote(name, nodes)
             return name
 
-        return here_alone(define_kernel, define)
+        return only_in_this_thread(define_kernel, define)
 
     for backend in (CppScheduling, TritonScheduling):
         patches.enter_context(patched(backend, define_kernel=recording(backend.define_kernel)))
@@ -145,7 +145,7 @@ def _record_called(record: Record, patches: ExitStack) -> None:
         record.calls(node)
         return call(self, node, *rest, **more)
 
-    patches.enter_context(patched(Scheduler, codegen_extern_call=here_alone(codegen_extern_call, call)))
+    patches.enter_context(patched(Scheduler, codegen_extern_call=only_in_this_thread(codegen_extern_call, call)))
 
 
 def _record_second_passes(record: Record, patches: ExitStack) -> None:
@@ -176,8 +176,8 @@ def _record_second_passes(record: Record, patches: ExitStack) -> None:
     patches.enter_context(
         patched(
             SIMDScheduling,
-            _generate_kernel_code_for_mix_order_reduction=here_alone(generate_and_keep, generate),
-            _codegen_mix_order_reduction=here_alone(whole_and_sums, whole),
+            _generate_kernel_code_for_mix_order_reduction=only_in_this_thread(generate_and_keep, generate),
+            _codegen_mix_order_reduction=only_in_this_thread(whole_and_sums, whole),
         )
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from memplan._torch.patches import here_alone, patched
+from memplan._torch.patches import only_in_this_thread, patched
 
 _NAMES = ("svdvals", "eigvals", "eigvalsh", "matrix_rank", "cond", "matrix_norm", "norm")
 _aten: Any = torch.ops.aten
@@ -36,7 +36,7 @@ def decompositions_without_vectors(set_needs_no_vectors: Callable[[bool], None])
             finally:
                 set_needs_no_vectors(False)
 
-        return here_alone(call_and_report, function)
+        return only_in_this_thread(call_and_report, function)
 
     names = [name for name in _NAMES if hasattr(torch.linalg, name)]
     with patched(torch.linalg, **{name: reporting(getattr(torch.linalg, name)) for name in names}):

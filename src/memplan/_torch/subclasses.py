@@ -52,7 +52,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-def dressed(tensor: torch.Tensor, kind: type) -> torch.Tensor:
+def as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
     """Return a tensor as an instance of a subclass, like `torch.Tensor.as_subclass`, but for fake tensors too."""
     if not isinstance(tensor, FakeTensor):
         with torch._C.DisableTorchFunctionSubclass():
@@ -119,7 +119,7 @@ def _fake(kind: type) -> type:
 
 
 @contextlib.contextmanager
-def fakes_dressed() -> Iterator[None]:
+def fakes_as_subclasses() -> Iterator[None]:
     """Make `Tensor.as_subclass` and the constructors of subclasses, those of parameters too, accept fake tensors."""
     make: Callable[..., Any] = torch.Tensor._make_subclass
     make_parameter: Callable[..., Any] = nn.Parameter.__new__
@@ -138,7 +138,7 @@ def fakes_dressed() -> Iterator[None]:
         return made if is_plain else make_subclass(cls, made, requires_grad)
 
     with (
-        patched(FakeTensor, as_subclass=dressed),
+        patched(FakeTensor, as_subclass=as_subclass),
         patched(torch.Tensor, _make_subclass=staticmethod(make_subclass)),
         patched(nn.Parameter, __new__=staticmethod(make_subclass_of_parameter)),
     ):

@@ -207,7 +207,7 @@ def _check_shared_memory(model: nn.Module) -> None:
     named = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if _torch.peculiarity(tensor) is None and tensor.numel()
+        if _torch.untraceable_reason(tensor) is None and tensor.numel()
     }
     ranges = sorted((_torch.storage_key(t.untyped_storage()), *_byte_range(t), name) for name, t in named.items())
     last = (0, 0, "")  # (storage, end, name) of the tensor that ends last so far

@@ -81,6 +81,6 @@ def lowered(pool: Callable[..., Any], x: Tensor) -> tuple[list[Any], Sequence[Te
         return list(pool(one))
 
     traced = inductor.traced(run, [like], mode, decompositions())
-    _, nodes, results = inductor.taken_apart(traced)
+    _, nodes, results = inductor.inputs_ops_results(traced)
     kernels = inductor.kernels_of(inductor.lowerable(traced, nodes, results, backward=False))
     return [node.target for node in nodes], kernels([x])

@@ -297,7 +297,7 @@ def _trace(
         precision_context = _autocast_to(model, names, precision)
         layout_context = ChannelsLast() if channels_last else nullcontext()
         with (
-            _torch.casts_kept(caches_casts) as region, autocast(), precision_context, opaque_context,
+            _torch.autocast_cache(caches_casts) as region, autocast(), precision_context, opaque_context,
             _annotating_ops(names, place, region, free_tensors, tiling), layout_context, guards.tracing(),
             watch.seeding(),
         ):  # fmt: skip
@@ -492,7 +492,7 @@ def _annotating_ops(
             if frame not in lines:
                 lines[frame] = format_frame(frame)
             number, layer = next(calls), names.get(place.module, "")
-            _torch.say_place((layer, lines[frame]), (number, region()))
+            _torch.annotate_place((layer, lines[frame]), (number, region()))
             args, kwargs = free_tensors.replace_free((args, kwargs or {}))
             return func(*args, **kwargs) if tiling is None else tiling.call(number, func, args, kwargs)
 

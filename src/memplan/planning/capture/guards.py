@@ -110,7 +110,7 @@ def _intercepting_flag_reads(answer: Callable[[torch.Tensor, Callable[[], bool]]
             finally:
                 in_read = False
 
-        return _torch.here_alone(read, method)
+        return _torch.only_in_this_thread(read, method)
 
     reads = {name: read_by(getattr(torch.Tensor, name)) for name in ("__bool__", "item")}
     with _torch.patched(torch.Tensor, **reads):

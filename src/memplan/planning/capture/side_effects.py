@@ -115,7 +115,7 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     for name, tensor in (*named, *((f"input {index}", tensor) for index, tensor in enumerate(inputs))):
         if fake and isinstance(tensor, _torch.FakeTensor) and _torch.has_shape(tensor):
             continue
-        kind = _torch.peculiarity(tensor)
+        kind = _torch.untraceable_reason(tensor)
         if kind is not None:
             lazy = not _torch.has_shape(tensor)
             do = "Call the model once before, also where a function makes it" if lazy else None

@@ -52,7 +52,8 @@ def as_kinds(output: Any, kinds: Kinds) -> Any:
         return output
     tensors, structure = take_apart(output)
     return structure.rebuild(
-        tensor if kind is None else _torch.dressed(tensor, kind) for tensor, kind in zip(tensors, kinds, strict=True)
+        tensor if kind is None else _torch.as_subclass(tensor, kind)
+        for tensor, kind in zip(tensors, kinds, strict=True)
     )
 
 
@@ -64,10 +65,10 @@ def _run_without_data(model: nn.Module, call: Call, *, as_subclasses: bool) -> t
     watch, names = Watch(model), _torch.OpNames()
     mode, fakes = _torch.fake_like(call.tensors)
     try:
-        with _torch.fakes_dressed(), mode, names, watch.printed.capturing():
+        with _torch.fakes_as_subclasses(), mode, names, watch.printed.capturing():
             if as_subclasses:
                 fakes = [
-                    fake if like is None else _torch.with_attributes(_torch.dressed(fake, _subclass_of(like)), like)
+                    fake if like is None else _torch.with_attributes(_torch.as_subclass(fake, _subclass_of(like)), like)
                     for fake, like in zip(fakes, call.likes, strict=True)
                 ]
             names.seen.clear()

@@ -189,7 +189,7 @@ def _partition(
     ``read_inputs``: resident values that the backward pass reads, by index.
     """
     chunks = tuple(tuple(chunk) for chunk in _chunks(planned))
-    inputs, ops, gradients = inductor.taken_apart(backward_trace)
+    inputs, ops, gradients = inductor.inputs_ops_results(backward_trace)
     begin, end = len(read_inputs), len(read_inputs) + len(planned.saved)
     used = {*inductor.read_by(ops), *gradients}
     read_saved = [index for index, node in enumerate(inputs[begin:end]) if node in used]
@@ -205,7 +205,7 @@ def _partition(
     backward = _cut_into_parts(
         backward_trace, arguments, ops, results_of, updated_at_once, kept_by_caller=inputs[:begin], backward=True
     )
-    inputs, ops, results = inductor.taken_apart(forward_trace)
+    inputs, ops, results = inductor.inputs_ops_results(forward_trace)
     outputs = len(planned.graph.outputs)
     read_results = [
         *results[:outputs], *(results[outputs + index] for index in read_saved),

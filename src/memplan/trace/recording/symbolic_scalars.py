@@ -225,11 +225,11 @@ class ScalarPolicy:
                     **{name: unless_suspended(name, call) for name, call in _shared_memory(observer).items()},
                 )
             )
-            split = _torch.here_alone(_splitting_at(torch.tensor_split), torch.tensor_split)
+            split = _torch.only_in_this_thread(_splitting_at(torch.tensor_split), torch.tensor_split)
             stack.enter_context(_torch.patched(torch, tensor_split=split))
             stack.enter_context(_torch.exchanges_checked(self._checked_parts))
             stack.enter_context(_torch.modules_converted_as_real())
-            stack.enter_context(_torch.fakes_dressed())
+            stack.enter_context(_torch.fakes_as_subclasses())
             stack.enter_context(_torch.files_mapped_without_data())
             stack.enter_context(
                 loads_recorded(
@@ -250,7 +250,10 @@ class ScalarPolicy:
     def making_tensors(self, observer: Observer) -> AbstractContextManager[None]:
         """Patch `torch.tensor` and `torch.as_tensor` (or the card's versions of them) for symbolic scalars."""
         functions = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
-        here = {name: _torch.here_alone(self._for_symbolic(call, observer), call) for name, call in functions.items()}
+        here = {
+            name: _torch.only_in_this_thread(self._for_symbolic(call, observer), call)
+            for name, call in functions.items()
+        }
         return _torch.patched(torch, **here)
 
     def _checked_parts(self, sizes: Sequence[Any], rows: int) -> Sequence[int]:
