@@ -40,7 +40,7 @@ from memplan.cudnn.ask import ask  # noqa: E402
 from memplan.cudnn.cudnn_library import find_cudnn, title_of  # noqa: E402
 from memplan.cudnn.questions import Question  # noqa: E402
 from memplan.cudnn.recurrent import RecurrentQuestion  # noqa: E402
-from memplan.trace.semantics.kinds import Asked  # noqa: E402
+from memplan.trace.semantics.kinds import WorkspaceQuery  # noqa: E402
 
 BLOCK = 512
 BENCHMARK = ("conv2d_benchmark",)
@@ -142,13 +142,13 @@ def recurrent_of(golden: Golden) -> Iterator[tuple[RecurrentQuestion, int]]:
 
 
 @contextmanager
-def questions_noted() -> Iterator[dict[Any, Mapping[int, Asked]]]:
+def questions_noted() -> Iterator[dict[Any, Mapping[int, WorkspaceQuery]]]:
     """Note what each recording asks cuDNN, by the storages of the Trace that it returns."""
-    found: dict[Any, Mapping[int, Asked]] = {}
+    found: dict[Any, Mapping[int, WorkspaceQuery]] = {}
     recording = importlib.import_module("memplan.trace.record")
     answer = recording.with_workspaces
 
-    def noting(trace: Any, asked: Mapping[int, Asked], *where: Any) -> Any:
+    def noting(trace: Any, asked: Mapping[int, WorkspaceQuery], *where: Any) -> Any:
         answered = answer(trace, asked, *where)
         found[answered.storages] = dict(asked)
         return answered
