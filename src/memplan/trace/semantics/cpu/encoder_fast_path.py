@@ -1,6 +1,6 @@
 """Temporaries of the inference fast path: transformers/transformer.cpp and transformers/attention.cpp.
 
-A whole encoder layer, or self-attention, is one op: all of its intermediate tensors are temporaries.
+A whole encoder layer, or self-attention, is a single op: all of its intermediate tensors are temporaries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def attention_peak(
 
 
 def attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the temporary bytes of ``_native_multi_head_attention`` with one tensor as query, key and value."""
+    """Return the temporary bytes of ``_native_multi_head_attention`` with the same tensor as query, key and value."""
     x, heads = args[0], args[4]
     options = dict(zip(("mask", "need_weights", "average_attn_weights"), args[9:], strict=False))
     options |= kwargs

@@ -36,7 +36,7 @@ def _skips_columns(
 
 
 def _handles_groups(x: torch.Tensor, transposed: bool, dilation: Sequence[int]) -> bool:
-    """Return whether one call has the columns of all groups: ConvolutionMM3d.cpp, ``slow_conv3d_forward_out_cpu``."""
+    """Return whether a single call computes all groups: ConvolutionMM3d.cpp, ``slow_conv3d_forward_out_cpu``."""
     return x.dim() == 5 and not transposed and all(d == 1 for d in dilation)
 
 

@@ -108,7 +108,7 @@ def _sums_by_channel(x: torch.Tensor) -> int:
 
 
 def _accumulated(x: torch.Tensor) -> int:
-    """Return the bytes of one accumulator for sums of a tensor's elements."""
+    """Return the bytes of an accumulator for sums of a tensor's elements."""
     return max(x.element_size(), 4)
 
 
@@ -174,7 +174,7 @@ def common_dtype_casts_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 def _cast_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor's copy in this dtype; 0 if it has it."""
+    """Return the bytes of a tensor's copy in this dtype; 0 if the tensor has the dtype already."""
     return 0 if tensor.dtype is dtype else tensor.numel() * dtype.itemsize
 
 
@@ -370,7 +370,7 @@ _COPYING_GRADIENTS = (
 
 def padded_chunks(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Bytes of temporaries (TensorShape.cpp, _pad_chunk): gradients that FSDP2 reduces to shards, each padded to a
-    multiple of the ranks where it is none. CUDA's kernel does without."""
+    multiple of the number of ranks. CUDA's kernel needs no padding."""
     tensors, dim, chunks = args[:3]
     padded = 0
     for tensor in tensors:

@@ -30,7 +30,7 @@ def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
 
 
 def with_both_biases(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the results of ``mkldnn_rnn_layer_backward`` with separate bias gradients; fake tensors share one."""
+    """Return the results of ``mkldnn_rnn_layer_backward`` with separate bias gradients, which share a fake tensor."""
     *before, bias, _, hidden, cell = result
     return *before, bias, torch.empty_like(bias), hidden, cell
 
@@ -60,7 +60,8 @@ def _leading_dimension(size: int, itemsize: int = _FLOAT) -> int:
 
 
 def _scratchpad(steps: int, batch: int, hidden: int) -> int:
-    """Return the scratchpad bytes: gates of the time steps whose input product is one GEMM, and two hidden states."""
+    """Return the scratchpad bytes: gates of the time steps whose input products are a single GEMM, and two hidden
+    states."""
     gates = steps * batch * _leading_dimension(4 * hidden) * _FLOAT
     return padded(gates, _PAGE) + 2 * padded(batch * _leading_dimension(hidden) * _FLOAT, _PAGE) + _POINTERS
 

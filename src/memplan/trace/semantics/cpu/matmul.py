@@ -18,7 +18,7 @@ from memplan.trace.semantics.layout import bytes_of, copied, has_amx
 _PACKED_AT_MOST = 2 << 20
 _SMALL = 16**3
 _BLOCK_ROWS, _BLOCK_COLUMNS = 256, 64
-"""Most rows of a block, mostly fewer where they are no divisor of the rows; and columns of a packed one."""
+"""Most rows of a block, usually fewer if they do not divide the rows; and columns of a packed block."""
 
 
 def _is_readable_by_blas(tensor: torch.Tensor) -> bool:

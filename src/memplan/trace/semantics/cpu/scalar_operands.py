@@ -47,7 +47,7 @@ def transient_bytes(name: str, args: tuple[Any, ...]) -> int:
 
 
 def _wrapped_bytes(name: str, left: Any, right: Any) -> int:
-    """Return the bytes of the number among two operands, wrapped and cast; 0 unless exactly one is a tensor."""
+    """Return the bytes of the number among two operands, wrapped and cast; 0 if both or none are tensors."""
     if isinstance(left, torch.Tensor) == isinstance(right, torch.Tensor):
         return 0
     number = right if isinstance(left, torch.Tensor) else left

@@ -4,7 +4,7 @@ These are the ops of sparse gradients (``nn.Embedding(sparse=True)``, ``nn.Embed
 optimizers that take them (SparseAdam, SGD, Adagrad), and products of a sparse matrix with a dense one. What another op
 makes of a sparse tensor is not counted, and `assumed` says so; compressed layouts (CSR, CSC, BSR, BSC) are refused.
 
-The fake-tensor kernels make every sparse result an empty one. The number of elements (nnz) can depend on values:
+The fake-tensor kernels return empty sparse results. The number of elements (nnz) can depend on values:
 unknown indices are assumed to be all different (at most one per row), and no element of a dense tensor to be zero. This
 is the upper bound, and `assumed` reports it.
 """

@@ -30,7 +30,7 @@ _LT = 1 << 20
 
 
 def workspace_bytes(capability: tuple[int, int], env: Mapping[str, str], version: Version | None = None) -> int:
-    """Bytes of the workspace of one cuBLAS handle on one stream.
+    """Return the bytes of the workspace of a cuBLAS handle on a stream.
 
     8,519,680; 33,554,432 on sm_90 and, from 2.12 on, also on Blackwell (2.12 and 2.13: sm_10x and sm_12x; later
     sm_11x too). ``CUBLAS_WORKSPACE_CONFIG`` (":SIZE:COUNT" in KiB, repeated) overrides it; torch ignores values
@@ -63,7 +63,7 @@ def lt_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str], vers
 
 
 def shared_with_lt(env: Mapping[str, str], version: Version | None = None) -> bool:
-    """Whether cuBLASLt uses the cuBLAS workspace instead of allocating its own.
+    """Return whether cuBLASLt uses the cuBLAS workspace instead of allocating its own.
 
     2.11: only with ``TORCH_CUBLASLT_UNIFIED_WORKSPACE=1``; 2.12 to 2.14: unless it is 0; from 2.15 on likewise, but
     only if workspaces are cached.
@@ -113,7 +113,8 @@ native/cuda/Blas.cpp and native/cuda/linalg. Ops on empty tensors fetch none.
 def workspaces(
     library: Library, capability: tuple[int, int], env: Mapping[str, str], version: Version | None = None
 ) -> dict[Library, int]:
-    """Bytes of each workspace that a call to ``library`` needs. Cached ones are allocated once per thread and stream.
+    """Return the bytes of each workspace that a call to ``library`` needs. Cached workspaces are allocated once per
+    thread and stream.
 
     2.11 also fetches a cuBLAS handle, with its workspace, for a cuBLASLt call; later releases do not.
     """
@@ -133,7 +134,7 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def library(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Library | None:
-    """The library whose workspace the op needs; None if it needs none.
+    """Return the library whose workspace an op needs, or None.
 
     Args:
         name: overload name, e.g. ``aten.addmm.default``.

@@ -68,7 +68,7 @@ def uses_batch_norm(
 
 
 def _is_persistent(x: torch.Tensor, training: bool) -> bool:
-    """Whether cuDNN runs its persistent kernel: in training, for channels last (cudnn/BatchNorm.cpp,
+    """Return whether cuDNN runs its persistent kernel: in training, for channels last (cudnn/BatchNorm.cpp,
     getCudnnBatchNormMode)."""
     return training and like_channels_last(x.shape, x.stride()) and not x.is_contiguous()
 
@@ -88,7 +88,7 @@ def batch_norm_reserve_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Int
 
 
 def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, backward: bool = False) -> Interval:
-    """Bytes of the workspace of cuDNN's batch norm: only the persistent kernel has one.
+    """Return the bytes of the workspace of cuDNN's batch norm, which only the persistent kernel needs.
 
     Not documented. Each tile of 64 rows, or 96 in the backward pass, has two float32 sums per channel and, forward, a
     counter per 64 channels; counters and a small constant are added once. Exact on an H100 for the six shapes in
@@ -227,7 +227,8 @@ def workspace_of(question: RecurrentQuestion) -> Interval:
 
 
 def dropout_state_bytes(arch: Arch) -> int:
-    """Bytes of the random states that recurrent networks with dropout share: one allocation per card, never freed.
+    """Return the bytes of the random states that recurrent networks with dropout share: allocated once per card, never
+    freed.
 
     24 bytes per resident thread of the card: 6,488,064 on an H100 and an H200 (measured). Source: cudnn/RNN.cpp,
     get_dropout_state.
@@ -236,7 +237,7 @@ def dropout_state_bytes(arch: Arch) -> int:
 
 
 def input_copy(args: tuple[Any, ...], *, batch_first: bool) -> int:
-    """Bytes of the contiguous, time-first copy of a recurrent network's input. 0: it is used as it is."""
+    """Return the bytes of the contiguous, time-first copy of a recurrent network's input; 0 if no copy is needed."""
     x = args[0].transpose(0, 1) if batch_first else args[0]
     return copied(x)
 

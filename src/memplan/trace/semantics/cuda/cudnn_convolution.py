@@ -38,9 +38,9 @@ class Workspace(NamedTuple):
     high: int
     reason: str
     product: bool = False
-    """Whether it runs a cuBLAS product, which needs a cuBLAS workspace, too."""
+    """Whether the convolution runs a cuBLAS product, which needs a cuBLAS workspace, too."""
     cudnn: bool = False
-    """Whether cuDNN runs it, and can be queried."""
+    """Whether cuDNN runs the convolution, and can be queried."""
 
 
 class BackendChoice(NamedTuple):
@@ -268,7 +268,7 @@ def convolution_workspace(
 
 
 def copied_operand(tensor: torch.Tensor, channels_last: bool) -> int:
-    """Bytes of the copy of an operand into cuDNN's memory format; 0 if it is in that format."""
+    """Return the bytes of the copy of an operand into cuDNN's memory format; 0 if it is in that format."""
     if tensor.dim() == 3:
         return 0 if tensor.is_contiguous() else bytes_of(tensor)
     return copied_to(tensor, channels_last)

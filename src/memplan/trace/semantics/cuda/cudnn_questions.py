@@ -21,15 +21,12 @@ _MAX_ALIGNMENT = 32
 
 
 def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int, Question]]:
-    """The queries for ``aten.convolution`` or ``aten.convolution_backward`` if cuDNN computes it.
+    """Return (position of a result, query to cuDNN) for each result that cuDNN computes.
 
     Args:
-        args: as dispatched.
+        args: arguments of ``aten.convolution`` or ``aten.convolution_backward``.
         result: the op's result.
-        backward: whether ``args`` are those of ``convolution_backward``.
-
-    Returns:
-        (position among the op's results of the result that it computes, query).
+        backward: whether the op is ``convolution_backward``.
     """
     if backward:
         y, x, weight = args[:3]

@@ -29,7 +29,7 @@ def _accumulated(dtype: torch.dtype) -> int:
 
 
 def _partial_rows(rows: int, columns: int, arch: Arch) -> int:
-    """Rows of partial sums for the gradient of a norm's weight; 0 if it is computed in one pass.
+    """Return the rows of partial sums for the gradient of a norm's weight; 0 if it is computed in a single pass.
 
     Source: native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: partial sums for over 65,536 rows with
     columns that fill less than half of the card.
@@ -143,7 +143,7 @@ def batch_norm(training: int) -> Formula:
 
 
 def _flatten_copy_bytes(x: torch.Tensor) -> int:
-    """Bytes of the copy made by reshaping to (batch, channels, -1); 0 if that is a view."""
+    """Return the bytes of the copy of reshaping to (batch, channels, -1); 0 if that is a view."""
     if x.is_contiguous() or x.dim() <= 3:
         return 0
     step = x.stride(-1)

@@ -122,8 +122,8 @@ the memory-efficient kernel's seed and offset are on the card only during graph 
 
 
 def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Result of ``_cudnn_rnn_flatten_weight``: one buffer. torch then makes the weights views of it and frees their own
-    storages.
+    """Return the result of ``_cudnn_rnn_flatten_weight``: a buffer, of which torch makes the weights views, freeing
+    their own storages.
 
     Source: cudnn/RNN.cpp, copy_weights_to_flat_buf_views.
     """
@@ -134,7 +134,7 @@ def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
 
 
 def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_cudnn_rnn_backward``: gradients of the weights are views of one buffer, as large as that of the weights."""
+    """Return the results of ``_cudnn_rnn_backward``, whose weight gradients are views of a buffer like the weights'."""
     x, weights, buffer, hx, cx, mask = args[0], args[1], args[3], args[4], args[5], args[21]
     views: list[torch.Tensor | None] = [None] * len(weights)
     if mask[3]:

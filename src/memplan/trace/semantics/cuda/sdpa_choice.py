@@ -52,7 +52,7 @@ class Enabled:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel and the reason for it, one plain sentence without a full stop."""
+    """A kernel, and the reason for its choice as a sentence without a full stop."""
 
     kernel: Kernel
     reason: str
@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of attention, and the card and settings that it would run with."""
+    """The arguments of attention, the card and the settings."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -83,7 +83,7 @@ class _Call:
 
 
 def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
-    """The order in which torch tries the kernels unless the user sets one.
+    """Return the order in which torch tries the kernels unless the user sets an order.
 
     cuDNN is first on sm_90, sm_100 and sm_103.
     """
@@ -95,7 +95,7 @@ def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
 
 @cache
 def versions() -> tuple[tuple[int, int], int]:
-    """This torch's version, and the version of the cuDNN that it runs with on CUDA.
+    """Return the version of this torch, and of the cuDNN with which it runs on CUDA.
 
     A torch without CUDA has none: then that of its PyPI wheel.
     """
