@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -32,6 +32,8 @@ MOST_PIECES = 64
 PIECES = (2, 4, 8, 16, 32, MOST_PIECES)
 LEAST_ELEMENTS = 4
 """Fewest elements of a spatial dimension in a piece of the smallest result."""
+_INTEGERS = "int64", "int32"
+"""Dtypes of tokens."""
 BACKWARD_FACTOR = 2.0
 """Bytes live in the backward pass of a piece, per byte of the piece's inner values."""
 
@@ -52,6 +54,8 @@ class Segment:
 
     derivative_seconds: tuple[float, ...]
     """Seconds of the derivative of each op."""
+    weight_bytes: int
+    """Bytes of the weights that it reads, whose gradients are computed with it."""
     overwritten_bytes: int
     """Bytes of a result's gradient that the gradient of an operand overwrites; 0 if none does."""
 
@@ -124,6 +128,16 @@ class Segments:
             for value in self._nodes[op.index].reads:
                 self._readers.setdefault(value, set()).add(op.index)
         self._static = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "constant")}
+        self._fixed = {value.id for value in graph.values if value.kind in ("input", "buffer", "constant")}
+        """Values into which no gradient flows."""
+        returned = {of for of, _ in graph.gradients}
+        self._fixed -= returned
+        for op in self._ops:
+            reads = self._nodes[op.index].reads
+            stops = op.target == "aten.detach.default" or self._fixed.issuperset(reads)
+            self._fixed.update(
+                v for v in op.outputs if v is not None and (stops or not self._likes[v].dtype.is_floating_point)
+            )
         for op in self._ops:
             if all(value in self._static for value in self._nodes[op.index].reads):
                 self._static.update(value for value in op.outputs if value is not None)
@@ -172,6 +186,17 @@ class Segments:
             axes.append(Axis(max(range(2, rank), key=lambda dim: (shape[dim], -dim))))
         return tuple(axes)
 
+    def token_axes(self, call: int) -> tuple[Axis, ...]:
+        """Axes to try for a call: tokens of a batch, by the step's integer inputs and the call's results of three
+        dimensions, and rows of its matrices."""
+        values, batch = self._graph.values, [axis.samples for axis in self.axes if axis.dim == 0]
+        made = [values[v].shape for op in self._data if op.call == call for v in op.outputs if v is not None]
+        shapes = [value.shape for value in values if value.kind == "input" and value.dtype in _INTEGERS]
+        shapes = [shape for shape in shapes if len(shape) == 2] + [shape for shape in made if len(shape) == 3]
+        axes = {shape[0]: Axis(1, shape[0], shape[1]) for shape in reversed(shapes) if shape[0] and shape[1] > 1}
+        rows = dict.fromkeys(shape[0] for shape in made if len(shape) == 2 and shape[0] > 1 and shape[0] not in batch)
+        return (*axes.values(), *(Axis(0, count) for count in rows))
+
     def segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
         """Return the segment from call ``first`` to call ``last``; None if it cannot run piece by piece."""
         key = first, last, axis, pieces
@@ -204,7 +229,8 @@ class Segments:
             first, last, tiled,
             tuple((self._call_of(v), values[v].bytes) for v in operands if values[v].kind not in RESIDENT),
             sum(values[v].bytes for v in results), inner, tuple(inside),
-            tuple(self._derivative_seconds.get(op.index, 0.0) for op in inside), self._overwritten(tiled, inside),
+            tuple(self._derivative_seconds.get(op.index, 0.0) for op in inside),
+            sum(program.likes[v].bytes for v in program.static - program.fixed), self._overwritten(tiled, inside),
         )  # fmt: skip
 
     def _between(self, first: int, last: int) -> list[GraphOp]:
@@ -218,12 +244,13 @@ class Segments:
         inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in computed))
         results = (node.outputs[0] for node in nodes if node.outputs)
         outputs = (v for v in results if v in self._graph.outputs or not self._readers.get(v, set()) <= indices)
-        return Program(nodes, inputs, frozenset(v for v in inputs if v in self._static), tuple(outputs), self._likes)
+        static, fixed = (frozenset(v for v in inputs if v in known) for known in (self._static, self._fixed))
+        return Program(nodes, inputs, static, tuple(outputs), self._likes, fixed)
 
     def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile]) -> Tile | None:
         """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that at most ``target``
         bytes are live at the op; None if no segment is expected to lower its level."""
-        fitting, best = list[tuple[float, int, Tile]](), (op.level, None)
+        fitting, best = list[tuple[float, int, int, Tile]](), (op.level, None)
         for segment, axis, most in self._candidates(op.call, tiles):
             for pieces in PIECES:
                 expected = self._expected_bytes(segment, op, pieces)
@@ -231,10 +258,19 @@ class Segments:
                 if pieces > most:
                     break
                 if expected <= target:  # more pieces have more borders
-                    fitting.append((segment.seconds(pieces), pieces, tile))
+                    fitting.append((segment.seconds(pieces), pieces, len(segment.ops), tile))
                     break
                 best = min(best, (expected, tile), key=lambda known: known[0])
-        return min(fitting, key=lambda known: known[:2])[2] if fitting else best[1]
+        return min(fitting, key=lambda known: known[:3])[3] if fitting else best[1]
+
+    def finer(self, tile: Tile) -> Tile | None:
+        """Return a segment in twice as many pieces, along another axis if there are too few elements; None if neither
+        is possible."""
+        pieces = 2 * tile.pieces
+        for axis in dict.fromkeys((tile.axis, *self.axes, *self.token_axes(tile.last))):
+            if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces) is not None:
+                return replace(tile, axis=axis, pieces=pieces)
+        return None
 
     def _candidates(self, call: int, tiles: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
         """Yield the segments around a call, with their axis and largest number of pieces. A segment contains each of
@@ -242,7 +278,7 @@ class Segments:
         if call not in self.calls:
             return
         index = self.calls.index(call)
-        for axis in self.axes:
+        for axis in (*self.axes, *self.token_axes(call)):
             for begin in range(index, max(-1, index - MAX_CALLS), -1):
                 if self.segment(self.calls[begin], call, axis, 2) is None:
                     break
@@ -254,7 +290,7 @@ class Segments:
                     if segment is None:
                         break
                     if not any(_cuts(tile, first, last) for tile in tiles):
-                        yield segment, axis, axis.samples or segment.tiled.elements // LEAST_ELEMENTS
+                        yield segment, axis, segment.tiled.elements // (LEAST_ELEMENTS if axis.dim else 1)
 
     def _overwritten(self, tiled: Tiled, inside: Sequence[GraphOp]) -> int:
         """Return `Segment.overwritten_bytes`."""
@@ -298,8 +334,10 @@ class Segments:
         before = Counter(live.bytes for live in op.live if not live.backward and live.call < first)
         missing = Counter(size for _, size in segment.operands) - before
         others += sum(size * count for size, count in missing.items())
-        if not op.backward:
+        if not op.backward and not segment.tiled.yields_gradients:
             return others + segment.result_bytes + segment.inner_bytes // pieces
+        if not op.backward:
+            others += segment.weight_bytes
         gradients = segment.result_bytes + sum(size for _, size in segment.operands) - segment.overwritten_bytes
         return others + gradients + int(BACKWARD_FACTOR * segment.inner_bytes / pieces)
 

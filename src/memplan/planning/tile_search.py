@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, RecordingError
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import STEEP
-from memplan.planning.segments import MOST_PIECES, OverBudgetOp, Segments, over_budget_ops
+from memplan.planning.segments import OverBudgetOp, Segments, over_budget_ops
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study
 from memplan.planning.tiles.program import NotTileable
@@ -91,9 +90,9 @@ def _more_tiles(
         index = next((index for index, tile in enumerate(chosen) if tile.first <= op.call <= tile.last), None)
         if index is not None and chosen[index] not in tiles:
             continue  # chosen for an op with a higher level
-        if index is not None and op.tile and chosen[index].pieces < MOST_PIECES:
-            finer = replace(chosen[index], pieces=chosen[index].pieces * 2)
-            if segments.segment(finer.first, finer.last, finer.axis, finer.pieces) is not None:
+        if index is not None and op.tile:
+            finer = segments.finer(chosen[index])
+            if finer is not None:
                 chosen[index] = finer
                 continue
         if new < AT_ONCE:

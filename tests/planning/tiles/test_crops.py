@@ -79,10 +79,19 @@ def test_a_part_reads_the_receptive_field_alone() -> None:
     assert crop.inner == ((2, 10), (0, 32))
 
 
+class Gated(nn.Module):
+    """An input that is scaled by its own mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scaled input."""
+        return x * x.mean((2, 3), keepdim=True).sigmoid()
+
+
 @pytest.mark.parametrize(
     ("model", "size", "why"),
     [
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1)), 16, "axis"),
+        (Gated(), 16, "sum over the axis"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), 16, "statistics of the whole"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 2)), 16, "axis"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=1.5, mode="bilinear")), 16, "fraction"),

@@ -475,6 +475,10 @@ def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingEr
     )
 
 
+_DEVICE = torch.Tensor.device
+"""The property, of which each question is a call of a torch function."""
+
+
 @contextmanager
 def _annotating_ops(
     names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors,
@@ -488,6 +492,8 @@ def _annotating_ops(
     class AnnotationMode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             safe_point()
+            if getattr(func, "__self__", None) is _DEVICE:  # tensors without data answer it without a call
+                return func(*args, **(kwargs or {}))
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
-from memplan.planning.ops.tile import TILE, TILE_OPS, TILE_STATISTICS, TracedTile, register, tile_of
+from memplan.planning.ops.tile import (
+    TILE,
+    TILE_OPS,
+    TILE_STATISTICS,
+    TILE_WITH_GRADIENTS,
+    TracedTile,
+    register,
+    tile_of,
+)  # fmt: skip
 from memplan.planning.tiles.program import NotTileable, Recorder
 from memplan.planning.tiles.tiled import Tile, Tiled
 
@@ -139,7 +147,8 @@ class Tiling:
 
     def _update_running(self, tiled: Tiled, recorder: Recorder, statistics: Sequence[Tensor]) -> None:
         """Update the running statistics of the segment's batch norms as torch does."""
-        for (index, norm), mean, variance in zip(tiled.norms.items(), statistics[::2], statistics[1::2], strict=True):
+        means, variances = (statistics[first : 2 * len(tiled.norms) : 2] for first in (0, 1))
+        for (index, norm), mean, variance in zip(tiled.norms.items(), means, variances, strict=True):
             shape = tiled.program.likes[norm.input].shape
             count = math.prod((shape[0], *shape[2:]))
             running, momentum = recorder.running.get(index, ((), 0.0))
@@ -178,7 +187,9 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])
         pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})  # the first and the last pad, too
-        run = {TILE_STATISTICS: tiled.statistics, TILE: tiled.forward}.get(target, tiled.backward)
+        run = {
+            TILE_STATISTICS: tiled.statistics, TILE: tiled.forward, TILE_WITH_GRADIENTS: tiled.forward_with_gradients,
+        }.get(target, tiled.backward)  # fmt: skip
         with allocations.span("op"):
             results = run(*arguments[:-1], pieces)  # pyright: ignore[reportCallIssue]
         del results

@@ -90,6 +90,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
     ),
     "memplan.tile_statistics.default": ("inputs", "key"),
     "memplan.tile.default": ("inputs", "statistics", "key"),
+    "memplan.tile_with_gradients.default": ("inputs", "statistics", "needed", "key"),
     "memplan.tile_backward.default": ("inputs", "statistics", "gradients", "needed", "key"),
     "memplan.dropout_mask.default": ("self", "p", "generator"),
     "memplan.is_not_zero.default": ("self",),

@@ -17,16 +17,18 @@ class Tile(Lever):
         """Return ``reordered``: gradients of weights and statistics are sums over pieces."""
         return "reordered"
 
-    def reason_of(self, freed: int, segment: Segment, piece: int) -> Reason:
+    def reason_of(self, freed: int, segment: Segment, piece: int, *, once: bool) -> Reason:
         """Describe a segment.
 
         Args:
             freed: bytes of its inner values.
             segment: where it is cut.
             piece: most bytes of a piece, forward or backward.
+            once: whether the forward pass computes the gradients, too.
         """
-        axis = "samples" if segment.axis.dim == 0 else f"dimension {segment.axis.dim}"
-        text = f"in {segment.pieces} pieces along {axis}, each computed again in the backward pass; a piece takes "
+        axis = {0: "samples", 1: "tokens"}.get(segment.axis.dim, f"dimension {segment.axis.dim}")
+        gradients = "with its gradients in the forward pass" if once else "each computed again in the backward pass"
+        text = f"in {segment.pieces} pieces along {axis}, {gradients}; a piece takes "
         text += f"up to {format_bytes(piece)}"
         details = {"pieces": segment.pieces, "dim": segment.axis.dim, "piece_bytes": piece}
         return Reason(max(0, freed), text, details, self.grade())

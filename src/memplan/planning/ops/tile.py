@@ -27,7 +27,9 @@ TILE = "memplan.tile.default"
 TILE_BACKWARD = "memplan.tile_backward.default"
 TILE_BACKWARD_INTO = "memplan.tile_backward_.default"
 """Writes its first result over a gradient of a result, see `overwritten_gradient`."""
-TILE_OPS = TILE_STATISTICS, TILE, TILE_BACKWARD
+TILE_WITH_GRADIENTS = "memplan.tile_with_gradients.default"
+"""A tile whose result is a single number, with the gradients for a gradient of 1."""
+TILE_OPS = TILE_STATISTICS, TILE, TILE_BACKWARD, TILE_WITH_GRADIENTS
 
 _TILES: weakref.WeakValueDictionary[str, Tiled] = weakref.WeakValueDictionary()
 """Tiles by key, the last argument of their ops."""
@@ -40,7 +42,8 @@ def register(program: Program, axis: Axis, pieces: int) -> tuple[Tiled, str]:
         NotTileable: the segment cannot run piece by piece.
     """
     likes = sorted(program.likes.items())
-    text = repr((program.nodes, program.inputs, sorted(program.static), program.outputs, likes, axis, pieces))
+    fixed, static = sorted(program.fixed), sorted(program.static)
+    text = repr((program.nodes, program.inputs, static, fixed, program.outputs, likes, axis, pieces))
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return _TILES.setdefault(key, Tiled(program, axis, pieces)), key
 
@@ -73,6 +76,23 @@ def _tile_statistics(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
 @define("tile(Tensor[] inputs, Tensor[] statistics, str key) -> Tensor[]", _tile_without_data)
 def _tile(inputs: Sequence[Tensor], statistics: Sequence[Tensor], key: str) -> list[Tensor]:
     return _TILES[key].forward(inputs, statistics)
+
+
+def _with_gradients_without_data(
+    inputs: Sequence[Tensor], statistics: Sequence[Tensor], needed: Sequence[bool], key: str
+) -> list[Tensor]:
+    gradients = [torch.empty_like(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
+    return [*_tile_without_data(inputs, statistics, key), *gradients]
+
+
+@define(
+    "tile_with_gradients(Tensor[] inputs, Tensor[] statistics, bool[] needed, str key) -> Tensor[]",
+    _with_gradients_without_data,
+)
+def _tile_with_gradients(
+    inputs: Sequence[Tensor], statistics: Sequence[Tensor], needed: Sequence[bool], key: str
+) -> list[Tensor]:
+    return _TILES[key].forward_with_gradients(inputs, statistics, needed)
 
 
 @define(
@@ -114,10 +134,19 @@ class TracedTile(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the results of the segment, then the statistics of its norms."""
-        statistics = torch.ops.memplan.tile_statistics.default(list(tensors), key) if _TILES[key].norms else []
-        outputs = torch.ops.memplan.tile.default(list(tensors), statistics, key)
-        ctx.key, ctx.count = key, len(outputs)
-        ctx.save_for_backward(*tensors, *statistics)
+        tiled, needed = _TILES[key], list(ctx.needs_input_grad[1:])
+        statistics = []
+        if tiled.statistic_likes:
+            statistics = torch.ops.memplan.tile_statistics.default(list(tensors), key)
+        ctx.key, ctx.yielded = key, tiled.yields_gradients and any(needed)
+        if ctx.yielded:
+            result, *gradients = torch.ops.memplan.tile_with_gradients.default(list(tensors), statistics, needed, key)
+            outputs = [result]
+            ctx.save_for_backward(*gradients)
+        else:
+            outputs = torch.ops.memplan.tile.default(list(tensors), statistics, key)
+            ctx.save_for_backward(*tensors, *statistics)
+        ctx.count = len(outputs)
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
         return *outputs, *statistics
@@ -126,6 +155,10 @@ class TracedTile(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Return the gradients of the tensors."""
         needed = list(ctx.needs_input_grad[1:])
+        if ctx.yielded:
+            saved = iter(ctx.saved_tensors)
+            (incoming, *_) = gradients
+            return None, *(next(saved) * incoming if needs and incoming is not None else None for needs in needed)
         tensors, statistics = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
         computed = iter(
             torch.ops.memplan.tile_backward.default(
@@ -135,12 +168,12 @@ class TracedTile(torch.autograd.Function):
         return None, *(next(computed) if needs else None for needs in needed)
 
 
-def _work(key: str, phase: Phase) -> Work:
+def _work(key: str, phase: Phase, *, differentiated: bool = False) -> Work:
     """Return the FLOPs and bytes of a tile's op: those of its program's ops, as often as they run."""
     tiled = _TILES[key]
     likes, flops, moved, rate = tiled.program.likes, 0.0, 0.0, "float32"
     counts = tiled.runs(phase)
-    if phase == "backward":  # a derivative counts as two runs
+    if phase == "backward" or differentiated:  # a derivative counts as two runs
         counts = [count + 2 * derivatives for count, derivatives in zip(counts, tiled.derivatives(), strict=True)]
     for node, runs, share in zip(tiled.program.nodes, counts, tiled.overlap(tiled.pieces), strict=True):
         formula, read = _torch.flop_formula(node.target), [likes[value] for value in (*node.reads, *node.outputs[:1])]
@@ -159,4 +192,5 @@ def _meta(like: Like) -> Tensor:
 
 WORKS[TILE_STATISTICS] = lambda args: _work(args[-1], "statistics")
 WORKS[TILE] = lambda args: _work(args[-1], "forward")
+WORKS[TILE_WITH_GRADIENTS] = lambda args: _work(args[-1], "forward", differentiated=True)
 WORKS[TILE_BACKWARD] = lambda args: _work(args[-1], "backward")

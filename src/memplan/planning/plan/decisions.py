@@ -12,7 +12,7 @@ from memplan.planning.graph.op_schema import short
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import GradientUse, Reason
 from memplan.planning.levers.registry import RECOMPUTE, TILE
-from memplan.planning.ops.tile import TILE_OPS
+from memplan.planning.ops.tile import TILE_OPS, TILE_WITH_GRADIENTS
 from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
@@ -47,6 +47,7 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
         reason = TILE.reason_of(
             sum(plain.values[v].bytes for v in made) - sum(graph.values[v].bytes for op in forward for v in op.makes),
             tile, max((op.scratch for op in in_pieces), default=0),
+            once=any(op.target == TILE_WITH_GRADIENTS for op in in_pieces),
         )  # fmt: skip
         layers = list(dict.fromkeys(op.layer for op in ops if op.layer))
         layer = layers[0] if len(layers) < 2 else f"{layers[0]} to {layers[-1]}"

@@ -73,6 +73,10 @@ class Crops:
             tiled = [Tiled(program, Axis(dim), 1) for dim in range(2, len(shape))]
             if any(dimension.norms for dimension in tiled):
                 raise NotTileable("a norm needs the statistics of the whole input")
+            if any(dimension.partial or dimension.totals for dimension in tiled):
+                raise NotTileable("a sum over the axis needs the whole input")
+            if any(along.outer > 1 for dimension in tiled for along in dimension.along.values()):
+                raise NotTileable("the axis is mixed with the dimension before it")
             if any(dimension.along[program.outputs[0]].dim != dimension.axis.dim for dimension in tiled):
                 raise NotTileable("the result has its dimensions in another order")
             self._programs[shape] = tiled

@@ -73,6 +73,8 @@ class Program:
     outputs: tuple[int, ...]
     likes: Mapping[int, Like]
     """Shape, strides and dtype by value."""
+    fixed: frozenset[int] = frozenset()
+    """Inputs through which no gradient flows."""
 
 
 class Recorder:
@@ -197,6 +199,7 @@ class Recorder:
         return Program(
             tuple(self._nodes), tuple(self.sources), frozenset(self._static & read),
             tuple(map(self._current, outputs)), dict(self._likes),
+            frozenset(value for value, tensor in self.sources.items() if not tensor.requires_grad),
         )  # fmt: skip
 
     def _add(self, tensor: Tensor) -> int:

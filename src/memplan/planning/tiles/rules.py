@@ -22,6 +22,8 @@ from memplan.planning.graph.op_schema import ELEMENTWISE, arguments_of, overload
 from memplan.planning.tiles.program import BATCH_NORMS, Node, NotTileable
 
 Window = tuple[int, int]
+Need = tuple[int, Window]
+"""A dimension of an operand, and the range of its elements that is needed."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Call:
             raise NotTileable(f"{self.node.name} mixes the axis with the dimension before it")
         return rule.placed(self)
 
-    def needs(self, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, window: Window) -> dict[int, Need]:
         """Return for each operand of which only a part is needed its dimension, and its range in elements."""
         return RULES[self.node.target].needs(self, window)
 
@@ -96,9 +98,9 @@ class Rule:
         """Return where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
         raise NotImplementedError
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         """Return for each operand of which only a part is needed its dimension, and its range in elements."""
-        parts = dict[int, tuple[int, Window]]()
+        parts = dict[int, Need]()
         for name in self.operands:
             if isinstance(call[name], Ref):
                 along = call.along(name) or call.placed
@@ -114,26 +116,27 @@ class Rule:
             op: the op, or a function that takes its place.
         """
         args, kwargs = self.arguments(call, window)
-        return op(*_filled(args, tensors), **_filled(kwargs, tensors))
+        return op(*filled(args, tensors), **filled(kwargs, tensors))
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the op's call for a window."""
         return call.node.args, dict(call.node.kwargs)
 
 
-def _filled(arguments: Any, tensors: Callable[[int], Tensor]) -> Any:
+def filled(arguments: Any, tensors: Callable[[int], Tensor]) -> Any:
+    """Return arguments with tensors in the place of Refs."""
     if isinstance(arguments, Ref):
         return tensors(arguments.value)
     if isinstance(arguments, (tuple, list)):
-        return type(arguments)(_filled(part, tensors) for part in arguments)
+        return type(arguments)(filled(part, tensors) for part in arguments)
     if isinstance(arguments, dict):
-        return {name: _filled(part, tensors) for name, part in arguments.items()}
+        return {name: filled(part, tensors) for name, part in arguments.items()}
     return arguments
 
 
 def run_whole(node: Node, tensors: Callable[[int], Tensor]) -> Any:
     """Return the results of an op with whole operands."""
-    return overload(node.target)(*_filled(node.args, tensors), **_filled(dict(node.kwargs), tensors))
+    return overload(node.target)(*filled(node.args, tensors), **filled(dict(node.kwargs), tensors))
 
 
 def elements(along: Along, window: Window) -> Window:
@@ -160,9 +163,9 @@ class _Pointwise(Rule):
             raise NotTileable(f"{call.node.name} repeats a single element of the axis")
         return along
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         along, result = call.placed, call.result
-        parts = dict[int, tuple[int, Window]]()
+        parts = dict[int, Need]()
         for value in call.node.reads:
             dim = along.dim - len(result) + len(call.shapes[value])
             if dim >= 0 and call.shapes[value][dim] == result[along.dim] > 1:
@@ -249,6 +252,70 @@ class _View(Rule):
         return tensors(call["self"].value).reshape(shape)
 
 
+class _Slice(_Rows):
+    """``slice``: along the axis, one element after another, it moves the window."""
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("self")
+        if along is None:
+            raise NotTileable("slice combines different axes")
+        if self._moves(call, along) and (along.unit > 1 or along.outer > 1 or (call["step"] or 1) != 1):
+            raise NotTileable("slice takes a part of the axis")
+        return along
+
+    def _moves(self, call: Call, along: Along) -> bool:
+        return (call["dim"] or 0) % len(call.result) == along.dim
+
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
+        along, value = call.placed, call["self"].value
+        if not self._moves(call, along):
+            return super().needs(call, window)
+        size, start = call.shape("self")[along.dim], call["start"] or 0
+        first = min(max(start + size if start < 0 else start, 0), size)
+        return {value: (along.dim, (first + window[0], first + window[1]))}
+
+    def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        if self._moves(call, call.placed):
+            return tensors(call["self"].value)
+        return super().run(call, window, tensors, op)
+
+
+class _Gather(_Rows):
+    """``gather``: along another dimension, or with indices along the axis into a vector that is there as a whole."""
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("index")
+        if len(call.result) == 1 and call.along("self") is None and along is not None:
+            return along
+        return super().placed(call)
+
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
+        parts = super().needs(call, window)
+        if len(call.result) == 1:
+            parts.pop(call["self"].value)
+        return parts
+
+
+class _Likelihood(Rule):
+    """``nll_loss`` that is not reduced: of classes in dimension 1."""
+
+    merges = True
+
+    def placed(self, call: Call) -> Along:
+        along = call.along("self")
+        if along is None or along.dim == 1 or len(call.shape("self")) == 1 or call["reduction"] != 0:
+            raise NotTileable(f"{call.node.name} mixes elements of the axis")
+        placed = replace(along, dim=along.dim - (along.dim > 1))
+        if call.along("target") not in (None, placed) or call.along("weight") is not None:
+            raise NotTileable(f"{call.node.name} combines different axes")
+        return placed
+
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
+        along, part = call.along("self"), elements(call.placed, window)
+        assert along is not None
+        return {call["self"].value: (along.dim, part), call["target"].value: (call.placed.dim, part)}
+
+
 class _Moved(Rule):
     """An op that moves dimensions."""
 
@@ -296,7 +363,7 @@ class _Cat(Rule):
             raise NotTileable("cat joins along the axis, or parts without it")
         return along
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         along = call.placed
         return dict.fromkeys(call.node.reads, (along.dim, elements(along, window)))
 
@@ -316,7 +383,7 @@ class _Pad(Rule):
         pad, behind = call["pad"], len(call.shape("self")) - 1 - dim
         return (pad[2 * behind], pad[2 * behind + 1]) if 2 * behind + 1 < len(pad) else (0, 0)
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         along = call.placed
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
@@ -385,7 +452,7 @@ class _Sliding(Rule):
         low = window[0] * stride - padding
         return low, (window[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         along, spatial = call.placed, self._spatial(call)
         value, size = call[self._operand].value, call.shape(self._operand)[along.dim]
         if spatial is None:
@@ -404,8 +471,7 @@ class _Sliding(Rule):
         padding = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
         padding[spatial] = 0
         arguments = {**call.arguments, "padding": padding}
-        filled = {name: _filled(a, lambda v: part if v == operand else tensors(v)) for name, a in arguments.items()}
-        return op(**filled)
+        return op(**filled(arguments, lambda v: part if v == operand else tensors(v)))
 
 
 class _AveragePool(_Sliding):
@@ -450,7 +516,7 @@ class _Convolution(_Sliding):
         outputs = [_at(call["output_padding"], dim, 0) for dim in range(self._space(call))]
         paddings[spatial] = outputs[spatial] = 0
         arguments = {**call.arguments, "padding": paddings, "output_padding": outputs, "bias": None}
-        result = op(**{name: _filled(a, tensors) for name, a in arguments.items()})
+        result = op(**{name: filled(a, tensors) for name, a in arguments.items()})
         # the kernel's result begins at begin * stride in rows before padding is cut off; no input reaches the others
         dim, first, rows = 2 + spatial, window[0] + padding - begin * stride, window[1] - window[0]
         before, behind = max(0, -first), max(0, first + rows - result.shape[dim])
@@ -501,7 +567,7 @@ class _Upsample(Rule):
         scale = call.result[along.dim] // size
         return _clipped(window[0] // scale - self._reach, -(-window[1] // scale) + self._reach, size)[0]
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         along = call.placed
         part = elements(along, window) if along.dim < 2 else self._part(call, along, window)
         return {self._operand(call): (along.dim, part)}
@@ -531,7 +597,7 @@ class _ChannelNorm(Rule):
             raise NotTileable(f"{call.node.name} normalizes over the axis")
         return along
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         along = call.placed
         part = elements(along, window)
         parts = {call["input"].value: (along.dim, part)}
@@ -567,7 +633,7 @@ class _Product(Rule):
                 raise NotTileable(f"{call.node.name} adds a tensor with another axis")
         return first
 
-    def needs(self, call: Call, window: Window) -> dict[int, tuple[int, Window]]:
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
         parts = {v: (call.axes[v].dim, elements(call.axes[v], window)) for v in call.node.reads if v in call.axes}
         first, second = (call[name].value for name in self._factors)
         if call.placed.dim < len(call.result) - 2:  # each product of the batch has a second factor of its own
@@ -588,6 +654,11 @@ def _not_in(*names: str) -> Callable[[Call, int], bool]:
         return True
 
     return keeps
+
+
+def _gathers_beside(call: Call, dim: int) -> bool:
+    """Return whether a gather reads for each element of the axis those of the same element."""
+    return (call["dim"] or 0) % len(call.result) != dim and call.shape("self")[dim] == call.shape("index")[dim]
 
 
 def _before_normalized(call: Call, dim: int) -> bool:
@@ -619,7 +690,10 @@ RULES: Mapping[str, Rule] = {
     **{f"aten.{name}.default": _View() for name in ("view", "_unsafe_view", "reshape", "_reshape_alias")},
     **{f"aten.{name}{overload}": _Upsample(reach=reach) for name, reach in _UPSAMPLES.items()
        for overload in (".default", ".vec")},
-    **{f"aten.{name}": _Reduction() for name in ("mean.dim", "sum.dim_IntList", "amax.default", "amin.default")},
+    **{f"aten.{name}": _Reduction() for name in (
+        "mean.dim", "sum.dim_IntList", "sum.default", "mean.default", "logsumexp.default", "amax.default",
+        "amin.default"
+    )},
     **{f"aten.{name}.default": _Rows(keeps=_not_in("dim")) for name in ("_softmax", "_log_softmax", "_safe_softmax")},
     "aten._prelu_kernel.default": _Pointwise(),
     "aten.select.int": _Moved(lambda call, rank: [d for d in range(rank) if d != call["dim"] % rank]),
@@ -635,7 +709,10 @@ RULES: Mapping[str, Rule] = {
     "aten.constant_pad_nd.default": _Pad(),
     **dict.fromkeys(BATCH_NORMS, _ChannelNorm()),
     "aten.cat.default": _Cat(),
-    "aten.slice.Tensor": _Rows(keeps=_not_in("dim")),
+    "aten.slice.Tensor": _Slice(),
+    "aten.gather.default": _Gather("self", "index", keeps=_gathers_beside),
+    "aten.nll_loss_forward.default": _Likelihood(),
+    "aten.nll_loss2d_forward.default": _Likelihood(),
     "aten.expand.default": _Expand(),
     "aten.permute.default": _Moved(lambda call, rank: [d % rank for d in call["dims"]]),
     "aten.transpose.int": _Moved(lambda call, rank: _swapped(rank, call["dim0"], call["dim1"])),
@@ -649,7 +726,8 @@ RULES: Mapping[str, Rule] = {
     "aten.embedding.default": _Rows("indices", keeps=_counts_nothing),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _Rows("query", "key", "value", keeps=_any_mask),
 }  # fmt: skip
-"""Rules by the target of an op. Norms over the axis are `memplan.planning.tiles.norms`."""
+"""Rules by the target of an op. Norms over the axis are `memplan.planning.tiles.norms`, sums
+`memplan.planning.tiles.sums`."""
 
 
 def _swapped(rank: int, first: int, second: int) -> list[int]:

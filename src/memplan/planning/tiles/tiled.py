@@ -9,6 +9,12 @@ their derivatives, and a last pass computes the gradients of what the segment re
 A norm of what the segment reads itself costs no pass: its statistics are those of a tensor that is there. The gradient
 of its result is collected in the place of that of its input, and turned into it at the end.
 
+A sum over the axis, such as a loss, is a sum over the pieces. What only linear ops make of it is one, too. Where no
+gradient flows into it, as into the number of targets that count, it is computed first, as statistics are.
+
+A segment of which a single sum comes out needs no second run: its gradients for a gradient of 1 are computed together
+with it, and are multiplied by the gradient once that is known.
+
 Values are those of the whole but for the order of sums.
 """
 
@@ -16,22 +22,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from memplan.planning.graph.op_schema import overload
+from memplan.planning.graph.joint_graph import Ref
+from memplan.planning.graph.op_schema import arguments_of, overload
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, input_gradient, norm_of
+from memplan.planning.tiles.products import Factor, Product, summed_factor
 from memplan.planning.tiles.program import Node, NotTileable, Program
-from memplan.planning.tiles.rules import RULES, Along, Call, Window, elements, run_whole
+from memplan.planning.tiles.rules import RULES, Along, Call, Need, Window, elements, run_whole
+from memplan.planning.tiles.sums import Sum, keeps_sum, sum_of
 from memplan.planning.tiles.unread import UNREAD
 
 Phase = Literal["statistics", "forward", "backward"]
 Pair = tuple[Tensor, Tensor]
+Known = Mapping[int, tuple[Tensor, ...]]
+"""By node: mean and variance of a norm, or the total of a sum."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +50,11 @@ class Axis:
     """Dimension along which a segment runs piece by piece."""
 
     dim: int
-    """0: samples of the batch; 2 and more: a dimension of space."""
+    """0: samples of the batch; 1: tokens of a batch; 2 and more: a dimension of space."""
     samples: int = 0
-    """Samples of the batch, for dimension 0."""
+    """Samples of the batch, for dimensions 0 and 1."""
+    tokens: int = 0
+    """Tokens of a sample, for dimension 1."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,15 @@ class Tiled:
         """Values along the axis."""
         self.norms = dict[int, Norm]()
         """Norms over the axis, by the index of their node."""
+        self.totals = dict[int, Like]()
+        """Sums over the axis that are known before the pieces run, by the index of their node."""
+        self.partial = set[int]()
+        """Sums over the axis of which each piece computes its part."""
+        self._makers = {value: node for node in program.nodes for value in node.outputs[:1]}
+        self._differentiable = set(program.inputs) - program.fixed
+        """Values into which a gradient flows."""
+        self._statistics_behind = dict[int, frozenset[int]]()
+        """Nodes of statistics that a value depends on."""
         for value in program.inputs:
             self._place_input(value)
         self.steps = [self._step(at, node) for at, node in enumerate(program.nodes)]
@@ -83,7 +105,9 @@ class Tiled:
             raise NotTileable(f"something reads the second result of {second[0]}")
         if any(0 in self._strides_of_many(value) for value in program.outputs):
             raise NotTileable("a result of the segment repeats its elements")
-        if any(value not in self.along or self.along[value].outer > 1 for value in program.outputs):
+        self._laid = tuple(value for value in program.outputs if value in self.along)
+        """Results along the axis."""
+        if not (self._laid or self.partial):
             raise NotTileable("a result of the segment does not lie along the axis")
         if not program.outputs:
             raise NotTileable("nothing reads a result of the segment")
@@ -94,17 +118,40 @@ class Tiled:
             raise NotTileable("a piece would read nothing but padding")
 
     def _place_input(self, value: int) -> None:
-        shape, dim = self.shapes[value], self.axis.dim
-        if value in self.program.static or len(shape) <= dim:
+        shape, dim, samples = self.shapes[value], self.axis.dim, self.axis.samples
+        if value in self.program.static or not shape:
             return
-        if dim:
-            if shape[dim] > 1:  # a single element is read by each piece
+        if (
+            dim == 1 and samples and shape[0] != samples
+        ):  # both dimensions merged; targets can lack the first token of a sample
+            tokens = shape[0] // samples
+            if shape[0] % samples == 0 and abs(tokens - self.axis.tokens) <= 1:
+                self.along[value] = Along(0, 1, samples)
+        elif dim:
+            if len(shape) > dim and shape[dim] > 1:  # a single element is read by each piece
                 self.along[value] = Along(dim)
-        elif shape[0] and shape[0] % self.axis.samples == 0:
-            self.along[value] = Along(0, shape[0] // self.axis.samples)
+        elif shape[0] and shape[0] % samples == 0:
+            self.along[value] = Along(0, shape[0] // samples)
 
     def _step(self, at: int, node: Node) -> _Step:
         """Return how a node runs, and note where the axis lies in its result."""
+        if any(value in self._differentiable for value in node.reads) and node.name != "detach":
+            floating = (value for value in node.outputs if self.program.likes[value].dtype.is_floating_point)
+            self._differentiable.update(floating)
+        step = self._step_of(at, node)
+        behind = frozenset[int]().union(*(self._statistics_behind.get(value, ()) for value in node.reads))
+        if at in self.norms or at in self.totals:
+            behind |= {at}
+        self._statistics_behind.update(dict.fromkeys(node.outputs, behind))
+        return step
+
+    def _step_of(self, at: int, node: Node) -> _Step:
+        if self.partial.intersection(node.reads):
+            arguments = arguments_of(node.target, node.args, node.kwargs)
+            if not keeps_sum(node.name, arguments, _one_of(self.partial), _one_of(self.along)):
+                raise NotTileable(f"{node.name} reads a sum over the axis, which each piece has only a part of")
+            self.partial.add(node.outputs[0])
+            return _Whole(node)
         first = next((value for value in node.reads if value in self.along), None)
         if first is None:
             return _Whole(node)
@@ -113,10 +160,25 @@ class Tiled:
             self.norms[at], self.along[norm.output] = norm, self.along[first]
             return _Normalization(at, norm, self.along[first])
         call = Call(node, self.shapes, self.along)
+        rule = sum_of(call)
+        if rule is not None:
+            return self._sum(at, call, rule)
         self.along[node.outputs[0]] = call.placed
-        if call.placed.outer > 1 and self.axis.dim:
-            raise NotTileable(f"{node.name} mixes the axis with the dimension before it")
-        return _InPart(at, call)
+        return _InPart(at, call, summed_factor(node, self._makers, self.program))
+
+    def _sum(self, at: int, call: Call, rule: Sum) -> _Step:
+        node, value = call.node, call[rule.operand].value
+        rule.needs(call, (0, self.size(value)))  # raises where it combines axes
+        step, result = _Sum(at, call, rule), self.program.likes[node.outputs[0]]
+        if value not in self._differentiable:
+            if rule.weighs(call):
+                raise NotTileable(f"{node.name} has no gradient")
+            self.totals[at] = result
+        else:
+            self.partial.add(node.outputs[0])
+            if rule.weighs(call):
+                self.totals[at] = Like((), (), torch.float64, result.device)
+        return step
 
     def _strides_of_many(self, value: int) -> list[int]:
         """Return the strides of the dimensions of a value that have more than one element."""
@@ -135,8 +197,9 @@ class Tiled:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the axis in the smallest result, or input of a norm over the axis: each piece has some of all."""
-        return min(self.size(value) for value in (*self.program.outputs, *self._normed))
+        """Elements of the axis in the smallest result, or operand of a norm or sum over the axis: each piece has some
+        of all."""
+        return min(self.size(value) for value in (*self._laid, *self._normed, *self._summed))
 
     @cached_property
     def largest_piece(self) -> int:
@@ -154,26 +217,41 @@ class Tiled:
 
     @property
     def statistic_likes(self) -> list[Like]:
-        """Those of the statistics: mean and variance of each norm over the axis."""
+        """Those of the statistics: mean and variance of each norm over the axis, then totals of sums."""
         likes = list[Like]()
         for norm in self.norms.values():
             x = self.program.likes[norm.input]
             shape = (1, x.shape[1]) if norm.groups is None else (x.shape[0], norm.groups)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             likes += [Like(shape, (shape[1], 1), wide, x.device)] * 2
-        return likes
+        return [*likes, *self.totals.values()]
+
+    @cached_property
+    def yields_gradients(self) -> bool:
+        """Whether the gradients are computed together with the result: a single sum comes out. Not in float16, where
+        small gradients need the scale of the loss."""
+        likes, outputs = self.program.likes, self.program.outputs
+        return (
+            len(outputs) == 1 and outputs[0] in self.partial and likes[outputs[0]].shape == ()
+            and all(likes[value].dtype != torch.float16 for value in self._differentiable)
+        )  # fmt: skip
 
     # -- passes and their work
 
     @cached_property
     def statistic_passes(self) -> list[list[int]]:
-        """Norms whose statistics a pass over the pieces computes, for each pass: those that depend only on norms of
-        passes before."""
+        """Norms and sums whose statistics a pass over the pieces computes, for each pass: those that depend only on
+        those of passes before."""
         depths = dict[int, int]()
-        for at, norm in self.norms.items():
-            before = self._windows_of(norm.input)
-            depths[at] = 1 + max((depths[b] for b, other in self.norms.items() if other.output in before), default=-1)
+        for at in sorted((*self.norms, *self.totals)):
+            before = frozenset[int]().union(*(self._statistics_behind.get(v, ()) for v in self._statistic_reads(at)))
+            depths[at] = 1 + max((depths[b] for b in before), default=-1)
         return _grouped(depths)
+
+    def _statistic_reads(self, at: int) -> Sequence[int]:
+        """Return the values along the axis that a statistic is computed from."""
+        step = self.steps[at]
+        return step.total_reads if isinstance(step, _Sum) else [self.norms[at].input]
 
     @cached_property
     def sum_passes(self) -> list[list[int]]:
@@ -207,6 +285,8 @@ class Tiled:
 
     def _windows_of(self, value: int) -> Collection[int]:
         """Return the values along the axis that a value depends on, and itself."""
+        if value not in self.along:
+            return ()
         return self.windows({value: (0, self.size(value))})
 
     def runs(self, phase: Phase) -> list[float]:
@@ -215,8 +295,13 @@ class Tiled:
         if phase == "forward":
             return [1.0] * len(outputs)
         if phase == "statistics":
-            needed = [{v for at in p for v in self._windows_of(self.norms[at].input)} for p in self.statistic_passes]
+            needed = [
+                {value for at in norms for read in self._statistic_reads(at) for value in self._windows_of(read)}
+                for norms in self.statistic_passes
+            ]
             return [float(sum(output in values for values in needed)) for output in outputs]
+        if self.yields_gradients:
+            return [0.0] * len(outputs)
         count = 1.0 + len(self.sum_passes)
         return [0.0 if at in self.unread else count for at in range(len(outputs))]
 
@@ -243,7 +328,7 @@ class Tiled:
                 shares.append(1.0)
                 continue
             low, high = windows[value]
-            shares.append((high - low) * pieces / self.size(value))
+            shares.append(max(1.0, (high - low) * pieces / self.size(value)))
         return shares
 
     # -- windows
@@ -262,12 +347,22 @@ class Tiled:
         return windows
 
     def _goals(self, piece: int) -> dict[int, Window]:
-        """Return what a piece must compute: its part of the results, and of what the norms over the axis read."""
-        return {value: self.own(value, piece) for value in (*self.program.outputs, *self._normed)}
+        """Return what a piece must compute: its part of the results, and of what norms and sums over the axis read."""
+        return {value: self.own(value, piece) for value in (*self._laid, *self._normed, *self._summed)}
 
     @cached_property
     def _normed(self) -> tuple[int, ...]:
         return tuple(norm.input for norm in self.norms.values())
+
+    @cached_property
+    def _summed(self) -> tuple[int, ...]:
+        steps = [step for step in self.steps if isinstance(step, _Sum) and step.output in self.partial]
+        return tuple(value for step in steps for value in step.call.node.reads if value in self.along)
+
+    @cached_property
+    def passing(self) -> frozenset[int]:
+        """Goals of a piece that nothing reads once it has run."""
+        return frozenset(self._summed) - {*self._laid, *self._normed}
 
     # -- computing
 
@@ -278,40 +373,58 @@ class Tiled:
             tensors: inputs of the program.
             pieces: only these run, for what memory a piece takes.
         """
-        known = dict[int, Pair]()
+        known = dict[int, tuple[Tensor, ...]]()
         with torch.no_grad():
-            for norms in self.statistic_passes:
-                collected = {at: Statistics(self.norms[at]) for at in norms}
+            for group in self.statistic_passes:
+                collected = {at: Statistics(self.norms[at]) for at in group if at in self.norms}
+                totals = {at: _Total(self.totals[at]) for at in group if at in self.totals}
                 for piece in pieces or range(self.pieces):
-                    values = {self.norms[at].input: self.own(self.norms[at].input, piece) for at in norms}
-                    run = _Run(self, tensors, known, values, piece)
-                    run.until(max(norms))
+                    reads = [value for at in group for value in self._statistic_reads(at) if value in self.along]
+                    goals = {value: self.own(value, piece) for value in reads}
+                    run = _Run(self, tensors, known, goals, piece, sums_up=False)
+                    run.until(max(group))
                     for at, statistics in collected.items():
                         value = self.norms[at].input
-                        statistics.add(run.part(value, values[value]))
+                        statistics.add(run.part(value, goals[value]))
+                    for at, total in totals.items():
+                        total.add(self.steps[at].total(run))  # pyright: ignore[reportAttributeAccessIssue]
                     del run
                 for at, statistics in collected.items():
                     known[at] = statistics.result(self.program.likes[self.norms[at].input].dtype)
-        return [tensor for at in self.norms for tensor in known[at]]
+                for at, total in totals.items():
+                    known[at] = (total.result(),)
+        return [tensor for at in (*self.norms, *self.totals) for tensor in known[at]]
 
     def forward(
         self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], pieces: Sequence[int] | None = None
     ) -> list[Tensor]:
         """Return the results. Arguments: see `statistics`, and what it returned."""
-        results = [like.empty() for like in self.result_likes]
+        known = self._known(statistics)
+        results = _Results(self)
         with torch.no_grad():
             for piece in pieces or range(self.pieces):
-                goals = {value: self.own(value, piece) for value in self.program.outputs}
-                run = _Run(self, tensors, self._by_norm(statistics), goals, piece)
+                goals = {value: self.own(value, piece) for value in (*self._laid, *self._summed)}
+                run = _Run(self, tensors, known, goals, piece)
                 run.until(None)
-                for value, result in zip(self.program.outputs, results, strict=True):
-                    self.part(result, value, goals[value]).copy_(run.part(value, goals[value]))
+                results.add(run)
                 del run
-        return results
+        return results.finished()
+
+    def forward_with_gradients(
+        self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], needed: Sequence[bool],
+        pieces: Sequence[int] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return the result of a segment that `yields_gradients`, then the gradients of the inputs that need one, for a
+        gradient of 1. Arguments: see `backward`."""
+        results = _Results(self)
+        one = torch.ones((), dtype=self.result_likes[0].dtype, device=self.result_likes[0].device)
+        computed = self.backward(tensors, statistics, [one], needed, pieces, results=results)
+        return [*results.finished(), *(gradient for gradient in computed if gradient is not None)]
 
     def backward(
         self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None],
         needed: Sequence[bool], pieces: Sequence[int] | None = None, into: Tensor | None = None,
+        results: _Results | None = None,
     ) -> list[Tensor | None]:  # fmt: skip
         """Return the gradients of the inputs that need one.
 
@@ -320,11 +433,12 @@ class Tiled:
             gradients: those of the results.
             needed: whether each input needs one.
             into: the gradient at `overwritten`: the first computed gradient takes its place.
+            results: collects the results, too.
         """
-        known, sums = self._by_norm(statistics), dict[int, Pair]()
+        known, sums = self._known(statistics), dict[int, Pair]()
         positions = {value: at for at, value in enumerate(self.program.inputs)}
         over = needed.index(True) if into is not None else -1
-        results = [
+        totals = [
             into if at == over else torch.zeros_like(tensor) if needed[at] else None
             for at, tensor in enumerate(tensors)
         ]  # before all passes, so that what these take is the same with and without ``into``
@@ -332,10 +446,10 @@ class Tiled:
             self._add_up(norms, tensors, known, sums, gradients, pieces)
         first = {at: positions[self.norms[at].input] for at in self.first_norms}
         for piece in pieces or range(self.pieces):
-            self._add_piece(piece, tensors, known, sums, gradients, needed, results, over, first)
+            self._add_piece(piece, tensors, known, sums, gradients, needed, totals, over, first, results)
         for at, position in first.items():
-            self._finish(at, tensors, known[at], sums.get(at), results, position)
-        return results
+            self._finish(at, tensors, _pair(known[at]), sums.get(at), totals, position)
+        return totals
 
     def overwritten(self, needed: Sequence[bool]) -> int | None:
         """Return the position of a result whose gradient the first gradient of an input can overwrite: each piece of
@@ -346,23 +460,25 @@ class Tiled:
         outputs = enumerate(self.program.outputs)
         return next((at for at, v in outputs if likes[v] == likes[value] and self.along[v] == self.along[value]), None)
 
-    def _by_norm(self, statistics: Sequence[Tensor]) -> dict[int, Pair]:
-        return dict(zip(self.norms, zip(statistics[::2], statistics[1::2], strict=True), strict=True))
+    def _known(self, statistics: Sequence[Tensor]) -> Known:
+        norms, totals = statistics[: 2 * len(self.norms)], statistics[2 * len(self.norms) :]
+        pairs = zip(self.norms, zip(norms[::2], norms[1::2], strict=True), strict=True)
+        return {**dict(pairs), **{at: (total,) for at, total in zip(self.totals, totals, strict=True)}}
 
     def _add_up(
-        self, norms: Sequence[int], tensors: Sequence[Tensor], known: Mapping[int, Pair], sums: dict[int, Pair],
+        self, norms: Sequence[int], tensors: Sequence[Tensor], known: Known, sums: dict[int, Pair],
         gradients: Sequence[Tensor | None], pieces: Sequence[int] | None,
     ) -> None:  # fmt: skip
         """Add up the sums of the derivatives of norms, with those of all later norms known."""
         for piece in pieces or range(self.pieces):
             self._add_piece_sums(piece, norms, tensors, known, sums, gradients)
         for at in norms:
-            sums.setdefault(at, self._no_sums(at, known[at]))
+            sums.setdefault(at, self._no_sums(at, _pair(known[at])))
 
     # A piece is a call of its own: variables of a loop would hold its tensors while the next piece runs.
 
     def _add_piece_sums(
-        self, piece: int, norms: Sequence[int], tensors: Sequence[Tensor], known: Mapping[int, Pair],
+        self, piece: int, norms: Sequence[int], tensors: Sequence[Tensor], known: Known,
         sums: dict[int, Pair], gradients: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
@@ -370,37 +486,41 @@ class Tiled:
             run.until(None)
         computed = self._derivative(run, piece, gradients, [leaf for _, leaf in run.cuts.values()])
         for (at, (x, _)), dy in zip(run.cuts.items(), computed, strict=True):
-            self._add(sums, at, x, known[at], dy)
+            self._add(sums, at, x, _pair(known[at]), dy)
 
     def _add_piece(
-        self, piece: int, tensors: Sequence[Tensor], known: Mapping[int, Pair], sums: dict[int, Pair],
-        gradients: Sequence[Tensor | None], needed: Sequence[bool], results: Sequence[Tensor | None], over: int,
-        first: Mapping[int, int],
+        self, piece: int, tensors: Sequence[Tensor], known: Known, sums: dict[int, Pair],
+        gradients: Sequence[Tensor | None], needed: Sequence[bool], totals: Sequence[Tensor | None], over: int,
+        first: Mapping[int, int], results: _Results | None,
     ) -> None:  # fmt: skip
         """Add the gradients of a piece to those of the inputs.
 
         Args:
-            results: gradients of the inputs.
+            totals: gradients of the inputs.
             over: position of that which takes the place of a gradient of a result; -1: none does.
             first: position of the input of each norm of an input, whose gradient of the result is collected there.
+            results: collects the results, too.
         """
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
+        run.into = {value: totals[at] for at, value in enumerate(self.program.inputs) if needed[at]}
         leaves = run.leaves([need and at not in first.values() for at, need in enumerate(needed)])
         with torch.enable_grad():
             run.until(None)
+        if results is not None:
+            results.add(run)
         targets = [*leaves.values(), *(leaf for _, leaf in run.cuts.values())]
         computed = self._derivative(run, piece, gradients, targets)
-        if over >= 0 and (into := results[over]) is not None:  # only this piece reads and writes this part
+        if over >= 0 and (into := totals[over]) is not None:  # only this piece reads and writes this part
             value = self.program.inputs[over]
-            self.part(into, value, self.own(value, piece)).zero_()
-        places = [run.input_part(results[at], self.program.inputs[at]) for at in leaves]
+            self.place(into, value, self.own(value, piece)).zero_()
+        places = [run.input_place(totals[at], self.program.inputs[at]) for at in leaves]
         for at, (x, _) in run.cuts.items():
-            norm, result = self.norms[at], results[first[at]]
-            places.append(None if result is None else self.part(result, norm.input, run.windows[norm.output]))
-            self._add(sums, at, x, known[at], computed[len(places) - 1])
+            norm, result = self.norms[at], totals[first[at]]
+            places.append(None if result is None else self.place(result, norm.input, run.windows[norm.output]))
+            self._add(sums, at, x, _pair(known[at]), computed[len(places) - 1])
         for place, gradient in zip(places, computed, strict=True):
             if place is not None and gradient is not None:
-                place.add_(gradient)
+                place.add_(gradient.reshape(place.shape))
 
     def _add(self, sums: dict[int, Pair], at: int, x: Tensor, known: Pair, dy: Tensor | None) -> None:
         if dy is not None:
@@ -448,12 +568,15 @@ class Tiled:
         """Return the gradients of leaves for a piece of the results."""
         parts, incoming = list[Tensor](), list[Tensor]()
         for value, gradient in zip(self.program.outputs, gradients, strict=True):
-            own = self.own(value, piece)
+            own = self.own(value, piece) if value in self.along else None
+            if own is None and value not in self.partial and piece:
+                continue  # each piece computes the same: the first differentiates it
             with torch.enable_grad():
-                part = run.part(value, own)
+                part = run.values[value] if own is None else run.part(value, own)
             if gradient is not None and part.requires_grad:
                 parts.append(part)
-                incoming.append(self.part(gradient, value, own))
+                incoming.append(gradient if own is None else self.part(gradient, value, own))
+            del part
         if not parts or not leaves:
             return [None] * len(leaves)
         run.release()
@@ -461,9 +584,69 @@ class Tiled:
 
     def part(self, tensor: Tensor, value: int, window: Window) -> Tensor:
         """Return a window of a whole value."""
-        along = self.along[value]
-        low, high = elements(along, window)
+        return _narrowed(tensor, self.along[value], *elements(self.along[value], window))
+
+    def place(self, tensor: Tensor, value: int, window: Window) -> Tensor:
+        """Return a window of a whole value as a view to write to. A dimension that repeats the axis is split in two."""
+        return _narrowed_view(tensor, self.along[value], *elements(self.along[value], window))
+
+
+def _narrowed_view(tensor: Tensor, along: Along, low: int, high: int) -> Tensor:
+    if along.outer == 1:
         return tensor.narrow(along.dim, low, high - low)
+    return tensor.unflatten(along.dim, (along.outer, -1)).narrow(along.dim + 1, low, high - low)
+
+
+def _narrowed(tensor: Tensor, along: Along, low: int, high: int) -> Tensor:
+    """Return a range of elements, in each repetition of the axis."""
+    part = _narrowed_view(tensor, along, low, high)
+    return part if along.outer == 1 else part.flatten(along.dim, along.dim + 1)
+
+
+class _Total:
+    """A sum over the pieces. Of floating-point numbers in float64."""
+
+    def __init__(self, like: Like) -> None:
+        self._like = like
+        dtype = torch.float64 if like.dtype.is_floating_point else like.dtype
+        self._sum = torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+    def add(self, part: Tensor) -> None:
+        """Add the part of a piece."""
+        self._sum += part
+
+    def result(self) -> Tensor:
+        """Return the sum."""
+        return self._like.empty().copy_(self._sum)
+
+
+class _Results:
+    """The results of a segment, filled piece by piece."""
+
+    def __init__(self, tiled: Tiled) -> None:
+        program = tiled.program
+        self._tiled, self._laid, self._sums = tiled, dict[int, Tensor](), dict[int, _Total]()
+        for value in program.outputs:
+            if value in tiled.along:
+                self._laid[value] = program.likes[value].empty()
+            else:
+                self._sums[value] = _Total(program.likes[value])
+
+    def add(self, run: _Run) -> None:
+        """Add what a piece has computed."""
+        tiled = self._tiled
+        for value, result in self._laid.items():
+            own = tiled.own(value, run.piece)
+            place = tiled.place(result, value, own)
+            place.copy_(run.part(value, own).detach().reshape(place.shape))
+        for value, total in self._sums.items():
+            if value in tiled.partial or run.piece == 0:
+                total.add(run.values[value].detach())
+
+    def finished(self) -> list[Tensor]:
+        """Return the results in order."""
+        outputs = self._tiled.program.outputs
+        return [self._laid[value] if value in self._laid else self._sums[value].result() for value in outputs]
 
 
 class _Run:
@@ -475,14 +658,19 @@ class _Run:
         piece: number of the piece.
         cut: norms whose results become leaves of autograd.
         differentiates: whether only derivatives are wanted, so that some results need no values.
+        sums_up: whether the piece computes its parts of sums over the axis.
     """
 
     def __init__(
-        self, tiled: Tiled, tensors: Sequence[Tensor], statistics: Mapping[int, Pair], goals: Mapping[int, Window],
+        self, tiled: Tiled, tensors: Sequence[Tensor], statistics: Known, goals: Mapping[int, Window],
         piece: int, sums: Mapping[int, Pair] = {}, *, cut: Collection[int] = (), differentiates: bool = False,
+        sums_up: bool = True,
     ) -> None:  # fmt: skip
-        self.tiled, self.piece, self._statistics, self._sums = tiled, piece, statistics, sums
-        self._goals, self.windows, self._cut = goals, tiled.windows(goals), cut
+        self.tiled, self.piece, self.statistics, self._sums, self.sums_up = tiled, piece, statistics, sums, sums_up
+        self.windows, self._cut = tiled.windows(goals), cut
+        self._kept = {*goals, *tiled.program.outputs, *tiled.program.static} - (tiled.passing if sums_up else set())
+        self.into: Mapping[int, Tensor | None] = {}
+        """Gradients of weights to which products add, by input."""
         self._unread = tiled.unread if differentiates else ()
         self.cuts: dict[int, Pair] = {}
         """Input and result of the norms in ``cut`` that the piece reads, where it reads them."""
@@ -491,10 +679,15 @@ class _Run:
             self.values[value] = self.input_part(tensor.detach(), value)
         self._last = self._last_reads()
 
-    def input_part(self, tensor: Tensor | None, value: int) -> Any:
-        """Return the part of an input, or of its gradient, that the piece reads; None for None."""
+    def input_part(self, tensor: Tensor, value: int) -> Tensor:
+        """Return the part of an input that the piece reads."""
         window = self.windows.get(value)
-        return tensor if window is None or tensor is None else self.tiled.part(tensor, value, window)
+        return tensor if window is None else self.tiled.part(tensor, value, window)
+
+    def input_place(self, tensor: Tensor | None, value: int) -> Any:
+        """Return that part of the gradient of an input to write to; None for None."""
+        window = self.windows.get(value)
+        return tensor if window is None or tensor is None else self.tiled.place(tensor, value, window)
 
     def leaves(self, needed: Sequence[bool]) -> dict[int, Tensor]:
         """Return the parts of the inputs that need a gradient, by position, as leaves of autograd."""
@@ -507,7 +700,7 @@ class _Run:
     def until(self, stop: int | None) -> None:
         """Run the nodes before ``stop``, all for None."""
         for at, step in enumerate(self.tiled.steps[:stop]):
-            if step.output not in self.tiled.along or step.output in self.windows:
+            if step.is_due(self):
                 step.run(self)
             for value in self._last.get(at, ()):
                 self.values.pop(value, None)
@@ -520,7 +713,7 @@ class _Run:
                 last[value] = at
         ends = dict[int, list[int]]()
         for value, at in last.items():
-            if value not in self._goals:
+            if value not in self._kept:
                 ends.setdefault(at, []).append(value)
         return ends
 
@@ -529,16 +722,18 @@ class _Run:
         target = self.tiled.program.nodes[at].target
         return UNREAD[target] if at in self._unread else overload(target)
 
-    def operand(self, value: int, need: tuple[int, Window] | None) -> Tensor:
-        """Return what an op needs of a value."""
+    def operand(self, value: int, need: Need | None, placed: Along) -> Tensor:
+        """Return what an op needs of a value. ``placed``: where the axis lies, for a value that is there as a whole."""
         tensor = self.values[value]
         if need is None:
             return tensor
         dim, (low, high) = need
         along = self.tiled.along.get(value)
         begin = 0 if along is None else elements(along, self.windows[value])[0]
-        whole = low == begin and high - low == tensor.shape[dim] // (1 if along is None else along.outer)
-        return tensor if whole else tensor.narrow(dim, low - begin, high - low)
+        along = replace(placed if along is None else along, dim=dim)
+        if low == begin and high - low == tensor.shape[dim] // along.outer:
+            return tensor
+        return _narrowed(tensor, along, low - begin, high - begin)
 
     def normalize(self, at: int, norm: Norm, along: Along) -> None:
         """Compute the result of a norm over the axis."""
@@ -549,7 +744,7 @@ class _Run:
         low, high = max(own[0], window[0]), min(own[1], window[1])
         mine = along.dim, (low - window[0]) * along.unit, max(0, high - low) * along.unit
         y: Tensor = Normalize.apply(
-            norm, x, weight, bias, *self._statistics[at], self._sums.get(at), tiled.count(norm), mine, self.piece == 0
+            norm, x, weight, bias, *self.statistics[at], self._sums.get(at), tiled.count(norm), mine, self.piece == 0
         )  # pyright: ignore[reportAssignmentType]  # fmt: skip
         if wanted != window:
             begin = (wanted[0] - window[0]) * along.unit
@@ -563,7 +758,7 @@ class _Run:
         """Return a window of a computed value."""
         along, have = self.tiled.along[value], self.windows[value]
         low, high = elements(along, window)
-        return self.values[value].narrow(along.dim, low - have[0] * along.unit, high - low)
+        return _narrowed(self.values[value], along, low - have[0] * along.unit, high - have[0] * along.unit)
 
     def release(self) -> None:
         """Forget the values, so that the derivative frees what it has used."""
@@ -578,8 +773,12 @@ class _Step(Protocol):
         """First result; -1 for none."""
         ...
 
-    def needs(self, window: Window) -> Mapping[int, tuple[int, Window]]:
+    def needs(self, window: Window) -> Mapping[int, Need]:
         """Return for each operand of which only a part is needed its dimension, and its range in elements."""
+        ...
+
+    def is_due(self, run: _Run) -> bool:
+        """Return whether a run computes it."""
         ...
 
     def run(self, run: _Run) -> None:
@@ -589,7 +788,7 @@ class _Step(Protocol):
 
 @dataclass(frozen=True)
 class _Whole:
-    """A node off the axis, which each piece computes as a whole."""
+    """A node off the axis, which each piece computes as a whole, or of its parts of sums."""
 
     node: Node
 
@@ -597,8 +796,11 @@ class _Whole:
     def output(self) -> int:
         return self.node.outputs[0] if self.node.outputs else -1
 
-    def needs(self, window: Window) -> Mapping[int, tuple[int, Window]]:
+    def needs(self, window: Window) -> Mapping[int, Need]:
         return {}
+
+    def is_due(self, run: _Run) -> bool:
+        return all(value in run.values for value in self.node.reads)
 
     def run(self, run: _Run) -> None:
         result = run_whole(self.node, run.values.__getitem__)
@@ -612,20 +814,79 @@ class _InPart:
 
     at: int
     call: Call
+    factor: Factor | None = None
+    """The weight of a product."""
 
     @property
     def output(self) -> int:
         return self.call.node.outputs[0]
 
-    def needs(self, window: Window) -> Mapping[int, tuple[int, Window]]:
+    def needs(self, window: Window) -> Mapping[int, Need]:
         return self.call.needs(window)
+
+    def is_due(self, run: _Run) -> bool:
+        return self.output in run.windows
 
     def run(self, run: _Run) -> None:
         window = run.windows[self.output]
-        needs = self.needs(window)
+        needs, placed = self.needs(window), run.tiled.along[self.output]
+        into = None if self.factor is None else run.into.get(self.factor.weight)
+        if into is not None and self.factor is not None:
+            x, row = self.call["mat1"] or self.call["self"], self.call["self"] if self.call["mat1"] else None
+            run.values[self.output] = Product.apply(
+                run.operand(x.value, needs.get(x.value), placed), run.values[self.factor.weight],
+                None if row is None else run.values[row.value], self.factor.transposed, into,
+            )  # pyright: ignore[reportArgumentType]  # fmt: skip
+            return
         rule = RULES[self.call.node.target]
-        result = rule.run(self.call, window, lambda value: run.operand(value, needs.get(value)), run.op(self.at))
+        result = rule.run(
+            self.call, window, lambda value: run.operand(value, needs.get(value), placed), run.op(self.at)
+        )
         run.values[self.output] = result if isinstance(result, Tensor) else result[0]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum over the axis: part of a result, or known from a pass before."""
+
+    at: int
+    call: Call
+    rule: Sum
+
+    @property
+    def output(self) -> int:
+        return self.call.node.outputs[0]
+
+    @property
+    def total_reads(self) -> Sequence[int]:
+        """What its total is computed from: for a mean with weights their sum, else the result itself."""
+        if not self.rule.weighs(self.call):
+            return self.call.node.reads
+        return [self.call[name].value for name in ("target", "weight") if self.call[name] is not None]
+
+    def needs(self, window: Window) -> Mapping[int, Need]:
+        return {}
+
+    def is_due(self, run: _Run) -> bool:
+        return self.output not in run.tiled.partial or run.sums_up
+
+    def run(self, run: _Run) -> None:
+        known = run.statistics.get(self.at, (None,))[0]
+        if self.output in run.tiled.partial:
+            run.values[self.output] = self.rule.part(self.call, self._operands(run), known)
+        elif known is not None:
+            run.values[self.output] = known
+
+    def total(self, run: _Run) -> Tensor:
+        """Return a piece's part of the total."""
+        if self.rule.weighs(self.call):
+            return self.rule.weight(self.call, self._operands(run))
+        return self.rule.part(self.call, self._operands(run), None)
+
+    def _operands(self, run: _Run) -> Callable[[int], Tensor]:
+        main = self.call[self.rule.operand].value
+        needs = self.rule.needs(self.call, run.tiled.own(main, run.piece))
+        return lambda value: run.operand(value, needs.get(value), run.tiled.along[main])
 
 
 @dataclass(frozen=True)
@@ -640,8 +901,11 @@ class _Normalization:
     def output(self) -> int:
         return self.norm.output
 
-    def needs(self, window: Window) -> Mapping[int, tuple[int, Window]]:
+    def needs(self, window: Window) -> Mapping[int, Need]:
         return {self.norm.input: (self.along.dim, elements(self.along, window))}
+
+    def is_due(self, run: _Run) -> bool:
+        return self.output in run.windows
 
     def run(self, run: _Run) -> None:
         run.normalize(self.at, self.norm, self.along)
@@ -654,3 +918,13 @@ def _grouped(depths: Mapping[int, int]) -> list[list[int]]:
 
 def _hull(first: Window | None, second: Window) -> Window:
     return second if first is None else (min(first[0], second[0]), max(first[1], second[1]))
+
+
+def _one_of(values: Collection[int]) -> Callable[[Any], bool]:
+    """Return whether an argument is one of the values."""
+    return lambda argument: isinstance(argument, Ref) and argument.value in values
+
+
+def _pair(statistics: tuple[Tensor, ...]) -> Pair:
+    mean, variance = statistics
+    return mean, variance

@@ -1,0 +1,171 @@
+"""Sums over the axis of a tile, such as that of a loss over tokens: of each piece its part, which add up.
+
+A mean is a sum of which each part counts by its share of the elements. The mean of ``nll_loss`` is one over the weights
+of its targets, which are added up in a pass of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan.planning.graph.joint_graph import Ref
+from memplan.planning.graph.op_schema import overload
+from memplan.planning.tiles.program import NotTileable
+from memplan.planning.tiles.rules import Along, Call, Need, Window, elements, filled
+
+_NONE, _MEAN, _SUM = range(3)
+"""Values of the argument ``reduction`` of losses."""
+
+
+class Sum:
+    """How an op that reduces its operand runs on a part of the axis."""
+
+    operand = "self"
+    """Name of the tensor of which each piece reads its own part."""
+
+    def over(self, call: Call, along: Along) -> bool:
+        """Return whether the op sums over the axis, which lies there in its operand."""
+        raise NotImplementedError
+
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
+        """Return for each operand of which only a part is needed its dimension, and its range in elements: all that
+        have the dimension of the axis, aligned at the last dimension."""
+        along, shape = call.along(self.operand), call.shape(self.operand)
+        assert along is not None
+        parts = dict[int, Need]()
+        for value in call.node.reads:
+            dim = along.dim - len(shape) + len(call.shapes[value])
+            if dim >= 0 and call.shapes[value][dim] == shape[along.dim] > 1:
+                parts[value] = dim, elements(along, window)
+                if call.axes.get(value) not in (None, Along(dim, along.unit, along.outer)):
+                    raise NotTileable(f"{call.node.name} combines different axes")
+            elif value in call.axes:
+                raise NotTileable(f"{call.node.name} combines different axes")
+        return parts
+
+    def weighs(self, call: Call) -> bool:
+        """Return whether the result is divided by a sum of weights over all pieces."""
+        return False
+
+    def weight(self, call: Call, tensors: Callable[[int], Tensor]) -> Tensor:
+        """Return that sum for a part."""
+        raise NotImplementedError
+
+    def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
+        """Return the part of a result of a piece.
+
+        Args:
+            call: what to compute.
+            tensors: returns the part of an operand.
+            weight: sum of the weights of all pieces, where it `weighs`.
+        """
+        raise NotImplementedError
+
+    def _share(self, call: Call, tensors: Callable[[int], Tensor]) -> float:
+        """Return the share of the operand's elements that a part has."""
+        operand = call[self.operand].value
+        return tensors(operand).numel() / math.prod(call.shapes[operand])
+
+
+class _Reduction(Sum):
+    """``sum`` and ``mean``, of all elements or along dimensions."""
+
+    def over(self, call: Call, along: Along) -> bool:
+        dims, rank = call["dim"], len(call.shape("self"))
+        return not dims or along.dim in [dim % rank for dim in dims]
+
+    def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
+        result = overload(call.node.target)(*filled(call.node.args, tensors), **filled(dict(call.node.kwargs), tensors))
+        return result * self._share(call, tensors) if "mean" in call.node.name else result
+
+
+class _Loss(Sum):
+    """A loss of elements that is reduced."""
+
+    def over(self, call: Call, along: Along) -> bool:
+        return call["reduction"] != _NONE
+
+    def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
+        result = overload(call.node.target)(**filled(dict(call.arguments), tensors))
+        return result if call["reduction"] == _SUM else result * self._share(call, tensors)
+
+
+class _Likelihood(Sum):
+    """``nll_loss`` of classes in dimension 1, also of images."""
+
+    def over(self, call: Call, along: Along) -> bool:
+        return along.dim != 1 and len(call.shape("self")) > 1 and call["reduction"] != _NONE
+
+    def needs(self, call: Call, window: Window) -> dict[int, Need]:
+        along = call.along("self")
+        assert along is not None
+        target = Along(along.dim - (along.dim > 1), along.unit, along.outer)
+        if call.along("target") not in (None, target) or call.along("weight") is not None:
+            raise NotTileable(f"{call.node.name} combines different axes")
+        part = elements(along, window)
+        return {call["self"].value: (along.dim, part), call["target"].value: (target.dim, part)}
+
+    def weighs(self, call: Call) -> bool:
+        return call["reduction"] == _MEAN
+
+    def weight(self, call: Call, tensors: Callable[[int], Tensor]) -> Tensor:
+        target, weights = tensors(call["target"].value), call["weight"]
+        counted = target != call["ignore_index"]
+        if weights is None:
+            return counted.sum(dtype=torch.float64)
+        return tensors(weights.value)[target[counted]].sum(dtype=torch.float64)
+
+    def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
+        arguments = filled({**call.arguments, "reduction": _SUM}, tensors)
+        result = overload(call.node.target)(**arguments)[0]
+        return result if weight is None else result / weight.to(result.dtype)
+
+
+SUMS: Mapping[str, Sum] = {
+    **{f"aten.{name}": _Reduction() for name in ("sum.default", "sum.dim_IntList", "mean.default", "mean.dim")},
+    **{f"aten.{name}.default": _Loss() for name in (
+        "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+    )},
+    "aten.nll_loss_forward.default": _Likelihood(),
+    "aten.nll_loss2d_forward.default": _Likelihood(),
+}  # fmt: skip
+"""Sums by the target of an op."""
+
+
+def sum_of(call: Call) -> Sum | None:
+    """Return how an op sums over the axis; None if it does not."""
+    rule = SUMS.get(call.node.target)
+    along = None if rule is None else call.along(rule.operand)
+    return rule if rule is not None and along is not None and rule.over(call, along) else None
+
+
+_KEEPING = """
+    alias clone _to_copy detach view reshape _unsafe_view squeeze unsqueeze expand permute transpose t select slice neg
+    sum mean
+""".split()  # noqa: SIM905
+
+
+def keeps_sum(node_name: str, arguments: Mapping[str, Any], partial: Callable[[Any], bool], along: Any) -> bool:
+    """Return whether an op on parts of sums gives parts of its result: it is linear in them.
+
+    Args:
+        node_name: name of the op.
+        arguments: its arguments.
+        partial, along: whether an argument is a part of a sum, or lies along the axis.
+    """
+    if any(along(argument) for argument in arguments.values()):
+        return False
+    first, second = arguments.get("self"), arguments.get("other")
+    if node_name in _KEEPING:
+        return partial(first)
+    if node_name in ("add", "sub"):
+        return partial(first) and partial(second) and not isinstance(arguments.get("alpha"), Ref)
+    return (node_name == "mul" and partial(first) != partial(second)) or (
+        node_name == "div" and partial(first) and not partial(second) and arguments.get("rounding_mode") is None
+    )
