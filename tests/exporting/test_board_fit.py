@@ -73,7 +73,7 @@ def test_rows_are_the_bytes_of_exports(tmp_path: Path) -> None:
 
 
 def test_a_row_that_does_not_fit_says_the_smallest_export(tmp_path: Path) -> None:
-    part = fitted("lenet", small_board(A=20, B=8)).parts[-1]
+    part = fitted("lenet", small_board(A=9, B=4)).parts[-1]
     assert (part.what, part.lacks) == ("head alone", "SRAM")
     with pytest.raises(BudgetError) as raised:
         exported("lenet", part.parameters, part.ram - 4, tmp_path, apart=True)
