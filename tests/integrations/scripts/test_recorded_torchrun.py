@@ -67,7 +67,7 @@ def test_a_rank_is_what_it_is_with_real_tensors(
 
 @pytest.mark.parametrize(
     ("name", "plain", "library"),
-    [("accelerated_fsdp", "plain_fsdp", "accelerate"), ("lightning_fsdp", "plain_fsdp1", "lightning")],
+    [("accelerated_fsdp", "plain_fsdp", "accelerate"), *slow(("lightning_fsdp", "plain_fsdp1", "lightning"))],
 )
 def test_what_a_library_shards_is_what_torch_does(
     name: str, plain: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
