@@ -8,9 +8,9 @@ import click
 
 from memplan.cli.export import read_normalization
 from memplan.cli.files import ResultFiles
-from memplan.cli.options import Decorated, StepArguments, describe, with_input_advice
+from memplan.cli.options import Decorated, StepArguments, describe, input_advice
 from memplan.cli.progress import progress
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError
 from memplan.trace.naming.targets import contained
 
 
@@ -61,13 +61,11 @@ def fit_on(
     seen = None if normalize is None else Normalization.of(read_normalization(normalize))
     with progress(f"planning {arguments.target} for {board.name}"), contained(arguments.target):
         described = describe(arguments)
-        try:
+        with input_advice(arguments):
             model: Any = described.target.what(**described.arguments)
             fit = fit_on_board(
                 model, described.options, board, reserve=size, gradients=Gradients(accumulate), normalization=seen
             )
-        except StepError as error:
-            raise with_input_advice(error, arguments) from error.__cause__
     results.write(fit.to_json)
     if not results.takes_stdout:
         show(report(fit))

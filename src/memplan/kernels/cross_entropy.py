@@ -390,7 +390,7 @@ def absorb_kernel(
             values = _capped(values, softcap)
         values *= scale
         if SUMMED:
-            sum_of_values += tl.sum(tl.where(inside, values, 0.0))
+            sum_of_values += tl.sum(tl.where(inside, values, 0.0))  # pyright: ignore[reportOperatorIssue]  # a tensor
         values = tl.where(inside, values, float("-inf"))
         larger = tl.maximum(largest, tl.max(values))
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # all of them -inf: exp(-inf - -inf) would be NaN

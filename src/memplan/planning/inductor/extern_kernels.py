@@ -91,7 +91,7 @@ class OnCard:
             if call.key not in measured and _is_measurable(call.name):
                 self._unknown[call.key] = call
             temporaries = semantics.temporaries(call.name, args, kwargs, result, in_backward)
-            return [temporary for temporary in temporaries if not temporary.held]
+            return [temporary for temporary in temporaries if not temporary.permanent]
 
         return replace(semantics, temporaries=workspaces)
 
