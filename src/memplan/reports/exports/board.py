@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan._bytes import format_bytes
 from memplan.exporting.board_fit import BoardFit, TrainedPart
-from memplan.reports.document import Document, Facts, Field, Line, document, name_field, table_of
+from memplan.reports.document import Code, Document, Facts, Field, Line, document, name_field, table_of
 
 _LEGEND = (
     "RAM: arena, state (weights, optimizer, statistics) and inputs, each within one bank; of a step that does not fit, "
@@ -44,7 +44,7 @@ def report(fit: BoardFit) -> Document:
         [Facts(_facts(fit))],
         [table_of(fit.parts, fields)],
         [] if best is None else _advice(fit, best),
-        [Line(_LEGEND, "dim"), Line(f"Data sheet: {board.source}", "dim")],
+        [Line(_LEGEND, "dim"), Line("Data sheet:", "dim"), Code(board.source)],  # not wrapped, to be copied
     )
 
 
