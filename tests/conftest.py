@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+
+import pytest
 
 # A worker holds millions of objects that thousands of tests imported: searched at Python's own thresholds, they take a
 # tenth of the suite's processor time. The recorder runs the collector where cycles matter.
 gc.set_threshold(100_000, 50, 100)
+
+
+@pytest.fixture(scope="module")
+def older_objects_frozen() -> Iterator[None]:
+    """Exclude what was there before a file's tests from Python's collections.
+
+    A search of all takes a second, and line profiles, watches and Inductor's code run one each. Not for all tests: to
+    count frozen objects, as each recording does, takes as long as to search them.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()

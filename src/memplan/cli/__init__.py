@@ -211,7 +211,15 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-atexit.register(gc.freeze)  # else the interpreter, as it ends, searches all that was imported for cycles
+@atexit.register
+def _freeze() -> None:
+    """Spare the interpreter, as it ends, a search of all that was imported for cycles.
+
+    Triton's extension, made with nanobind, would then print what is left of it.
+    """
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()
+
 
 main = Commands("memplan", help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
 main = click.version_option(__version__, prog_name="memplan")(main)

@@ -221,3 +221,28 @@ def test_a_buffer_written_behind_its_reader_is_refused() -> None:
     assert relus[1] is not None
     with pytest.raises(NotTileable, match="buffer"):
         capture(model, call_of((x,), {}), tiles=[Tile(0, relus[1], Axis(0, 4), 2)])
+
+
+class Asking(nn.Module):
+    """Two layers, the second on the device of what the first returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the second's result."""
+        hidden = F.relu(self.first(x))
+        return self.second(hidden.to(hidden.device))
+
+
+def test_a_segment_ends_at_the_same_call() -> None:
+    """Of a question for a device there is a call of a torch function with data alone."""
+    model, call = Asking(), call_of((torch.randn(6, 4),), {})
+    calls = [op.call for op in capture(model, call).graph.forward_ops if op.target == "aten.addmm.default"]
+    first, last = calls
+    assert first is not None
+    assert last is not None
+    graph = capture(model, call, tiles=[Tile(first, last, Axis(0, 6), 2)]).graph
+    assert [op.target for op in graph.forward_ops].count(TILE) == 1
+    assert all(op.target != "aten.addmm.default" for op in graph.forward_ops)

@@ -74,7 +74,7 @@ class Crops:
             if any(dimension.norms for dimension in tiled):
                 raise NotTileable("a norm needs the statistics of the whole input")
             if any(dimension.partial or dimension.totals for dimension in tiled):
-                raise NotTileable("a sum over the axis needs the whole input")
+                raise NotTileable("a sum over dimensions of space needs the whole input")
             if any(along.outer > 1 for dimension in tiled for along in dimension.along.values()):
                 raise NotTileable("the axis is mixed with the dimension before it")
             if any(dimension.along[program.outputs[0]].dim != dimension.axis.dim for dimension in tiled):
