@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.trace.recording.loads import loads_elsewhere
 
 WIDTH = 256
 
@@ -99,3 +100,20 @@ def test_without_a_place_each_tensor_goes_where_it_was_saved(tmp_path: Path) -> 
         return lambda: (state, model)
 
     assert memplan.simulate(memplan.record(build, device="h100")).peak_allocated == 2 * 512
+
+
+def test_the_outer_of_two_nested_lists_of_loads_goes_on(tmp_path: Path) -> None:
+    """While both are empty they are equal: the end of the inner must not end the outer."""
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.zeros(WIDTH)}, path)
+
+    def build() -> Callable[[], None]:
+        torch.load(path, map_location="cuda:0")
+        return lambda: None
+
+    with loads_elsewhere() as outer:
+        with loads_elsewhere() as inner:
+            pass
+        memplan.record(build, device="h100", world=2, rank=1)
+    assert inner == []
+    assert [call.bytes for call in outer] == [4 * WIDTH]

@@ -160,7 +160,7 @@ def loads_elsewhere() -> Iterator[list[Elsewhere]]:
     try:
         yield calls
     finally:
-        _elsewhere.remove(calls)
+        _elsewhere[:] = [others for others in _elsewhere if others is not calls]  # equal lists are not the same
 
 
 @contextmanager
