@@ -187,53 +187,63 @@ class _OutermostCall:
         around: Callable[[], AbstractContextManager[None]],
         around_disabled: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._begin, self._set = eval_frame._callback_from_stance, eval_frame._maybe_set_eval_frame
+        self._callback_from_stance = eval_frame._callback_from_stance
+        self._maybe_set_eval_frame = eval_frame._maybe_set_eval_frame
         self._around, self._around_disabled = around, around_disabled
         self._frame: FrameType | None = None
+        """Frame of the outermost compiled function, while it runs."""
         self._callback: Any = None
+        """Dynamo's callback for that function."""
         self._context = ExitStack()
         self._disabled: FrameType | None = None
         """Frame of the outermost nested function that Dynamo does not trace."""
-        self._begun = False
+        self._disabled_runs = False
+        """Whether that function has set its callback, and now runs."""
         self._disabled_context = ExitStack()
-        self._compiling = 0
+        self._compilations = 0
+        """Number of nested contexts of `compiling`."""
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Return the functions of ``torch._dynamo.eval_frame`` to replace, with their replacements."""
         return {
-            "_callback_from_stance": only_in_this_thread(self._begins, self._begin),
-            "_maybe_set_eval_frame": only_in_this_thread(self._sets, self._set),
+            "_callback_from_stance": only_in_this_thread(self._find_callback, self._callback_from_stance),
+            "_maybe_set_eval_frame": only_in_this_thread(self._set_callback, self._maybe_set_eval_frame),
         }
 
-    def _begins(self, callback: Any) -> Any:
-        callback = self._begin(callback)
+    def _find_callback(self, wrapped: Any) -> Any:
+        """Replace ``_callback_from_stance``, which each function that `torch.compile` or Dynamo's ``disable`` wraps
+        calls first: return its callback. The outermost compiled function has a callable one and enters ``around()``;
+        in it, the outermost function that Dynamo does not trace has none and enters ``around_disabled()``."""
+        callback = self._callback_from_stance(wrapped)
         if self._frame is None and callable(callback):
             self._frame, self._callback = sys._getframe(2), callback
             self._context.enter_context(self._around())
-        elif self._frame is not None and self._disabled is None and not callback and not self._compiling:
-            self._disabled, self._begun = sys._getframe(2), False
+        elif self._frame is not None and self._disabled is None and not callback and not self._compilations:
+            self._disabled, self._disabled_runs = sys._getframe(2), False
             self._disabled_context.enter_context(self._around_disabled())
         return callback
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Within this context Dynamo compiles: functions that it does not trace are Dynamo's own, and are ignored."""
-        self._compiling += 1
+        self._compilations += 1
         try:
             yield
         finally:
-            self._compiling -= 1
+            self._compilations -= 1
 
-    def _sets(self, callback: Any) -> Any:
-        before = self._set(callback)
+    def _set_callback(self, callback: Any) -> Any:
+        """Replace ``_maybe_set_eval_frame``, which wrapped functions call before they run, and again as they end, to
+        restore the callback that was set before: exit the context of a function that ends."""
+        before = self._maybe_set_eval_frame(callback)
         frame = sys._getframe(2)
         if self._frame is frame and callback is not self._callback:
             self.end()
         elif self._disabled is frame:
-            if self._begun:
+            if self._disabled_runs:
                 self._disabled = None
                 self._disabled_context.close()
-            self._begun = True  # this method is called as the function begins, and as it ends
+            self._disabled_runs = True
         return before
 
     def end(self) -> None:

@@ -127,8 +127,10 @@ def strided(first: str, last: str) -> Change:
 
     def change(modules: dict[str, nn.Module]) -> None:
         begin, end = module_at(modules, first), module_at(modules, last)
-        if not isinstance(begin, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or begin is end:
+        if not isinstance(begin, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             raise ChangeError(f"{first} is no convolution")
+        if begin is end:
+            raise ChangeError(f"{first} and {last} are the same layer")
         begin.stride = tuple(2 * step for step in begin.stride)
         end.register_forward_pre_hook(lambda _, inputs: (F.interpolate(inputs[0], scale_factor=2.0), *inputs[1:]))
 

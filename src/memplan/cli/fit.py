@@ -157,7 +157,10 @@ def command(
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, results: ResultFiles,
     board: str | None, reserve: str | None, normalize: str | None, **values: Any,
 ) -> int:  # fmt: skip
-    """Run the command and return its exit code."""
+    """Run the command: for a board, a script, or a model, which is only planned with ``--predict``.
+
+    Return the exit code: 0 if the step fits, 1 if it does not.
+    """
     recipe = take_recipe(values)
     if recipe is not None:  # fit takes a model or a script, not a step
         values |= {"target": None, "script": recipe.path}
@@ -177,16 +180,15 @@ def command(
     _check_costs(costs, predict or request is not None)
     _check_peers(peers, frontier_file, predict)
     files = _Files(plan_file, python_file, frontier_file, results).checked()
-    options: dict[str, Any] = {"engine": engine} if engine != "graph" else {}
-    options |= {"allow": allow} if allow != "exact" else {}
-    options |= {"early": True} if early else {}
-    options |= {"accumulate": accumulate} if accumulate > 1 else {}
+    options = _changed(
+        engine=(engine, "graph"), allow=(allow, "exact"), early=(early, False), accumulate=(accumulate, 1)
+    )
     if request is not None:
         _check_script(use_plan, frontier_file, python_file)
         return _fit_script(request, budget, options, files, top)
     plan = None if use_plan is None else _read_plan(use_plan, budget)
-    options |= {"budget": budget if budget is not None or plan is None else plan.budget}
-    options |= {"costs": costs} if costs != "measured" else {}
+    options["budget"] = budget if budget is not None or plan is None else plan.budget
+    options |= _changed(costs=(costs, "measured"))
     task = f"{'planning' if predict else 'fitting'} {arguments.target}"
     with progress(task), contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
@@ -207,6 +209,11 @@ def command(
 remove_parameters(command, "cudnn")
 script_option(command)
 recipe_option(command)
+
+
+def _changed(**options: tuple[object, object]) -> dict[str, Any]:
+    """Return the options, each given as (value, default), that differ from their defaults."""
+    return {name: value for name, (value, default) in options.items() if value != default}
 
 
 def _check_script(*files: str | None) -> None:

@@ -273,11 +273,17 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _benchmark_note(trace: Trace, low: Timeline) -> str:
-    """Return the note with the peak of the first step, in which cuDNN tries all plans, and that of later steps."""
-    high = simulate(trace)
-    first, least, most = high.steps[0].peak_allocated, low.steps[-1].peak_allocated, high.steps[-1].peak_allocated
-    later = format_bytes(least) if least == most else f"between {format_bytes(least)} and {format_bytes(most)}"
+def _benchmark_note(trace: Trace, timeline: Timeline) -> str:
+    """Return the note with the peak of the first step, in which cuDNN tries all plans, and that of later steps.
+
+    ``timeline``: of the trace with the least of each workspace that is known as an interval (`at_least`).
+    """
+    with_largest = simulate(trace)
+    first = with_largest.steps[0].peak_allocated
+    lowest, highest = timeline.steps[-1].peak_allocated, with_largest.steps[-1].peak_allocated
+    later = format_bytes(lowest)
+    if lowest != highest:
+        later = f"between {format_bytes(lowest)} and {format_bytes(highest)}"
     return (
         f"torch.backends.cudnn.benchmark = True: the first step, which tries all plans, takes up to "
         f"{format_bytes(first)}, and later ones {later}"

@@ -110,7 +110,7 @@ def planned_step(
     infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
     inputs = _argument_names(request)
-    surroundings = _surroundings(memory.floats("trained"), rules, stored)
+    surroundings = _surroundings(memory.elements("trained"), rules, stored)
     use = rules.gradients.use
     outside_arena = _outside_arena(device, surroundings, use)
     step, tiles = _step_within(device, surroundings, request.bytes, inputs, use)

@@ -222,8 +222,9 @@ def _counts_batches(low: Lowering, op: GraphOp) -> bool:
     output = op.outputs[0] if op.outputs else None
     return (
         op.target == "aten.add.Tensor"
+        and output is not None
         and output in low.mutations.values()
-        and low.graph.values[output or 0].dtype == "int64"
+        and low.graph.values[output].dtype == "int64"
     )
 
 

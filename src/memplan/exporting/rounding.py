@@ -43,7 +43,7 @@ def round_frozen(request: Request, memory: Memory) -> Rounding:
         for path, quantized in memory.quantized.items():
             tensors[path].copy_(torch.from_numpy(quantized.floats))
     error = float((_output(request) - before).norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
-    weights, scales = memory.floats("int8"), memory.floats("scales")
+    weights, scales = memory.elements("int8"), memory.elements("scales")
     in_float = tuple(held.path for held in memory.frozen if isinstance(tensors[held.path], nn.Parameter))
     return Rounding(weights, 4 * weights - (weights + 4 * scales), in_float, error)
 

@@ -144,7 +144,8 @@ def _of_tokens(
     scale: float,
     summed: bool,
 ) -> tuple[Tensor, ...]:
-    """lse, picked and total (None unless `summed`) of each token, in the shape of `ids`."""
+    """lse, picked and total of each token, in the shape of `ids`; total is empty unless `summed`. Arguments as for
+    `token_statistics`, but for a `softcap` of None."""
     if weight.dim() != 2 or hidden.shape != (*ids.shape, weight.shape[1]):
         shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(ids.shape)}"
         raise InputError(f"The shapes are {shapes}", expected="(..., D), (V, D) and (...)")
@@ -175,7 +176,15 @@ def _of_tokens(
 def token_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, softcap: float, scale: float, summed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """lse, picked and total of N tokens. softcap 0: none. total is empty unless `summed`."""
+    """Compute lse, picked and total of N tokens, as at the top of this file: N numbers each.
+
+    Args:
+        hidden, weight, bias: of the linear layer: N x D, V x D, and V or None.
+        ids: class index of each token.
+        softcap: bound of the logits; 0 for none.
+        scale: factor of the logits, the inverse of the temperature.
+        summed: whether total is wanted; else it is empty.
+    """
     lse, picked, total = _empty_statistics(hidden, summed)
     lse.fill_(float("-inf"))
     picked.fill_(float("nan"))

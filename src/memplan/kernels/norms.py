@@ -288,7 +288,8 @@ def norm_backward_kernel(
     SUM: tl.constexpr, CENTRED: tl.constexpr, WEIGHTS: tl.constexpr, BIASES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program goes over every n-th tile of ROWS rows, n programs in all, and sums over the rows it sees."""
+    """Write d_x, and in row i of d_weights and d_biases what the rows of program i add to these gradients: of n
+    programs, each goes over every n-th tile of ROWS rows."""
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     d_weight = tl.zeros((BLOCK,), tl.float32)

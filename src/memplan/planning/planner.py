@@ -90,6 +90,7 @@ class Planner:
                 raise
             if settings.allow != "reordered":
                 raise with_tile_remedy(error, study, settings, budget) from None
+            # without a plan in the settings, the study has no tiles yet
             return planned_in_tiles(
                 study, settings, budget, lambda tiles: self._tiled(study, call, settings, tiles), error
             )

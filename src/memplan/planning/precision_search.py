@@ -245,7 +245,7 @@ def with_lossy_remedy(
     error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int
 ) -> BudgetError:
     """Return the error of an exact plan with the figures of a lossy plan that meets the budget, if there is one."""
-    least = study(settings).least(settings)
+    least = study(settings).least_peak(settings)
     if budget < least:
         return error
     try:

@@ -120,13 +120,13 @@ class Study:
         slower = _is_slower(self._channels_last.captured.graph, self.captured.graph)
         return [self, self._channels_last] if slower else [self._channels_last, self]
 
-    def least(self, settings: Settings) -> int:
+    def least_peak(self, settings: Settings) -> int:
         """Return a lower bound of any plan's peak: the resident bytes and gradients at the end of the backward pass."""
         search = self.search(settings)
         graph, choices = search.graph, Choices(gradients=settings.gradients)
-        staying = (of for of, _ in graph.gradients if not frees_gradient(graph, choices, of))
+        staying = (parameter for parameter, _ in graph.gradients if not frees_gradient(graph, choices, parameter))
         resident = sum(_resident(graph, settings, search.outside_memory).values())
-        return resident + sum(graph.values[of].own_bytes for of in staying)
+        return resident + sum(graph.values[parameter].own_bytes for parameter in staying)
 
     def frontier(self, settings: Settings, points: int) -> list[Solution]:
         """Return the frontier of plans between saving everything and the floor; for fused kernels in the first
@@ -280,7 +280,7 @@ class _Planning:
                 raise budget_error(lowest.schedule, self._outside_memory, self._budget, lowest.timeline)
         validate(graph, candidate.schedule, outside_memory=self._outside_memory)
         floor = min(known.peak for known in fusing.candidates)
-        plan = self._plan(candidate.schedule, _Bounds(candidate.timeline, floor, self._study.least(settings), 0.0))
+        plan = self._plan(candidate.schedule, _Bounds(candidate.timeline, floor, self._study.least_peak(settings), 0.0))
         fusion = fusion_of(candidate.fused, candidate.codes, settings.device or settings.home.card)
         plan = replace(plan, fusion=fusion, notes=(*plan.notes, *(unfused(fusion) if fusion else (UNTOLD,))))
         captured = replace(self._study.captured, graph=graph)

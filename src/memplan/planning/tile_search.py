@@ -83,7 +83,7 @@ def _more_tiles(
 ) -> tuple[Tile, ...]:
     """Return the tiles to try next: with more pieces, or further tiles, around the ops at which the step is above its
     budget; the same tiles if nothing is expected to help."""
-    if budget < study.least(settings):
+    if budget < study.least_peak(settings):
         return tiles
     chosen, new = list(tiles), 0
     for op in _over_budget_ops(study, settings, budget):

@@ -79,15 +79,17 @@ class _Lifted(nn.Module):
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__()
-        numbers = _convert_item_inputs(graph)
+        number_inputs = _convert_item_inputs(graph)
         self.graph = graph
         self._code = graph.code  # generated at the first access, which must not be inside of a capture
         placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-        self._numbers = [name in numbers for name in placeholders]
-        self._names = [
+        self._is_number = [name in number_inputs for name in placeholders]
+        """For each input, whether its tensor is passed on as a Python number."""
+        self._names = [  # with the position, since two paths can have the same plain name
             f"{_plain_name(name)}_{at}" if isinstance(value, nn.Parameter) else None
             for at, (name, value) in enumerate(zip(placeholders, inputs, strict=True))
         ]
+        """For each input, its name as a parameter of this module; None if it is no parameter."""
         for name, value in zip(self._names, inputs, strict=True):
             if name is not None:
                 self.register_parameter(name, value)
@@ -97,8 +99,8 @@ class _Lifted(nn.Module):
         for name, value in zip(self._names, inputs, strict=True):
             if name is not None and getattr(self, name) is not value:
                 setattr(self, name, value)
-        named = zip(self._names, self._numbers, inputs, strict=True)
-        return self(*(value.item() if number else value for name, number, value in named if name is None))
+        named = zip(self._names, self._is_number, inputs, strict=True)
+        return self(*(value.item() if is_number else value for name, is_number, value in named if name is None))
 
     def forward(self, *inputs: Any) -> Any:
         """Call the graph with its inputs that are not parameters."""

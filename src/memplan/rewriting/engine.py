@@ -62,9 +62,10 @@ class Engine:
         self._resident = tuple(value for value in graph.values if value.kind in RESIDENT)
         self._owners = _OwnerLookup([value.path for value in self._resident if value.kind in ("parameter", "buffer")])
         self._read_in_backward = read_in_backward(schedule)
-        self._differentiated = {
-            lookup: at for at, value in enumerate(self._resident) for lookup, _ in graph.gradients if lookup == value.id
-        }
+        position_of = {value.id: position for position, value in enumerate(self._resident)}
+        has_gradient = {value for value, _ in graph.gradients}
+        self._differentiated = {value: at for value, at in position_of.items() if value in has_gradient}
+        """By parameter or input with a gradient: its position among the resident values."""
         functions = functions or _Program(self.text)
         self._forward, self._close = functions.forward, getattr(functions, "close", lambda: None)
         self._chain = _build_chain(captured, schedule, self._resident, functions.backward)

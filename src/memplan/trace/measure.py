@@ -106,7 +106,7 @@ def _measure_on(
 def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
     """Measure on this machine's CPU: join the ops of a run under a dispatch mode to the allocator's events of a run
     without the mode."""
-    target, notes = _target(device)
+    target, notes = _checked_device(device)
     with undisturbed(real=True):
         with random_kept():
             named = named_run(build, steps)
@@ -195,8 +195,8 @@ def _first_three(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return the device's name and notes about the choice; DeviceError unless it is the CPU."""
+def _checked_device(device: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the CPU's name and notes about the choice. Raises DeviceError for another device."""
     if device is not None and str(device).lower() != HOST:
         raise DeviceError(
             f"device {device!r} to measure on",

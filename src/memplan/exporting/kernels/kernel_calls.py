@@ -346,9 +346,9 @@ def _resize(w: CallWriter, op: GraphOp) -> list[str]:
     given = [arguments.get("scales_h"), arguments.get("scales_w", arguments.get("scales"))][-dims:]
     pairs = list(zip(w.shape(small)[2:], w.shape(large)[2:], given, strict=True))
     scales = [_scale(*pair, corners) for pair in pairs]
-    planes = [(1, 1)] * (2 - dims) + [pair[:2] for pair in pairs]
-    (height, rows), (width, columns) = planes
-    table = w.table("pool", math.prod(w.shape(small)[:2]), height, width, rows, columns, 1, 1, 1, 1, 0, 0, 1, 1)
+    (height, rows), (width, columns) = [(1, 1)] * (2 - dims) + [pair[:2] for pair in pairs]
+    windows = (1, 1, 1, 1, 0, 0, 1, 1)  # kernel, stride, padding and step of a pool; resizing has none
+    table = w.table("pool", math.prod(w.shape(small)[:2]), height, width, rows, columns, *windows)
     pointers = [f"(float *)({w.pointer(ref)})" for ref in (large, small)]
     linear = "nearest" not in op.target
     scales = [0.0] * (2 - dims) + scales

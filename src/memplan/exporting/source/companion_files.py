@@ -45,7 +45,7 @@ class Recorded:
 def header_text(layout: StepLayout) -> str:
     """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
-    trained, statistics = memory.floats("trained"), memory.floats("statistics")
+    trained, statistics = memory.elements("trained"), memory.elements("statistics")
     members = [
         f"    float weights[{trained}];    /* trained parameters, one after another */",
         *(f"    float {member}[{trained}];" for member in rules.members),

@@ -92,7 +92,7 @@ class _ProgramWriter:
     def update(self) -> str:
         """Return the C function that updates the weights by the gradients that are kept."""
         writer = self._writer(self.layout.step)
-        lines, total = ["if (!s->calls)", f"{INDENT}return;"], self.layout.memory.floats("trained")
+        lines, total = ["if (!s->calls)", f"{INDENT}return;"], self.layout.memory.elements("trained")
         clip = self.layout.rules.gradients.clip_norm
         if clip is not None:
             lines.append(writer.call(writer.kernel("clip_norm"), "s->gradients", clip, total))
@@ -316,7 +316,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
     def interface(self) -> str:
         """Return the C functions that initialize a device, seed it, and read and write its weights."""
         name, memory = self.name, self.layout.memory
-        trained, statistics = memory.floats("trained"), memory.floats("statistics")
+        trained, statistics = memory.elements("trained"), memory.elements("statistics")
         lines = [
             f"void {name}_init({name}_state *s{init_arguments(self.layout)})", "{",
             *(f"{INDENT}s->{parameter} = {parameter};" for _, parameter in init_parameters(self.layout)),

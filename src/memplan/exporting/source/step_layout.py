@@ -93,7 +93,7 @@ class Memory:
         """Tensors that `get_weights` writes, in its order."""
         return (*self.trained, *self.statistics)
 
-    def floats(self, kind: str) -> int:
+    def elements(self, kind: str) -> int:
         """Return the number of elements of one kind: trained, statistics, frozen, scales or int8."""
         return sum(tensor.size for tensor in getattr(self, kind))
 
@@ -101,7 +101,7 @@ class Memory:
     def flash(self) -> int:
         """Bytes of initial values and frozen weights."""
         floats = ("trained", "statistics", "frozen", "scales")
-        return 4 * sum(map(self.floats, floats)) + self.floats("int8")
+        return 4 * sum(map(self.elements, floats)) + self.elements("int8")
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ class Pass:
 
 def state_members(memory: Memory, rules: UpdateRules) -> tuple[tuple[str, int], ...]:
     """Return the members of the state struct without pointers, and the number of elements of four bytes each."""
-    trained = memory.floats("trained")
+    trained = memory.elements("trained")
     counts = {
         "weights": trained,
         **dict.fromkeys(rules.members, trained),
-        "statistics": memory.floats("statistics"),
+        "statistics": memory.elements("statistics"),
         "correction": rules.corrections,
         "rate": 1,
         "rates": rules.rates,

@@ -26,12 +26,12 @@ def pointers(layout: StepLayout) -> dict[str, str]:
     for kind in KINDS:
         start = f"s->flash + {offset}" if offset else "s->flash"
         starts[kind] = f"(const signed char *)({start})" if kind == "int8" else start
-        offset += layout.memory.floats(kind)
+        offset += layout.memory.elements(kind)
     return starts
 
 
 def weights_text(layout: StepLayout) -> str:
-    """Return the text of NAME_weights.h."""
+    """Return the text of NAME_weights.h: an array of each kind that has elements, tensor by tensor."""
     memory, name = layout.memory, layout.name
     flash = f"{name.upper()}_FLASH"
     lines = [
@@ -39,10 +39,10 @@ def weights_text(layout: StepLayout) -> str:
         *(f"#ifndef {flash}", f"#define {flash}", "#endif"), "",
     ]  # fmt: skip
     for kind, array in KINDS.items():
-        if not memory.floats(kind):
+        if not memory.elements(kind):
             continue
         element = "signed char" if kind == "int8" else "float"
-        lines.append(f"{flash} static const {element} {name}_{array}[{memory.floats(kind)}] = {{")
+        lines.append(f"{flash} static const {element} {name}_{array}[{memory.elements(kind)}] = {{")
         for path, elements in arrays(memory, kind):
             lines.append(comment(f"{'x'.join(map(str, elements.shape)) or 'a number'}: {path}"))
             lines += lines_of(elements.reshape(-1))

@@ -29,8 +29,8 @@ def runs_by_component(
 
     Args:
         graph: before values are split.
-        of: component of each op that writes or reads groups of channels, by the op's index.
-        split: component of each value that is split.
+        op_components: component of each op that writes or reads groups of channels, by the op's index.
+        value_components: component of each value that is split.
     """
     stages = _stages(graph, op_components, value_components)
     key = {

@@ -71,7 +71,8 @@ class Script:
         return Script(replace(self._request, fits=fits), self._view, self._give_up)
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
-        """Run the script for ``steps`` steps, or to its end."""
+        """Run the script for ``steps`` steps, or to its end, and store the run's facts, with its effects, and its first
+        training call."""
         request, view, began = self._request, self._view, time.monotonic()
         kind = PhasedRun if request.phases else ScriptRun
         run = kind(request, steps, boundaries, self._give_up)
@@ -89,7 +90,7 @@ class Script:
         self._longest_run = max(self._longest_run, time.monotonic() - began)
         self.calls.append(run.calls.call)
         changes = view.changes()
-        held = effects.rows(changes.rows, ignored_folders=view.own, writes=request.writes)
-        unlisted = changes.more + max(len(held) - LISTED, 0)
-        facts = replace(run.facts(), held=held[:LISTED], unlisted=unlisted, really=request.really)
+        rows = effects.rows(changes.rows, ignored_folders=view.own, writes=request.writes)
+        unlisted = changes.more + max(len(rows) - LISTED, 0)
+        facts = replace(run.facts(), held=rows[:LISTED], unlisted=unlisted, really=request.really)
         self._runs.append((run.steps_made, facts))

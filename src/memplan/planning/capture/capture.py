@@ -156,7 +156,8 @@ def capture_symbolic(
         varying: for each tensor of the call the dimensions whose sizes are symbols.
 
     Returns:
-        The graph, the module that `read` needs with it, and the values that the Python code may have read.
+        The graph; the model as the function that was traced, from which `read` takes the parameters' names and the
+        structure of the outputs; and the values that the Python code may have read.
 
     Raises:
         SymbolicError: the call cannot be traced so, or does more than compute tensors from tensors.

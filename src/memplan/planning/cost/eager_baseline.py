@@ -49,6 +49,7 @@ def baseline(
         autocast = partial(torch.autocast, home.type, dtype=torch.get_autocast_dtype(home.type))
 
     def build() -> Callable[[], None]:
+        """Return the step, on a copy of the model and of its arguments, and with a new optimizer."""
         module = copy_module(model)
         if home.card is not None:
             module.to(home.type)
@@ -57,7 +58,7 @@ def baseline(
         update = None if optimizer is None else optimizer(module.parameters())
 
         def step() -> None:
-            if not held:
+            if not held:  # else backward adds to the gradients of the step before
                 module.zero_grad()
             with autocast():
                 output = module(*args, **kwargs)

@@ -160,14 +160,16 @@ def _form_keys(graph: JointGraph, form: SavedForm) -> tuple[str, str, str]:
 
 
 def _form_calls(graph: JointGraph, form: SavedForm) -> tuple[tuple[_TimedCall, ...], ...]:
-    """Return the calls to time for an encoding: to store, to fetch and to read it."""
+    """Return the calls to time for an encoding in three groups, as `_form_keys`: to store it, to fetch the value (none
+    if that is impossible), and to run the ops that read it directly."""
     lever = registry.find(form.lever)
+    store = (_TimedCall(lever.store(graph, form)),)
     fetch = (_TimedCall(lever.fetch(graph, form)),) if form.whole else ()
     direct = tuple(
-        _TimedCall(lever.read_directly(graph, form, op, in_place=False), (op.target, op.args, op.kwargs))
+        _TimedCall(lever.read_directly(graph, form, op, in_place=False), replaced=(op.target, op.args, op.kwargs))
         for op in map(graph.ops.__getitem__, form.direct)
     )
-    return (_TimedCall(lever.store(graph, form)),), fetch, direct
+    return store, fetch, direct
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,8 @@ class JointGraph:
         return digest.hexdigest()
 
     def call_of(self, op: GraphOp) -> int | None:
-        """Return the call of a torch function that an op is part of, for a derivative that of its forward op."""
+        """Return the number of the call of a torch function that a forward op is part of, or that a backward op is part
+        of the derivative of; None if unknown."""
         if op.phase == "forward":
             return op.call
         return None if op.gradient_of is None else self.ops[op.gradient_of].call

@@ -372,7 +372,7 @@ def _by_channels(compute: Callable[[slice], Sequence[Tensor | None]], overwritte
 
     Args:
         compute: returns the results of a slice: the main result, then vectors of statistics or parameter gradients.
-        over: tensor that the main result overwrites.
+        overwritten: tensor that the main result overwrites.
 
     Returns:
         ``overwritten``, and the concatenated vectors.

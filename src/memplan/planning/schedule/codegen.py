@@ -124,7 +124,7 @@ class _Writer:
         """Return the lines of the forward pass."""
         self.lines = []
         self.section("what is handed in")
-        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read_in_forward())
+        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.used_in_forward())
         self.section("forward")
         for action in self.schedule.forward:
             self.write_action(action)
@@ -154,7 +154,7 @@ class _Writer:
                     self.write_action(action)
         return self.lines
 
-    def read_in_forward(self) -> set[int]:
+    def used_in_forward(self) -> set[int]:
         """Return the bases that the forward pass reads, writes or returns."""
         actions = self.schedule.forward
         bases = {self.graph.base(value) for action in actions for value in action.reads}
@@ -366,8 +366,8 @@ class _Writer:
 
 
 def _variable_names(graph: JointGraph) -> list[str]:
-    """Return a variable name for each value: of parameters and buffers their path in the model, else the value's
-    name."""
+    """Return a variable name for each value: of parameters and buffers their path in the model, of inputs and tangents
+    ``input_PATH`` and ``tangent_PATH``, of others their own name; altered if no identifier, or in use."""
     used, names = set(_RESERVED), list[str]()
     for value in graph.values:
         default_name = {"input": f"input_{value.path}", "tangent": f"tangent_{value.path}"}.get(value.kind, value.name)

@@ -198,7 +198,8 @@ class _Scheduler:
     def _copies_to_host(
         self, forms: Sequence[SavedForm]
     ) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """Return the starts of copies to the host, by op that computes the value, and their waits, by position."""
+        """Return the starts of copies to the host, by the index in ``graph.ops`` of the op that computes the value, and
+        the waits for their ends, by the position in ``graph.forward_ops`` of the op after which they come."""
         after = host_copies.free_positions(self.graph, forms)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
@@ -211,29 +212,35 @@ class _Scheduler:
 
     def _backward(self) -> list[_Draft]:
         """Return the actions of the backward pass: each op after the recomputations and copies that it needs."""
-        parts, needed = list[list[_Draft]](), dict[int, int]()
+        parts = list[list[_Draft]]()
+        needed_at = dict[int, int]()
+        """By value that is copied back from host memory: the position of the backward op that needs it first."""
         for index, op in enumerate(self.graph.backward_ops):
             form = next((self.direct[op.index, v] for v in op.reads if (op.index, v) in self.direct), None)
             direct, form_id = (None, None) if form is None else (form.value, form.encoded)
             reads = tuple(form_id if v == direct and form_id is not None else v for v in op.reads)
             drafts, copied = self._rematerialize(v for v in op.reads if v != direct)
-            needed.update(dict.fromkeys(copied, index))
+            needed_at.update(dict.fromkeys(copied, index))
             parts.append([*drafts, _Draft(Action("run", op=op.index, form=form_id), reads, op.makes)])
             self.live.update(op.makes)
-        begins, ends = self._copies_to_device(needed)
+        begins, ends = self._copies_to_device(needed_at)
         drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
         for index, part in enumerate(parts):
             drafts += (*begins[index], *ends[index], *part)
         return self._with_gradient_returns(drafts)
 
     def _copies_to_device(
-        self, needed: Mapping[int, int]
+        self, needed_at: Mapping[int, int]
     ) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """Return the starts of copies to the device, and their waits, by position of the next backward op."""
-        before = host_copies.fetch_positions(self.graph, needed, self.fetchable)
+        """Return the starts of copies to the device, and the waits for their ends, both by the position in
+        ``graph.backward_ops`` of the op before which they come.
+
+        ``needed_at``: by value to copy, the position of the op that needs it first.
+        """
+        before = host_copies.fetch_positions(self.graph, needed_at, self.fetchable)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
-        for value, index in sorted(needed.items(), key=lambda item: (item[1], item[0])):
+        for value, index in sorted(needed_at.items(), key=lambda item: (item[1], item[0])):
             form = self.fetchable[value]
             begins[before[value]].append(_fetch_draft(form))
             ends[index].append(_wait_draft("fetched", form))

@@ -174,7 +174,7 @@ class Batch(Needs):
         the slot's level and peak, and its seconds.
 
         Args:
-            at: index of the forward op in whose place it runs.
+            index: of the forward op in whose place it runs.
             op: the op.
             slot: the slot, by candidate.
             columns: the candidates.

@@ -15,14 +15,23 @@ from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 class Needs:
     """By candidate: in which slots the backward pass needs each forward value, and in which forms it is kept.
 
-    Arrays are over (forward values, saved forms or slots; candidates).
+    Slots are the steps of the backward pass and rows the forward values, as `flat_graph` numbers them; forms are
+    indices of ``flat.forms``. Arrays have a row for each forward value, saved form or slot, and a column for each
+    candidate.
     """
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
+        """Compute everything.
+
+        Args:
+            flat: the graph.
+            columns: the candidates' decisions: a row for each of ``flat.droppable``, then for each of ``flat.forms``.
+        """
         self.flat, self.count = flat, columns.shape[1]
         self.slot_size = len(flat.forward) + 1
         """Positions in a slot: all forward ops, which may be recomputed there, then the backward op."""
         count, drops = self.count, len(flat.droppable)
+        # which forms are used, and which values are recomputed
         self.formed = columns[drops:].copy()
         """Which forms each candidate uses. Of several whole forms of a value only the first is used."""
         self.dropped = np.zeros((len(flat.values), count), dtype=bool)
@@ -36,6 +45,7 @@ class Needs:
         """The copied forms among them."""
         self.copied_rows = flat.form_rows[len(flat.plain) :]
         self.any_dropped = [bool(row.any()) for row in self.dropped]
+        # when each value is needed: from the reads of backward ops, then in reverse from those of recomputed ops
         self.recomputed_in: dict[int, Ints] = {}
         """Row -> slot in which the value is recomputed, by candidate."""
         self.fetched_in: dict[int, Ints] = {}
@@ -43,8 +53,8 @@ class Needs:
         self.first = np.full((len(flat.values), count), NEVER, dtype=np.int32)
         """Slot in which a value is first needed."""
         self.last = np.full((len(flat.values), count), -1, dtype=np.int32)
-        """Position (slot * every + index of the forward op; ``every - 1`` for the backward op) at which it is last
-        needed."""
+        """Position at which it is last needed: slot * ``slot_size`` + index of the forward op, or ``slot_size - 1`` for
+        the backward op."""
         self.parameter_last = {v: np.full(count, -1, dtype=np.int32) for v in flat.returns_of}
         self.last_direct = np.full((len(flat.plain), count), -1, dtype=np.int32)
         self.slot_scratch = np.zeros((flat.slots, count), dtype=np.int64)
@@ -53,6 +63,7 @@ class Needs:
         self._add_backward_reads()
         for index in range(len(self.flat.forward) - 1, -1, -1):
             self._add_operands_of(index)
+        # what is saved for that: the value itself, or a form that a candidate uses and needs
         self.needed = self.first < NEVER
         self.saved_as_is = self.needed & ~self.dropped
         self.used = self.last_direct >= 0
@@ -103,13 +114,23 @@ class Needs:
     def _add_operands(
         self, index: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
     ) -> None:
-        """Where ``chosen``, run ``op`` in the first slot that needs value ``row``: store that slot in ``slots[key]``
-        and mark the op's operands as needed there."""
+        """For the candidates in ``chosen``, run ``op`` in the first slot that needs value ``row``: store that slot in
+        ``slots[key]`` and mark the op's operands as needed there.
+
+        Args:
+            index: of the op in the forward pass, which is its position within a slot.
+            op: recomputes or fetches the value.
+            chosen: whether each candidate runs the op if the value is needed.
+            row: of the value.
+            slots: `recomputed_in` or `fetched_in`.
+            key: of the op in ``slots``.
+        """
         slot = np.where(chosen, self.first[row], NEVER)
-        if slot.min() == NEVER:
+        runs = slot < NEVER
+        if not runs.any():
             return
         slots[key] = slot
-        position = np.where(slot < NEVER, np.where(slot < NEVER, slot, 0) * self.slot_size + index, -1)
+        position = np.where(runs, np.where(runs, slot, 0) * self.slot_size + index, -1)  # NEVER * slot_size overflows
         for read in op.reads:
             np.minimum(self.first[read], slot, out=self.first[read])
             np.maximum(self.last[read], position, out=self.last[read])

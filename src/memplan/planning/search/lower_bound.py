@@ -262,6 +262,13 @@ class _Position:
     """The variables and conditions of a position: a slot, or a forward op."""
 
     def __init__(self, relaxation: Relaxation, slot: int, forward: int | None) -> None:
+        """Add the variables and conditions to the program.
+
+        Args:
+            relaxation: of the linear program.
+            slot: the slot; 0 for a forward op.
+            forward: index of the forward op; None for a slot.
+        """
         self.relaxation, self.slot, self.forward = relaxation, slot, forward
         self.main = forward is None and slot == 0
         """Whether this is the position between the passes."""
@@ -277,6 +284,7 @@ class _Position:
         """(variable, bytes that it adds to the level)."""
         flat, unavoidable = relaxation.flat, relaxation.unavoidable
         stack, seen = list[int](), set[int]()
+        # what backward ops read after this position must be live, kept in a form, or recomputed
         for row in range(len(flat.values)):
             if self._is_unconditional(row):
                 continue
@@ -286,6 +294,7 @@ class _Position:
             if unavoidable.direct[row] and max(unavoidable.direct[row]) > slot:
                 self._require(row, None, whole=False)
                 stack.append(row)
+        # so must the operands of each op that recomputes or fetches these, if it does, and so on
         while stack:
             row = stack.pop()
             stack += self._require_operands_of_forms(row)
@@ -297,6 +306,7 @@ class _Position:
                 if not self._is_unconditional(read):
                     self._require(read, self._recompute_variable(op), whole=True)
                     stack.append(read)
+        # what is live here, with the bytes that are live in any case, fits in the budget
         level = int(unavoidable.slots[slot] if forward is None else unavoidable.forward[forward])
         relaxation.program.limit(self.sizes, level)
         if self.main:

@@ -72,7 +72,7 @@ class Program:
     """Inputs that do not depend on the data of the step, such as parameters."""
     outputs: tuple[int, ...]
     likes: Mapping[int, Like]
-    """Shape, strides and dtype by value."""
+    """By value: a tensor like it, without data (shape, strides and dtype)."""
     fixed: frozenset[int] = frozenset()
     """Inputs through which no gradient flows."""
 

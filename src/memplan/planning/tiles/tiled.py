@@ -84,7 +84,7 @@ class Tiled:
         self.program, self.axis, self.pieces = program, axis, pieces
         self.shapes = {value: like.shape for value, like in program.likes.items()}
         self.along = dict[int, Along]()
-        """Values along the axis."""
+        """By value that lies along the axis: where the axis is in it."""
         self.norms = dict[int, Norm]()
         """Norms over the axis, by the index of their node."""
         self.totals = dict[int, Like]()
@@ -105,9 +105,9 @@ class Tiled:
             raise NotTileable(f"something reads the second result of {second[0]}")
         if any(0 in self._strides_of_many(value) for value in program.outputs):
             raise NotTileable("a result of the segment repeats its elements")
-        self._laid = tuple(value for value in program.outputs if value in self.along)
+        self._joined = tuple(value for value in program.outputs if value in self.along)
         """Results along the axis."""
-        if not (self._laid or self.partial):
+        if not (self._joined or self.partial):
             raise NotTileable("a result of the segment does not lie along the axis")
         if not program.outputs:
             raise NotTileable("nothing reads a result of the segment")
@@ -199,7 +199,7 @@ class Tiled:
     def elements(self) -> int:
         """Elements of the axis in the smallest result, or operand of a norm or sum over the axis: each piece has some
         of all."""
-        return min(self.size(value) for value in (*self._laid, *self._normed, *self._summed))
+        return min(self.size(value) for value in (*self._joined, *self._normed, *self._summed))
 
     @cached_property
     def largest_piece(self) -> int:
@@ -348,7 +348,7 @@ class Tiled:
 
     def _goals(self, piece: int) -> dict[int, Window]:
         """Return what a piece must compute: its part of the results, and of what norms and sums over the axis read."""
-        return {value: self.own(value, piece) for value in (*self._laid, *self._normed, *self._summed)}
+        return {value: self.own(value, piece) for value in (*self._joined, *self._normed, *self._summed)}
 
     @cached_property
     def _normed(self) -> tuple[int, ...]:
@@ -362,7 +362,7 @@ class Tiled:
     @cached_property
     def passing(self) -> frozenset[int]:
         """Goals of a piece that nothing reads once it has run."""
-        return frozenset(self._summed) - {*self._laid, *self._normed}
+        return frozenset(self._summed) - {*self._joined, *self._normed}
 
     # -- computing
 
@@ -403,7 +403,7 @@ class Tiled:
         results = _Results(self)
         with torch.no_grad():
             for piece in pieces or range(self.pieces):
-                goals = {value: self.own(value, piece) for value in (*self._laid, *self._summed)}
+                goals = {value: self.own(value, piece) for value in (*self._joined, *self._summed)}
                 run = _Run(self, tensors, known, goals, piece)
                 run.until(None)
                 results.add(run)
@@ -625,17 +625,21 @@ class _Results:
 
     def __init__(self, tiled: Tiled) -> None:
         program = tiled.program
-        self._tiled, self._laid, self._sums = tiled, dict[int, Tensor](), dict[int, _Total]()
+        self._tiled = tiled
+        self._joined: dict[int, Tensor] = {}
+        """Results that lie along the axis, of which each piece computes a window."""
+        self._sums: dict[int, _Total] = {}
+        """The others."""
         for value in program.outputs:
             if value in tiled.along:
-                self._laid[value] = program.likes[value].empty()
+                self._joined[value] = program.likes[value].empty()
             else:
                 self._sums[value] = _Total(program.likes[value])
 
     def add(self, run: _Run) -> None:
         """Add what a piece has computed."""
         tiled = self._tiled
-        for value, result in self._laid.items():
+        for value, result in self._joined.items():
             own = tiled.own(value, run.piece)
             place = tiled.place(result, value, own)
             place.copy_(run.part(value, own).detach().reshape(place.shape))
@@ -646,7 +650,7 @@ class _Results:
     def finished(self) -> list[Tensor]:
         """Return the results in order."""
         outputs = self._tiled.program.outputs
-        return [self._laid[value] if value in self._laid else self._sums[value].result() for value in outputs]
+        return [self._joined[value] if value in self._joined else self._sums[value].result() for value in outputs]
 
 
 class _Run:

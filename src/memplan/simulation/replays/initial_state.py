@@ -289,7 +289,7 @@ class _Rewinder:
             tuple(segments),
             tuple(stacks),
             conflicts=tuple(reversed(self.conflicts)),
-            below=tuple(self._unmapped_first_pages(segments)),
+            below=tuple(self._first_pages_mapped_later(segments)),
             uncertain=frozenset(self._uncertain_owners(segments)),
         )
 
@@ -303,14 +303,21 @@ class _Rewinder:
                     if block.owner is not None and not self.blocks[block.address].size:
                         yield block.owner
 
-    def _unmapped_first_pages(self, segments: list[Segment]) -> Iterator[Segment]:
-        """Yield the first page of each expandable range whose beginning was mapped only during the history."""
-        for kind, low in self.lowest_map.items():
+    def _first_pages_mapped_later(self, segments: list[Segment]) -> Iterator[Segment]:
+        """Yield, for each range of expandable segments that existed before the history, its first page, if the history
+        mapped below the lowest of ``segments``: a replay must know that the range begins there, to map there again."""
+        lowest: dict[tuple[int, bool, Pool], int] = {}
+        for segment in segments:
+            if segment.expandable:
+                lowest[_kind(segment)] = min(segment.address, lowest.get(_kind(segment), segment.address))
+        for kind, begin in self.lowest_map.items():
             stream, small, pool = kind
-            first = min((s.address for s in segments if s.expandable and _kind(s) == kind), default=0)
             page = SMALL_SEGMENT if small else self.settings.large_segment_size
-            if low + page <= first and not any(s.address < low + page and low < s.address + s.size for s in segments):
-                yield Segment(low, page, stream, small, pool, True, (Block(low, page, 0, "inactive"),))
+            end = begin + page
+            if kind not in lowest or lowest[kind] < end:
+                continue
+            if not any(segment.address < end and begin < segment.address + segment.size for segment in segments):
+                yield Segment(begin, page, stream, small, pool, True, (Block(begin, page, 0, "inactive"),))
 
     def _blocks(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
         """Return the live blocks at ``addresses`` and the free blocks between them."""

@@ -262,12 +262,13 @@ def axis_of(name: str, subject: Subject) -> Axis:
 
 
 def value_of(axis: Axis, subject: Subject) -> int | None:
-    """Return a subject's current value on an axis of integers, of a size the largest dimension; None if unknown."""
-    image, tokens = _image(subject), _sequence(subject)
+    """Return a subject's current value on an axis of integers: from its inputs or options, or else from the
+    callable's argument of this name. None if unknown. The value of an image's size is its largest dimension."""
+    image, sequence = _image(subject), _sequence(subject)
     if isinstance(axis, Size) and image is not None:
         return max(image)
-    if isinstance(axis, Length) and tokens is not None:
-        return tokens[1]
+    if isinstance(axis, Length) and sequence is not None:
+        return sequence[1]  # (batch, length, ...)
     if isinstance(axis, Batch) and subject.options.batch is not None:
         return subject.options.batch
     names = _BATCH_NAMES if isinstance(axis, Batch) else (axis.name,)

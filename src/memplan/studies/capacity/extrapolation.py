@@ -100,12 +100,18 @@ def _nearest(samples: Sequence[Sample]) -> list[Sample]:
 def _storage_sizes(
     samples: Sequence[Sample], rows: Sequence[Sequence[int]], measure: Callable[[int], float]
 ) -> Callable[[int], list[int]]:
-    """Return a function from a position to the bytes of each storage: by a parabola, or a step function if padded.
+    """Return a function from a position to the bytes of each storage: by a parabola in the measure of the position, or,
+    if a model pads positions to multiples of a stride, by a step function.
 
-    ``rows`` has the bytes of each storage in each sample.
+    Args:
+        samples: the recordings.
+        rows: for each sample, the bytes of each storage.
+        measure: the number that bytes grow with, at a position: the pixels of an image as wide as the position.
     """
     parabolas = _parabola(samples, rows)
-    positions, power = [sample.position for sample in samples], max(1, round(math.log2(measure(2) / measure(1))))
+    positions = [sample.position for sample in samples]
+    # dimensions that grow with the position: pixels are the square of an image's size, voxels the cube of a volume's
+    power = max(1, round(math.log2(measure(2) / measure(1))))
     columns = list(zip(*rows, strict=True))
     paddings = {column: padding_of(positions, column, power) for column in set(columns)}
     padded = [(index, padding) for index, column in enumerate(columns) if (padding := paddings[column]) is not None]

@@ -101,7 +101,7 @@ def read(name: str | os.PathLike[str]) -> Any:
 
 
 def _find_point(sweep: Sweep, query: str) -> Point:
-    """Return the point of ``which``: its number, from 1 on, or values of axes as in ``batch=8,precision=bf16``."""
+    """Return the point of ``query``: its number, from 1 on, or values of axes as in ``batch=8,precision=bf16``."""
     if not query:
         return sweep.point()
     if (number := whole_number(query)) is not None:

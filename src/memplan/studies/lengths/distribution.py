@@ -38,7 +38,7 @@ def padded(order: Sequence[int], multiple: int) -> tuple[int, ...]:
 
 def _from_shares(text: str) -> dict[int, float]:
     """Parse ``512:0.6,2048:0.4``."""
-    shares = dict[int, float]()
+    shares, names_twice = dict[int, float](), False
     for part in text.split(","):
         length, colon, share = part.strip().partition(":")
         try:
@@ -47,9 +47,11 @@ def _from_shares(text: str) -> dict[int, float]:
             value = -1.0
         if not colon or not 0 < value <= 1:
             raise InputError(f"--lengths {part.strip()!r}", expected=_EXPECTED, do="Write it so")
-        shares[_length(length, part.strip())] = value
+        tokens = _length(length, part.strip())
+        names_twice = names_twice or tokens in shares
+        shares[tokens] = value
     total = sum(shares.values())
-    if len(shares) <= text.count(","):
+    if names_twice:
         raise InputError(f"--lengths {text!r} names a length twice", expected=_EXPECTED, do="Add up its shares")
     if abs(total - 1) > _TOLERANCE:
         raise InputError(

@@ -255,9 +255,12 @@ class _Copies:
         self.storages: list[Storage] = []
         self.expected: list[ExpectedSize] = []
         self.host: list[HostStorage] = []
-        self._first = len(trace.storages)
-        self._expected = {size.storage: size for size in trace.expected}
-        self._kinds: dict[int, HostKind] = {entry.storage: entry.kind for entry in trace.host}
+        self._next_id = len(trace.storages)
+        """Id of the next copy."""
+        self._size_of = {size.storage: size for size in trace.expected}
+        """Expected sizes in the trace, by storage."""
+        self._kind_of: dict[int, HostKind] = {entry.storage: entry.kind for entry in trace.host}
+        """Kinds of host memory in the trace, by storage."""
 
     def add_periods(self, period: _Period, number: int, shares: dict[int, float]) -> None:
         """Copy the storages of a period ``number`` times; in the last copy each has a share of its bytes."""
@@ -268,8 +271,8 @@ class _Copies:
                     size = round(size * shares.get(storage.id, 1))
                 born = storage.born + repeat * period.ticks
                 copy = self._add(storage, size, born, period.freed_at(index, repeat, number))
-                if storage.id in self._expected:
-                    self.expected.append(replace(self._expected[storage.id], storage=copy))
+                if storage.id in self._size_of:
+                    self.expected.append(replace(self._size_of[storage.id], storage=copy))
 
     def add_accumulated(self, period: _Period, number: int, tick: int, later: _Shift) -> None:
         """Allocate at a tick, as a single storage each, the accumulated storages of ``number`` periods."""
@@ -277,11 +280,12 @@ class _Copies:
             self._add(first, number * first.bytes, tick, None if first.died is None else later(first.died))
 
     def _add(self, storage: Storage, size: int, born: int, died: int | None) -> int:
-        number = self._first + len(self.storages)
-        self.storages.append(replace(storage, id=number, bytes=size, born=born, died=died))
-        if storage.id in self._kinds:
-            self.host.append(HostStorage(number, self._kinds[storage.id]))
-        return number
+        """Append a copy of a storage with other bytes and ticks, and return its id."""
+        copy, self._next_id = self._next_id, self._next_id + 1
+        self.storages.append(replace(storage, id=copy, bytes=size, born=born, died=died))
+        if storage.id in self._kind_of:
+            self.host.append(HostStorage(copy, self._kind_of[storage.id]))
+        return copy
 
 
 def _shares_of_last_batch(trace: Trace, span: PhaseSpan, period: _Period) -> dict[int, float]:

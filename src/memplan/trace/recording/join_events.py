@@ -128,6 +128,10 @@ class _Allocation:
     """Negative if another thread allocated it."""
     died: int | None = None
 
+    @property
+    def is_of_other_thread(self) -> bool:
+        return self.address < 0
+
 
 class _Events:
     """The allocator's events of a profile as a clock: ticks count them from 1, without frees of older allocations."""
@@ -180,8 +184,8 @@ def _same_allocations(
     in_named = _grouped_by_call(named_events, named.calls, set(calls))
     in_plain = _grouped_by_call(events, plain.calls, set(calls.values()))
     same: dict[int, int] = {}
-    for call, other in calls.items():
-        first, second = in_named.get(call, []), in_plain.get(other, [])
+    for named_call, plain_call in calls.items():
+        first, second = in_named.get(named_call, []), in_plain.get(plain_call, [])
         for i, j in aligned([allocation.bytes for allocation in first], [allocation.bytes for allocation in second]):
             same[first[i].number] = second[j].number
     return same
@@ -205,32 +209,39 @@ def _op_ranges_of_plain_run(
     ranges: dict[str, tuple[int, int]] = {}
     for number, call in enumerate(named.calls):
         if call.at_mark and call.mark.isdigit() and number in calls and call.mark not in ranges:
-            other = plain.calls[calls[number]]
-            ranges[call.mark] = other.start, other.end
+            plain_call = plain.calls[calls[number]]
+            ranges[call.mark] = plain_call.start, plain_call.end
     return ranges
 
 
 def _ops_of_calls(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]) -> dict[int, int]:
-    """Return call of the plain run -> index of the op that it is part of."""
+    """Return call of the plain run -> index of the op that it is part of.
+
+    A call that matches none of the run under the mode is part of its parent's op. ``calls``: call under the mode ->
+    matching call of the plain run, both as indices of the profiles' calls.
+    """
     op_of: dict[int, int] = {}
-    for call, other in calls.items():
-        if call >= 0 and named.calls[call].mark.isdigit():
-            op_of[other] = int(named.calls[call].mark)
-    for number, call in enumerate(plain.calls):  # a call comes after its parent
-        if number not in op_of and call.parent in op_of:
-            op_of[number] = op_of[call.parent]
+    for named_call, plain_call in calls.items():
+        if named_call >= 0 and named.calls[named_call].mark.isdigit():
+            op_of[plain_call] = int(named.calls[named_call].mark)
+    for plain_call, record in enumerate(plain.calls):  # a call comes after its parent
+        if plain_call not in op_of and record.parent in op_of:
+            op_of[plain_call] = op_of[record.parent]
     return op_of
 
 
 def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> tuple[str, ...]:
-    """Return the names of the allocations' outermost calls, most frequent first."""
+    """Return the names of the allocations' outermost calls, most frequent first; of allocations outside of all calls,
+    where they come from."""
     names: Counter[str] = Counter()
     for allocation in allocations:
         call = allocation.call
         while call >= 0 and calls[call].parent >= 0:
             call = calls[call].parent
-        outside = "other threads" if allocation.address < 0 else "Python"
-        names[calls[call].name.removeprefix("autograd::engine::evaluate_function: ") if call >= 0 else outside] += 1
+        if call >= 0:
+            names[calls[call].name.removeprefix("autograd::engine::evaluate_function: ")] += 1
+        else:
+            names["other threads" if allocation.is_of_other_thread else "Python"] += 1
     return tuple(name for name, _ in names.most_common())
 
 

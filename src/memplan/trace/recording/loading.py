@@ -36,8 +36,8 @@ class LoaderWatch:
         self._loads = False
         """Whether a batch is being loaded."""
         self._passes: list[_Pass] = []
-        self._data_sets: list[Callable[[], Any]] = []
-        """Weak references to data sets, which a script may free; for a list, which allows none, its id()."""
+        self._data_sets: list[Callable[[Any], bool]] = []
+        """By number of a data set: whether an object is that data set (`_identifies`)."""
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """Iterator -> its loader."""
         self.kinds: dict[int, HostKind] = {}
@@ -114,15 +114,10 @@ class LoaderWatch:
 
     def _number_of(self, data_set: Any) -> int:
         """Return the number that identifies a data set."""
-        try:
-            key, reference = data_set, weakref.ref(data_set)
-        except TypeError:
-            key = id(data_set)
-            reference = lambda: key  # noqa: E731
-        for number, known in enumerate(self._data_sets):
-            if known() is key or (isinstance(key, int) and known() == key):
+        for number, is_it in enumerate(self._data_sets):
+            if is_it(data_set):
                 return number
-        self._data_sets.append(reference)
+        self._data_sets.append(_identifies(data_set))
         return len(self._data_sets) - 1
 
     def _note_batch(self, batch: Any, pass_: _Pass, start: int) -> tuple[int, ...]:
@@ -214,6 +209,17 @@ class _Pass:
             self.where, self.start, self.end, self.workers, self.prefetch, self.method, self.pinned, self.data_set,
             self.arrays, self.tensors, self.batch, tuple(self.loads), tuple(self.exhausted), self.length,
         )  # fmt: skip
+
+
+def _identifies(data_set: Any) -> Callable[[Any], bool]:
+    """Return a function that returns whether an object is this data set, which it does not keep alive. Lists and other
+    objects without weak references are compared by ``id()``."""
+    try:
+        reference = weakref.ref(data_set)
+    except TypeError:
+        number = id(data_set)
+        return lambda other: id(other) == number
+    return lambda other: reference() is other
 
 
 def _as_plain(batch: Any) -> Any:

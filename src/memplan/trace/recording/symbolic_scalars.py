@@ -368,7 +368,7 @@ class ScalarPolicy:
         """Return a version of ``make`` (`torch.tensor`) for symbolic scalars: the result's values are unknown, within
         the union of their ranges."""
 
-        def make_unknown(*args: Any, **kwargs: Any) -> Any:
+        def make_with_unknown_values(*args: Any, **kwargs: Any) -> Any:
             result = make(*args, **kwargs)
             if self._has_read and isinstance(result, _torch.FakeTensor) and result.constant is not None:
                 numbers = list(_leaves(args[0] if args else kwargs.get("data")))
@@ -377,7 +377,7 @@ class ScalarPolicy:
                     observer.ranges.put(result, union([bound_of(number) for number in numbers]))
             return result
 
-        return make_unknown
+        return make_with_unknown_values
 
     def equal(self) -> bool:
         """Return the result of ``torch.equal``."""

@@ -32,6 +32,10 @@ from memplan.verification.proof.verify import Baselines, compare, with_times
 
 _log = logging.getLogger("memplan")
 _STEPS = 3
+"""Number of steps in which a plan is compared bit for bit."""
+_FEWER_STEPS = _STEPS - 1
+"""Number of steps where that takes longer (each is run in float64 and by the yardstick, too) or proves less (the
+unplanned step is compared with itself)."""
 
 
 class Prover:
@@ -138,7 +142,7 @@ class Prover:
         """
         if planned is None:
             candidate = self._trial("candidate", call)
-            proof = compare(baselines, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+            proof = compare(baselines, candidate, _FEWER_STEPS, predicted=predicted, budget=budget)
             return (
                 proof
                 if proof.same or self._home.card is None
@@ -150,7 +154,7 @@ class Prover:
         candidate.other_resident = self._constant_bytes(planned)
         lossy, exact = planned.plan.grade == "lossy", baselines.truth is None
         rounding = NEAR_KINKS if self._settings.engine == "graph" else ROUNDING
-        tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else rounding, _STEPS - 1)
+        tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else rounding, _FEWER_STEPS)
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if not (proof.same or lossy or self._home.card is None):
             proof = self._compare_on_card(call, baselines, candidate, planned)
@@ -172,7 +176,8 @@ class Prover:
             if baselines.truth is None:
                 kernels = _torch.capturable_kernels if planned is not None else nullcontext
                 second_run = self._trial("the step run again", call, kernels=kernels)
-                baselines = Baselines(baselines.reference, self._trial("float64", call, float64=True), second_run)
+                truth = self._trial("float64", call, float64=True)
+                baselines = replace(baselines, truth=truth, yardstick=second_run)
         if baselines.yardstick is not None and planned is not None and self._settings.engine == "graph":
             candidate.restart_from(start)
             proof = compare(Baselines(baselines.yardstick), candidate, _STEPS)
@@ -181,7 +186,7 @@ class Prover:
         for trial in filter(None, (baselines.reference, baselines.truth, baselines.yardstick, candidate)):
             trial.restart_from(start)
         with card_kernels.full_float32():
-            proof = compare(baselines, candidate, _STEPS - 1, ROUNDING)
+            proof = compare(baselines, candidate, _FEWER_STEPS, ROUNDING)
         return replace(proof, full_float32=True)
 
     def _measure(self, planned: Planned | None) -> tuple[int, int]:

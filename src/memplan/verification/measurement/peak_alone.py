@@ -51,7 +51,7 @@ def _run(trial: Trial, meter: Meter | None = None) -> int:
     for _ in range(_STEPS):
         trial.prepare()
         trial.gradients_of_step(meter)
-        resident = trial.resident
+        resident = trial.resident  # what forward and backward ran with; `release` frees the inputs
         trial.update_step(meter)
         trial.release()
     return resident

@@ -19,7 +19,7 @@ from memplan import _torch
 from memplan._interrupts import in_place_of, outside_of
 from memplan.errors import UsageError
 from memplan.planning.capture.side_effects import without_hooks
-from memplan.trace.spec import like
+from memplan.trace.spec import like as copied
 
 
 class ModuleCopy:
@@ -81,7 +81,7 @@ class ModuleCopy:
 
 def copy_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy a call's tensors. Tensors that are identical or share memory do so in the copies, since a plan is made for
-    calls with the same aliases."""
+    calls with the same aliases. Only views of a storage in several dtypes get memory of their own."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         has_storage = tensor.layout == torch.strided and tensor.numel() > 0
@@ -91,7 +91,7 @@ def copy_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for group in groups.values():
         distinct = {id(tensor): tensor for tensor in group}
         if len(distinct) == 1 or len({tensor.dtype for tensor in group}) > 1:
-            copies.update({key: like(tensor, tensor.device) for key, tensor in distinct.items()})
+            copies.update({key: copied(tensor, tensor.device) for key, tensor in distinct.items()})
         else:
             copies.update(_copy_aliases(distinct))
     return [copies[id(tensor)] for tensor in tensors]

@@ -139,7 +139,7 @@ class _PeerRun:
         reference = self._trial(EAGER)
         results = list[PeerResult]()
         random = self._run_step(reference).random
-        for peer in peers(blocks=bool(self._blocks), budgets=BUDGETS, autocast=self._autocast()):
+        for peer in peers(blocks=bool(self._blocks), budgets=BUDGETS, autocast=self._lossy_dtype()):
             on_start(peer.name)
             torch.compiler.reset()
             try:
@@ -164,8 +164,9 @@ class _PeerRun:
         _, peak = measure_trial(trial, self._home)
         return PeerResult(peer, peak, compare_times(reference.seconds, trial.seconds, self._pairs), wrong, error)
 
-    def _autocast(self) -> torch.dtype | None:
-        """Return the dtype of lossy peers, or None if they are not allowed."""
+    def _lossy_dtype(self) -> torch.dtype | None:
+        """Return the autocast dtype of lossy peers; None if there are none: results must stay exact, or the step itself
+        runs under autocast, so that all peers do."""
         settings = self._request.settings
         if settings.allow == "exact" or self._request.autocast is not None:
             return None

@@ -354,18 +354,18 @@ def _collect_entry(
         commits: as for `Tree.changes`.
     """
     status, before = _lstat(entry.path), None if new else _lstat(path)
-    if status is None:
+    if status is None:  # its path exceeds the system's limit: counted, not listed
         changes.more += 1
     elif stat.S_ISCHR(status.st_mode):  # a whiteout: how an overlay stores a removal
         changes.add(lambda: Change(path, "removed"))
     elif not stat.S_ISDIR(status.st_mode):
         changes.add(lambda: _file_change(path, entry.path, status, before, commits=commits))
-    elif before is None or not stat.S_ISDIR(before.st_mode) or _is_opaque(entry.path):
+    elif before is None or not stat.S_ISDIR(before.st_mode) or _is_opaque(entry.path):  # a folder of the script
         if before is not None and _is_opaque(entry.path):
             changes.add(lambda: Change(path + "/", "removed"))
         changes.add(lambda: Change(path + "/", "file"))
         folders.append((path, entry.path, True))
-    else:
+    else:  # a folder that was there: in the upper layer for what is below it, or for its own metadata
         if _owner_and_mode(before) != _owner_and_mode(status) or not os.listdir(entry.path):
             changes.add(lambda: Change(path + "/", "changed"))
         folders.append((path, entry.path, False))
@@ -433,6 +433,7 @@ def _owner_and_mode(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def _is_opaque(path: str) -> bool:
+    """Return whether a folder of an upper layer replaces the real one, whose content the script removed."""
     try:
         return os.getxattr(path, _OPAQUE) == b"y"
     except OSError:

@@ -206,7 +206,7 @@ _MAX_CACHED = 256
 
 def cached_results(cache: Any) -> list[Any]:
     """Return the results in the cache of `functools.cache`; for `functools.lru_cache` its link objects, which hide the
-    results."""
+    results. Empty for caches of more than `_MAX_CACHED` results."""
     if cache.cache_info().currsize > _MAX_CACHED:
         return []
     tables = [table for table in gc.get_referents(cache) if isinstance(table, dict) and table is not vars(cache)]

@@ -53,11 +53,11 @@ def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> in
     """Bytes of temporaries (Normalization.cpp, batch_norm_cpu): scale and shift of each channel; before that mean and
     variance and, in channels last, their sums."""
     x, training = args[0], args[5]
-    channels = x.shape[1] * _accumulated(x)
+    of_channels = x.shape[1] * _accumulated(x)  # bytes of a number for each channel
     if not training:
-        return 2 * channels
+        return 2 * of_channels
     statistics = 2 * bytes_of(result[1])
-    return max(2 * channels, statistics + (channels if _uses_channels_last_norm(x) else 0))
+    return max(2 * of_channels, statistics + (of_channels if _uses_channels_last_norm(x) else 0))
 
 
 def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
