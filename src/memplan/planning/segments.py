@@ -127,6 +127,7 @@ class Segments:
         for op in self._ops:
             for value in self._nodes[op.index].reads:
                 self._readers.setdefault(value, set()).add(op.index)
+        # what does not depend on data, and what no gradient flows into: of inputs, then of what ops compute from them
         self._static = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "constant")}
         self._fixed = {value.id for value in graph.values if value.kind in ("input", "buffer", "constant")}
         """Values into which no gradient flows."""
@@ -142,14 +143,16 @@ class Segments:
             if all(value in self._static for value in self._nodes[op.index].reads):
                 self._static.update(value for value in op.outputs if value is not None)
         self._data = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
+        """Forward ops that depend on data."""
         self._derivative_seconds = Counter[int]()
-        """By index of the forward op."""
+        """Seconds of the ops of its derivative, by index of the forward op."""
         for op in graph.ops:
             if op.gradient_of is not None:
                 self._derivative_seconds[op.gradient_of] += op.seconds  # pyright: ignore[reportArgumentType]
         self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
         """Calls that depend on data, in order."""
         self._segments: dict[tuple[int, int, Axis, int], Segment | None] = {}
+        """Results of `segment` by its arguments."""
         self._refused: dict[tuple[int, int], str] = {}
         """Reasons for which a trace refused ranges of calls."""
         self._untileable: dict[int, str] = {}
@@ -201,10 +204,10 @@ class Segments:
         """Return the segment from call ``first`` to call ``last``; None if it cannot run piece by piece."""
         key = first, last, axis, pieces
         if key not in self._segments:
-            self._segments[key] = self._segment(*key)
+            self._segments[key] = self._build(*key)
         return self._segments[key]
 
-    def _segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
+    def _build(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
         """Return `segment`, computed anew; note why a single call cannot run piece by piece."""
         inside = self._between(first, last)
         if (first, last) in self._refused:

@@ -99,13 +99,18 @@ class _Call:
         self._chain = chain
         self._inputs: list[Any] | None = inputs
         self._saved: list[torch.Tensor] | None = saved
+        # what the backward pass compares: the user may have changed tensors in between
         self._devices = [outputs[tangent.output].device for tangent in chain.tangents]
+        """Devices of the outputs with a tangent."""
         self._versions = [_torch.version_of(inputs[at]) for at, _ in chain.guarded]
+        """Versions of the guarded inputs."""
         self._storages = [inputs[at].untyped_storage() for at, _ in chain.guarded]
         """Storages of the guarded inputs: assigning to ``.data`` replaces them without a new version."""
         memory = {_torch.storage_key(output.untyped_storage()) for output in outputs}
         returned = [at for at, tensor in enumerate(saved) if _torch.storage_key(tensor.untyped_storage()) in memory]
         self._returned = [(at, _torch.version_of(saved[at])) for at in returned]
+        """(position among the saved values, version) of those that share memory with an output."""
+        # the state of the backward pass
         self._running: Iterator[Gradients] | None = None
         self._next = 0
         """Number of the next group."""

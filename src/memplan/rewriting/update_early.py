@@ -49,6 +49,11 @@ class Early:
     """An optimizer that updates parameters in the backward pass; see `update_early`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Install the hooks that update each parameter as soon as its gradient is complete.
+
+        Raises:
+            UsageError: the optimizer needs a closure, or several processes run.
+        """
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(
@@ -60,7 +65,9 @@ class Early:
         self._optimizer = optimizer
         self._update = _torch.bare_step(optimizer)
         self._groups: dict[int, dict[str, Any]] = {}
+        """The optimizer's group of each parameter, by id of the parameter."""
         self._listed: tuple[Any, int] = (None, 0)
+        """The list of the optimizer's groups, and its length, of which `_groups` was made."""
         self._updated: dict[int, int] = {}
         """Version after the update, by id of each parameter that was updated since the last ``step()``."""
         self._before_pass: dict[int, int] = {}

@@ -53,6 +53,7 @@ class _ProgramWriter:
             for tensor in tensors
         }  # fmt: skip
         """C for a pointer to each parameter and buffer, by name."""
+        # the same of scales, and offsets within the trained weights
         self.scales = {tensor.path: _plus(self.flash["scales"], tensor.offset) for tensor in memory.scales}
         self.offset_of = {tensor.path: tensor.offset for tensor in memory.trained}
         self.constants: dict[str, str] = {}

@@ -107,7 +107,7 @@ class Watch(Written, Printed):
         self._subject = Subject(models, optimizers, self._card)
         self.rank, self.world = _torch.started_rank()
         """This process's rank, and how many there are; 0 of 1 without others."""
-        self._post_mortems = post_mortem
+        self._oom_folder = post_mortem
         self._folder = folder
         self._file: RankFile | None = None
         self._ended: State = "running"
@@ -187,7 +187,7 @@ class Watch(Written, Printed):
             with deferred(span=True):
                 try:
                     self._note_end(error)
-                    if error is not None and self._post_mortems is not None and is_out_of_memory(error):
+                    if error is not None and self._oom_folder is not None and is_out_of_memory(error):
                         self._write_post_mortem(error)
                 finally:
                     self._close()
@@ -327,11 +327,11 @@ class Watch(Written, Printed):
         prediction, is_failed_step = follower.at_failure()
         follower.close()
         follower.prediction = prediction
-        assert self._post_mortems is not None
+        assert self._oom_folder is not None
         try:
             self.post_mortem = post_mortem(
                 error, follower.steps + 1, self._subject, prediction, is_failed_step=is_failed_step,
-                device=self._device, folder=self._post_mortems, inputs=self._inputs, ranks=(self.rank, self.world),
+                device=self._device, folder=self._oom_folder, inputs=self._inputs, ranks=(self.rank, self.world),
             )  # fmt: skip
         except Exception as failure:  # the user's error is raised, not ours
             self._say(f"out of memory, and no post-mortem could be written: {failure}")

@@ -72,12 +72,12 @@ class Tiling:
             self.in_place.add(number)
         index = next((index for index, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
         try:
-            return self._call(index, number, func, args, kwargs)
+            return self._call_or_replace(index, number, func, args, kwargs)
         except NotTileable as reason:
             reason.at = index if reason.at is None else reason.at
             raise
 
-    def _call(self, index: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_or_replace(self, index: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call that belongs to the segment at a position; None: to none."""
         self._refuse_questions_of_autograd(func, args)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
@@ -91,7 +91,7 @@ class Tiling:
             result = func(*args, **kwargs)
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
-            result = self._recorded(func, args, kwargs)
+            result = self._run_recorded(func, args, kwargs)
         return self._finish(index, result) if number == self._tiles[index].last else result
 
     def _refuse_questions_of_autograd(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -105,7 +105,7 @@ class Tiling:
             reason.at = self._replacements[id(tensor)][2][0] if id(tensor) in self._replacements else None
             raise reason
 
-    def _recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             raise NotTileable("a part of the segment has no gradient")
         if self._recorder is None:

@@ -64,16 +64,19 @@ class _Decider:
     """The planned step that levers query for their reasons (see `memplan.planning.levers.lever.PlannedStep`)."""
 
     def __init__(self, graph: JointGraph, schedule: Schedule) -> None:
+        """Collect what the schedule recomputes, encodes and reads, and the seconds that this adds."""
         self.graph, self.schedule = graph, schedule
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.recomputable = recomputable(graph)
         self.forms: dict[int, list[SavedForm]] = defaultdict(list)
         """Encodings by value. The decision is about the first, and its reason names the others."""
         self.seconds: dict[int, float] = defaultdict(float)
+        """By value: seconds that recomputing it, or its encodings and copies, adds to the step."""
         self.recomputed: set[int] = set()
         self.readers: dict[int, list[Action]] = defaultdict(list)
         """Actions of the backward pass that read a value or encoding."""
         self.waited = schedule.waits
+        """By value that is copied to host memory: seconds that the step waits for the copies."""
         for value, wait in self.waited.items():
             self.seconds[value] = next(f.use_seconds for f in graph.forms if f.value == value and f.is_copied) + wait
         for action in (*schedule.forward, *schedule.backward):

@@ -128,6 +128,7 @@ class _Scheduler:
     def __init__(self, graph: JointGraph, choices: Choices) -> None:
         self.graph, self.choices = graph, choices
         self.outputs = output_bases(graph)
+        # of several chosen forms of a value that it can be fetched from, only the first by rank is used
         self.fetchable: dict[int, SavedForm] = {}
         """Encoding to decode each value from."""
         forms = list[SavedForm]()
@@ -136,6 +137,7 @@ class _Scheduler:
             if chosen and (not form.whole or self.fetchable.setdefault(form.value, form) is form):
                 forms.append(form)
         self.forms = {form.encoded: form for form in forms}
+        """Saved forms by ``SavedForm.encoded``."""
         self.direct: dict[tuple[int, int], SavedForm] = {}
         """Encoding that an op reads instead of a value, by (op, value)."""
         for form in forms:
@@ -147,6 +149,7 @@ class _Scheduler:
         self.live = self.resident | set(self.tangents)
         """Values that are live at the current point of the backward pass."""
         self.copies = copied_gradients(graph, choices)
+        """See `copied_gradients`."""
 
     def run(self) -> Schedule:
         """Schedule the backward pass first: it determines the values to save."""

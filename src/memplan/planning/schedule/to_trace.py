@@ -65,9 +65,12 @@ class _Tracer:
             for of, gradient in self.graph.gradients
             if self.graph.values[of].kind == "parameter"
         }
+        """By gradient of a parameter: the parameter's name."""
         self.saved = set(schedule.saved)
         self.tick = 0
+        """Allocations and frees so far."""
         self.entries: list[_Entry] = []
+        """All storages, in the order of their allocation."""
         self.storage_of: dict[int, int] = {}
         """Index of the current storage, by value that owns memory."""
         self.ops: list[Op] = []

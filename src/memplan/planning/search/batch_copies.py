@@ -32,25 +32,28 @@ class Copies:
         self.used_copies = np.flatnonzero(used.any(axis=1))
         """Copies that any candidate uses. All arrays below have a row for each of these."""
         self.needed = np.where(used, first, NEVER)[self.used_copies].astype(np.int64)
+        """By candidate: the slot in which each copy is needed first."""
         self.count = used.shape[1]
         forms = [flat.copied[index] for index in self.used_copies]
         self.rows = np.array([flat.form_rows[form] for form in forms], dtype=np.int64)
         self.seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
-        seconds = (used[index] * flat.forms[flat.copied[index]].use_seconds for index in self.used_copies)
-        self.use_seconds = sum(seconds, np.zeros(self.count))
+        use_seconds = (used[index] * flat.forms[flat.copied[index]].use_seconds for index in self.used_copies)
+        self.use_seconds = sum(use_seconds, np.zeros(self.count))
+        """By candidate: seconds that its copies add, without waits."""
         self.store_order = [int(index) for index in np.lexsort((self.rows, flat.maker[self.rows]))]
         """The copies in the order in which they are copied to the host."""
         self.fetch_order = np.argsort(self.needed, axis=0, kind="stable")
         """By candidate: the copies in the order in which they are needed, ties in the order of values."""
         self.begins = np.array(host_copies.backward_begins(flat.graph))
-        self.free_positions, self.fetch_slots = self._free_positions(), self._fetch_slots()
+        """Seconds at which each backward op begins."""
+        self.free_positions, self.fetch_slots = self._compute_free_positions(), self._compute_fetch_slots()
 
     def uses(self, row: int) -> Bools:
         """Return which candidates keep forward value ``row`` as a copy in host memory."""
         index = np.flatnonzero(self.rows == row)
         return self.needed[index[0]] < NEVER if len(index) else np.zeros(self.count, dtype=bool)
 
-    def _free_positions(self) -> Ints:
+    def _compute_free_positions(self) -> Ints:
         """Position of the forward op after which each copied value is freed on the device."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))
         freed_after = np.zeros(self.needed.shape, dtype=np.int64)
@@ -63,7 +66,7 @@ class Copies:
             freed_after[index] = np.maximum(position, self.flat.used_last[row])
         return freed_after
 
-    def _fetch_slots(self) -> Ints:
+    def _compute_fetch_slots(self) -> Ints:
         """Slot at whose beginning each copy back to the device begins."""
         slots = np.full(self.needed.shape, NEVER, dtype=np.int64)
         latest, every = np.full(self.count, np.inf), np.arange(self.count)

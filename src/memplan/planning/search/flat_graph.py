@@ -61,6 +61,7 @@ class FlatGraph:
 
     def __init__(self, graph: JointGraph, outside_memory: OutsideMemory, gradients: GradientUse = STAYS) -> None:
         self.graph, self.outside_memory, self.gradients = graph, outside_memory, gradients
+        # forward values, and which of them may be recomputed
         self.base = base_level(graph, Choices(gradients=gradients), outside_memory)
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.resident = {value.id for value in graph.values if value.kind in RESIDENT}
@@ -72,6 +73,7 @@ class FlatGraph:
         can_rerun = recomputable(graph)
         self.droppable = tuple(value for value in self.values if value in can_rerun)
         self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
+        # forms in which they may be saved
         self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.outputs)
         """Saved forms by rank: copies last."""
         self.form_rows = [self.row[form.value] for form in self.forms]
@@ -90,6 +92,7 @@ class FlatGraph:
                 self.plain_forms_of[row].append(index)
             if self.forms[index].whole:
                 self.fetchable_forms_of[row].append(index)
+        # ops, and when they read and write which values
         self.gradient_returns: tuple[GradientReturn, ...] = ()
         self.has_delayed_returns = False
         """Whether any give waits for the last read of its parameter."""

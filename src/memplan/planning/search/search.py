@@ -140,10 +140,10 @@ class Search:
         the highest first (``STEEP``).
         """
         if (budget, squared) not in self._nearest_results:
-            self._nearest_results[budget, squared] = self._nearest(budget, squared)
+            self._nearest_results[budget, squared] = self._search_nearest(budget, squared)
         return self._nearest_results[budget, squared]
 
-    def _nearest(self, budget: int, squared: int) -> Solution:
+    def _search_nearest(self, budget: int, squared: int) -> Solution:
         nearest = self._best_repair(budget, [self._lowest.column, self._all_recomputed, self.save_all.column], squared)
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))

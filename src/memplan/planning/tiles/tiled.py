@@ -96,9 +96,11 @@ class Tiled:
         """Values into which a gradient flows."""
         self._statistics_behind = dict[int, frozenset[int]]()
         """Nodes of statistics that a value depends on."""
+        # where the axis lies in each value, from the inputs on; an op without a rule raises
         for value in program.inputs:
             self._place_input(value)
         self.steps = [self._step(at, node) for at, node in enumerate(program.nodes)]
+        # what can be cut so, but not run
         read = {value for node in program.nodes for value in node.reads} | set(program.outputs)
         second = [node.name for node in program.nodes if read.intersection(node.outputs[1:])]
         if second:

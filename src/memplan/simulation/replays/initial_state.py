@@ -119,7 +119,7 @@ class _Rewinder:
         self.conflicts: list[tuple[int, str]] = []
         self.lowest_map: dict[tuple[int, bool, Pool], int] = {}
         """For each kind of expandable segment, the lowest address mapped while another part of the kind was mapped."""
-        self._undo: dict[str, Callable[[int, Entry], None]] = {
+        self._undo_by_action: dict[str, Callable[[int, Entry], None]] = {
             "alloc": self._undo_alloc,
             "free_requested": self._undo_free_requested,
             "free_completed": self._undo_free_completed,
@@ -129,6 +129,7 @@ class _Rewinder:
             "segment_unmap": self._undo_unmap,
             "oom": lambda index, entry: None,
         }
+        # the state at the end of the history, from which events are undone
         for recorded in snapshot.segments:
             segment = self._insert(_Segment(recorded))
             for block in recorded.blocks:
@@ -141,7 +142,7 @@ class _Rewinder:
 
     def undo(self, index: int, entry: Entry) -> None:
         """Restore the state before an event."""
-        self._undo[entry.action](index, entry)
+        self._undo_by_action[entry.action](index, entry)
 
     # Blocks
 
@@ -277,7 +278,7 @@ class _Rewinder:
             begin = bisect_left(block_addresses, segment.address, end)
             end = bisect_left(block_addresses, segment.end, begin)
             inside = block_addresses[begin:end]
-            blocks = tuple(self._blocks(segment, inside, self.event_count + len(stacks)))
+            blocks = tuple(self._blocks_of(segment, inside, self.event_count + len(stacks)))
             stacks += [self.blocks[block].stack for block in inside]
             segments.append(
                 Segment(
@@ -319,7 +320,7 @@ class _Rewinder:
             if not any(segment.address < end and begin < segment.address + segment.size for segment in segments):
                 yield Segment(begin, page, stream, small, pool, True, (Block(begin, page, 0, "inactive"),))
 
-    def _blocks(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
+    def _blocks_of(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
         """Return the live blocks at ``addresses`` and the free blocks between them."""
         blocks: list[Block] = []
         position = segment.address

@@ -109,6 +109,7 @@ class _PrivatePools:
         """Address of a private segment -> (end, pool)."""
         self.starts: list[int] = []
         """The sorted keys of ``ends``."""
+        # ranges of addresses that belong to a private pool for the whole history
         private = [segment for segment in (*start.segments, *snapshot.segments) if segment.pool != DEFAULT_POOL]
         for segment in _merge_expandable([segment for segment in private if segment.expandable]):
             self._add(segment.address, segment.size, segment.pool)

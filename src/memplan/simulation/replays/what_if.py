@@ -73,8 +73,17 @@ class _WhatIfRun:
     """Serves the requests of a history on a new allocator, until a request fails that did not in the recording."""
 
     def __init__(self, start: Start, settings: AllocatorSettings, capacity: int | None, *, as_recorded: bool) -> None:
+        """Begin in the recorded state, or with its live blocks on a new allocator.
+
+        Args:
+            start: the recorded state.
+            settings: of the new allocator.
+            capacity: bytes of the card; None: unlimited.
+            as_recorded: whether to begin in the recorded state, if that is within the capacity.
+        """
         self.ooms: list[OutOfMemoryEvent] = []
         self.ended = False
+        """Whether a request failed that did not in the recording."""
         self.addresses: dict[int, int] = {}
         """Of live and pending blocks, by owner."""
         self.pending: set[int] = set()

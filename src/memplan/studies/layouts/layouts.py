@@ -252,6 +252,12 @@ class _Study:
         self, subject: Subject, target: Target, card: Device, tensor_plan: TensorPlan | None, per_node: int,
         link: float | None, settings: str | None,
     ) -> None:  # fmt: skip
+        """Make the module without values, to find its blocks and the sizes of its weights.
+
+        Raises:
+            StepError: the callable raises.
+            TargetError: it makes no module.
+        """
         self._subject, self._target, self._card = subject, target, card
         self._settings = settings
         self._make = Maker(subject.what, subject.arguments, subject.changes)
@@ -273,6 +279,7 @@ class _Study:
                 do="Name a callable that makes the module; memplan explain --world takes a build that shards by itself",
             )
         self.blocks: Blocks | None = blocks_of(model)
+        # how a layout is recorded, and which layouts are refused
         self._weights = _sizes(model, subject.options)
         self._parallelize = tensor_plan or functools.partial(tensor_parallel, blocks=self.blocks)
         self._planless = functools.cache(lambda ranks: None if tensor_plan else _why_not(model, self.blocks, ranks))
@@ -280,6 +287,7 @@ class _Study:
         self.links = within_machine(card)[0], round(link or between_machines(card)[0])
         self.errors: list[MemplanError] = []
         self.notes: tuple[str, ...] = ()
+        # whether some of the blocks are enough: the others are alike
         self._few = self.blocks is not None and self.blocks.alike and self.blocks.number > _FEW[1] + 1
 
     def row(self, layout: Layout, *, whole: bool = False) -> LayoutBytes:

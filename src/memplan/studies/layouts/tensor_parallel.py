@@ -75,11 +75,13 @@ class _Planned:
         if blocks is None or len(blocks.paths) != 1:
             raise _refused("the model has no single list of equal blocks")
         self.styles: dict[str, Any] = {}
+        """Styles of `torch.distributed.tensor.parallel.parallelize_module`, by layer."""
         self.gathered: list[str] = []
         """Modules that take the whole sequence."""
         self.numbers: list[tuple[str, str]] = []
         """Attention modules, and the names of their numbers of heads."""
         self.embedding: str | None = None
+        """The largest embedding outside of the blocks."""
         self.heads: list[str] = []
         """Linear layers outside of the blocks."""
         self.whole: list[str] = []

@@ -78,8 +78,10 @@ class _Chain:
         self.engines: list[Engines] = []
         self.expected: list[ExpectedSize] = []
         self.measured: list[int] = []
-        self._engines: dict[int, dict[int, Engines]] = {}
-        self._expected: dict[int, dict[int, ExpectedSize]] = {}
+        self._engines_of: dict[int, dict[int, Engines]] = {}
+        """By id() of a trace: its engines by storage."""
+        self._sizes_of: dict[int, dict[int, ExpectedSize]] = {}
+        """By id() of a trace: its expected sizes by storage."""
         inputs = {storage.id for storage in first.inputs}
         for storage in first.trace.counted:
             if storage.born <= self._end:
@@ -146,12 +148,12 @@ class _Chain:
 
     def _add_workspace(self, trace: Trace, old: int, new: int) -> None:
         """Copy cuDNN's engine and the size of workspace ``old`` of ``trace`` for storage ``new``."""
-        if id(trace) not in self._engines:
-            self._engines[id(trace)] = {engine.storage: engine for engine in trace.engines}
-            self._expected[id(trace)] = {size.storage: size for size in trace.expected}
-        if (engine := self._engines[id(trace)].get(old)) is not None:
+        if id(trace) not in self._engines_of:
+            self._engines_of[id(trace)] = {engine.storage: engine for engine in trace.engines}
+            self._sizes_of[id(trace)] = {size.storage: size for size in trace.expected}
+        if (engine := self._engines_of[id(trace)].get(old)) is not None:
             self.engines.append(replace(engine, storage=new))
-        if (size := self._expected[id(trace)].get(old)) is not None:
+        if (size := self._sizes_of[id(trace)].get(old)) is not None:
             self.expected.append(replace(size, storage=new))
         if old in trace.measured:
             self.measured.append(new)

@@ -27,7 +27,8 @@ class Graphs:
     def __init__(self, card: Card) -> None:
         self._card = card
         self._pools = dict[Handle, int]()
-        self._handles = 0
+        """Number of each pool that a capture allocated from, as in the ledger."""
+        self._handle_count = 0
         self._keeps_random_state = False
         self.is_capturing = False
         graphs = self
@@ -68,8 +69,8 @@ class Graphs:
 
     def handle(self, *, own: bool = False) -> Handle:
         """Return the id of a new memory pool: of `torch.cuda.graph_pool_handle`, or of a graph's own."""
-        self._handles += 1
-        return (self._handles, 0) if own else (0, self._handles)
+        self._handle_count += 1
+        return (self._handle_count, 0) if own else (0, self._handle_count)
 
     def begin(self, pool: Handle) -> None:
         """Begin a capture into a pool; pools are numbered by first use."""

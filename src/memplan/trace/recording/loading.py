@@ -33,7 +33,7 @@ class LoaderWatch:
     def __init__(self, ledger: Ledger, *, pins: bool) -> None:
         self._ledger = ledger
         self._pins = pins
-        self._loads = False
+        self._is_loading = False
         """Whether a batch is being loaded."""
         self._passes: list[_Pass] = []
         self._data_sets: list[Callable[[Any], bool]] = []
@@ -78,10 +78,10 @@ class LoaderWatch:
             iterator: the iterator over the loader, with which the pass ends at the latest.
             length: number of batches of the loader; by default ``len(loader)``.
         """
-        if self._loads or not isinstance(loader, DataLoader):
+        if self._is_loading or not isinstance(loader, DataLoader):
             return fetch()
         pass_ = self._pass_of(loader, iterator)
-        start, self._loads = self._ledger.clock, True
+        start, self._is_loading = self._ledger.clock, True
         try:
             batch = fetch()
         except StopIteration:
@@ -90,7 +90,7 @@ class LoaderWatch:
                 pass_.end_with(self._ledger.clock)
             raise
         finally:
-            self._loads = False
+            self._is_loading = False
         pass_.length = pass_.length if length is None else length
         pass_.loads.append((start, self._ledger.clock))
         sizes = self._note_batch(batch, pass_, start)
@@ -191,6 +191,7 @@ class _Pass:
         self.prefetch: int = (loader.prefetch_factor or 0) if self.workers else 0
         self.method = _start_method(loader) if self.workers else ""
         self.pinned = bool(loader.pin_memory) and pins
+        # as in `LoaderUse`
         self.data_set = data_set
         self.arrays = 0
         self.tensors: tuple[int, ...] = ()

@@ -43,7 +43,7 @@ class _Storages:
         """Card of another rank -> bytes loaded to it."""
         self._first, size = mapped or (0, 0)
         self._file = torch.empty(size, dtype=torch.uint8) if mapped else None
-        self._made: dict[int, torch.Tensor] = {}
+        self._recorded: dict[int, torch.Tensor] = {}
 
     def tensor_of(self, leaf: Any) -> Any:
         """Return the recording's tensor for a real tensor: small integer tensors keep their values, aliases share a
@@ -63,14 +63,14 @@ class _Storages:
             is_integral = not dtype.is_floating_point and not dtype.is_complex
             values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
             address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
-        device = self._here(self._place_of(address), size if address not in self._made else 0)
+        device = self._here(self._place_of(address), size if address not in self._recorded else 0)
         if values is not None and self._file is None:
             return torch.tensor(values, dtype=dtype, device=device)
         if not size:
             return torch.empty(shape, dtype=dtype, device=device)
-        if address not in self._made:
-            self._made[address] = self._make(address, size, device)
-        content = self._made[address].view(dtype)
+        if address not in self._recorded:
+            self._recorded[address] = self._record(address, size, device)
+        content = self._recorded[address].view(dtype)
         view = content.as_strided(shape, strides, content.storage_offset() + offset)
         is_parameter = isinstance(leaf, nn.Parameter)
         return nn.Parameter(view.detach(), needs_grad) if is_parameter else view.requires_grad_(needs_grad)
@@ -83,7 +83,7 @@ class _Storages:
         self.elsewhere[target] = self.elsewhere.get(target, 0) + size
         return HOST
 
-    def _make(self, address: int, size: int, device: str | torch.device) -> torch.Tensor:
+    def _record(self, address: int, size: int, device: str | torch.device) -> torch.Tensor:
         """Return a storage as a tensor of bytes: read or mapped into host memory, and copied to ``device`` if that is a
         card."""
         if self._file is None:

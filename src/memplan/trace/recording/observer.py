@@ -146,6 +146,7 @@ class Observer:
         self.forms = Forms(self.ledger)
         self.engine = EngineForms(self.ledger)
         self._without_vectors = False
+        """Whether the running function needs singular values or eigenvalues without their vectors."""
         self._scalars = SavedScalars(self.ledger)
         self._positions = Positions(self.ledger)
         self.ranges = ValueRanges(self.ledger)

@@ -109,7 +109,9 @@ class ScalarPolicy:
         self._last_range: Range | None = None
         """Range of the last value read; None if unknown."""
         self._losses = 0
+        """Number of unknown losses that optimizers have read."""
         self._redraws: int | None = None
+        """Number of reads that still decide to draw again; None outside of `_redrawing`."""
         self._has_read = False
         """Whether the step got a symbolic scalar."""
         self.last_decision: Line | None = None

@@ -207,13 +207,13 @@ class _Fitting:
             captured = self.planner.study(self.request.call, self.settings, key=0).captured
         draws = bool(captured.opaque) or any(op.random for op in captured.graph.ops)
         with isolated(self.request.step, draws=draws):
-            return self._run()
+            return self._fit()
 
     def release(self) -> None:
         """Drop the call's tensors and all measurements; the installed plan still adds notes here."""
         del self.request, self.planner, self.prover
 
-    def _run(self) -> Fitted:
+    def _fit(self) -> Fitted:
         """Fit, and after each failed proof fit again without the relaxation that it was due to."""
         unplanned = self._fit_unplanned()
         if unplanned is not None:

@@ -143,6 +143,7 @@ class _Fitting:
     """A call of `fit` with a sharded model."""
 
     def __init__(self, request: Request, blocks: dict[str, nn.Module]) -> None:
+        """Compute the bytes of this rank's shards: of weights, their gradients and optimizer state."""
         self._request, self._blocks = request, blocks
         self._adds, optimizer = request.settings.gradients.adds, request.settings.optimizer
         # Blocks are planned without the optimizer's update and earlier gradients: these are shards, outside of blocks.

@@ -90,6 +90,7 @@ class Trial:
         self._initial_state: dict[Any, Any] = {}
         """The optimizer's state before its first update, which some, like Adagrad, have."""
         self._early: Early | None = None
+        # the optimizer, on the copied parameters
         parameters = list(self.parameters.values())
         if parameters and updates:
             with self.running():  # the callable may read names of the module's parameters

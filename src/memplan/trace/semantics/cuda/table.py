@@ -111,6 +111,7 @@ class _Kernels:
     ) -> None:
         self._arch = arch
         self._asks = asks
+        """Whether cuDNN is asked for its workspaces."""
         self._benchmarked: set[tuple[Question, bool]] = set()
         """(convolution, whether in backward's thread) for which the thread has tried all plans."""
         self._stream = stream
