@@ -126,7 +126,7 @@ def _dropout_before_relu(
     trace: Trace, storages: Sequence[Storage], readers: Mapping[int, int]
 ) -> dict[int, Storage | None]:
     """Return the results of dropout with their lifetimes if ReLU came last: until the gradient of ReLU is computed,
-    which runs where dropout's does now."""
+    which runs where dropout's does now. ``readers``: storage -> index of its first reader."""
     dropouts = {readers[storage.id]: trace.ops[readers[storage.id]] for storage in storages}
     ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of in dropouts}
     results = {index: trace.storages[op.writes[0]] for index, op in dropouts.items() if op.writes and index in ends}

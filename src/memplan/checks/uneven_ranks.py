@@ -102,6 +102,7 @@ def _holds_more(traces: dict[int, Trace]) -> Iterator[Finding]:
 
 
 def _names(peaks: dict[int, int], least: int) -> str:
+    """Return the names of the ranks with the peak of rank ``least``. ``peaks``: rank -> bytes."""
     return ranks_text([rank for rank in sorted(peaks) if peaks[rank] == peaks[least]])
 
 

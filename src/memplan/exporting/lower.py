@@ -125,7 +125,10 @@ def seconds(work: float) -> float:
 
 
 def _set_resident_bytes(low: Lowering, trained: Mapping[int, bool]) -> None:
-    """Set the bytes of RAM of parameters, buffers, inputs and results. Weights in flash take none."""
+    """Set the bytes of RAM of parameters, buffers, inputs and results. Weights in flash take none.
+
+    ``trained``: by parameter, whether it is trained, and so in RAM.
+    """
     changed = {target for target, _ in low.graph.mutations}
     for value in low.graph.values:
         size = words(math.prod(value.shape) * 4)

@@ -135,7 +135,7 @@ def _flops_of_formula(formula: Callable[..., Any], torch_op: Any, form: Form) ->
 
 
 def _backward_flops(op: Op, source: Op, flops: dict[int, int]) -> int:
-    """Return the FLOPs of a backward op, from those of its forward op ``source``."""
+    """Return the FLOPs of a backward op, from those of its forward op ``source``. ``flops``: by index of the op."""
     forward, base = flops.get(source.index, 0), op.name.split(".")[1]
     if base in _PRODUCTS:
         return forward  # a product of the same three sizes in another order

@@ -103,9 +103,9 @@ class Remaker:
         return build
 
 
-def by_path(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
+def by_path(found: Iterable[nn.Module]) -> dict[str, nn.Module]:
     """Map every path that a trace may have for a module to it: from its root, with and without the root's class."""
-    modules = list(modules)
+    modules = list(found)
     children = {id(child) for module in modules for child in module.children()}
     paths: dict[str, nn.Module] = {}
     for root in (module for module in modules if id(module) not in children):

@@ -84,7 +84,7 @@ def _stages(graph: JointGraph, op_components: Mapping[int, int], value_component
     """Return the stage of each op of a component.
 
     Along any path to the op, the stage counts how often values left the component and came back: each time, all groups
-    have to be complete before the next stage begins.
+    have to be complete before the next stage begins. Components are as for `runs_by_component`.
     """
     writer = {v: op for op in graph.ops for v in op.outputs if v is not None}
     next_stage: dict[int, dict[int, int]] = {}

@@ -92,6 +92,7 @@ class Owners:
         self._globals = {id(vars(module)): module for module in modules}
         self._local_containers = dict(_local_containers())
         self._layers = dict[int, str]()
+        """Name of each module, by its id()."""
         self._hooks = list[tuple[types.CodeType, str]]()
         for model in models:
             for path, module in model.named_modules():

@@ -35,6 +35,7 @@ class Allocations:
         self._observer = None if real else Observer(Place(), real=False, semantics=_SEMANTICS)
         self._stack = ExitStack()
         self._ranges: dict[str, tuple[int, int]] = {}
+        """Start and end of each span, by name: ns of a profile, or ticks of a ledger."""
         self._events: list[tuple[int, int]] = []
         """(time, bytes, negative for a free), in order."""
 

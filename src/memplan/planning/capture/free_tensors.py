@@ -18,6 +18,7 @@ class FreeTensors:
 
     def __init__(self) -> None:
         self._constants: dict[int, torch.Tensor] = {}
+        """The constant that replaces a tensor, by id() of the tensor."""
         self._originals: dict[int, torch.Tensor] = {}
         """Kept alive, as their ids are known."""
 

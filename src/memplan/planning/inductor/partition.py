@@ -325,10 +325,10 @@ class CompiledPasses:
 
 
 def _run(
-    names: Sequence[str], parts: Iterable[tuple[Part, inductor.Boxed]], tensors: list[Any]
+    names: Sequence[str], functions: Iterable[tuple[Part, inductor.Boxed]], tensors: list[Any]
 ) -> Iterator[list[Tensor]]:
     """Run parts in order, yield the results of each, and free what no later part reads. ``tensors`` is cleared."""
-    parts = list(parts)
+    parts = list(functions)
     used = {name for part, _ in parts for name in (*part.arguments, *part.returned)}
     live = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name in used}
     tensors.clear()

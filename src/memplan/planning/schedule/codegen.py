@@ -163,10 +163,10 @@ class _Writer:
 
     def unpack(self, values: Sequence[int], source: str, used: Iterable[int]) -> None:
         """Unpack the list ``source`` into variables, only for the used values, and empty it."""
-        used = set(used)
-        if used & set(values):
-            self.write_list("[", [self.names[v] if v in used else "_" for v in values], f"] = {source}")
-        if used & set(values) != set(values):
+        unpacked = set(used).intersection(values)
+        if unpacked:
+            self.write_list("[", [self.names[v] if v in unpacked else "_" for v in values], f"] = {source}")
+        if len(unpacked) < len(set(values)):
             self.write("_ = None")
         self.write(f"{source}.clear()")
 

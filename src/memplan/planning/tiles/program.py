@@ -90,6 +90,7 @@ class Recorder:
         self._alive = list[Tensor]()
         """All tensors, whose ids so stay unique."""
         self._likes: dict[int, Like] = {}
+        """By value: a tensor like it, without data."""
         self._storages: dict[int, set[int]] = {}
         """Ids of the tensors in each storage."""
         self._stale = set[int]()
@@ -97,6 +98,7 @@ class Recorder:
         self.sources: dict[int, Tensor] = {}
         """Tensors from outside by value."""
         self._replacements: dict[int, Tensor] = {}
+        """By id() of a tensor from outside: the tensor without data in its place."""
         self._static = set[int]()
         self._mode = _torch.fake_mode()
         self.running: dict[int, tuple[tuple[Tensor, ...], float]] = {}

@@ -483,6 +483,8 @@ class Tiled:
         self, piece: int, norms: Sequence[int], tensors: Sequence[Tensor], known: Known,
         sums: dict[int, Pair], gradients: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
+        """Add a piece's part of the sums over the axis that the gradients of ``norms`` need, to ``sums``: by index of
+        the norm's node."""
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
         with torch.enable_grad():
             run.until(None)
@@ -525,6 +527,7 @@ class Tiled:
                 place.add_(gradient.reshape(place.shape))
 
     def _add(self, sums: dict[int, Pair], at: int, x: Tensor, known: Pair, dy: Tensor | None) -> None:
+        """Add to ``sums[at]`` what a part of a norm's input and of its outgoing gradient contribute."""
         if dy is not None:
             part = gradient_sums(self.norms[at], x, *known, dy)
             sums[at] = (sums[at][0] + part[0], sums[at][1] + part[1]) if at in sums else part

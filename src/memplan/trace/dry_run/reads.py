@@ -26,6 +26,7 @@ class Reads:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, tuple[str, int] | None], int] = {}
+        """Number of reads by (kind, text, line)."""
         self._inside = False
 
     @contextmanager

@@ -17,6 +17,7 @@ class Assumed:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, Line | None], int] = {}
+        """Number of times by (kind, text, line)."""
 
     def add(self, kind: str, text: str, line: Line | None = None) -> None:
         """Count an assumption at a line, by default the user's current line.

@@ -246,7 +246,10 @@ def _saving_ops(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
 
 
 def _roles(source: Op, read: Operand, recomputed: dict[int, list[tuple[str, str]]]) -> list[str]:
-    """Return the roles (argument name, "result", "kept") of a storage in the forward op whose backward reads it."""
+    """Return the roles (argument name, "result", "kept") of a storage in the forward op whose backward reads it.
+
+    ``recomputed``: by storage, (name of the op, role in it) for the recomputed ops that read or made it.
+    """
     if read.storage in source.writes:
         # in place: the formula of an op that overwrote its input can only mean the result
         return ["result"]

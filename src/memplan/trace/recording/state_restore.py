@@ -27,6 +27,8 @@ class OutsideState:
     def __init__(self, place: Place, ledger: Ledger) -> None:
         self._ledger = ledger
         self._arguments: dict[Any, list[tuple[int, str]]] = {}
+        """By op: (position, name) of the arguments that it writes."""
+        # saved state, with its owner, by id() of the owner
         self._contents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}

@@ -121,6 +121,7 @@ class ScalarPolicy:
         self.last_selected = 0
         """Number of elements assumed to be selected there."""
         self._branches: dict[Line, int] = {}
+        """Number of decisions by line."""
         self._reads: dict[Line, ScalarRead] = {}
 
     @property

@@ -138,6 +138,7 @@ class _Copier:
         self._originals: list[Any] = []
         """Keeps the originals alive, so that their ids are not reused."""
         self._storages: dict[int, torch.UntypedStorage] = {}
+        """Copies of storages, by the original's key."""
         self._uncopied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         """Tensors that were not copied, with their version and their values."""
 

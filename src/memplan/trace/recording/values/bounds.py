@@ -79,6 +79,7 @@ class Bounds:
         self._range_of = range_of
         self._counts = counts
         self._executions: dict[Line | None, int] = {}
+        """Number of executions so far, by line."""
         self.last_execution = 0
         """Number of earlier selections at the line of the last selection."""
 

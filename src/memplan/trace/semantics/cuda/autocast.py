@@ -49,6 +49,7 @@ class Autocast:
     def __init__(self, on_card: OnCard) -> None:
         self._on_card = on_card
         self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        """(weight, its copy in low precision) by id() of the weight."""
         self._running = False
 
     def copies(self) -> list[torch.Tensor]:
