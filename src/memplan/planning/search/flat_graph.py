@@ -61,11 +61,11 @@ class FlatGraph:
 
     def __init__(self, graph: JointGraph, outside_memory: OutsideMemory, gradients: GradientUse = STAYS) -> None:
         self.graph, self.outside_memory, self.gradients = graph, outside_memory, gradients
-        # forward values, and which of them may be recomputed
         self.base = base_level(graph, Choices(gradients=gradients), outside_memory)
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.resident = {value.id for value in graph.values if value.kind in RESIDENT}
         self.tangents = {value.id for value in graph.values if value.kind == "tangent"}
+        # forward values, and which of them may be recomputed
         self.values = sorted(value for op in graph.forward_ops for value in op.makes)
         self.row = {value: row for row, value in enumerate(self.values)}
         self.bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)

@@ -273,8 +273,8 @@ _NO_ZERO = "a dense tensor was made sparse and no element of it taken as zero: n
 def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
     """Return the assumption behind what an op on sparse tensors makes, as text for the report; None if it is exact.
 
-    Dense results are exact, but for two ops: those of ``_foreach`` ops on sparse tensors are not counted, and
-    ``aten.index`` may assume that an embedding's gradient contains no padding.
+    Dense results are exact, with two exceptions: ``_foreach`` ops on sparse tensors are not counted, and ``aten.index``
+    may assume that no index of an embedding is its padding.
 
     ``answered``: whether the result came from `INSTEAD`.
     """
