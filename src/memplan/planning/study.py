@@ -121,12 +121,20 @@ class Study:
         return [self, self._channels_last] if slower else [self._channels_last, self]
 
     def least_peak(self, settings: Settings) -> int:
-        """Return a lower bound of any plan's peak: the resident bytes and gradients at the end of the backward pass."""
+        """Return a lower bound of any plan's peak, with segments in pieces, too.
+
+        It is the larger of two levels: between the passes, with the step's outputs, their gradients and what a loss
+        outside allocates; and at the end of the backward pass, with the gradients.
+        """
         search = self.search(settings)
         graph, choices = search.graph, Choices(gradients=settings.gradients)
         staying = (parameter for parameter, _ in graph.gradients if not frees_gradient(graph, choices, parameter))
         resident = sum(_resident(graph, settings, search.outside_memory).values())
-        return resident + sum(graph.values[parameter].own_bytes for parameter in staying)
+        at_end = sum(graph.values[parameter].own_bytes for parameter in staying)
+        outputs = {graph.base(value) for value in graph.outputs}
+        crossing = (v for v in graph.values if v.kind == "tangent" or (v.id in outputs and v.kind not in RESIDENT))
+        between = sum(value.bytes for value in crossing)
+        return resident + max(at_end, between + search.outside_memory.loss_bytes)
 
     def frontier(self, settings: Settings, points: int) -> list[Solution]:
         """Return the frontier of plans between saving everything and the floor; for fused kernels in the first

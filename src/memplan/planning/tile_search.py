@@ -21,6 +21,8 @@ ROUNDS = 8
 """Captures at most; each adds segments where the plan of the previous capture is above the budget."""
 REFUSALS = 8
 """Further captures that may fail because a segment cannot run piece by piece."""
+ALIKE = 3
+"""Captures in a row that may fail for the same reason: segments around the same ops have it, too."""
 AT_ONCE = 4
 """New segments in a capture at most, as the first may make others unnecessary."""
 
@@ -41,8 +43,11 @@ def planned_in_tiles(
         BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
     """
     segments, tiles, tried = Segments(study.captured.graph, study.captured.in_place_calls), tuple[Tile, ...](), study
+    refusals = list[str]()
     for _ in range(ROUNDS + REFUSALS):
         safe_point()
+        if len(refusals) >= ALIKE and len(set(refusals[-ALIKE:])) == 1:
+            break
         more = _more_tiles(segments, tried, settings, budget, tiles)
         if more == tiles:
             break
@@ -56,6 +61,7 @@ def planned_in_tiles(
             if reason.at is None:
                 break
             segments.refuse(more[reason.at], str(reason))
+            refusals.append(str(reason))
         except RecordingError as reason:
             _log.info("the step cannot be traced with its segments in pieces: %s", reason)
             break
