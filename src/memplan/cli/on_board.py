@@ -83,10 +83,12 @@ def check_options(board: str | None, given: dict[str, object]) -> None:
     alone = ("--reserve", "--normalize")
     wrong = [option for option, value in given.items() if value and (board is None) == (option in alone)]
     if wrong and board is None:
-        raise InputError(f"{wrong[0]} without --device-memory", expected="a board whose memory it is", do="Name one")
+        raise InputError(
+            f"{wrong[0]} without --device-memory", expected="a microcontroller", do="Add --device-memory BOARD"
+        )
     if wrong:
         raise InputError(
             f"{', '.join(wrong)} with --device-memory {board:.40}",
-            expected="the step alone: what is planned is the export of it",
-            do="Leave it out",
+            expected="the step's own options alone: the board's memory is the budget, and the plan is that of an export",
+            do="Leave out the others",
         )
