@@ -89,6 +89,6 @@ def check_options(board: str | None, given: dict[str, object]) -> None:
     if wrong:
         raise InputError(
             f"{', '.join(wrong)} with --device-memory {board:.40}",
-            expected="the step's own options alone: the board's memory is the budget, and the plan is that of an export",
+            expected="the step's own options alone: the board's memory is the budget, the plan that of an export",
             do="Leave out the others",
         )
