@@ -90,8 +90,8 @@ class Gated(nn.Module):
 @pytest.mark.parametrize(
     ("model", "size", "why"),
     [
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1)), 16, "axis"),
-        (Gated(), 16, "sum over the axis"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1)), 16, "sum over"),
+        (Gated(), 16, "sum over dimensions of space"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)), 16, "statistics of the whole"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 2)), 16, "axis"),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=1.5, mode="bilinear")), 16, "fraction"),
