@@ -102,13 +102,7 @@ def planned_step(
         BudgetError: no plan fits.
         RecordingError: an op has no kernel.
     """
-    graph = captured.graph
-    trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
-    device = lowered(graph, captured.constants, trained, captured.written)
-    paths = {graph.values[parameter].path for parameter in trained}
-    infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
-    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
-    memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
+    device, infer_device, memory = _lowered_passes(request, captured, infer, stored)
     inputs = _argument_names(request)
     surroundings = _surroundings(memory.elements("trained"), rules, stored)
     use = rules.gradients.use
@@ -128,18 +122,25 @@ def planned_step(
     return DevicePlan(layout, surroundings, levers, min(tile.bytes for tile in tiles), could_be_int8)
 
 
-def state_and_inputs(
-    request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
-) -> tuple[int, int]:
-    """Return the bytes of the state struct without the arena, and those of the inputs: they are the same in all plans.
-    Arguments are those of `planned_step`."""
+def _lowered_passes(
+    request: Request, captured: CapturedStep, infer: CapturedStep, stored: Stored
+) -> tuple[DeviceGraph, DeviceGraph, Memory]:
+    """Return the step and the inference pass in the device's kernels, and the tensors that both read."""
     graph = captured.graph
     trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
     device = lowered(graph, captured.constants, trained, captured.written)
     paths = {graph.values[parameter].path for parameter in trained}
     infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
     infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
-    memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
+    return device, infer_device, _memory(request, (device.graph, infer_device.graph), paths, stored)
+
+
+def state_and_inputs(
+    request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
+) -> tuple[int, int]:
+    """Return the bytes of the state struct without the arena, and those of the inputs: they are the same in all plans.
+    Arguments are those of `planned_step`."""
+    device, _, memory = _lowered_passes(request, captured, infer, stored)
     state = 4 * (sum(count for _, count in state_members(memory, rules)) + stored.pointers)
     return state, sum(value.bytes for value in device.graph.values if value.kind == "input")
 

@@ -228,7 +228,7 @@ def _optimizer_state(
     if kind != stored.optimizer or keys != set(saved.arrays):
         found = f"{type(optimizer).__name__} with {', '.join(sorted(keys)) or 'no moments'}"
         expected = f"one of the kind {stored.optimizer} with {', '.join(sorted(saved.arrays)) or 'no moments'}"
-        raise InputError(f"The optimizer is {found}", expected=expected, do="Pass one like the exported one")
+        raise InputError(f"The optimizer is {found}", expected=expected, do="Pass an optimizer of the exported kind")
     result = optimizer.state_dict()
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     indices = [index for group in result["param_groups"] for index in group["params"]]

@@ -156,6 +156,17 @@ def test_gradients_of_half_precision_wait_for_the_scale_of_the_loss() -> None:
         assert Tiled(program, Axis(1, 1, TOKENS), 2).yields_gradients == yields
 
 
+def test_more_tokens_than_float16_counts_are_a_mean() -> None:
+    """Their number is no number of float16; each piece's sum is one."""
+    tokens = 70_000
+    scores = torch.full((tokens, 3), -0.5, dtype=torch.float16).requires_grad_()
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    program, tensors = recorded(lambda x, y: F.nll_loss(x * 1, y), [scores, ids])
+    _, key = register(program, Axis(0, tokens), 16)
+    result, *_ = TracedTile.apply(key, *tensors)
+    assert float(result.detach()) == pytest.approx(0.5, rel=0.01)
+
+
 def test_the_gradient_of_a_weight_exists_once() -> None:
     """Bytes by torch's profiler: results, and for a piece a few tensors of its logits, but no second gradient."""
     vocabulary, width, tokens, pieces = 2000, 64, 256, 32

@@ -123,7 +123,8 @@ class _Likelihood(Sum):
     def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
         arguments = filled({**call.arguments, "reduction": _SUM}, tensors)
         result = overload(call.node.target)(**arguments)[0]
-        return result if weight is None else result / weight.to(result.dtype)
+        # not in the result's dtype: bfloat16 rounds counts of tokens, and float16 overflows at 65,520
+        return result if weight is None else (result / weight).to(result.dtype)
 
 
 SUMS: Mapping[str, Sum] = {
