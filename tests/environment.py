@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -31,3 +32,9 @@ needs_sizes_as_symbols = pytest.mark.skipif(
 def slow(*cases: Any) -> list[Any]:
     """Return cases of a parametrization that repeat the others in more places: `make test-all` runs them."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def thinned(cases: Iterable[Any], every: int) -> list[Any]:
+    """Return cases of a parametrization of which all but each ``every``-th are `slow`."""
+    listed = list(cases)
+    return [case for at, case in enumerate(listed) for case in ([case] if at % every == 0 else slow(case))]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from planning.agreement import difference
 from rewriting.cells import CHOICES
 from torch import Tensor, nn
@@ -74,9 +75,10 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("target", split_convolution_backward.SHAPE_ONLY)
+@pytest.mark.parametrize(
+    ("target", "last", "dtype"),
+    thinned(itertools.product(split_convolution_backward.SHAPE_ONLY, [False, True], DTYPES), 5),
+)
 def test_a_kernel_takes_the_shape_alone(target: str, last: bool, dtype: torch.dtype) -> None:
     dims = next(int(letter) for letter in target.split(".")[1] if letter.isdigit())
     if (last and dims == 1) or (target == "aten.avg_pool3d_backward.default" and dtype == torch.bfloat16):
@@ -146,7 +148,7 @@ def convolutions() -> Iterator[Convolution]:
     yield replace(plain, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("one", list(convolutions()), ids=str)
+@pytest.mark.parametrize("one", thinned(convolutions(), 4), ids=str)
 def test_a_convolutions_derivative_in_two_parts_is_the_same(one: Convolution) -> None:
     torch.manual_seed(0)
     args = one.arguments()
@@ -188,7 +190,7 @@ def test_a_pools_input_is_not_kept() -> None:
     assert "aten.tanh.default" not in reads(graph, "aten.max_pool2d_with_indices_backward.default")
 
 
-@pytest.mark.parametrize("one", list(convolutions()), ids=str)
+@pytest.mark.parametrize("one", thinned(convolutions(), 4), ids=str)
 def test_without_its_weight_a_convolutions_derivative_takes_the_shape_of_the_input_alone(one: Convolution) -> None:
     torch.manual_seed(0)
     args = one.arguments()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from environment import thinned
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from truth.cpu_allocator import measured_peak
@@ -150,7 +151,7 @@ def step_of(body: Body, ends: Ends = ENDS[0]) -> Callable[[], Callable[[], None]
     return build
 
 
-@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("name", thinned(SIZED, 3))
 def test_a_size_is_the_largest_that_it_can_be(name: str) -> None:
     trace = memplan.record(step_of(SIZED[name]))
     predicted = memplan.simulate(trace).peak_allocated

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from torch import Tensor
 from truth.cpu_allocator import measured_peak
 
@@ -29,8 +30,9 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), thinned(itertools.product(SUMS, [torch.bfloat16, torch.float16, torch.float32]), 4)
+)
 def test_a_sum_takes_what_the_allocator_saw(name: str, dtype: torch.dtype) -> None:
     def build() -> Any:
         x = torch.rand(4, 8, 16, 16, dtype=dtype, requires_grad=True)

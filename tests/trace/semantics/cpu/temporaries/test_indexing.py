@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from torch import Tensor
 from torch.nn import functional as F
 from truth.cpu_allocator import measured_peak
@@ -88,9 +90,9 @@ BY_INDEX: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", BY_INDEX)
+@pytest.mark.parametrize(
+    ("name", "dtype", "grad"), thinned(itertools.product(BY_INDEX, [torch.bfloat16, torch.float32], [False, True]), 3)
+)
 def test_what_is_written_by_index_is_float32_meanwhile(name: str, dtype: torch.dtype, grad: bool) -> None:
     for rows in (10, 40):
 

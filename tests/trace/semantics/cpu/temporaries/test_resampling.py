@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from torch.nn import functional as F
 from truth.cpu_allocator import measured_peak
 
@@ -40,8 +41,9 @@ def resized(shape: tuple[int, ...], dtype: torch.dtype, **how: Any) -> Any:
     return build
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("mode", "shape", "size"), CASES)
+@pytest.mark.parametrize(
+    ("mode", "shape", "size", "dtype"), thinned(((*c, d) for c in CASES for d in (torch.float32, torch.float64)), 3)
+)
 def test_neighbors_and_their_weights(
     mode: str, shape: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
 ) -> None:
