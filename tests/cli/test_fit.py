@@ -370,7 +370,11 @@ def test_a_card_is_a_budget(net: str, engine: Engine) -> None:
     ("options", "words"),
     [
         ([], "no budget. Expected one: --budget 400MiB, or a plan's own with --use-plan."),
-        (["--budget", "1GiB", "--no-train"], "--no-train. Expected a training step"),
+        (["--no-train"], "no budget. Expected one: --budget 400MiB, or a share"),
+        (
+            ["--budget", "1GiB", "--no-train", "--allow", "lossy", "--early"],
+            "--allow, --early with --no-train. Expected TARGET, --input and --budget alone",
+        ),
         (["--budget", "1GiB", "--settings", "expandable_segments:True"], "--settings. Expected"),
         (["--budget", "1GiB", "--peers"], "--peers without --frontier. Expected a frontier to draw them beside"),
         (["--budget", "1GiB", "--peers", "--frontier", "x.png", "--predict"], "--peers with --predict. Expected"),
@@ -419,3 +423,34 @@ def test_files_that_are_no_plan_or_one_with_a_larger_peak(net: str, engine: Engi
 def test_what_the_engine_refuses_is_bad_usage(net: str, engine: Engine, error: Exception, words: str) -> None:
     engine.answer = error
     assert words in one_line(run(net, "--input", "2x4", "--budget", "1GiB"))
+
+
+def test_inference_is_fitted_in_parts(tmp_path: Path) -> None:
+    """Its measured peak beside that of the model as it is, by torch's profiler; below all parts, the reason."""
+    (tmp_path / "convolutions.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))\n"
+    )
+    target = f"{tmp_path / 'convolutions.py'}:make"
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1)),
+        torch.randn(1, 3, 128, 128),
+    )
+    profile = _torch.memory_profile()
+    with torch.no_grad(), profile:
+        result = model(x)
+    level = whole = 0
+    for event in _torch.Profile.of(profile).events:
+        level += event.bytes
+        whole = max(whole, level)
+    whole += sum(tensor.nbytes for tensor in (*model.parameters(), x))
+    done = run(target, "--input", "1x3x128x128", "--no-train", "--budget", "60%", "--json", tmp_path / "fit.json")
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "fit.json").read_text())["figures"]
+    assert figures["before"] == pytest.approx(whole, rel=0.01)
+    assert x.nbytes + result.nbytes < figures["measured"] <= figures["budget"] == int(0.6 * figures["before"])
+    assert f"in {figures['parts']} parts" in " ".join(done.stdout.split())
+    least = run(target, "--input", "1x3x128x128", "--no-train", "--budget", "100KiB")
+    assert least.exit_code == 1
+    assert "does not fit. The smallest budget that it fits is" in " ".join(least.stdout.split())

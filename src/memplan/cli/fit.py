@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import OUTPUT, ResultFiles, write
+from memplan.cli.in_parts import check_options as check_inference
+from memplan.cli.in_parts import fit_inference
 from memplan.cli.on_board import board_options, check_options, fit_on
 from memplan.cli.options import (
     Described,
@@ -54,7 +56,8 @@ or worked on in place; then the planned step runs beside the original one, and a
 bits. With --engine inductor each half of the step becomes fused kernels, and results must be the same but for
 rounding. With --allow reordered, convolutions and what stands between them may run piece by piece, which
 adds in another order. With --allow lossy the step may also compute and save in fewer bits: the answer says how
-far its gradients are off.
+far its gradients are off. With --no-train, inference is run on parts of its input along space, with the borders
+that each part's result reads, to the same result.
 
 \b
   memplan fit examples/resnet18.py:make --input 16x3x224x224 \\
@@ -157,7 +160,8 @@ def command(
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, results: ResultFiles,
     board: str | None, reserve: str | None, normalize: str | None, **values: Any,
 ) -> int:  # fmt: skip
-    """Run the command: for a board, a script, or a model, which is only planned with ``--predict``.
+    """Run the command: for a board, for inference, for a script, or for a model's training step, which is only planned
+    with ``--predict``.
 
     Return the exit code: 0 if the step fits, 1 if it does not.
     """
@@ -176,6 +180,11 @@ def command(
     if board is not None:
         _check_step(arguments)
         return fit_on(board, arguments, reserve, normalize, accumulate, results)
+    if not arguments.train:
+        budget = check_inference(arguments, budget, given | {"--accumulate": accumulate > 1})
+        with input_advice(arguments):
+            described = describe(arguments)
+            return fit_inference(arguments, described, _model_maker(described), budget, results)
     _check_options(arguments, budget, use_plan)
     _check_costs(costs, predict or request is not None)
     _check_peers(peers, frontier_file, predict)
@@ -254,9 +263,8 @@ def _check_step(arguments: StepArguments) -> None:
 
 def _check_options(arguments: StepArguments, budget: str | None, use_plan: str | None) -> None:
     """Raise InputError for options that contradict each other, before anything is imported."""
-    for option in ("--no-train", "--settings"):
-        if option in arguments.changed_options():
-            raise InputError(f"{option}", expected="a training step on this machine", do="Leave it out")
+    if "--settings" in arguments.changed_options():
+        raise InputError("--settings", expected="a training step on this machine", do="Leave it out")
     if budget is None and use_plan is None:
         raise InputError("no budget", expected="one: --budget 400MiB, or a plan's own with --use-plan", do="Give it")
     if budget is not None:

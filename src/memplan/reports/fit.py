@@ -13,7 +13,7 @@ from memplan.reports import frontier as frontiers
 from memplan.reports import plan as plans
 from memplan.reports.document import Code, Document, Facts, Field, Line, Part, Section, Table, document, notes, table_of
 from memplan.verification.fitting.fitted import Fitted
-from memplan.verification.fitting.outcome import Fitting, Lines, Outcome
+from memplan.verification.fitting.outcome import Fitting, InferenceOutcome, Lines, Outcome
 from memplan.verification.proof.proof import Proof
 from memplan.verification.proof.rounding import overall
 
@@ -35,6 +35,28 @@ def report(outcome: Outcome, top: int = 12) -> Document:
         notes(remarks),
         *([] if outcome.frontier is None else frontiers.parts(outcome.frontier)),
     )
+
+
+def inference_report(outcome: InferenceOutcome) -> Document:
+    """Report whether inference fits its budget, in which parts, and what it takes."""
+    figures = outcome.figures
+    if figures is None:
+        least = outcome.smallest_budget
+        smallest = "" if least is None else f" The smallest budget that it fits is {format_bytes(least)}."
+        return document(
+            Line(f"Inference of {outcome.title} does not fit.{smallest}", "bad"), [outcome.reason or "No reason given."]
+        )
+    how = f"in {figures.parts} parts" if figures.parts else "already: nothing was changed"
+    verdict = f"Inference of {outcome.title} fits the budget of {format_bytes(figures.budget)} {how}."
+    facts = {
+        "peak": f"{format_bytes(figures.measured)} measured, {format_bytes(figures.predicted)} predicted, "
+        f"{format_bytes(figures.before)} as it is"
+    }
+    if figures.parts:
+        sizes = " x ".join(map(str, figures.largest_part))
+        facts["a part"] = f"at most {sizes}; together they read {figures.overlap:.2f} times the input"
+        facts["result"] = f"the same but for rounding: across a border {figures.difference:.1g} of the largest value"
+    return document(Line(verdict, "good"), [Facts(facts)])
 
 
 def fitted_report(fitted: Fitted, top: int = 12) -> Document:

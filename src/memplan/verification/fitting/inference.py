@@ -22,6 +22,7 @@ from memplan.simulation.simulate import simulate
 from memplan.trace.record import record
 from memplan.trace.spec import Spec, as_spec
 from memplan.trace.step import StepOptions, build_of, copy_module
+from memplan.verification.fitting.outcome import InferenceFigures, InferenceOutcome
 from memplan.verification.measurement.peak_and_time import measure_step, storage_bytes
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -59,12 +60,25 @@ class FittedInference(Printed):
         self._undo()
         self.changed = False
 
+    def outcome(self, title: str) -> InferenceOutcome:
+        """Return the figures as data, under a title."""
+        figures = InferenceFigures(
+            self.budget, self.before, self.predicted, self.measured, len(self.parts), self.largest_part, self.overlap,
+            self.difference,
+        )  # fmt: skip
+        return InferenceOutcome(title, figures)
+
+    @property
+    def largest_part(self) -> tuple[int, ...]:
+        """Elements along each dimension of space that a part reads at most; empty if it fits as it is."""
+        windows = zip(*(part.input for part in self.parts), strict=True)
+        return tuple(max(high - low for low, high in along) for along in windows)
+
     def __str__(self) -> str:
         peaks = f"peak {format_bytes(self.measured)} measured, {format_bytes(self.predicted)} predicted"
         if not self.parts:
             return f"inference fits in {format_bytes(self.budget)} as it is: {peaks}"
-        sizes = " x ".join(str(max(part.input[at][1] - part.input[at][0] for part in self.parts))
-                           for at in range(len(self.parts[0].input)))  # fmt: skip
+        sizes = " x ".join(map(str, self.largest_part))
         return (
             f"inference in {len(self.parts)} parts of at most {sizes}, which read {self.overlap:.2f} times the input: "
             f"{peaks}, {format_bytes(self.budget)} budget, {format_bytes(self.before)} as it is"

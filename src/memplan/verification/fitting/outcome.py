@@ -46,6 +46,50 @@ class Outcome(Written):
 
 
 @dataclass(frozen=True, slots=True)
+class InferenceFigures:
+    """What inference takes within a budget."""
+
+    budget: int
+    before: int
+    """Predicted peak as it is."""
+    predicted: int
+    """Predicted peak in parts."""
+    measured: int
+    """Measured peak of one call."""
+    parts: int
+    """Number of parts; 0 if it fits as it is."""
+    largest_part: tuple[int, ...]
+    """Elements along each dimension of space that a part reads at most; empty if it fits as it is."""
+    overlap: float
+    """Elements of the input that are read, per element of the input."""
+    difference: float
+    """Largest difference of values that two overlapping parts compute, as a share of the largest result."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceOutcome(Written):
+    """Outcome of fitting inference into a budget."""
+
+    FORMAT: ClassVar[str] = "memplan.fit_inference"
+
+    title: str
+    figures: InferenceFigures | None
+    """None if it does not fit."""
+    reason: str | None = None
+    """Why it does not fit."""
+    smallest_budget: int | None = None
+    """Smallest budget that it fits, where it does not fit this one."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether inference runs within the budget."""
+        return self.figures is not None
+
+    def _plain(self) -> dict[str, Any]:
+        return named(self, "title", "fits", "figures", "reason", "smallest_budget")
+
+
+@dataclass(frozen=True, slots=True)
 class Lines:
     """Lines to add to a script."""
 

@@ -1,0 +1,70 @@
+"""`memplan fit --no-train`: make inference run within a budget of bytes, on parts of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import Described, StepArguments
+from memplan.cli.progress import progress
+from memplan.errors import BudgetError, InputError, VerificationError
+from memplan.trace.naming.targets import contained
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_ALLOWED = ("--arg", "--input", "--dtype", "--no-train")
+
+
+def fit_inference(
+    arguments: StepArguments, described: Described, model_of: Callable[[], nn.Module], budget: str, results: ResultFiles
+) -> int:
+    """Run the model whole and in parts, show what it takes, and return the exit code: 0 if it fits.
+
+    Args:
+        arguments: the options as typed.
+        described: the same, read.
+        model_of: makes the model.
+        budget: as typed.
+        results: where to write the figures.
+    """
+    import memplan
+    from memplan.reports.fit import inference_report
+    from memplan.reports.terminal import show
+    from memplan.verification.fitting.outcome import InferenceOutcome
+
+    with progress(f"fitting {arguments.target}"), contained(arguments.target):
+        try:
+            fitted = memplan.fit(model_of().eval(), *described.options.inputs, budget=budget, train=False)
+        except BudgetError as error:
+            outcome = InferenceOutcome(arguments.target, None, str(error), error.smallest_budget)
+        except VerificationError as error:
+            outcome = InferenceOutcome(arguments.target, None, str(error))
+        else:
+            outcome = fitted.outcome(arguments.target)
+    results.write(outcome.to_json)
+    if not results.takes_stdout:
+        show(inference_report(outcome))
+    return 0 if outcome.fits else 1
+
+
+def check_options(arguments: StepArguments, budget: str | None, given: dict[str, object]) -> str:
+    """Return the budget. Raise InputError where there is none, or for options that inference does not have.
+
+    Args:
+        arguments: of the step.
+        budget: as typed.
+        given: each other option of `memplan fit` by its name; false where it was left out.
+    """
+    wrong = [option for option in arguments.changed_options() if option not in _ALLOWED]
+    wrong += [option for option, value in given.items() if value and option not in (*wrong, "--budget")]
+    if wrong:
+        raise InputError(
+            f"{', '.join(wrong)} with --no-train",
+            expected="TARGET, --input and --budget alone: inference runs here, in parts, to the same result",
+            do="Leave out the others",
+        )
+    if budget is None:
+        raise InputError("no budget", expected="one: --budget 400MiB, or a share (50%)", do="Give it")
+    return budget
