@@ -92,9 +92,9 @@ def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: 
     """The choice lowers the level; beside a tile, it is none or one that takes the tile in."""
     graph, segments = with_costs(stem.graph, how="roofline"), segments_of(stem)
     hot = over_budget_ops(graph, schedule(graph, Choices()), OutsideMemory(), 0)[0]
-    tile = segments.around(hot, hot.level // 2, [])
+    tile = segments.around(hot, hot.level // 2, [], 2.0)
     assert tile is not None
     assert tile.first <= hot.call <= tile.last
     assert tile.first not in stem.in_place_calls
-    other = segments.around(hot, hot.level // 2, [tile])
+    other = segments.around(hot, hot.level // 2, [tile], 2.0)
     assert other is None or (other.first <= tile.first and tile.last <= other.last)

@@ -1,9 +1,10 @@
 """Choose segments of a step to run piece by piece, so that the step's peak falls.
 
 For an op at which the step is above its budget, the candidates are all ranges of calls around it whose ops can run
-piece by piece along an axis. Of those that are expected to fit the budget, the fastest is chosen; if none is, that with
-the fewest expected bytes. Expected bytes are the sum of other live values, the segment's operands and results with
-their gradients, and the inner values of a piece.
+piece by piece along an axis. Chosen is the one that saves the most bytes per second that it adds, where bytes below the
+budget do not count: several cheap segments can be better than a slow one that is expected to fit by itself. Expected
+bytes are the sum of other live values, the segment's operands and results with their gradients, and the inner values of
+a piece.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ LEAST_ELEMENTS = 4
 """Fewest elements of a spatial dimension in a piece of the smallest result."""
 _INTEGERS = "int64", "int32"
 """Dtypes of tokens."""
+LEAST_SHARE = 4
+"""A segment saves at least one part in so many of the bytes above the budget."""
+CALL_SECONDS = 1e-3
+"""Seconds added to those of each segment: of segments that add next to none, the one that saves the most is chosen."""
 BACKWARD_FACTOR = 2.0
 """Bytes live in the backward pass of a piece, per byte of the piece's inner values."""
 
@@ -250,21 +255,28 @@ class Segments:
         static, fixed = (frozenset(v for v in inputs if v in known) for known in (self._static, self._fixed))
         return Program(nodes, inputs, static, tuple(outputs), self._likes, fixed)
 
-    def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile]) -> Tile | None:
-        """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that at most ``target``
-        bytes are live at the op; None if no segment is expected to lower its level."""
-        fitting, best = list[tuple[float, int, int, Tile]](), (op.level, None)
+    def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile], premium: float) -> Tile | None:
+        """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that the op's level comes
+        nearer to ``target`` bytes; None if no segment is expected to lower it by much.
+
+        ``premium``: how many times as many bytes per second a segment has to save that does not reach the target by
+        itself, and so needs others beside.
+        """
+        needed = op.level - target
+        fitting, others = ((0.0, 0), None), ((0.0, 0), None)
         for segment, axis, most in self._candidates(op.call, tiles):
             for pieces in PIECES:
-                expected = self._expected_bytes(segment, op, pieces)
-                tile = Tile(segment.first, segment.last, axis, pieces)
                 if pieces > most:
                     break
-                if expected <= target:  # more pieces have more borders
-                    fitting.append((segment.seconds(pieces), pieces, len(segment.ops), tile))
+                saved = min(op.level - self._expected_bytes(segment, op, pieces), needed)
+                rate = saved / (segment.seconds(pieces) + CALL_SECONDS), -len(segment.ops)
+                tile = Tile(segment.first, segment.last, axis, pieces)
+                if saved == needed:  # more pieces have more borders
+                    fitting = max(fitting, (rate, tile), key=lambda known: known[0])
                     break
-                best = min(best, (expected, tile), key=lambda known: known[0])
-        return min(fitting, key=lambda known: known[:3])[3] if fitting else best[1]
+                if saved * LEAST_SHARE >= needed:
+                    others = max(others, (rate, tile), key=lambda known: known[0])
+        return fitting[1] if fitting[0][0] * premium >= others[0][0] else others[1]
 
     def finer(self, tile: Tile) -> Tile | None:
         """Return a segment in twice as many pieces, along another axis if there are too few elements; None if neither

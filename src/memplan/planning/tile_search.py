@@ -25,6 +25,9 @@ ALIKE = 3
 """Captures in a row that may fail for the same reason: segments around the same ops have it, too."""
 AT_ONCE = 4
 """New segments in a capture at most, as the first may make others unnecessary."""
+PREMIUMS = 2.0, 1.0
+"""Searches, each where the one before finds no plan: see `Segments.around`. The first adds few segments, of which the
+plan is quickly made; the second adds many small ones, and so reaches smaller budgets."""
 
 
 def planned_in_tiles(
@@ -42,31 +45,32 @@ def planned_in_tiles(
     Raises:
         BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
     """
-    segments, tiles, tried = Segments(study.captured.graph, study.captured.in_place_calls), tuple[Tile, ...](), study
-    refusals = list[str]()
-    for _ in range(ROUNDS + REFUSALS):
-        safe_point()
-        if len(refusals) >= ALIKE and len(set(refusals[-ALIKE:])) == 1:
-            break
-        more = _more_tiles(segments, tried, settings, budget, tiles)
-        if more == tiles:
-            break
-        _log.info("trying %d segments piece by piece", len(more))
-        try:
-            tried = captured(more)
-            tiles = more
-            return tried.planned(settings, budget)
-        except NotTileable as reason:  # tracing shows more than the graph
-            _log.info("a segment cannot run piece by piece: %s", reason)
-            if reason.at is None:
+    segments, tried = Segments(study.captured.graph, study.captured.in_place_calls), study
+    for premium in PREMIUMS:
+        tiles, tried, refusals = tuple[Tile, ...](), study, list[str]()
+        for _ in range(ROUNDS + REFUSALS):
+            safe_point()
+            if len(refusals) >= ALIKE and len(set(refusals[-ALIKE:])) == 1:
                 break
-            segments.refuse(more[reason.at], str(reason))
-            refusals.append(str(reason))
-        except RecordingError as reason:
-            _log.info("the step cannot be traced with its segments in pieces: %s", reason)
-            break
-        except BudgetError as lower:
-            error = min(error, lower, key=lambda known: known.smallest_budget)
+            more = _more_tiles(segments, tried, settings, budget, tiles, premium)
+            if more == tiles:
+                break
+            _log.info("trying %d segments piece by piece", len(more))
+            try:
+                tried = captured(more)
+                tiles = more
+                return tried.planned(settings, budget)
+            except NotTileable as reason:  # tracing shows more than the graph
+                _log.info("a segment cannot run piece by piece: %s", reason)
+                if reason.at is None:
+                    break
+                segments.refuse(more[reason.at], str(reason))
+                refusals.append(str(reason))
+            except RecordingError as reason:
+                _log.info("the step cannot be traced with its segments in pieces: %s", reason)
+                break
+            except BudgetError as lower:
+                error = min(error, lower, key=lambda known: known.smallest_budget)
     reasons = segments.reasons(_over_budget_ops(tried, settings, budget)[:AT_ONCE])
     if reasons:
         error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
@@ -78,14 +82,14 @@ def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budge
     if settings.allow != "exact":
         return error
     segments = Segments(study.captured.graph, study.captured.in_place_calls)
-    if not _more_tiles(segments, study, settings, budget, ()):
+    if not _more_tiles(segments, study, settings, budget, (), PREMIUMS[0]):
         return error
     return error.but(do=f"{error.do}; or let segments run piece by piece, which adds in another order: "
                      "allow='reordered' (--allow reordered)")  # fmt: skip
 
 
 def _more_tiles(
-    segments: Segments, study: Study, settings: Settings, budget: int, tiles: tuple[Tile, ...]
+    segments: Segments, study: Study, settings: Settings, budget: int, tiles: tuple[Tile, ...], premium: float
 ) -> tuple[Tile, ...]:
     """Return the tiles to try next: with more pieces, or further tiles, around the ops at which the step is above its
     budget; the same tiles if nothing is expected to help."""
@@ -102,7 +106,7 @@ def _more_tiles(
                 chosen[index] = finer
                 continue
         if new < AT_ONCE:
-            larger = segments.around(op, budget, chosen)
+            larger = segments.around(op, budget, chosen, premium)
             if larger is not None:
                 chosen = [tile for tile in chosen if not larger.first <= tile.first <= larger.last]
                 chosen.append(larger)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
+from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.tile import (
     TILE,
     TILE_OPS,
@@ -183,6 +184,14 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
     """
     if target not in TILE_OPS:
         return None
+    described = _torch.tree_map(lambda leaf: Like.of(leaf) if isinstance(leaf, Tensor) else leaf, args)
+    known, question = tile_of(args[-1]).scratch, (target, repr(described))
+    if question not in known:  # a capture with further tiles asks again
+        known[question] = _measured_scratch(target, args)
+    return known[question]
+
+
+def _measured_scratch(target: str, args: Sequence[Any]) -> int:
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])

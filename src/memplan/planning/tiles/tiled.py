@@ -91,6 +91,8 @@ class Tiled:
         """Sums over the axis that are known before the pieces run, by the index of their node."""
         self.partial = set[int]()
         """Sums over the axis of which each piece computes its part."""
+        self.scratch = dict[tuple[str, str], int]()
+        """Bytes that an op of the tile allocates and frees again, by the op and its arguments, once measured."""
         self._makers = {value: node for node in program.nodes for value in node.outputs[:1]}
         self._differentiable = set(program.inputs) - program.fixed
         """Values into which a gradient flows."""
