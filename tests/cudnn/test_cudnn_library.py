@@ -54,7 +54,11 @@ def test_what_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert find_cudnn(True) is None
     packages = installed(tmp_path / "here")
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages)])
-    assert find_cudnn(None) == find_cudnn(True) == Cudnn(packages, 91900)
+    assert find_cudnn(True) == Cudnn(packages, 91900)
+    found = find_cudnn(None)
+    assert found == Cudnn(packages, 91900, is_default=True)
+    assert found.for_card((7, 5)) == found
+    assert found.for_card((7, 0)) == Cudnn(None, 91002, is_default=True)  # of this one nothing can run there
     assert find_cudnn(False) is None
 
 

@@ -1,6 +1,7 @@
 """torch's dispatcher: Python kernels registered within a context, calls at a chosen dispatch key, thread-local keys.
 
-Everything here was seen in torch 2.11, 2.13 and 2.15.
+Everything here was seen in torch 2.11, 2.13 and 2.15, ``init_gpu_context`` of ``torch._subclasses.fake_tensor`` in 2.11,
+2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memplan._patched import patched
 from memplan._torch.eager import no_modes
 
 Kernel = Callable[..., Any]
@@ -197,7 +200,9 @@ def cast_on_cuda(op: Any, args: Any, kwargs: Any) -> tuple[Dtypes, Dtypes, Dtype
     """
     probe = _CastProbe(op)
     lengths = ShapeEnv()  # of results whose length depends on values, as torchvision::nms has
-    with no_modes(), torch.no_grad(), FakeTensorMode(shape_env=lengths), probe:
+    # torch 2.11 initializes the card of the first fake tensor on one, where `torch.cuda.is_available()` says yes
+    uninitialized = patched(fake_tensor, init_gpu_context=lambda device: None)
+    with no_modes(), torch.no_grad(), uninitialized, FakeTensorMode(shape_env=lengths), probe:
         positional, named = _without_data((args, kwargs), "cuda:0")
         result = with_cuda_autocast(op, *positional, **named)
     if len(probe.arguments) != 1:

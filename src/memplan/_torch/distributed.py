@@ -380,6 +380,15 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
         for module in (sys.modules[name] for name in within if name in sys.modules):
             present = {name: checked(vars(module)[name]) for name in names if name in vars(module)}
             stack.enter_context(patched(module, **present))
+        # torch 2.11's all_to_all_single_autograd calls this op itself, also where a script imported the function before
+        functional: Any = vars(torch.ops).get("_c10d_functional_autograd")
+        if functional is not None and hasattr(functional, "all_to_all_single"):
+            op = functional.all_to_all_single
+
+            def exchange(self: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
+                return op(self, output_split_sizes, input_split_sizes, group_name)
+
+            stack.enter_context(patched(functional, all_to_all_single=checked(exchange)))
         yield
 
 

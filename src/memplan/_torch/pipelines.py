@@ -2,7 +2,8 @@
 
 Everything here was seen in torch 2.13. Private names, of ``torch.distributed.pipelining``:
 ``schedules._PipelineSchedule._warmup_p2p``; of ``stage.PipelineStage`` ``_recv_meta``, ``_user_meta``, ``_stage_meta``
-and ``_inference_mode``; ``_utils._StageForwardMeta``, ``_StageBackwardMeta`` and ``_derive_grad_metas``.
+and ``_inference_mode``; ``_utils._StageForwardMeta``, ``_StageBackwardMeta`` and ``_derive_grad_metas``. Seen in
+torch 2.11: ``stage.PipelineStage._shape_inference``, with ``stage_index_to_group_rank`` and ``group_rank``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def stages_without_neighbours(note_stage: Callable[[Any], None]) -> Iterator[Non
     from torch.distributed.pipelining.stage import PipelineStage
 
     if not hasattr(metadata, "InferenceMode"):  # before torch 2.13
-        yield
+        with _shapes_not_received(PipelineStage):
+            yield
         return
     construct = PipelineStage.__init__
 
@@ -52,12 +54,7 @@ def stages_without_neighbours(note_stage: Callable[[Any], None]) -> Iterator[Non
         if source < self.stage_index:
             inputs = self._user_meta.inputs
             if inputs is None:
-                raise StepError(
-                    f"stage {self.stage_index} of the pipeline learns the shapes of its inputs from stage {source}, of "
-                    "another rank",
-                    expected="stages that are described by themselves, as one rank is recorded",
-                    do="Give PipelineStage its input_args (tensors on meta have shapes, too), or record rank 0",
-                )
+                raise _unknown_inputs(self.stage_index, source)
             return metadata._StageForwardMeta(forward_metas=tuple(map(_differentiable, inputs)))
         gradients = self._user_meta.output_grads or metadata._derive_grad_metas(self._stage_meta.outputs)
         return metadata._StageBackwardMeta(backward_metas=gradients)
@@ -67,6 +64,32 @@ def stages_without_neighbours(note_stage: Callable[[Any], None]) -> Iterator[Non
         patched(PipelineStage, __init__=construct_noted, _recv_meta=received),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _shapes_not_received(stage_class: Any) -> Iterator[None]:
+    """Refuse stages that would receive the shapes of their inputs from another rank, as torch 2.11 exchanges them."""
+    infer: Any = vars(stage_class).get("_shape_inference")
+    if infer is None:
+        yield
+        return
+
+    def infer_without_exchange(self: Any, args: Any, kwargs: Any = None) -> Any:
+        source = self.stage_index - 1
+        if not self.is_first and self.stage_index_to_group_rank[source] != self.group_rank:
+            raise _unknown_inputs(self.stage_index, source)
+        return infer(self, args, kwargs)
+
+    with patched(stage_class, _shape_inference=infer_without_exchange):
+        yield
+
+
+def _unknown_inputs(stage: int, source: int) -> StepError:
+    return StepError(
+        f"stage {stage} of the pipeline learns the shapes of its inputs from stage {source}, of another rank",
+        expected="stages that are described by themselves, as one rank is recorded",
+        do="Give PipelineStage its input_args (tensors on meta have shapes, too), or record rank 0",
+    )
 
 
 def _differentiable(meta: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ class Cudnn:
     version: int
     """In cuDNN's own numbering: 91900 is 9.19.0."""
     is_default: bool = False
-    """Whether it stands for the cuDNN of the CUDA build of this torch, as nothing was named and none is installed."""
+    """Whether nothing was named: it is this environment's own, or else stands for that of the CUDA build of this torch."""
 
     @property
     def file(self) -> Path:
@@ -62,7 +62,7 @@ class Cudnn:
         return f"cuDNN {title_of(self.version)}"
 
     def for_card(self, capability: tuple[int, int]) -> Cudnn:
-        """Return the version that this torch runs with on a card; the library itself if it was named or is installed.
+        """Return the version that this torch runs with on a card; the library itself if it was named.
 
         Args:
             capability: compute capability of the card.
@@ -71,7 +71,7 @@ class Cudnn:
             >>> of_this_torch().for_card((7, 0)).title
             'cuDNN 9.10.2'
         """
-        older = self.is_default and capability < OLDEST_CAPABILITY
+        older = self.is_default and capability < OLDEST_CAPABILITY and self.version > LAST_FOR_OLDER
         return Cudnn(None, LAST_FOR_OLDER, is_default=True) if older else self
 
 
@@ -100,7 +100,9 @@ def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | Non
         return None
     if environment is None or environment is True:
         installed = _installed() if _is_supported() else None
-        return installed if installed is not None or environment is True else of_this_torch()
+        if environment is True:
+            return installed
+        return of_this_torch() if installed is None else replace(installed, is_default=True)
     if (named := _VERSION.fullmatch(str(environment))) is not None:
         major, minor, patch = (int(number or 0) for number in named.groups())
         return Cudnn(None, major * 10000 + minor * 100 + patch)

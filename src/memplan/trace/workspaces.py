@@ -67,7 +67,7 @@ def with_workspaces(trace: Trace, queries: Mapping[int, WorkspaceQuery], library
         if card.architecture < OLDEST_CAPABILITY
         else "the CUDA build of this torch comes"
     )
-    name = library.title + (f", which {build} with," if library.is_default else "")
+    name = library.title + (f", which {build} with," if library.is_default and library.packages is None else "")
     notes = [f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
     if measured:
         taken = _counted(queries[storage].question for storage in measured)
