@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""The release of torch, such as ``(2, 13)``."""
 ENVIRONMENT = os.environ.get("MEMPLAN_DRY_TORCH")
 """The environment with a CUDA build of torch in which dry runs are tested."""
 

@@ -1,7 +1,7 @@
 """torch's dispatcher: Python kernels registered within a context, calls at a chosen dispatch key, thread-local keys.
 
-Everything here was seen in torch 2.11, 2.13 and 2.15, ``init_gpu_context`` of ``torch._subclasses.fake_tensor`` in 2.11,
-2.13 and 2.14.
+Everything here was seen in torch 2.11, 2.13 and 2.15; ``init_gpu_context`` of ``torch._subclasses.fake_tensor`` in
+2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

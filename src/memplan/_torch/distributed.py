@@ -6,7 +6,8 @@ Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` 
 ``torch._C._distributed_c10d.Reducer._rebuild_buckets``, and of ``torch.distributed.tensor._sharding_prop``
 ``detect_fake_mode``; ``torch.distributed.tensor.placement_types._StridedShard``,
 ``torch.nn.modules.batchnorm._BatchNorm``; of ``torch.distributed.fsdp._flat_param`` ``_data_ptr_allocated`` and
-``_same_storage``; ``torch.distributed._composable_state._State`` (2.11, too).
+``_same_storage``; ``torch.distributed._composable_state._State`` (2.11, too). Seen in torch 2.11:
+``torch.ops._c10d_functional_autograd.all_to_all_single``.
 """
 
 from __future__ import annotations

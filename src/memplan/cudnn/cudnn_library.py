@@ -41,7 +41,7 @@ class Cudnn:
     version: int
     """In cuDNN's own numbering: 91900 is 9.19.0."""
     is_default: bool = False
-    """Whether nothing was named: it is this environment's own, or else stands for that of the CUDA build of this torch."""
+    """Whether nothing was named: it is this environment's own, or stands for that of the CUDA build of this torch."""
 
     @property
     def file(self) -> Path:

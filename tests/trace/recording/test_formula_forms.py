@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from environment import thinned
+from environment import TORCH, thinned
 from torch import Tensor
 from torch.nn import functional as F
 from truth.cpu_allocator import measured_peak
 
 import memplan
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def other() -> Tensor:
