@@ -56,6 +56,7 @@ def test_what_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages)])
     assert find_cudnn(True) == Cudnn(packages, 91900)
     found = find_cudnn(None)
+    assert found is not None
     assert found == Cudnn(packages, 91900, is_default=True)
     assert found.for_card((7, 5)) == found
     assert found.for_card((7, 0)) == Cudnn(None, 91002, is_default=True)  # of this one nothing can run there
