@@ -22,3 +22,9 @@ def older_objects_frozen() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def no_cudnn_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the cuDNN that a CUDA build of torch brings: workspaces are expected, with a band, not its own answers."""
+    monkeypatch.setattr("memplan.cudnn.cudnn_library._installed", lambda: None)

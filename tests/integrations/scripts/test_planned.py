@@ -143,6 +143,7 @@ def test_on_a_card_context_and_reserved_blocks_are_kept_free(tmp_path: Path) -> 
     assert f"    budget={1100 * MIB - found.beside:_}," in found.lines.text
 
 
+@pytest.mark.usefixtures("no_cudnn_installed")
 def test_expected_workspaces_have_the_band_that_explain_names(tmp_path: Path) -> None:
     text = """
 model = nn.Sequential(nn.Conv2d(16, 48, 5, padding=2), nn.Conv2d(48, 29, 5, padding=2)).cuda()
