@@ -40,7 +40,7 @@ class _Written:
     """What the kernels write, and what PyTorch computes."""
 
 
-def worst_error(cases: Sequence[Case], folder: Path) -> list[float]:
+def worst_error(cases: Sequence[Case], folder: Path, more_flags: Sequence[str] = ()) -> list[float]:
     """Run every case; return its largest error, in shares of the largest element of its results."""
     writer = CallWriter(JointGraph((), (), (), ()), lambda value: "")
     written = [_write(writer, case) for case in cases]
@@ -52,7 +52,7 @@ def worst_error(cases: Sequence[Case], folder: Path) -> list[float]:
     source, library = folder / "cases.c", folder / "cases.so"
     head = "#include <math.h>\n#include <stdint.h>\n"
     source.write_text("\n".join([head, *writer.kernels.values(), *tables, *functions]))
-    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC"]
+    flags = ["-std=c99", "-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", *more_flags]
     subprocess.run(["cc", *flags, str(source), "-o", str(library), "-lm"], check=True)
     loaded = ctypes.CDLL(str(library))
     return [_run(getattr(loaded, f"case_{at}"), one) for at, one in enumerate(written)]

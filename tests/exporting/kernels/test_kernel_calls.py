@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def convolution(transposed: bool, backward: bool) -> Draw:
     def draw(r: random.Random) -> Case:
         dims, groups = r.randint(1, 2), r.choice((1, 1, 2, 4))
         g = geometry(r, dims)
-        before, after = groups * r.randint(1, 3), groups * r.randint(1, 3)
+        before, after = (groups * r.choice((1, 2, 3, 5, 20 // groups)) for _ in range(2))
         shape = [2 + r.randint(4, 7) for _ in range(dims)]
         x = normal(r.randint(1, 2), before, *shape)
         sizes = (before, after // groups) if transposed else (after, before // groups)
@@ -539,12 +539,13 @@ def test_every_op_has_cases() -> None:
     assert known - set(EVERY) - ELSEWHERE == set()
 
 
-def checked(count: int, folder: Path) -> dict[str, float]:
+def checked(count: int, folder: Path, names: Sequence[str] = (), flags: Sequence[str] = ()) -> dict[str, float]:
     torch.manual_seed(0)
     r = random.Random(0)
-    drawn = [(name, draw(r)) for name, draw in EVERY.items() for _ in range(count)]
+    drawn = [(name, EVERY[name](r)) for name in names or EVERY for _ in range(count)]
     worst: dict[str, float] = {}
-    for (name, _), error in zip(drawn, worst_error([case for _, case in drawn], folder), strict=True):
+    errors = worst_error([case for _, case in drawn], folder, flags)
+    for (name, _), error in zip(drawn, errors, strict=True):
         worst[name] = max(worst.get(name, 0.0), error if error == error else float("inf"))
     return {name: error for name, error in worst.items() if not error <= BOUND}
 
@@ -552,8 +553,17 @@ def checked(count: int, folder: Path) -> dict[str, float]:
 def test_kernels_compute_what_torch_does(tmp_path: Path) -> None:
     assert checked(3, tmp_path) == {}
     written = (tmp_path / "cases.c").read_text()
-    narrow = ("matmul", "embedding", "convolution_gather", "convolution_scatter")
+    narrow = ("matmul", "embedding", "convolution_gather", "convolution_scatter", "convolution_tiles")
     assert all(f"    {kernel}_int8(" in written for kernel in narrow)
+
+
+TILED = [name for name in EVERY if "convolution" in name or "transposed" in name or "input gradient" in name]
+
+
+@pytest.mark.parametrize("columns", [4, 16])
+def test_tiles_of_other_widths_compute_the_same(columns: int, tmp_path: Path) -> None:
+    assert checked(4, tmp_path, TILED, [f"-DWIDE={columns}"]) == {}
+    assert "    convolution_weight_gradient_tiles(" in (tmp_path / "cases.c").read_text()
 
 
 @pytest.mark.slow

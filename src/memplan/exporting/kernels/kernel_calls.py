@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_con
 from memplan.planning.passes.split_dropout import MASK
 
 DROPOUT = "memplan.masked_scale.default"
+FEWEST_ROWS = 3
+"""Channels of a group from which on a convolution is computed in tiles of four; those with fewer go row by row."""
 
 
 def calls_of(writer: CallWriter, op: GraphOp) -> list[str]:
@@ -70,7 +73,7 @@ def _convolution_table(
     batch, channels = w.shape(narrow)[:2]
     height, width = _plane(w.shape(narrow))
     rows, columns = _plane(w.shape(wide))
-    kh, kw = weight.shape[2:] if len(weight.shape) == 4 else (1, weight.shape[2])
+    kh, kw = _kernel(weight)
     if (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0):
         height, width, rows, columns = 1, height * width, 1, rows * columns
     return w.table("convolution", batch, groups, channels // groups, height, width, w.shape(wide)[1] // groups,
@@ -81,23 +84,56 @@ def _plane(shape: tuple[int, ...]) -> tuple[int, int]:
     return (1, shape[2]) if len(shape) == 3 else (shape[2], shape[3])
 
 
+def _tiled_table(
+    w: CallWriter, result: Ref, source: Ref, weight: Value, geometry: Sequence[Any], *, transposed: bool
+) -> str:
+    """Return C for the sizes of a convolution in tiles, which computes `result` from `source`."""
+    strides, pads, dilations, groups = geometry
+    batch, outer = w.shape(result)[:2]
+    inner, outer = w.shape(source)[1] // groups, outer // groups
+    kernel, taps = _kernel(weight), math.prod(weight.shape[2:])
+    row, wide = weight.stride[0], inner if transposed else outer
+    signs = [1, -1] if transposed else [-1, 1]
+    steps = strides, [signs[0] * pad for pad in pads], [signs[1] * step for step in dilations], (1, 1)
+    if transposed:
+        steps = (1, 1), steps[1], steps[2], strides
+    by_outer, by_inner = (taps, row) if transposed else (row, taps)
+    return w.table("tiled_convolution", batch, groups, inner, *_plane(w.shape(source)), outer, *_plane(w.shape(result)),
+                   *kernel, *itertools.chain.from_iterable(steps), wide * row, by_outer, by_inner)  # fmt: skip
+
+
+def _kernel(weight: Value) -> tuple[int, ...]:
+    return tuple(weight.shape[2:]) if len(weight.shape) == 4 else (1, weight.shape[2])
+
+
+def _tile(w: CallWriter, weight: str) -> str:
+    """Add the kernel of a tile for weights of a C type; return its name."""
+    return w.instance("tile", "tile" if weight == "float" else "tile_int8", {"WEIGHT": weight})
+
+
 def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
-    """Call the gather or scatter kernel, in the variant that reads int8 weights where the weight is quantized."""
+    """Call the kernel of a convolution or its transpose, in the variant for int8 where the weight is quantized."""
     x, weight, bias, *geometry = op.args
-    output = Ref(output_of(op))
-    source, wide, narrow = (
-        ("convolution_gather", output, x) if op.target == conv.GATHER else ("convolution_scatter", x, output)
-    )
-    table = _convolution_table(w, wide, narrow, w.value(weight), geometry[:4])
+    output, transposed, groups = Ref(output_of(op)), op.target == conv.SCATTER, geometry[3]
     addend = op.args[conv.ADDEND] if len(op.args) > conv.ADDEND else None
     scales, (suffix, defines, constants) = w.scales_of(weight), w.byte_input(op)
-    if scales is None:
-        defines |= {"WEIGHT": "float", "SCALES": "", "SCALED(row, weight)": "(weight)"}
-        weights = (weight,)
+    weights, kind = ((weight,), "float") if scales is None else ((weight, scales), "signed char")
+    suffix += "" if scales is None else "_int8"
+    defines |= {"WEIGHT": kind, "SCALES": "" if scales is None else ", const float *scale"}
+    if w.shape(output)[1] // groups >= FEWEST_ROWS:
+        table = _tiled_table(w, output, x, w.value(weight), geometry[:4], transposed=transposed)
+        tile = _tile(w, kind)
+        add = w.instance("convolution_add", f"convolution_add{'' if scales is None else '_int8'}",
+                         {"WEIGHT": kind, "TILE": tile})  # fmt: skip
+        inner = "scale[group * c->inner + (channel)] * (v)" if scales and transposed else "(v)"
+        outer = "scale + group * c->outer" if scales and not transposed else "0"
+        defines |= {"ADD": add, "INNER(channel, v)": inner, "OUTER_SCALE": outer}
+        source, suffix = "convolution_tiles", f"{suffix}_transposed" if scales and transposed else suffix
     else:
-        scaled = "scale[row] * (float)(weight)"
-        defines |= {"WEIGHT": "signed char", "SCALES": ", const float *scale", "SCALED(row, weight)": scaled}
-        weights, suffix = (weight, scales), f"{suffix}_int8"
+        source = "convolution_scatter" if transposed else "convolution_gather"
+        wide, narrow = (x, output) if transposed else (output, x)
+        table = _convolution_table(w, wide, narrow, w.value(weight), geometry[:4])
+        defines["SCALED(row, weight)"] = "(weight)" if scales is None else "scale[row] * (float)(weight)"
     name = w.instance(source, f"{source}{suffix}", defines)
     return [w.call(name, output, x, *constants, *weights, bias, addend, table)]
 
@@ -105,8 +141,14 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
 def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a convolution's weight gradient, in the variant that updates the weight if that is fused."""
     wide, narrow, *geometry = op.args
-    table = _convolution_table(w, wide, narrow, w.graph.values[output_of(op)], geometry)
-    name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient")
+    weight = w.graph.values[output_of(op)]
+    if w.shape(wide)[1] // geometry[3] >= FEWEST_ROWS:
+        table = _tiled_table(w, wide, narrow, weight, geometry, transposed=False)
+        tile = {"TILE": _tile(w, "float")}
+        name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient_tiles", tile)
+    else:
+        table = _convolution_table(w, wide, narrow, weight, geometry)
+        name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient")
     return [w.call(name, first, wide, narrow, *constants, table)]
 
 

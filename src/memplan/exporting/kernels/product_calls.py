@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memplan.exporting.kernels.call_writer import CallWriter
@@ -15,12 +15,15 @@ Emit = Callable[[CallWriter, GraphOp], list[str]]
 """Returns the C statements that run an op."""
 
 
-def gradient_kernel(w: CallWriter, op: GraphOp, kernel: str) -> tuple[str, str, tuple[Any, ...]]:
+def gradient_kernel(
+    w: CallWriter, op: GraphOp, kernel: str, macros: Mapping[str, str] | None = None
+) -> tuple[str, str, tuple[Any, ...]]:
     """Return the kernel that computes a weight's gradient, its first arguments in C, and those behind the input.
 
     For a fused update each element goes to the optimizer's update at once; otherwise all are written to memory.
     """
     gradient, (suffix, of_input, constants) = output_of(op), w.byte_input(op)
+    of_input = of_input | dict(macros or {})
     if gradient in w.update_calls:
         function, first = w.update_calls[gradient]
         state = first.partition(",")[0].strip()

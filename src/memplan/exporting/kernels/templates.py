@@ -12,6 +12,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "matmul_gradient": ("product",),
     "matmul_int8": ("product",),
     "matmul_bytes": ("product",),
+    "tile": ("panel",),
+    "convolution_add": ("panel", "tiled_convolution"),
     "convolution_gather": ("axpy", "convolution"),
     "convolution_scatter": ("axpy", "convolution"),
     "convolution_weight_gradient": ("dot", "convolution"),

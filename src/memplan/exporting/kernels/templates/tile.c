@@ -1,0 +1,35 @@
+/* Add to sums[4][WIDE] the products of four rows of a, or of as many as there are, by a panel. */
+static void KERNEL(float *restrict sums, const WEIGHT *restrict a, int row, int rows, const panel *restrict p)
+{
+    const int second = rows > 1 ? row : 0, third = rows > 2 ? 2 * row : 0, fourth = rows > 3 ? 3 * row : 0;
+    const float *b = p->columns;
+#if WIDE > 4
+    for (const int *at = p->at; *at >= 0; at++, b += WIDE) {
+        const WEIGHT *w = a + *at;
+        const float w0 = (float)w[0], w1 = (float)w[second], w2 = (float)w[third], w3 = (float)w[fourth];
+        for (int j = 0; j < WIDE; j++) {
+            sums[j] += w0 * b[j];
+            sums[WIDE + j] += w1 * b[j];
+            sums[2 * WIDE + j] += w2 * b[j];
+            sums[3 * WIDE + j] += w3 * b[j];
+        }
+    }
+#else /* without vectors, compilers keep variables in registers, not arrays */
+#define EACH(i) DO(i, 0) DO(i, 1) DO(i, 2) DO(i, 3)
+#define DO(i, j) float s##i##j = sums[4 * i + j];
+    EACH(0) EACH(1) EACH(2) EACH(3)
+#undef DO
+#define DO(i, j) s##i##j += w##i * b##j;
+    for (const int *at = p->at; *at >= 0; at++, b += 4) {
+        const WEIGHT *w = a + *at;
+        const float b0 = b[0], b1 = b[1], b2 = b[2], b3 = b[3];
+        const float w0 = (float)w[0], w1 = (float)w[second], w2 = (float)w[third], w3 = (float)w[fourth];
+        EACH(0) EACH(1) EACH(2) EACH(3)
+    }
+#undef DO
+#define DO(i, j) sums[4 * i + j] = s##i##j;
+    EACH(0) EACH(1) EACH(2) EACH(3)
+#undef DO
+#undef EACH
+#endif
+}
