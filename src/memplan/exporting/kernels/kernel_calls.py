@@ -123,11 +123,20 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
     if w.shape(output)[1] // groups >= FEWEST_ROWS:
         table = _tiled_table(w, output, x, w.value(weight), geometry[:4], transposed=transposed)
         tile = _tile(w, kind)
-        add = w.instance("convolution_add", f"convolution_add{'' if scales is None else '_int8'}",
-                         {"WEIGHT": kind, "TILE": tile})  # fmt: skip
-        inner = "scale[group * c->inner + (channel)] * (v)" if scales and transposed else "(v)"
-        outer = "scale + group * c->outer" if scales and not transposed else "0"
-        defines |= {"ADD": add, "INNER(channel, v)": inner, "OUTER_SCALE": outer}
+        add, given = "convolution_add", ""
+        if scales and not transposed:
+            add, given = "convolution_add_scaled", "scale + group * c->outer, "
+        elif scales:
+            add = "convolution_add_int8"
+        w.instance("convolution_add", add, {
+            "WEIGHT": kind, "TILE": tile, "SCALES": ", const float *scale" if given else "",
+            "SCALED(row, v)": "scale[row] * (v)" if given else "(v)",
+        })  # fmt: skip
+        value = "VALUE(v, group * c->inner + (channel))"
+        defines |= {
+            "ADD(to, w, p, count, c)": f"{add}(to, w, {given}p, count, c)",
+            "INNER(channel, v)": f"(scale[group * c->inner + (channel)] * {value})" if scales and transposed else value,
+        }
         source, suffix = "convolution_tiles", f"{suffix}_transposed" if scales and transposed else suffix
     else:
         source = "convolution_scatter" if transposed else "convolution_gather"

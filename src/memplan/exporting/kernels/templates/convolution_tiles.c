@@ -1,4 +1,3 @@
-#define SOURCE(channel, at) INNER(channel, VALUE(from[(channel) * plane + (at)], group * c->inner + (channel)))
 /* Convolve. A panel holds what taps of the kernel read for WIDE positions of the result: of those that the same taps
    reach, which are one in phases_h x phases_w. Without such phases, positions go on from a row to the next. */
 static void KERNEL(float *y, const INPUT *x CONSTANTS, const WEIGHT *w SCALES, const float *bias, const float *before,
@@ -10,14 +9,13 @@ static void KERNEL(float *y, const INPUT *x CONSTANTS, const WEIGHT *w SCALES, c
             y[k] = before ? before[k] : bias ? bias[o % (c->groups * c->outer)] : 0;
     for (int part = 0; part < c->batch * c->groups * phases; part++) {
         const int group = part / phases % c->groups, top = part % phases / c->phases_w, left = part % c->phases_w;
-        const INPUT *from = x + part / phases * c->inner * plane;
         const int lines = phases == 1 ? 1 : (c->rows - top + c->phases_h - 1) / c->phases_h;
         const int length = phases == 1 ? area : (c->columns - left + c->phases_w - 1) / c->phases_w;
         const int tiles = (length + WIDE - 1) / WIDE;
         for (int tile = 0; tile < lines * tiles; tile++) {
             const int line = tile / tiles, first = tile % tiles * WIDE, count = least(WIDE, length - first);
-            float *to = y + part / phases * c->outer * area + (line * c->phases_h + top) * c->columns + left
-                        + first * c->phases_w;
+            float *result = y + part / phases * c->outer * area + (line * c->phases_h + top) * c->columns + left
+                            + first * c->phases_w;
             int rows[WIDE], columns[WIDE], deep = 0;
             panel p;
             for (int j = 0; j < WIDE; j++) {
@@ -36,28 +34,32 @@ static void KERNEL(float *y, const INPUT *x CONSTANTS, const WEIGHT *w SCALES, c
                     at[j] = inside ? row * c->width + column : -1;
                     adjacent = adjacent && inside && at[j] == at[0] + j;
                 }
-                for (int channel = 0, next; channel < c->inner; channel = next) {
-                    next = least(c->inner, channel + DEEP - deep);
-                    for (int k = channel; k < next; k++)
-                        p.at[deep + k - channel] = group * c->by_group + k * c->by_inner + tap;
+                for (int channel = 0, end; channel < c->inner; channel = end) {
+                    const INPUT *from = x + (part / phases * c->inner + channel) * plane;
+                    float *to = p.columns + deep * WIDE;
+                    end = least(c->inner, channel + DEEP - deep);
+                    if (adjacent)
+                        for (int k = channel; k < end; k++, from += plane, to += WIDE)
+                            for (int j = 0; j < WIDE; j++)
+                                to[j] = INNER(k, from[at[0] + j]);
                     for (int j = 0; j < WIDE && !adjacent; j++)
-                        for (int k = channel; k < next; k++)
-                            p.columns[(deep + k - channel) * WIDE + j] = at[j] < 0 ? 0 : SOURCE(k, at[j]);
-                    for (int k = channel; k < next && adjacent; k++)
-                        for (int j = 0; j < WIDE; j++)
-                            p.columns[(deep + k - channel) * WIDE + j] = SOURCE(k, at[0] + j);
-                    deep += next - channel;
+                        if (at[j] < 0)
+                            for (int k = 0; k < end - channel; k++)
+                                to[k * WIDE + j] = 0;
+                        else
+                            for (int k = 0; k < end - channel; k++)
+                                to[k * WIDE + j] = INNER(channel + k, from[k * plane + at[j]]);
+                    for (; channel < end; channel++)
+                        p.at[deep++] = group * c->by_group + channel * c->by_inner + tap;
+                    p.at[deep] = -1;
                     if (deep == DEEP) {
-                        p.at[deep] = -1;
-                        ADD(to, w, OUTER_SCALE, &p, count, c);
+                        ADD(result, w, &p, count, c);
                         deep = 0;
                     }
                 }
             }
-            p.at[deep] = -1;
             if (deep)
-                ADD(to, w, OUTER_SCALE, &p, count, c);
+                ADD(result, w, &p, count, c);
         }
     }
 }
-#undef SOURCE

@@ -1,6 +1,6 @@
 /* Gradients of a convolution's weights. A panel holds what WIDE weights of an outer channel meet in x, in a row for each
-   position of the result; a tile adds up products with the gradients there. SHARING outer channels have the panel in common. */
-#define SHARING (4 * WIDE)
+   position of the result; a tile adds up products with the gradients there. SHARING channels use the same panel. */
+#define SHARING (WIDE == 4 ? 32 : 64)
 static void KERNEL(TARGET, const float *gradient, const INPUT *x CONSTANTS, const tiled_convolution *c)
 {
     const int plane = c->height * c->width, area = c->rows * c->columns, taps = c->kernel_h * c->kernel_w;
@@ -19,19 +19,23 @@ static void KERNEL(TARGET, const float *gradient, const INPUT *x CONSTANTS, cons
                     p.at[k] = begin + k;
                 p.at[deep] = -1;
                 for (int j = 0; j < WIDE; j++) {
-                    const int weight = first + (j < count ? j : 0), channel = weight / taps, tap = weight % taps;
+                    const int weight = first + least(j, count - 1), channel = weight / taps, tap = weight % taps;
                     const int along = c->start_w + tap % c->kernel_w * c->step_w;
+                    const int inside = first_inside(along, c->stride_w);
+                    const int outside = end_inside(along, c->stride_w, c->width, c->columns);
                     int row = begin / c->columns * c->stride_h + c->start_h + tap / c->kernel_w * c->step_h;
-                    int column = begin % c->columns;
-                    for (float *to = p.columns + j, *end = to + deep * WIDE; to < end; row += c->stride_h, column = 0) {
-                        const INPUT *line = from + channel * plane;
-                        const int width = row >= 0 && row < c->height ? c->width : 0;
-                        if (width)
-                            line += row * width;
-                        for (; column < c->columns && to < end; column++, to += WIDE) {
-                            const int at = column * c->stride_w + along;
-                            *to = at >= 0 && at < width ? VALUE(line[at], group * c->inner + channel) : 0;
-                        }
+                    float *to = p.columns + j;
+                    for (int column = begin % c->columns, k = 0; k < deep; row += c->stride_h, column = 0) {
+                        const int end = least(c->columns, column + deep - k);
+                        const int within = row >= 0 && row < c->height;
+                        k += end - column;
+                        for (; column < end && (!within || column < inside); column++, to += WIDE)
+                            *to = 0;
+                        for (; column < least(end, outside); column++, to += WIDE)
+                            *to = VALUE(from[channel * plane + row * c->width + column * c->stride_w + along],
+                                        group * c->inner + channel);
+                        for (; column < end; column++, to += WIDE)
+                            *to = 0;
                     }
                 }
                 for (int o = 0; o < channels; o += 4)
