@@ -10,7 +10,7 @@ from typing import Any
 
 from memplan.exporting.kernels.call_writer import CallWriter, merged_loops
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
-from memplan.exporting.kernels.product_calls import PRODUCTS, Emit, gradient_kernel
+from memplan.exporting.kernels.product_calls import FEWEST_ROWS, PRODUCTS, Emit, gradient_kernel, tile
 from memplan.exporting.kernels.recurrent_calls import RECURRENT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
@@ -21,8 +21,6 @@ from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_con
 from memplan.planning.passes.split_dropout import MASK
 
 DROPOUT = "memplan.masked_scale.default"
-FEWEST_ROWS = 3
-"""Channels of a group from which on a convolution is computed in tiles of four; those with fewer go row by row."""
 
 
 def calls_of(writer: CallWriter, op: GraphOp) -> list[str]:
@@ -106,11 +104,6 @@ def _kernel(weight: Value) -> tuple[int, ...]:
     return tuple(weight.shape[2:]) if len(weight.shape) == 4 else (1, weight.shape[2])
 
 
-def _tile(w: CallWriter, weight: str) -> str:
-    """Add the kernel of a tile for weights of a C type; return its name."""
-    return w.instance("tile", "tile" if weight == "float" else "tile_int8", {"WEIGHT": weight})
-
-
 def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a convolution or its transpose, in the variant for int8 where the weight is quantized."""
     x, weight, bias, *geometry = op.args
@@ -122,14 +115,13 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
     defines |= {"WEIGHT": kind, "SCALES": "" if scales is None else ", const float *scale"}
     if w.shape(output)[1] // groups >= FEWEST_ROWS:
         table = _tiled_table(w, output, x, w.value(weight), geometry[:4], transposed=transposed)
-        tile = _tile(w, kind)
         add, given = "convolution_add", ""
         if scales and not transposed:
             add, given = "convolution_add_scaled", "scale + group * c->outer, "
         elif scales:
             add = "convolution_add_int8"
         w.instance("convolution_add", add, {
-            "WEIGHT": kind, "TILE": tile, "SCALES": ", const float *scale" if given else "",
+            "WEIGHT": kind, "TILE": tile(w, kind), "SCALES": ", const float *scale" if given else "",
             "SCALED(row, v)": "scale[row] * (v)" if given else "(v)",
         })  # fmt: skip
         value = "VALUE(v, group * c->inner + (channel))"
@@ -153,8 +145,8 @@ def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     weight = w.graph.values[output_of(op)]
     if w.shape(wide)[1] // geometry[3] >= FEWEST_ROWS:
         table = _tiled_table(w, wide, narrow, weight, geometry, transposed=False)
-        tile = {"TILE": _tile(w, "float")}
-        name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient_tiles", tile)
+        tile(w)
+        name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient_tiles")
     else:
         table = _convolution_table(w, wide, narrow, weight, geometry)
         name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from memplan.exporting.kernels.call_writer import CallWriter
@@ -11,6 +11,8 @@ from memplan.exporting.lowering.device_graph import output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 from memplan.planning.graph.op_schema import arguments_of
 
+FEWEST_ROWS = 3
+"""Rows from which on a product or a convolution is computed in tiles of four; those with fewer go row by row."""
 Emit = Callable[[CallWriter, GraphOp], list[str]]
 """Returns the C statements that run an op."""
 
@@ -33,6 +35,11 @@ def gradient_kernel(
     return w.instance(kernel, f"{kernel}{suffix}", defines), w.pointer(gradient), constants
 
 
+def tile(w: CallWriter, weight: str = "float") -> str:
+    """Add the kernel of a tile for weights of a C type; return its name."""
+    return w.instance("tile", "tile" if weight == "float" else "tile_int8", {"WEIGHT": weight})
+
+
 def _sizes(w: CallWriter, a: Ref, b: Ref, bias: Any = None) -> tuple[int, ...]:
     """Return rows, columns and inner size of a product, then the two strides of a, of b and of the bias."""
     (rows, inner), (a_row, a_column) = w.shape(a)[-2:], w.value(a).stride[-2:]
@@ -51,39 +58,71 @@ def _addmm(w: CallWriter, op: GraphOp) -> list[str]:
     if (arguments.get("beta", 1), arguments.get("alpha", 1)) != (1, 1):
         raise refusal(op, " with alpha or beta", near="addmm without")
     bias, a, b = op.args[:3]
-    return [_matmul(w, op, a, b, bias, w.table("product", *_sizes(w, a, b, bias)))]
+    return [_matmul(w, op, a, b, bias)]
 
 
-def _matmul(w: CallWriter, op: GraphOp, a: Ref, b: Ref, bias: Any, table: str) -> str:
+def _matmul(w: CallWriter, op: GraphOp, a: Ref, b: Ref, bias: Any) -> str:
     """Return the call of the product's kernel, in the variant for int8 where `b` is a quantized weight."""
     output, scales = Ref(output_of(op)), w.scales_of(b)
     if "bytes" in op.kwargs:
         suffix, defines, constants = w.byte_input(op)
+        table = w.table("product", *_sizes(w, a, b, bias))
         return w.call(w.instance("matmul_bytes", f"matmul{suffix}", defines), output, a, *constants, b, bias, table)
     if scales is None:
-        return w.call(w.kernel("matmul"), output, a, b, bias, table)
-    return w.call(w.kernel("matmul_int8"), output, a, b, scales, bool(by_column(w.graph, w.value(b))), bias, table)
+        return _product(w, [w.pointer(ref) for ref in (output, a, b)], bias, _sizes(w, a, b, bias))
+    by_columns = bool(by_column(w.graph, w.value(b)))
+    table = w.table("product", *_sizes(w, a, b, bias))
+    return w.call(w.kernel("matmul_int8"), output, a, b, scales, by_columns, bias, table)
+
+
+def _product(w: CallWriter, pointers: Sequence[str], bias: Any, sizes: Sequence[int]) -> str:
+    """Return the call of a product in float32, in tiles unless it has few rows or columns.
+
+    Args:
+        w: the writer.
+        pointers: C for pointers to result, `a` and `b`.
+        bias: of the product, or None.
+        sizes: see `_sizes`.
+    """
+    rows, columns, inner, a_row, a_column, b_row, b_column, bias_row, bias_column = sizes
+    if min(rows, columns) < FEWEST_ROWS:
+        return w.call(w.kernel("matmul"), *pointers, bias, w.table("product", *sizes))
+    tile(w)
+    _fill_panel(w, "", {"INPUT": "float", "CONSTANTS": "", "VALUE(v, channel)": "(v)"})
+    y, a, b = pointers
+    if rows >= columns:
+        return w.call(w.kernel("matmul_tiles"), y, a, b, bias, w.table("product", *sizes), columns, 1)
+    transposed = (columns, rows, inner, b_column, b_row, a_column, a_row, bias_column, bias_row)
+    return w.call(w.kernel("matmul_tiles"), y, b, a, bias, w.table("product", *transposed), 1, columns)
+
+
+def _fill_panel(w: CallWriter, suffix: str, of_input: Mapping[str, str]) -> str:
+    """Add the kernel that lays columns of a matrix in a panel; return its name."""
+    return w.instance("fill_panel", f"fill_panel{suffix}", {k: v for k, v in of_input.items() if k != "FLOATS"})
 
 
 def _mm(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a product; of a weight's gradient, the one that updates the weight if that is fused."""
     a, b = op.args
-    table = w.table("product", *_sizes(w, a, b))
     if op.phase == "backward" and (op.outputs[0] in w.update_calls or "bytes" in op.kwargs):
-        name, first, constants = gradient_kernel(w, op, "matmul_gradient")
-        return [w.call(name, first, a, b, *constants, table)]
-    return [_matmul(w, op, a, b, None, table)]
+        suffix, of_input, _ = w.byte_input(op)
+        tile(w)
+        fill = _fill_panel(w, suffix, of_input)
+        given = "gain, offset, " if suffix else ""
+        fills = {"FILL(to, b, deep, count, from, step, p)": f"{fill}(to, b, {given}deep, count, from, step, p)"}
+        name, first, constants = gradient_kernel(w, op, "matmul_gradient", fills)
+        return [w.call(name, first, a, b, *constants, w.table("product", *_sizes(w, a, b)))]
+    return [_matmul(w, op, a, b, None)]
 
 
 def _bmm(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a product in a loop over the batch."""
     a, b = op.args[:2]
     rows, columns, *_ = sizes = _sizes(w, a, b)
-    table = w.table("product", *sizes)
     batch_strides = (rows * columns, w.value(a).stride[0], w.value(b).stride[0])
     refs = (Ref(output_of(op)), a, b)
     pointers = [f"{w.pointer(ref)} + i * {stride}" for ref, stride in zip(refs, batch_strides, strict=True)]
-    call = w.call(w.kernel("matmul"), *pointers, None, table)
+    call = _product(w, pointers, None, sizes)
     return [f"for (int i = 0; i < {w.shape(a)[0]}; i++)", f"    {call}"]
 
 

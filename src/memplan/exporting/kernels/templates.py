@@ -8,8 +8,9 @@ from functools import cache
 from importlib.resources import files
 
 NEEDS: dict[str, tuple[str, ...]] = {
-    "matmul": ("axpy", "dot", "product"),
-    "matmul_gradient": ("product",),
+    "axpy_rows": ("axpy",),
+    "matmul": ("axpy_rows", "dot", "product"),
+    "fill_panel": ("panel", "product"),
     "matmul_int8": ("product",),
     "matmul_bytes": ("product",),
     "tile": ("panel",),

@@ -1,6 +1,5 @@
 /* Gradients of a convolution's weights. A panel holds what WIDE weights of an outer channel meet in x, in a row for each
    position of the result; a tile adds up products with the gradients there. SHARING channels use the same panel. */
-#define SHARING (WIDE == 4 ? 32 : 64)
 static void KERNEL(TARGET, const float *gradient, const INPUT *x CONSTANTS, const tiled_convolution *c)
 {
     const int plane = c->height * c->width, area = c->rows * c->columns, taps = c->kernel_h * c->kernel_w;
@@ -39,7 +38,7 @@ static void KERNEL(TARGET, const float *gradient, const INPUT *x CONSTANTS, cons
                     }
                 }
                 for (int o = 0; o < channels; o += 4)
-                    TILE(sums + o * WIDE, g + o * area, area, channels - o, &p);
+                    tile(sums + o * WIDE, g + o * area, area, channels - o, &p);
             }
         }
         for (int o = 0; o < channels; o++)
@@ -47,4 +46,3 @@ static void KERNEL(TARGET, const float *gradient, const INPUT *x CONSTANTS, cons
                 EMIT((group * c->outer + outer + o) * c->by_outer + first + j, sums[o * WIDE + j]);
     }
 }
-#undef SHARING

@@ -1,17 +1,26 @@
-/* Each element of a product is complete before the next sixteen begin, and is handed on at once. */
+/* The gradient of a linear layer's weight, each element of which is handed on once it is complete: a product with few
+   inner elements one after another, others in tiles. */
 static void KERNEL(TARGET, const float *a, const INPUT *b CONSTANTS, const product *p)
 {
-    for (int i = 0; i < p->rows; i++)
-        for (int begin = 0; begin < p->columns; begin += 16) {
-            float sums[16] = {0};
-            int count = p->columns - begin < 16 ? p->columns - begin : 16;
-            for (int k = 0; k < p->inner; k++) {
-                float factor = a[i * p->a_row + k * p->a_column];
-                const INPUT *row = b + k * p->b_row + begin * p->b_column;
-                for (int j = 0; j < count; j++)
-                    sums[j] += factor * VALUE(row[j * p->b_column], 0);
+    for (int i = 0; i < p->rows && p->inner < 4; i++)
+        for (int j = 0; j < p->columns; j++) {
+            float sum = 0;
+            for (int k = 0; k < p->inner; k++)
+                sum += a[i * p->a_row + k * p->a_column] * VALUE(b[k * p->b_row + j * p->b_column], 0);
+            EMIT(i * p->columns + j, sum);
+        }
+    for (int first = 0; first < p->columns && p->inner >= 4; first += WIDE)
+        for (int block = 0; block < p->rows; block += SHARING) {
+            const int count = least(WIDE, p->columns - first), rows = least(SHARING, p->rows - block);
+            float sums[SHARING * WIDE] = {0};
+            panel columns;
+            for (int begin = 0; begin < p->inner; begin += DEEP) {
+                FILL(&columns, b + first * p->b_column, least(DEEP, p->inner - begin), count, begin, p->a_column, p);
+                for (int i = 0; i < rows; i += 4)
+                    tile(sums + i * WIDE, a + (block + i) * p->a_row, p->a_row, rows - i, &columns);
             }
-            for (int j = 0; j < count; j++)
-                EMIT(i * p->columns + begin + j, sums[j]);
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < count; j++)
+                    EMIT((block + i) * p->columns + first + j, sums[i * WIDE + j]);
         }
 }

@@ -9,6 +9,7 @@
 #define WIDE 4
 #endif
 #define DEEP (16 * WIDE)
+#define SHARING (WIDE == 4 ? 32 : 64) /* rows of sums that use a panel */
 
 typedef struct {
     int at[DEEP + 1];
