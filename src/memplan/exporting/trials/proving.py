@@ -18,7 +18,7 @@ from memplan.exporting.c_text import string_literal
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout
 
-STRICT = ("-std=c99", "-Wall", "-Wextra", "-Werror")
+STRICT = ("-std=c99", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror")
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 LIMIT = 300
 """Seconds that the test may take."""

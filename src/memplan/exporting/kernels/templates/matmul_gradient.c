@@ -2,11 +2,12 @@
    inner elements one after another, others in tiles. */
 static void KERNEL(TARGET, const float *a, const INPUT *b CONSTANTS, const product *p)
 {
-    for (int i = 0; i < p->rows && p->inner < 4; i++)
+    for (int i = 0; i < p->rows && p->inner < 4; i++, a += p->a_row)
         for (int j = 0; j < p->columns; j++) {
-            float sum = 0;
-            for (int k = 0; k < p->inner; k++)
-                sum += a[i * p->a_row + k * p->a_column] * VALUE(b[k * p->b_row + j * p->b_column], 0);
+            const INPUT *column = b + j * p->b_column;
+            float sum = a[0] * VALUE(column[0], 0);
+            for (int k = 1; k < p->inner; k++)
+                sum += a[k * p->a_column] * VALUE(column[k * p->b_row], 0);
             EMIT(i * p->columns + j, sum);
         }
     for (int first = 0; first < p->columns && p->inner >= 4; first += WIDE)
