@@ -2,9 +2,9 @@
 
     python benchmarks/export_speed.py [--core] [--host]
 
-With --core: instructions for each multiplication of a layer, forward and in both gradients, on a Cortex-M4 that QEMU
-emulates and counts for (arm-none-eabi-gcc and qemu-system-arm). With --host: steps here, compiled by ``cc``, beside eager
-PyTorch with one thread: processor time, the fastest of many steps, by turns. Without either: both. Writes
+With --core: instructions for each product of two numbers in a layer, forward and in both gradients, on a Cortex-M4 that
+QEMU counts (arm-none-eabi-gcc and qemu-system-arm). With --host: steps here, compiled by ``cc``, beside
+eager PyTorch with one thread: processor time, the fastest of many steps, by turns. Without either: both. Writes
 benchmarks/results/export_speed.json and export_speed.md.
 """
 
@@ -277,13 +277,13 @@ def tables(results: Mapping[str, Mapping[str, Row]]) -> str:
     core, host = results["core"], results["host"]
     flags = f"`{COMPILER} {' '.join(STANDARD)}`"
     lines = [
-        f"| instructions for each product, {CORE}, {flags} | flags | {' | '.join(DIRECTIONS)} |",
-        f"|---|---|{'--:|' * len(DIRECTIONS)}",
+        f"| instructions a product, {CORE}, {flags} | flags | {' | '.join(DIRECTIONS)} | code of the step, bytes |",
+        f"|---|---|{'--:|' * (1 + len(DIRECTIONS))}",
     ]
     for name, levels in core.items():
         for level, row in levels.items():
             numbers = " | ".join(f"{row[direction]:.2f}" for direction in DIRECTIONS)
-            lines.append(f"| {name} | `{level}` | {numbers} |")
+            lines.append(f"| {name} | `{level}` | {numbers} | {row['text']:,} |")
     lines += [
         "",
         f"| a step, `cc {' '.join(STANDARD)}`, one thread | flags | C, ms | PyTorch, eager, ms | C / PyTorch |",

@@ -47,7 +47,7 @@ class CortexRun(Printed):
     data: int
     """Bytes of writable static memory: 0, since the caller owns the state."""
     stack: int
-    """Bytes of the three largest stack frames: calls are three deep."""
+    """Bytes of the five largest stack frames: calls are five deep."""
     instructions: int
     """Instructions of one step."""
     verdict: Verdict
@@ -151,9 +151,10 @@ def _section_sizes(file: Path) -> dict[str, int]:
 
 
 def _stack_bytes(files: Iterable[Path]) -> int:
-    """Return the bytes of the three largest frames in the compiler's reports: a pass, a kernel, and its callee."""
+    """Return the bytes of the five largest frames in the compiler's reports: a step, its pass, a kernel, and the two
+    that add up tiles for it."""
     frames = [int(line.split("\t")[1]) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return sum(sorted(frames)[-3:])
+    return sum(sorted(frames)[-5:])
 
 
 def _run(command: list[str], folder: Path) -> str:
