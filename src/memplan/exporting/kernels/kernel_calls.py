@@ -122,7 +122,7 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
             add = "convolution_add_int8"
         w.instance("convolution_add", add, {
             "WEIGHT": kind, "TILE": tile(w, kind), "SCALES": ", const float *scale" if given else "",
-            "SCALED(row, v)": "scale[row] * (v)" if given else "(v)",
+            "DIRECT": "0" if given else "WIDE == 4", "SCALED(row, v)": "scale[row] * (v)" if given else "(v)",
         })  # fmt: skip
         value = "VALUE(v, group * c->inner + (channel))"
         defines |= {

@@ -4,9 +4,13 @@ static void KERNEL(float *y, const INPUT *x CONSTANTS, const WEIGHT *w SCALES, c
                    const tiled_convolution *c)
 {
     const int plane = c->height * c->width, area = c->rows * c->columns, phases = c->phases_h * c->phases_w;
-    for (int o = 0; o < c->batch * c->groups * c->outer; o++)
-        for (int k = o * area; k < (o + 1) * area; k++)
-            y[k] = before ? before[k] : bias ? bias[o % (c->groups * c->outer)] : 0;
+    for (int k = 0; k < c->batch * c->groups * c->outer * area && before; k++)
+        y[k] = before[k];
+    for (int o = 0; o < c->batch * c->groups * c->outer && !before; o++) {
+        const float start = bias ? bias[o % (c->groups * c->outer)] : 0;
+        for (int k = 0; k < area; k++)
+            y[o * area + k] = start;
+    }
     for (int part = 0; part < c->batch * c->groups * phases; part++) {
         const int group = part / phases % c->groups, top = part % phases / c->phases_w, left = part % c->phases_w;
         const int lines = phases == 1 ? 1 : (c->rows - top + c->phases_h - 1) / c->phases_h;

@@ -38,7 +38,7 @@ static void KERNEL(TARGET, const float *gradient, const INPUT *x CONSTANTS, cons
                     }
                 }
                 for (int o = 0; o < channels; o += 4)
-                    tile(sums + o * WIDE, g + o * area, area, channels - o, &p);
+                    tile(sums + o * WIDE, WIDE, g + o * area, area, channels - o, &p);
             }
         }
         for (int o = 0; o < channels; o++)

@@ -18,7 +18,7 @@ static void KERNEL(TARGET, const float *a, const INPUT *b CONSTANTS, const produ
             for (int begin = 0; begin < p->inner; begin += DEEP) {
                 FILL(&columns, b + first * p->b_column, least(DEEP, p->inner - begin), count, begin, p->a_column, p);
                 for (int i = 0; i < rows; i += 4)
-                    tile(sums + i * WIDE, a + (block + i) * p->a_row, p->a_row, rows - i, &columns);
+                    tile(sums + i * WIDE, WIDE, a + (block + i) * p->a_row, p->a_row, rows - i, &columns);
             }
             for (int i = 0; i < rows; i++)
                 for (int j = 0; j < count; j++)

@@ -12,7 +12,7 @@ static void matmul_tiles(float *y, const float *a, const float *b, const float *
             fill_panel(&columns, b + first * p->b_column, least(DEEP, p->inner - begin), count, begin, p->a_column, p);
             for (int i = 0; i < p->rows; i += 4) {
                 float sums[4 * WIDE] = {0};
-                tile(sums, a + i * p->a_row, p->a_row, p->rows - i, &columns);
+                tile(sums, WIDE, a + i * p->a_row, p->a_row, p->rows - i, &columns);
                 for (int r = i; r < least(i + 4, p->rows); r++)
                     for (int j = 0; j < count; j++)
                         y[r * y_row + (first + j) * y_column] += sums[(r - i) * WIDE + j];

@@ -1,9 +1,12 @@
-/* Add to sums[4][WIDE] the products of four rows of a, or of as many as there are, by a panel. */
-static void KERNEL(float *restrict sums, const WEIGHT *restrict a, int row, int rows, const panel *restrict p)
+/* Add to four rows of WIDE sums the products of four rows of a, or of as many as there are, by a panel. Rows of sums are
+   `step` apart, which has to be WIDE where that is more than 4. */
+static void KERNEL(float *restrict sums, int step, const WEIGHT *restrict a, int row, int rows,
+                   const panel *restrict p)
 {
     const int second = rows > 1 ? row : 0, third = rows > 2 ? 2 * row : 0, fourth = rows > 3 ? 3 * row : 0;
     const float *b = p->columns;
-#if WIDE > 4
+#if WIDE > 4 /* a constant step: compilers see that rows do not overlap, and use vectors */
+    (void)step;
     for (const int *at = p->at; *at >= 0; at++, b += WIDE) {
         const WEIGHT *w = a + *at;
         const float w0 = (float)w[0], w1 = (float)w[second], w2 = (float)w[third], w3 = (float)w[fourth];
@@ -16,7 +19,7 @@ static void KERNEL(float *restrict sums, const WEIGHT *restrict a, int row, int 
     }
 #else /* without vectors, compilers keep variables in registers, not arrays */
 #define EACH(i) DO(i, 0) DO(i, 1) DO(i, 2) DO(i, 3)
-#define DO(i, j) float s##i##j = sums[4 * i + j];
+#define DO(i, j) float s##i##j = sums[i * step + j];
     EACH(0) EACH(1) EACH(2) EACH(3)
 #undef DO
 #define DO(i, j) s##i##j += w##i * b##j;
@@ -27,7 +30,7 @@ static void KERNEL(float *restrict sums, const WEIGHT *restrict a, int row, int 
         EACH(0) EACH(1) EACH(2) EACH(3)
     }
 #undef DO
-#define DO(i, j) sums[4 * i + j] = s##i##j;
+#define DO(i, j) sums[i * step + j] = s##i##j;
     EACH(0) EACH(1) EACH(2) EACH(3)
 #undef DO
 #undef EACH
