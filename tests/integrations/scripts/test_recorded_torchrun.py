@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
-from environment import slow
+from emulated_card.dry_process import run_there
+from environment import ENVIRONMENT, needs_cuda_torch, slow
 from integrations.scripts.script_runs import run, script_of
 
 import memplan
@@ -24,7 +25,14 @@ from memplan.integrations.scripts.request import Request
 
 RANKS = Path(__file__).parent / "ranks"
 TESTS = Path(__file__).parents[2]
-NEEDS = {"accelerated_ranks": "accelerate", "trainer_ranks": "transformers", "lightning_ddp": "lightning"}
+NEEDS = {
+    "accelerated_ranks": "accelerate",
+    "trainer_ranks": "transformers",
+    "trainer_fsdp": "transformers",
+    "accelerated_fsdp": "accelerate",
+    "lightning_ddp": "lightning",
+    "lightning_parallel": "pytorch_lightning",
+}
 LOOP = """
 model = nn.Linear(8, 8)
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -82,6 +90,34 @@ def test_what_a_library_shards_is_what_torch_does(
         for script in (name, plain)
     )
     assert own.steps[-1].peak_allocated == pytest.approx(torchs.steps[-1].peak_allocated, rel=0.001)
+
+
+@needs_cuda_torch
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        ("trainer_fsdp", "transformers"),
+        *slow(("accelerated_fsdp", "accelerate"), ("lightning_parallel", "pytorch_lightning")),
+    ],
+)
+def test_what_a_library_shards_is_what_it_takes_on_an_emulated_card(
+    name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, as torch's allocator counts it there, in both steps."""
+    command = _copied(name, tmp_path, monkeypatch)
+    if not list(Path(str(ENVIRONMENT)).glob(f"lib/python*/site-packages/{library}")):
+        pytest.skip(f"no {library} beside torch's CUDA build")
+    # torch 2.11 has a workspace of 1 MiB more for cuBLASLt, later ones do not
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+    code = (
+        f"sys.path.insert(0, {str(TESTS)!r})\nfrom truth.fake_rank import peaks_of_updates\n"
+        f"print('peaks', *peaks_of_updates({command.place!r}, 4))"
+    )
+    printed = re.search(r"^peaks (\d+) (\d+)$", run_there(code, tmp_path), re.MULTILINE)
+    assert printed is not None
+    ran = run_script(Request(command, device="h100", world=4))
+    first, second = (step.peak_allocated for step in memplan.simulate(ran.trace).steps)
+    assert [first, max(first, second)] == [int(peak) for peak in printed.groups()]
 
 
 @pytest.mark.slow
