@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from truth.rank_peak import measured_peak_of_rank
 
@@ -243,3 +244,16 @@ def test_layers_move_to_the_index_of_a_card_and_synchronize_their_statistics() -
     saved = [storage for storage in trace.counted if storage.cause == "saved" and storage.bytes == size]
     assert len(saved) == 2 * len(trace.steps)  # the norm's input and the activation's result
     assert {storage.device for storage in trace.storages if storage.cause == "weight"} == {"cuda:0"}
+
+
+def test_meshes_of_the_same_ranks_have_their_own_groups_in_each_recording() -> None:
+    """Equal meshes, whose groups have other names: in the second recording those of the first are gone."""
+
+    def build(*sizes: int) -> Callable[[], Any]:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shards", "tensor")[-len(sizes) :])["tensor"]
+        weight: Any = distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)])
+        return lambda: (weight @ weight).full_tensor()
+
+    for sizes in ((4, 2), (2, 2, 2)):
+        memplan.record(functools.partial(build, *sizes), world=8)

@@ -6,7 +6,8 @@ Private names: ``torch.distributed.distributed_c10d._new_process_group_helper`` 
 ``torch._C._distributed_c10d.Reducer._rebuild_buckets``, and of ``torch.distributed.tensor._sharding_prop``
 ``detect_fake_mode``; ``torch.distributed.tensor.placement_types._StridedShard``,
 ``torch.nn.modules.batchnorm._BatchNorm``; of ``torch.distributed.fsdp._flat_param`` ``_data_ptr_allocated`` and
-``_same_storage``; ``torch.distributed._composable_state._State`` (2.11, too). Seen in torch 2.11:
+``_same_storage``; ``torch.distributed._composable_state._State`` and
+``torch.distributed.tensor.debug._clear_sharding_prop_cache`` (2.11, too). Seen in torch 2.11:
 ``torch.ops._c10d_functional_autograd.all_to_all_single``.
 """
 
@@ -132,6 +133,19 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
             if dist.is_initialized() and not begun:
                 _ended[:] = _current_groups()
                 dist.destroy_process_group()
+                _forget_shardings()
+
+
+def _forget_shardings() -> None:
+    """Clear `DTensor`'s caches of sharding propagation.
+
+    Meshes of the same ranks are equal, also those of process groups that are destroyed: a cached result would name
+    their groups.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        vars(debug)["_clear_sharding_prop_cache"]()
 
 
 @contextlib.contextmanager

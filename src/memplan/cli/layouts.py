@@ -49,6 +49,7 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
     metavar="TARGET",
     help="A callable that shares the layers: (model, mesh). Default: for transformers of linear layers.",
 )
+@click.option("--loss-parallel", is_flag=True, help="Also: the loss on each rank's shard of the logits.")
 @click.option("--per-node", type=Whole(min=1), default=8, show_default=True, metavar="N", help="Cards of a machine.")
 @click.option(
     "--link", type=click.FloatRange(min=0, min_open=True), metavar="GB/S",
@@ -56,8 +57,8 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
 )  # fmt: skip
 @result_options("everything")
 def command(
-    script: str | None, world: int, micro_batch: str, tensor: str, tensor_plan: str | None, per_node: int,
-    link: float | None, results: ResultFiles, **values: Any,
+    script: str | None, world: int, micro_batch: str, tensor: str, tensor_plan: str | None,
+    loss_parallel: bool, per_node: int, link: float | None, results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.layouts import report
@@ -85,7 +86,8 @@ def command(
     with line("recording layouts") as progress:
         result = find_layouts(
             subject, target, sizes, tensor=degrees,
-            tensor_plan=None if tensor_plan is None else resolve_quietly(tensor_plan).what, per_node=per_node,
+            tensor_plan=None if tensor_plan is None else resolve_quietly(tensor_plan).what,
+            loss_parallel=loss_parallel, per_node=per_node,
             link=None if link is None else link * 1e9, settings=arguments.settings, title=arguments.target,
             progress=progress,
         )  # fmt: skip

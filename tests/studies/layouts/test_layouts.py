@@ -110,6 +110,29 @@ class Deep(nn.Module):
         return x
 
 
+class Drawn(Deep):
+    """Its constructor reads values: whether drawn weights are within bounds, rates of stochastic depth, a flag."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        for block, rate in zip(self.blocks, torch.linspace(0.5, 0.9, 2).tolist(), strict=True):
+            nn.init.trunc_normal_(block[0].weight, std=0.02)  # pyright: ignore[reportIndexIssue]
+            assert rate > 0.4
+        if self.blocks[0][0].weight.sum() > 0:  # pyright: ignore[reportIndexIssue]
+            self.cuda()
+
+
+def test_a_constructor_that_reads_values_or_names_the_card() -> None:
+    drawn, plain = (
+        memplan.layouts(make, "8x1024", world=2, device="h100", optimizer="sgd").rows
+        for make in (Drawn, functools.partial(Deep, 2))
+    )
+    assert all(row.fits for row in drawn)
+    sizes = {row.layout.title: row.allocated for row in plain}
+    for row in drawn:
+        assert row.allocated == pytest.approx(sizes[row.layout.title], rel=1e-3)
+
+
 def test_few_blocks_are_recorded_of_many_and_all_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"world": 8, "device": "h100", "optimizer": "adamw", "micro_batch": (256,)}
     result = memplan.layouts(Deep, "256x1024", **options)

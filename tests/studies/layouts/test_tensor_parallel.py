@@ -33,10 +33,17 @@ OPTIONS: dict[str, Any] = {"targets": f"8x{LENGTH}x500", "loss": "mse_loss", "op
 TOKENS = f"8x{LENGTH}:int64<500"
 
 
-@pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2), *slow((4, 1))])
-def test_a_rank_is_what_it_is_with_real_tensors(world: int, shards: int) -> None:
-    predicted = simulate(memplan.record(step_of(shards), world=world)).peak_allocated
-    assert predicted == pytest.approx(measured_peak_of_rank(step_of(shards), world), rel=1e-3)
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"loss_of_shards": True}), (8, {"shards": 2, "replicas": 2, "loss_of_shards": True}),
+        *slow((2, {}), (4, {"shards": 2}), (8, {"shards": 2, "replicas": 2}), (4, {}), (4, {"loss_of_shards": True})),
+    ],
+)  # fmt: skip
+def test_a_rank_is_what_it_is_with_real_tensors(world: int, options: dict[str, Any]) -> None:
+    build = step_of(**options)
+    predicted = simulate(memplan.record(build, world=world)).peak_allocated
+    assert predicted == pytest.approx(measured_peak_of_rank(build, world), rel=1e-3)
 
 
 def test_it_takes_what_the_plan_of_torchs_tutorial_does_beside_the_whole_sequence_at_both_ends() -> None:
@@ -48,9 +55,9 @@ def test_it_takes_what_the_plan_of_torchs_tutorial_does_beside_the_whole_sequenc
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
-@pytest.mark.parametrize("_", slow(None))
-def test_two_ranks_have_the_gradients_of_one(_: None, tmp_path: Path) -> None:
-    spawn(compared, (str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("loss_of_shards", slow(False, True))
+def test_two_ranks_have_the_gradients_of_one(loss_of_shards: bool, tmp_path: Path) -> None:
+    spawn(compared, (str(tmp_path), loss_of_shards), nprocs=2)
     number, worst = (tmp_path / "0").read_text().split()
     assert int(number) == len(list(Transformer().parameters()))
     assert float(worst) < 1e-5
@@ -80,6 +87,42 @@ def test_layouts_share_layers_and_shard_the_rest_and_heads_that_do_not_divide_ar
     }
     assert all(row.recorded and row.fits for title, row in rows.items() if title.startswith("FSDP2"))
     assert rows["FSDP2 2 x TP 2, recomputed"].allocated < rows["FSDP2 2 x TP 2"].allocated
+
+
+def of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.slow
+def test_machines_hold_copies_of_what_they_shard_and_losses_are_of_whole_logits_or_of_shards() -> None:
+    result = memplan.layouts(
+        Transformer, TOKENS, world=8, per_node=4, tensor=(2,), loss_parallel=True, micro_batch=(8,),
+        targets=f"8x{LENGTH}:int64<500", loss=of_tokens, device="h100",
+    )  # fmt: skip
+    rows = {row.layout.title: row for row in result.rows}
+    places = [f"{name}{loss}" for name in ("FSDP2 4 x TP 2", "HSDP 2 x 2 x TP 2") for loss in ("", ", loss parallel")]
+    endings = "", ", kept", ", recomputed", ", kept, recomputed"
+    assert set(rows) == {f"{place}{ending}" for place in places for ending in endings}
+    assert all(row.recorded and row.fits for row in result.rows)
+    for place in places[::2]:
+        # logits, their logarithms, and the gradient of either: at the peak two of them are there, now as shards
+        saved = rows[place].allocated - rows[f"{place}, loss parallel"].allocated
+        assert saved >= 2 * 8 * LENGTH * 250 * 4
+    loads = memplan.Layouts.from_json(result.to_json())
+    assert [row.layout for row in loads.rows] == [row.layout for row in result.rows]
+
+
+class Headless(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Identity()
+
+
+def test_without_logits_there_are_no_shards_of_them() -> None:
+    rows = memplan.layouts(Headless, TOKENS, world=2, tensor=(2,), loss_parallel=True, device="h100").rows
+    reason = "no tensor parallelism: no linear layer after the blocks makes logits, whose shards a loss could take"
+    assert {row.reason for row in rows} == {"", reason}
+    assert all(bool(row.reason) == row.layout.loss_parallel for row in rows)
 
 
 def test_what_ranks_of_a_layer_exchange_is_waited_for() -> None:

@@ -16,8 +16,8 @@ Sharding = Literal["replicated", "sharded", "hybrid"]
 class Layout:
     """How ranks hold a module, and what a rank does at a time.
 
-    ``replicas`` x ``shards`` x ``tensor`` is the number of ranks: `DistributedDataParallel` with one shard,
-    `fully_shard` with one replica, both of them (HSDP) otherwise, each of what tensor parallelism leaves of a layer.
+    ``replicas`` x ``shards`` x ``tensor`` is the number of ranks: `DistributedDataParallel` with one shard, else
+    `fully_shard`, across ranks of several replicas too (HSDP), each of what tensor parallelism leaves of a layer.
     """
 
     replicas: int
@@ -30,6 +30,8 @@ class Layout:
     """Whether each block is checkpointed (`torch.utils.checkpoint`)."""
     tensor: int = 1
     """Ranks that share each layer, and the sequence between layers (`parallelize_module`)."""
+    loss_parallel: bool = False
+    """Whether these ranks keep their shards of the logits, and compute the loss on them (`loss_parallel`)."""
 
     @property
     def sharding(self) -> Sharding:
@@ -40,11 +42,12 @@ class Layout:
 
     @property
     def title(self) -> str:
-        """Name in tables, with torch's names: ``FSDP2 8, kept, recomputed``, ``FSDP2 4 x TP 2``."""
+        """Name in tables, with torch's names: ``FSDP2 8, kept, recomputed``, ``HSDP 2 x 4 x TP 2``."""
         names = {"replicated": f"DDP {self.replicas}", "sharded": f"FSDP2 {self.shards}"}
         parts = [names.get(self.sharding, f"HSDP {self.replicas} x {self.shards}")]
         if self.tensor > 1:
             parts = [f"{parts[0]} x TP {self.tensor}" if self.shards > 1 else f"TP {self.tensor}"]
+        parts += ["loss parallel"] if self.loss_parallel else []
         parts += ["kept"] if self.shards > 1 and not self.reshard else []
         parts += ["recomputed"] if self.checkpoint else []
         return ", ".join(parts)
@@ -63,13 +66,14 @@ class Layout:
 
 
 def layouts_of(
-    world: int, per_node: int, micro_batches: Sequence[int], tensor: Sequence[int] = (1,)
-) -> Iterator[Layout]:
+    world: int, per_node: int, micro_batches: Sequence[int], tensor: Sequence[int] = (1,),
+    losses: Sequence[bool] = (False,),
+) -> Iterator[Layout]:  # fmt: skip
     """Yield the layouts of ``world`` ranks, of which ``per_node`` are in a machine.
 
     Copies of everything; shards across all ranks; and where there are several machines, shards within each; with
-    ``tensor`` ranks to a layer, shards of it across the other ranks. Each with and without checkpoints, and with
-    gathered weights kept or not.
+    ``tensor`` ranks to a layer, shards of it across the other ranks, of all machines or within each, and with each of
+    ``losses`` (`Layout.loss_parallel`). Each with and without checkpoints, and with gathered weights kept or not.
 
     Raises:
         InputError: the world is no multiple of a machine's ranks, or these none of a layer's.
@@ -91,12 +95,15 @@ def layouts_of(
                 do=f"Take one: --tensor {_largest_divisor(within, max(degree, 1))}",
             )
         meshes.append((1, world // degree, degree))
+        if world > per_node > degree:
+            meshes.append((world // per_node, per_node // degree, degree))
     if 1 not in tensor:
         meshes = [mesh for mesh in meshes if mesh[2] > 1]
     for mesh, checkpoint, micro_batch in product(dict.fromkeys(meshes), (False, True), micro_batches):
         replicas, shards, degree = mesh
         for reshard in (True, False) if shards > 1 else (True,):
-            yield Layout(replicas, shards, micro_batch, reshard, checkpoint, degree)
+            for loss_parallel in losses if degree > 1 else (False,):
+                yield Layout(replicas, shards, micro_batch, reshard, checkpoint, degree, loss_parallel)
 
 
 def _largest_divisor(number: int, most: int) -> int:

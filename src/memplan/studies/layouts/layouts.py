@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from memplan import _torch
 from memplan._display import Displayed
 from memplan._json import Saved, Unreadable, named
 from memplan.devices.interconnects import between_machines, within_machine
@@ -21,11 +21,12 @@ from memplan.planning.graph.roofline import rates_of
 from memplan.studies.axes.subject import Maker, Subject
 from memplan.studies.layouts.blocks import Blocks, blocks_of
 from memplan.studies.layouts.layout import Layout, layouts_of
-from memplan.studies.layouts.tensor_parallel import TensorPlan, check_plan, tensor_parallel
+from memplan.studies.layouts.tensor_parallel import TensorPlan, check_plan, losses_of_shards, tensor_parallel
 from memplan.studies.layouts.wrapped import Wrapped, rank_options
 from memplan.studies.step_time import exchanged_bytes, step_time
 from memplan.studies.sweeps.points import record_point
 from memplan.trace.naming.step_parts import Loss, Optimizer
+from memplan.trace.record import record_for
 from memplan.trace.recording.session import Environment, Target, choose_target, public
 from memplan.trace.step import StepOptions
 
@@ -34,7 +35,7 @@ _FEW = 3, 5
 bytes, as the next one's weights are gathered while one runs; two more, as blocks of two kinds may alternate."""
 
 
-_OF_LAYOUT = ("replicas", "shards", "micro_batch", "reshard", "checkpoint", "tensor")
+_OF_LAYOUT = ("replicas", "shards", "micro_batch", "reshard", "checkpoint", "tensor", "loss_parallel")
 _OF_ROW = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "exchanging", "reason")
 
 
@@ -125,6 +126,7 @@ def layouts(
     micro_batch: Sequence[int] = (1,),
     tensor: Sequence[int] = (1,),
     tensor_plan: TensorPlan | None = None,
+    loss_parallel: bool = False,
     per_node: int = 8,
     link: float | None = None,
     kwargs: Mapping[str, Any] = {},  # read only
@@ -153,6 +155,9 @@ def layouts(
         tensor: ranks that share each layer, to compare: 1, 2, 4.
         tensor_plan: shares the layers of the module across a mesh of one dimension, in place (`parallelize_module`).
             Default: a plan for transformers of linear layers, with the sequence sharded between them.
+        loss_parallel: also compare layouts whose ranks of a layer keep their shards of the logits, and compute the
+            loss on them (`torch.distributed.tensor.parallel.loss_parallel`). A ``tensor_plan`` says by itself whether
+            logits stay sharded: all of its layouts are then within that context.
         per_node: cards of a machine.
         link: bytes a second of a card to another machine, instead of the catalogue's.
         autocast: of copies; shards are gathered in this dtype instead (`MixedPrecisionPolicy`), and reduced in float32.
@@ -175,7 +180,7 @@ def layouts(
     target = choose_target(device, assume, cudnn, world, 0)
     return find_layouts(
         Subject(what, options), target, tuple(micro_batch), tensor=tuple(tensor), tensor_plan=tensor_plan,
-        per_node=per_node, link=link, settings=settings,
+        loss_parallel=loss_parallel, per_node=per_node, link=link, settings=settings,
     )  # fmt: skip
 
 
@@ -186,6 +191,7 @@ def find_layouts(
     *,
     tensor: Sequence[int] = (1,),
     tensor_plan: TensorPlan | None = None,
+    loss_parallel: bool = False,
     per_node: int,
     link: float | None = None,
     settings: str | None = None,
@@ -199,7 +205,8 @@ def find_layouts(
     study = _Study(subject, target, card, tensor_plan, per_node, link, settings)
     rows: list[LayoutBytes] = []
     reasons: dict[Layout, str] = {}
-    for layout in layouts_of(world, per_node, sorted(set(micro_batches)), sorted(set(tensor))):
+    losses = {False: (False,), True: (False, True) if tensor_plan is None else (True,)}[loss_parallel]
+    for layout in layouts_of(world, per_node, sorted(set(micro_batches)), sorted(set(tensor)), losses):
         any_batch = replace(layout, micro_batch=0)
         if any_batch in reasons:
             rows.append(study.unrecorded(layout, reasons[any_batch]))
@@ -261,17 +268,7 @@ class _Study:
         self._subject, self._target, self._card = subject, target, card
         self._settings = settings
         self._make = Maker(subject.what, subject.arguments, subject.changes)
-        try:
-            with _torch.fake_tensors():
-                model = self._make()
-        except MemplanError:
-            raise
-        except Exception as error:  # the user's code
-            raise StepError(
-                f"{subject.title} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                expected="a callable that makes a module",
-                do="Mend it where it raises the same without memplan",
-            ) from error
+        model = _made(self._make, target)
         if not isinstance(model, nn.Module):
             raise TargetError(
                 f"{subject.title} makes {type(model).__name__}",
@@ -281,8 +278,10 @@ class _Study:
         self.blocks: Blocks | None = blocks_of(model)
         # how a layout is recorded, and which layouts are refused
         self._weights = _sizes(model, subject.options)
-        self._parallelize = tensor_plan or functools.partial(tensor_parallel, blocks=self.blocks)
-        self._planless = functools.cache(lambda ranks: None if tensor_plan else _why_not(model, self.blocks, ranks))
+        self._tensor_plan = tensor_plan
+        self._refused = functools.cache(
+            lambda ranks, loss: None if tensor_plan else _why_not(model, self.blocks, ranks, loss_parallel=loss)
+        )
         self._per_node = per_node
         self.links = within_machine(card)[0], round(link or between_machines(card)[0])
         self.errors: list[MemplanError] = []
@@ -292,7 +291,7 @@ class _Study:
 
     def row(self, layout: Layout, *, whole: bool = False) -> LayoutBytes:
         """Record a layout: all of the module, or some of its blocks."""
-        if layout.tensor > 1 and (error := self._planless(layout.tensor)) is not None:
+        if layout.tensor > 1 and (error := self._refused(layout.tensor, layout.loss_parallel)) is not None:
             self.errors.append(error)
             return self.unrecorded(layout, error.found)
         least = self._weights.least // (layout.shards * layout.tensor)
@@ -335,9 +334,13 @@ class _Study:
         options = self._subject.options
         compute = options.autocast if isinstance(options.autocast, torch.dtype) and layout.shards > 1 else None
         dtype = options.dtype if isinstance(options.dtype, torch.dtype) else None
-        wrapped = Wrapped(self._make, layout, dtype, compute, self.blocks, number, self._parallelize)
+        parallelize = self._tensor_plan or functools.partial(
+            tensor_parallel, blocks=self.blocks, loss_parallel=layout.loss_parallel
+        )
+        wrapped = Wrapped(self._make, layout, dtype, compute, self.blocks, number, parallelize)
         subject = replace(self._subject, what=wrapped, arguments={}, changes=(), options=rank_options(options, layout))
-        outcome = record_point(subject, self._target, self._settings, keep=True)
+        with losses_of_shards() if layout.loss_parallel else nullcontext():
+            outcome = record_point(subject, self._target, self._settings, keep=True)
         if outcome.bytes is None:
             assert outcome.error is not None
             return outcome.error
@@ -368,10 +371,31 @@ class _Study:
         return seconds
 
 
-def _why_not(model: nn.Module, blocks: Blocks | None, ranks: int) -> MemplanError | None:
+def _made(make: Maker, target: Target) -> Any:
+    """Return what a callable makes, without memory, as it is made in a recording: where it reads values, moves tensors
+    to a card or makes meshes, the recording answers."""
+    made: list[Any] = []
+
+    def build() -> Callable[[], None]:
+        made[:] = [make()]
+        return lambda: None
+
+    try:
+        record_for(build, target, steps=1)
+    except StepError as error:
+        if not error.found.startswith("build raised "):
+            raise
+        raise StepError(
+            make.title + error.found.removeprefix("build"), expected="a callable that makes a module",
+            do="Mend it where it raises the same without memplan", where=error.where,
+        ) from error.__cause__  # fmt: skip
+    return made[0]
+
+
+def _why_not(model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool) -> MemplanError | None:
     """Return the error that `tensor_parallel` would raise."""
     try:
-        check_plan(model, blocks, ranks)
+        check_plan(model, blocks, ranks, loss_parallel=loss_parallel)
     except MemplanError as error:
         return error
     return None

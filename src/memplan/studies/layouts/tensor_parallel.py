@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -27,11 +28,12 @@ _HEADS = ("n_heads", "num_heads", "n_head", "num_attention_heads", "heads", "n_k
 """Names of numbers of heads, of an attention module or its configuration."""
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None) -> None:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None, loss_parallel: bool = False) -> None:
     """Make a transformer tensor parallel, as torch's tutorial does: products by heads and hidden features,
     `SequenceParallel` norms in its blocks, embedding and head by the vocabulary.
 
-    Between the embedding and the first block, and from the last one on, each rank has the whole sequence.
+    Between the embedding and the first block, and from the last one on, each rank has the whole sequence. With
+    ``loss_parallel`` the last head's results stay sharded, for `losses_of_shards`.
 
     Raises:
         InputError: the module is no such transformer, or its heads do not divide.
@@ -39,7 +41,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None
     from torch.distributed.tensor import Replicate, distribute_module
     from torch.distributed.tensor.parallel import parallelize_module
 
-    planned = _Planned(model, blocks, mesh.size())
+    planned = _Planned(model, blocks, mesh.size(), loss_parallel=loss_parallel)
     table = planned.embedding
     tied = [name for name in planned.heads if table and _weight(model, name) is _weight(model, table)]
     parallelize_module(model, mesh, planned.styles)
@@ -63,15 +65,22 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None
     last.register_forward_hook(functools.partial(_leave, mesh))
 
 
-def check_plan(model: nn.Module, blocks: Blocks | None, ranks: int) -> None:
+def check_plan(model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool = False) -> None:
     """Raise InputError where `tensor_parallel` would."""
-    _Planned(model, blocks, ranks)
+    _Planned(model, blocks, ranks, loss_parallel=loss_parallel)
+
+
+def losses_of_shards() -> AbstractContextManager[None]:
+    """Return a context in which cross-entropy, and its backward pass, run on shards of logits."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
 
 
 class _Planned:
     """What becomes of each layer of a transformer. Names are those of `nn.Module.get_submodule`."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks | None, ranks: int) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool) -> None:
         if blocks is None or len(blocks.paths) != 1:
             raise _refused("the model has no single list of equal blocks")
         self.styles: dict[str, Any] = {}
@@ -91,6 +100,8 @@ class _Planned:
         for name, _ in model.get_submodule(path).named_children():
             self._plan_block(f"{path}.{name}")
         self._plan_rest(f"{path}.")
+        if loss_parallel:
+            self._keep_logits_sharded()
 
     def _plan_block(self, block: str) -> None:
         from torch.distributed.tensor import Shard
@@ -176,6 +187,14 @@ class _Planned:
                 self.heads.append(name)
             elif any(True for _ in layer.parameters()):
                 self.whole.append(name)
+
+    def _keep_logits_sharded(self) -> None:
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel
+
+        if not self.heads:
+            raise _refused("no linear layer after the blocks makes logits, whose shards a loss could take")
+        self.styles[self.heads[-1]] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
 
     def _layers(self, within: str) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules without modules of their own, by name.

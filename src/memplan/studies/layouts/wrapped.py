@@ -71,7 +71,7 @@ class Wrapped:
             self.parallelize(model, mesh["tensor"])
             if layout.shards == 1:
                 return model
-            mesh = mesh["shards"]
+            mesh = mesh[layout.dimensions[:-1]]
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": layout.reshard}
         if self.compute is not None:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=torch.float32)
