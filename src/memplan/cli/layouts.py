@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,8 +11,16 @@ from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
 from memplan.cli.options import StepArguments, Whole, resolve_quietly, result_options, step_options, subject_of
 from memplan.cli.progress import line
+from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.sweep import describe_first_point
 from memplan.errors import InputError
+
+if TYPE_CHECKING:
+    from memplan.integrations.scripts.request import Request
+    from memplan.studies.layouts.layouts import Layouts
+
+_SECONDS = 900.0
+"""After which the run of a script in a layout is ended."""
 
 HELP = """Compare ways to train a model with several cards: copies, shards, parts of layers, checkpoints.
 
@@ -24,6 +33,10 @@ by itself is explained by memplan explain --world N.
       --optimizer adamw --autocast bf16 --world 8 --device rtx4090 --micro-batch 1,4,16
   memplan layouts model.py:llama --input 1x8192:int64<128256 --optimizer adamw \\
       --autocast bf16 --world 8 --device h100 --tensor 1,2,4,8
+  memplan layouts --script train.py --world 8 --device h100 --micro-batch 1,4
+  memplan layouts --script torchtitan.train --world 8 --device h100 -- --job.config_file llama3_8b.toml
+
+A script of Accelerate or of a Trainer is started as accelerate launch would start it, torchtitan.train by its flags.
 
 Says the fastest layout that fits, and the bytes and the least time of all.
 
@@ -34,9 +47,10 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
 
 @click.command("layouts", help=HELP)
 @step_options
-@click.option("--script", metavar="FILE", help="A script has its own layout: says which commands vary the rest.")
 @click.option("--world", type=Whole(min=1), required=True, metavar="N", help="Number of ranks, a card each.")
-@click.option("--micro-batch", default="1", show_default=True, metavar="N,N", help="Samples of a rank at a time.")
+@click.option(
+    "--micro-batch", metavar="N,N", help="Samples of a rank at a time. Default: 1, or the script's own.",
+)  # fmt: skip
 @click.option(
     "--tensor",
     default="1",
@@ -57,47 +71,74 @@ Exit code: 0 found; 1 nothing fits; 2 bad usage, or nothing can be recorded.
 )  # fmt: skip
 @result_options("everything")
 def command(
-    script: str | None, world: int, micro_batch: str, tensor: str, tensor_plan: str | None,
-    loss_parallel: bool, per_node: int, link: float | None, results: ResultFiles, **values: Any,
+    world: int, micro_batch: str | None, tensor: str, tensor_plan: str | None, loss_parallel: bool, per_node: int,
+    link: float | None, results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.layouts import report
     from memplan.studies.layouts.layouts import find_layouts
     from memplan.trace.recording.session import choose_target
 
-    if script is not None:
-        raise InputError(
-            f"--script {script}, which makes its own mesh and shards by itself",
-            expected="a TARGET that makes the module, which is sharded here",
-            do="Only its micro-batch and world can vary: the largest micro-batch by memplan largest --world "
-            f"{world} --device CARD --script {script}, what a rank takes by memplan run --world {world} --rank all "
-            f"--device CARD --batch N {script}",
-        )
-    if values["target"] is None:
-        raise InputError(
-            "no TARGET", expected="one: path/to/file.py:callable or package.module:callable", do="Name one"
-        )
-    sizes, degrees = _numbers("--micro-batch", micro_batch), _numbers("--tensor", tensor)
+    sizes = [] if micro_batch is None else _numbers("--micro-batch", micro_batch)
+    degrees = _numbers("--tensor", tensor)
+    bandwidth = None if link is None else link * 1e9
+    settings = values["settings"]
+    request = target_or_script(values | {"world": world, "rank": 0}, modules=True)
+    if request is not None:
+        if tensor_plan is not None:
+            raise InputError(
+                "--tensor-plan with --script", expected="a script that shares its layers", do="Leave it out"
+            )
+        result = _of_script(replace(request, settings=settings), sizes, degrees, loss_parallel, per_node, bandwidth)
+        results.write_and_show(result.to_json, lambda: report(result))
+        return int(result.best is None)
     if not values["train"]:
         raise InputError("--no-train", expected="a training step", do="Leave it out")
-    arguments = StepArguments(**values)
+    arguments = StepArguments(**{name: value for name, value in values.items() if name not in _OF_SCRIPTS})
     subject = subject_of(describe_first_point(arguments, None, {}), arguments)
     target = choose_target(arguments.device, arguments.assumed, arguments.environment, world, 0)
     with line("recording layouts") as progress:
         result = find_layouts(
-            subject, target, sizes, tensor=degrees,
+            subject, target, sizes or [1], tensor=degrees,
             tensor_plan=None if tensor_plan is None else resolve_quietly(tensor_plan).what,
-            loss_parallel=loss_parallel, per_node=per_node,
-            link=None if link is None else link * 1e9, settings=arguments.settings, title=arguments.target,
+            loss_parallel=loss_parallel, per_node=per_node, link=bandwidth, settings=settings, title=arguments.target,
             progress=progress,
         )  # fmt: skip
     results.write_and_show(result.to_json, lambda: report(result))
     return int(result.best is None)
 
 
-for _parameter in command.params:
-    if _parameter.name == "target":
-        _parameter.required = False
+_OF_SCRIPTS = ("script", "unprotected")
+script_option(command)
+
+
+def _of_script(
+    request: Request, sizes: list[int], degrees: list[int], loss_parallel: bool, per_node: int, link: float | None
+) -> Layouts:
+    """Compare the layouts of a script that takes them from its flags or its launcher."""
+    from memplan.devices import find
+    from memplan.integrations.scripts.launchers import launcher_of
+    from memplan.integrations.scripts.script_layouts import script_layouts
+    from memplan.trace.records import HOST
+
+    script, world = request.command, request.world
+    launcher = launcher_of(script)
+    if launcher is None:
+        raise InputError(
+            f"--script {script.place}, which makes its own mesh and shards by itself",
+            expected="a TARGET that makes the module, which is sharded here; torchtitan.train; or a script of "
+            "Accelerate or a Trainer, whose layout its launcher sets",
+            do="Only its micro-batch and world can vary: the largest micro-batch by memplan largest --world "
+            f"{world} --device CARD --script {script.place}, what a rank takes by memplan run --world {world} "
+            f"--rank all --device CARD --batch N {script.place}",
+        )
+    if request.device is None or request.device == HOST:
+        raise InputError(f"device {request.device}", expected="a card, which a rank has to itself", do="Name one: h100")
+    with line("recording layouts") as progress:
+        return script_layouts(
+            replace(request, limit=_SECONDS), launcher, find(request.device), sorted(set(sizes)), tensor=degrees,
+            losses=(False, True) if loss_parallel else (False,), per_node=per_node, link=link, progress=progress,
+        )  # fmt: skip
 
 
 def _numbers(option: str, text: str) -> list[int]:

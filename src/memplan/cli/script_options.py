@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,8 +39,9 @@ def script_option(command: click.Command) -> click.Command:
     return command
 
 
-def target_or_script(values: dict[str, Any]) -> Request | None:
+def target_or_script(values: dict[str, Any], *, modules: bool = False) -> Request | None:
     """Pop the script's options from a command's values. Return the script request, or None if TARGET was used instead.
+    ``modules``: take names of modules, too.
 
     Raises:
         InputError: neither --script nor TARGET, or options that only a target has.
@@ -65,10 +67,16 @@ def target_or_script(values: dict[str, Any]) -> Request | None:
         )
     return request_of(
         {
-            "script": script, "arguments": arguments, "is_module": False, "device": values["device"], "steps": None,
-            "inputs": values["inputs"], "kwargs": values["kwargs"], "batch": values["batch"], "really": False,
+            "script": script, "arguments": arguments, "is_module": modules and _is_module(script),
+            "device": values["device"], "steps": None, "inputs": values["inputs"], "kwargs": values["kwargs"],
+            "batch": values["batch"], "really": False,
             "writes": False, "unprotected": unprotected, "shows": False, "limit": 300.0,
             "contribute": None, "assume": values["assume"], "cudnn": step.cudnn, "world": step.world,
             "rank": step.rank,
         }
     )  # fmt: skip
+
+
+def _is_module(place: str) -> bool:
+    """Return whether a script's place is the dotted name of a module: no file of that name, nor of Python's."""
+    return not place.endswith(".py") and not os.path.exists(place) and all(map(str.isidentifier, place.split(".")))

@@ -56,6 +56,32 @@ def step_time(trace: Trace, rates: Rates) -> StepTime | None:
     return StepTime(seconds, sum(work.flops for work in works), sum(work.bytes for work in works))
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes of c10d's collective operations in the first step; a ring of r ranks sends (r - 1) / r of them."""
+
+    sharded: int
+    """Gathered from shards, and reduced to shards: `fully_shard`."""
+    reduced: int
+    """Twice what is reduced to all: `DistributedDataParallel`, and copies of shards."""
+
+
+def sent_bytes(trace: Trace) -> Sent:
+    """Return the bytes that ranks exchange to share weights and gradients, apart from `exchanged_bytes`."""
+    sharded = reduced = 0
+    for op in trace.ops:
+        namespace, _, name = op.name.partition(".")
+        if op.step != 0 or op.phase == "build" or namespace != "c10d":
+            continue
+        storages = {*(read.storage for read in op.reads), *op.writes}
+        size = max((trace.storages[number].bytes for number in storages), default=0)
+        if "gather" in name or "reduce_scatter" in name:
+            sharded += size
+        elif name.startswith("allreduce"):
+            reduced += 2 * size
+    return Sent(sharded, reduced)
+
+
 def exchanged_bytes(trace: Trace) -> int:
     """Return the bytes of `DTensor`'s collective operations in the first step: what each gathers or reduces to shards,
     twice what it reduces to all. A ring of r ranks sends (r - 1) / r of them."""

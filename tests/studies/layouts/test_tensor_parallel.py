@@ -212,8 +212,13 @@ def test_the_command_takes_degrees_and_a_plan(tmp_path: Path) -> None:
         list(layouts_of(4, 2, (1,), (3,)))
 
 
-@pytest.mark.parametrize("script", [["--script", "train.py"], []])
-def test_a_script_has_its_own_layout(script: list[str]) -> None:
+@pytest.mark.parametrize("has_script", [True, False])
+def test_a_script_that_shards_by_itself_has_its_own_layout(
+    has_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import torch\n")
+    script = ["--script", "train.py"] if has_script else []
     done = CliRunner().invoke(main, ["layouts", *script, "--world", "8", "--device", "h100"])
     assert done.exit_code == 2
     expected = "memplan largest --world 8 --device CARD --script train.py" if script else "no TARGET"

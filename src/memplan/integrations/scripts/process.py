@@ -181,7 +181,8 @@ def _home() -> str:
 
 
 def _popen(command: list[str], request: Request, **options: Any) -> subprocess.Popen[bytes]:
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (_home(), os.environ.get("PYTHONPATH"))))}
+    path = os.pathsep.join(filter(None, (_home(), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, **dict(request.variables), "PYTHONPATH": path}
     return subprocess.Popen[bytes](
         command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
     )

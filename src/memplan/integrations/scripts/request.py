@@ -59,6 +59,8 @@ class Request:
     world: int | None = None
     """Number of ranks that torchrun starts, of which the script is ``rank``; None: it runs as under python."""
     rank: int = 0
+    variables: tuple[tuple[str, str], ...] = ()
+    """Environment variables of the script, beside this process's."""
     lines: tuple[Followed, ...] = ()
     """Functions to follow line by line, in addition to decorated functions."""
 

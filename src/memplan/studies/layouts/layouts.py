@@ -36,7 +36,8 @@ bytes, as the next one's weights are gathered while one runs; two more, as block
 
 
 _OF_LAYOUT = ("replicas", "shards", "micro_batch", "reshard", "checkpoint", "tensor", "loss_parallel")
-_OF_ROW = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "exchanging", "reason")
+_OF_ROW = ("allocated", "reserved", "needs", "fits", "recorded", "flops", "compute", "sending", "exchanging", "reason",
+           "passes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class LayoutBytes:
     """Seconds that the card waits for what ranks of a layer exchange, at the rate of the links within a machine."""
     reason: str = ""
     """Why it was not recorded; empty where it was."""
+    passes: int = 1
+    """Micro-batches that a rank's step accumulates."""
 
     @property
     def seconds(self) -> float:
@@ -70,7 +73,7 @@ class LayoutBytes:
     @property
     def rate(self) -> float:
         """Samples of all ranks a second, at most."""
-        samples = self.layout.micro_batch * self.layout.replicas * self.layout.shards
+        samples = self.layout.micro_batch * self.passes * self.layout.replicas * self.layout.shards
         return samples / self.seconds if self.seconds else 0.0
 
 
@@ -226,11 +229,15 @@ def find_layouts(
             rows[rows.index(row)] = row = whole
         if row.fits:
             break
-    rows.sort(key=lambda row: (not row.fits, _speed(row) if row.fits else (row.needs or math.inf,)))
     return Layouts(
         title or subject.title, target.name, world, per_node, card.capacity, study.blocks.number if study.blocks else 0,
-        study.links, tuple(rows), study.notes,
+        study.links, tuple(ranked(rows)), study.notes,
     )  # fmt: skip
+
+
+def ranked(rows: Sequence[LayoutBytes]) -> list[LayoutBytes]:
+    """Return rows in the order of `Layouts.rows`."""
+    return sorted(rows, key=lambda row: (not row.fits, _speed(row) if row.fits else (row.needs or math.inf,)))
 
 
 def _speed(row: LayoutBytes) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from memplan.devices.model import Device
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import LARGEST_WORKSPACE, explain_trace
 from memplan.explanation.layers import origin_word
@@ -114,29 +115,36 @@ def record_point(subject: Subject, target: Target, settings: str | None = None, 
     """
     try:
         trace = record_trace(subject, target)
-        explanation = explain_trace(trace, card=target.card, settings=settings)
+        aggregation = aggregation_bytes(trace) if subject.window is not None else 0
+        return outcome_of(trace, target.card, settings, keep=keep, aggregation=aggregation)
     except MemplanError as error:
         return Outcome(error=error)
+
+
+def outcome_of(
+    trace: Trace, card: Device | None, settings: str | None = None, *, keep: bool = False, aggregation: int = 0
+) -> Outcome:
+    """Simulate a recorded step. ``aggregation``: see `Bytes`; the others as of `record_point`. Raises MemplanError."""
+    explanation = explain_trace(trace, card=card, settings=settings)
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}
     for cause, counted in _OF_RANKS.items():
         causes[counted] += explanation.by_cause[cause]
     timeline, low = explanation.timeline, explanation.by_cause["workspace"]
-    aggregation = aggregation_bytes(trace) if subject.window is not None else 0
     notes = (
         *(note for note in explanation.notes if not note.startswith(LARGEST_WORKSPACE)),  # differs between points
         *map(_assumption_note, loud(trace.assumptions)),
     )
     peak, reserved = timeline.peak_allocated, timeline.peak_reserved
-    card = explanation.card
-    if card is None:
+    on_card = explanation.card
+    if on_card is None:
         figures = Bytes(peak, peak, reserved, reserved, reserved, reserved, low, low, causes, None, aggregation)
         return Outcome(figures, None, notes, trace if keep else None)
-    charges = {charge.name: charge for charge in card.charges}
+    charges = {charge.name: charge for charge in on_card.charges}
     fragmentation = charges["fragmentation"]
+    verdict, high = on_card.verdict, on_card.peak_allocated_high
     figures = Bytes(
-        peak, card.peak_allocated_high, peak + fragmentation.low, card.peak_allocated_high + fragmentation.high,
-        card.verdict.low, card.verdict.high, low, charges["workspace"].high, causes, card.verdict.answer, aggregation,
-        card.verdict.band,
+        peak, high, peak + fragmentation.low, high + fragmentation.high, verdict.low, verdict.high, low,
+        charges["workspace"].high, causes, verdict.answer, aggregation, verdict.band,
     )  # fmt: skip
     planned = _planned_workspaces(trace, timeline.peak_tick)
     return Outcome(figures, None, notes, trace if keep else None, planned)

@@ -1,0 +1,110 @@
+"""What sets the layout of a script: flags of its own, or the variables that its launcher sets."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from memplan.integrations.scripts.command import Command
+from memplan.studies.layouts.layout import Layout
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a script is started in a layout."""
+
+    arguments: tuple[str, ...] = ()
+    """Appended to the script's own."""
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables."""
+    text: str = ""
+    """What a user writes for it."""
+
+
+class Launcher(Protocol):
+    """Sets the layouts of a kind of script."""
+
+    batch_by_loader: bool
+    """Whether a micro-batch is set in the script's loader; else by `Launch.arguments`."""
+
+    def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
+        """Return how to start the script in a layout, with its own micro-batch for None; None if it cannot be set."""
+        ...
+
+
+def launcher_of(command: Command) -> Launcher | None:
+    """Return what sets a script's layout from outside; None if it shards by itself in its own way."""
+    if command.is_module:
+        return Torchtitan() if re.fullmatch(r"torchtitan(\.\w+)*\.train", command.place) else None
+    try:
+        text = Path(command.place).read_text(encoding="utf-8")
+        imported = _imported(ast.parse(text))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    shards = re.search(r"\bfsdp|fully_shard|FullySharded|DeepSpeed|ParallelismConfig|parallelize_module", text)
+    uses = any(
+        name == "accelerate.Accelerator" or re.fullmatch(r"(transformers|trl)\.\w*Trainer", name) for name in imported
+    )
+    return Accelerate() if uses and not shards else None
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Return the names that a program imports from modules, as ``module.name``."""
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+
+
+class Torchtitan:
+    """torchtitan's own trainer, by flags that override its configuration. Seen in 0.2.2."""
+
+    batch_by_loader = False
+
+    def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
+        """See `Launcher`. Blocks are recomputed whole, or not at all: its selective checkpoints are neither."""
+        flags = {
+            "--parallelism.data_parallel_replicate_degree": layout.replicas,
+            "--parallelism.data_parallel_shard_degree": layout.shards,
+            "--parallelism.tensor_parallel_degree": layout.tensor,
+            "--parallelism.fsdp_reshard_after_forward": "always" if layout.reshard else "never",
+            "--activation_checkpoint.mode": "full" if layout.checkpoint else "none",
+        }
+        if micro_batch is not None:
+            flags["--training.local_batch_size"] = micro_batch
+        arguments = [f"{name}={value}" for name, value in flags.items()]
+        if layout.tensor > 1 and not layout.loss_parallel:
+            arguments.append("--parallelism.disable_loss_parallel")
+        return Launch(tuple(arguments), text=" ".join(arguments))
+
+
+class Accelerate:
+    """Scripts of Accelerate and of the trainers of transformers and trl, by the variables that ``accelerate launch``
+    sets. Seen in Accelerate 1.15."""
+
+    batch_by_loader = True
+
+    def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
+        """See `Launcher`. Copies are not recomputed, as Accelerate checkpoints what it shards alone."""
+        if layout.tensor > 1:
+            return None
+        if layout.shards == 1:
+            return None if layout.checkpoint else Launch(text="accelerate launch --multi_gpu")
+        options = {
+            "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": str(layout.reshard).lower(),
+            "fsdp_activation_checkpointing": str(layout.checkpoint).lower(),
+        }  # fmt: skip
+        variables, uses = {"ACCELERATE_USE_FSDP": "true"}, ["--use_fsdp"]
+        if layout.replicas > 1:
+            options |= {
+                "parallelism_config_dp_replicate_size": str(layout.replicas),
+                "parallelism_config_dp_shard_size": str(layout.shards),
+            }
+            variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+            uses.append("--use_parallelism_config")
+        variables |= {name.upper(): value for name, value in options.items()}
+        flags = [f"--{name} {value}" for name, value in options.items()]
+        return Launch((), variables, " ".join(["accelerate launch", *uses, *flags]))

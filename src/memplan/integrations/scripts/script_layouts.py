@@ -1,0 +1,124 @@
+"""Layouts of a script, each started as its launcher would, and recorded alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from memplan.devices.interconnects import between_machines, within_machine
+from memplan.devices.model import Device
+from memplan.errors import MemplanError
+from memplan.integrations.scripts.launchers import Launch, Launcher
+from memplan.integrations.scripts.process import run_script
+from memplan.integrations.scripts.request import Request
+from memplan.planning.graph.roofline import rates_of
+from memplan.studies.layouts.layout import Layout, layouts_of
+from memplan.studies.layouts.layouts import LayoutBytes, Layouts, ranked
+from memplan.studies.step_time import exchanged_bytes, sent_bytes, step_time
+from memplan.studies.sweeps.points import outcome_of
+
+
+def script_layouts(
+    request: Request,
+    launcher: Launcher,
+    card: Device,
+    micro_batches: Sequence[int],
+    *,
+    tensor: Sequence[int] = (1,),
+    losses: Sequence[bool] = (False,),
+    per_node: int,
+    link: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Layouts:
+    """Run a script in each layout of ``request.world`` ranks, and compare what its rank takes.
+
+    Args:
+        request: how to run it.
+        launcher: what sets its layout.
+        card: the device of each rank.
+        micro_batches: samples of a rank at a time; () for the script's own.
+        tensor: ranks that share each layer.
+        losses: see `layouts_of`.
+        per_node: cards of a machine.
+        link: bytes a second to another machine, instead of the catalogue's.
+        progress: called with each layout that is recorded.
+
+    Raises:
+        MemplanError: no layout can be recorded; this is the first one's error.
+    """
+    assert request.world is not None, "layouts are of several ranks"
+    links = within_machine(card)[0], round(link or between_machines(card)[0])
+    run = _Runs(request, card, links, per_node)
+    rows: list[LayoutBytes] = []
+    launches: dict[Layout, Launch] = {}
+    for layout in layouts_of(request.world, per_node, micro_batches or (0,), tensor, losses):
+        micro_batch = layout.micro_batch or None
+        launch = launcher.launch(layout, micro_batch)
+        if launch is None:
+            continue
+        smaller = [row for row in rows if replace(row.layout, micro_batch=0) == replace(layout, micro_batch=0)]
+        if micro_batch is not None and any(not row.fits for row in smaller):
+            rows.append(run.unrecorded(layout, smaller[-1].reason or "a smaller micro-batch does not fit"))
+            continue
+        progress(layout.title)
+        row = run.row(layout, launch, micro_batch if launcher.batch_by_loader else None)
+        launches[row.layout] = launch
+        rows.append(row)
+    if run.errors and all(row.reason for row in rows):
+        raise run.errors[0]
+    rows = ranked(rows)
+    started = [f"{row.layout.title}: {launches[row.layout].text}" for row in rows[:1] if row.fits]
+    return Layouts(
+        str(request.command), card.name, request.world, per_node, card.capacity, 0, links, tuple(rows),
+        (*started, *run.notes),
+    )  # fmt: skip
+
+
+class _Runs:
+    """Runs of a script, each in a layout."""
+
+    def __init__(self, request: Request, card: Device, links: tuple[int, int], per_node: int) -> None:
+        self._request, self._card, self._links, self._per_node = request, card, links, per_node
+        self.errors: list[MemplanError] = []
+        self.notes: tuple[str, ...] = ()
+
+    def row(self, layout: Layout, launch: Launch, loader_batch: int | None) -> LayoutBytes:
+        """Run the script in a layout."""
+        command = self._request.command
+        request = replace(
+            self._request,
+            command=replace(command, arguments=(*command.arguments, *launch.arguments)),
+            variables=tuple(launch.variables.items()),
+            rules=replace(self._request.rules, batch=loader_batch),
+        )
+        try:
+            ran = run_script(request)
+            outcome = outcome_of(ran.trace, self._card, self._request.settings, keep=True)
+        except MemplanError as error:
+            self.errors.append(error)
+            return self.unrecorded(layout, error.found)
+        trace, figures = ran.trace, outcome.bytes
+        assert figures is not None, "errors are raised"
+        self.notes = outcome.notes
+        time = step_time(trace, rates_of(self._card))
+        sent = sent_bytes(trace)
+        reach = layout.shards * layout.tensor
+        seconds = self._ring(sent.sharded, layout.shards, reach)
+        seconds += self._ring(sent.reduced, layout.replicas, reach * layout.replicas)
+        size = ran.facts.batch_size
+        trains = [batch.taken for batch in ran.facts.batches if not batch.cut]
+        passes = max(max(trains, default=1) // max(ran.facts.updates, 1), 1)
+        exchanging = self._ring(exchanged_bytes(trace), layout.tensor, layout.tensor)
+        return LayoutBytes(
+            replace(layout, micro_batch=layout.micro_batch or size or 1), figures.peak, figures.reserved, figures.needs,
+            figures.needs <= self._card.capacity, True, time.flops if time is not None else 0,
+            time.seconds if time is not None else 0.0, seconds, exchanging, passes=passes,
+        )  # fmt: skip
+
+    def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
+        """Return the row of a layout that was not recorded."""
+        return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, 0.0, reason=reason)
+
+    def _ring(self, size: float, ranks: int, spread: int) -> float:
+        """Return the seconds in which a ring of ranks sends what it gathers or reduces to shards."""
+        return size * (ranks - 1) / ranks / (self._links[0] if spread <= self._per_node else self._links[1])
