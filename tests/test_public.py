@@ -34,6 +34,7 @@ PUBLIC = [
     "Layouts",
     "LineProfile",
     "MemplanError",
+    "PackedMasters",
     "Plan",
     "Proof",
     "Quantized",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memplan.integrations.watching.watch import watch as watch
     from memplan.planning.api import plan as plan
     from memplan.planning.capture.loss_module import with_loss as with_loss
+    from memplan.planning.ops.packed_masters import PackedMasters as PackedMasters
     from memplan.planning.plan.plan import Plan as Plan
     from memplan.planning.search.search import Heuristics as Heuristics
     from memplan.simulation.replays.ranks import RankSnapshots as RankSnapshots
@@ -75,6 +76,7 @@ _HOMES = {
     "Heuristics": "memplan.planning.search.search",
     "Layouts": "memplan.studies.layouts.layouts",
     "LineProfile": "memplan.explanation.line_profile",
+    "PackedMasters": "memplan.planning.ops.packed_masters",
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",

@@ -227,6 +227,7 @@ from memplan._torch.tensors import (
     drawing_from,
     in_backward,
     inner_tensors,
+    is_fake,
     is_mutable,
     is_random,
     is_sparse,

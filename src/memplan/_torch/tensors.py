@@ -102,6 +102,11 @@ def is_zero(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no values, as in a recording."""
+    return isinstance(tensor, FakeTensor)
+
+
 def is_sparse(value: Any) -> bool:
     """Return whether a value is a tensor of a sparse layout."""
     return isinstance(value, torch.Tensor) and value.layout is not torch.strided and bool(_part_methods(value.layout))

@@ -322,7 +322,7 @@ class _Planning:
             decisions=(
                 *lowered(planned.graph, precision),
                 *tiled(graph, plain, self._study.tiles),
-                *decide(planned.graph, planned),
+                *decide(planned.graph, planned, outside_memory.packed),
             ),
             choices=planned.choices,
             names=names_of(graph),

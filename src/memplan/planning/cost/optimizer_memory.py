@@ -16,6 +16,7 @@ from memplan.planning.graph.joint_graph import JointGraph, Value
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.ops.packed_masters import PackedMasters
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record_for
 from memplan.trace.records import Cause
@@ -35,6 +36,8 @@ class Update:
     """Bytes of the optimizer's state."""
     most: int
     """Peak bytes of an update beyond parameters, gradients and state."""
+    packed: int = 0
+    """Bytes of the state that are low halves of master weights."""
 
 
 def memory_outside_graph(
@@ -76,6 +79,7 @@ def memory_outside_graph(
         update_bytes = {value.id: by_shape[_shape_of(value)].most for value in parameters}
     return OutsideMemory(
         state=update.state,
+        packed=update.packed,
         update=(update_with_idle if gradients.adds else update).most,
         update_by_parameter=update_bytes,
         other_bytes=other_bytes,
@@ -94,13 +98,17 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
         return Update(0, 0)
 
     home = home or Home()
+    packed = 0
 
     def build() -> Callable[[], Any]:
+        nonlocal packed
         parameters = [
             nn.Parameter(torch.empty_strided(sizes, stride, dtype=getattr(torch, dtype), device=home.type))
             for sizes, stride, dtype in shapes
         ]
         instance = optimizer(parameters)
+        if isinstance(instance, PackedMasters):
+            packed = instance.packed_bytes
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         return instance.step
@@ -118,7 +126,7 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
     live = sum(home.allocated(storage.bytes) for storage in live_at(trace, begin))
     inputs = (storage for storage in live_at(trace, trace.steps[0]) if storage.cause in _INPUTS)
     state = live - sum(home.allocated(storage.bytes) for storage in inputs)
-    return Update(state, timeline.steps[1].peak_allocated - live)
+    return Update(state, timeline.steps[1].peak_allocated - live, packed)
 
 
 _INPUTS = ("weight", "parameter_gradient")

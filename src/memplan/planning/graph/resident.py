@@ -15,6 +15,8 @@ class OutsideMemory:
 
     state: int = 0
     """Bytes of optimizer state for the parameters that get a gradient in the graph."""
+    packed: int = 0
+    """Bytes of it that are low halves of master weights."""
     update: int = 0
     """Bytes that the optimizer allocates while it updates all parameters after the backward pass."""
     update_by_parameter: Mapping[int, int] = field(default_factory=dict)

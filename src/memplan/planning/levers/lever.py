@@ -128,6 +128,11 @@ class PlannedStep(Protocol):
         ...
 
     @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of the low halves of master weights, of an optimizer `memplan.PackedMasters`."""
+        ...
+
+    @property
     def trained(self) -> Sequence[Value]:
         """Parameters that get a gradient."""
         ...

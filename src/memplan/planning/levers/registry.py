@@ -14,6 +14,7 @@ from memplan.planning.levers.in_place import InPlace
 from memplan.planning.levers.lever import Lever, Situation
 from memplan.planning.levers.lower_precision import LowerPrecision
 from memplan.planning.levers.offload import Offload
+from memplan.planning.levers.packed_masters import PackedMasters
 from memplan.planning.levers.recompute import Recompute
 from memplan.planning.levers.release_gradients import ReleaseGradients
 from memplan.planning.levers.tile import Tile
@@ -24,7 +25,7 @@ UPDATE_EARLY, RELEASE_GRADIENTS = UpdateEarly(), ReleaseGradients()
 
 LEVERS: list[Lever] = [
     RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), TILE, InPlace(), UPDATE_EARLY,
-    RELEASE_GRADIENTS,
+    RELEASE_GRADIENTS, PackedMasters(),
 ]  # fmt: skip
 """All levers. If several encodings of a value are chosen, the first lever's is decoded; host copies come last."""
 

@@ -21,10 +21,13 @@ from memplan.planning.tiles.tiled import Tile as TileOfStep
 _STEP = Scope("step")
 
 
-def decide(graph: JointGraph, schedule: Schedule) -> tuple[Decision, ...]:
+def decide(graph: JointGraph, schedule: Schedule, packed_bytes: int = 0) -> tuple[Decision, ...]:
     """Return a decision for each forward value that is saved or restored, in the order of the graph, then the decisions
-    about the whole step. Their seconds add up to the schedule's."""
-    decider = _Decider(graph, schedule)
+    about the whole step. Their seconds add up to the schedule's.
+
+    ``packed_bytes``: bytes of the low halves of master weights.
+    """
+    decider = _Decider(graph, schedule, packed_bytes)
     return (*decider.values(), *decider.step())
 
 
@@ -63,9 +66,9 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
 class _Decider:
     """The planned step that levers query for their reasons (see `memplan.planning.levers.lever.PlannedStep`)."""
 
-    def __init__(self, graph: JointGraph, schedule: Schedule) -> None:
+    def __init__(self, graph: JointGraph, schedule: Schedule, packed_bytes: int) -> None:
         """Collect what the schedule recomputes, encodes and reads, and the seconds that this adds."""
-        self.graph, self.schedule = graph, schedule
+        self.graph, self.schedule, self.packed_bytes = graph, schedule, packed_bytes
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.recomputable = recomputable(graph)
         self.forms: dict[int, list[SavedForm]] = defaultdict(list)

@@ -1,0 +1,275 @@
+"""An optimizer with float32 master weights, of which only the low 16 bits are stored beside the bfloat16 weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.errors import UsageError
+
+_ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+    torch.optim.Adamax, torch.optim.Adadelta,
+)  # fmt: skip
+"""Optimizers that update each element from its own gradient and state, which they make in the first update."""
+_LOW, _TIES = "master_low", "master_ties"
+"""Names of the low halves, and of the positions where they are 2^15 and not -2^15, in the state of a parameter."""
+_PIECE, _PIECE_ON_CARD = 1 << 20, 1 << 22
+"""Elements of a parameter that are updated at a time."""
+_HALF = 1 << 15
+"""Half of a rounding step of bfloat16, in rounding steps of float32."""
+_ROW = 512
+"""Elements whose maximum is compared first, as comparing each takes ten times as long on a CPU."""
+
+
+class PackedMasters(torch.optim.Optimizer):
+    """Train bfloat16 weights by float32 master weights that take 2 bytes a parameter instead of 4.
+
+    A bfloat16 weight is its master weight, rounded: the high half of its bits. So the low half is all that is stored,
+    in the optimizer's state. ``step()`` restores up to 4 million master weights at a time, casts their gradients to
+    float32, lets ``optimizer_class`` update them with its states in float32, and rounds. Weights and states are bit
+    for bit those of a training that holds the master weights: float32 copies of the parameters, updated by
+    ``optimizer_class``, and copied back after each update. It also does without that training's float32 gradients.
+
+    The first master weights are the weights as they are before the first update; `set_master` sets others, such as
+    those of a float32 checkpoint. A weight that is changed by hand between updates stays so, to within half of a
+    bfloat16 rounding step. ``state_dict`` has the low halves; float32 and float64 parameters are updated as they are.
+
+    An even bfloat16 number is the rounded value of 65,537 float32 numbers, one more than a low half can tell apart. So
+    the positions of those in the middle to the next number above are stored, too: of random ones, one in 131,072, with
+    8 bytes. How many there are is read after each update, so on a card each parameter waits for its kernels, and a
+    CUDA graph cannot capture ``step()``.
+
+    Args:
+        params: parameters, or groups of them, as of any optimizer. Their gradients may be bfloat16 or float32.
+        optimizer_class: SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adamax or Adadelta of ``torch.optim``.
+        defaults: its options.
+
+    Raises:
+        UsageError: another optimizer, or parameters in float16, which is no part of float32, or DTensors (of FSDP2).
+
+    Example:
+        >>> layer = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = memplan.PackedMasters(layer.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+        >>> layer(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> torch.equal(optimizer.master(layer.weight).bfloat16(), layer.weight)
+        True
+    """
+
+    def __init__(
+        self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **defaults: Any
+    ) -> None:
+        if optimizer_class not in _ELEMENTWISE:
+            raise UsageError(
+                f"PackedMasters of {getattr(optimizer_class, '__name__', optimizer_class)}",
+                expected=f"one of torch.optim's {', '.join(kind.__name__ for kind in _ELEMENTWISE)}",
+                do="Pass one of these as optimizer_class, or hold the master weights in float32",
+            )
+        self._inner: Any = optimizer_class(params, **defaults)
+        """Updates the master weights of a piece, with its parameter groups and state set to theirs."""
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+        self._release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_inner": self._inner}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            UsageError: there are parameters in float16, or tensors that wrap others.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            is_plain = "" in _torch.inner_tensors(parameter)
+            known = is_plain and parameter.dtype in (torch.bfloat16, torch.float32, torch.float64)
+            if known or not parameter.requires_grad:
+                continue
+            self.param_groups.pop()
+            kind = str(parameter.dtype).removeprefix("torch.") if is_plain else type(parameter.data).__name__
+            raise UsageError(
+                f"PackedMasters of a parameter of shape {tuple(parameter.shape)} and type {kind}",
+                expected="a plain tensor in bfloat16, whose bits are the high half of a float32 number, or in float32 "
+                "or float64",
+                do="Train in bfloat16, or hold the master weights in float32",
+            )
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the low halves: 2 for each element of a bfloat16 parameter."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return sum(2 * parameter.numel() for parameter in parameters if parameter.dtype == torch.bfloat16)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient. ``closure`` is called first, and its result returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+        finally:
+            self._release()
+        return loss
+
+    @torch.no_grad()
+    def master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the float32 master weight of a parameter, as a new tensor of its shape."""
+        state = self.state.get(parameter, {})
+        if _LOW not in state:
+            return parameter.detach().to(torch.float32, copy=True)
+        return _unpacked(parameter.detach(), state[_LOW], state[_TIES])
+
+    @torch.no_grad()
+    def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
+        """Set the master weight of a parameter, and the parameter to its rounded value."""
+        weight = parameter.detach()
+        if weight.dtype != torch.bfloat16:
+            weight.copy_(master)
+            return
+        copy = torch.empty_like(weight, dtype=torch.float32).copy_(master)
+        state = self._packed_state(parameter)
+        state[_TIES] = _pack(copy, weight, state[_LOW])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as `torch.optim.Optimizer.load_state_dict`, but in the dtypes that it has."""
+        super().load_state_dict(state_dict)  # casts states to the dtype of their parameter
+        saved, own = (
+            chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        for number, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name == "step" or not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape == parameter.shape:
+                    self.state[parameter][name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value).detach()
+                else:
+                    self.state[parameter][name] = value.to(parameter.device)
+
+    def _packed_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a bfloat16 parameter, with master weights equal to the weights if it has none."""
+        state = self.state[parameter]
+        if _LOW not in state:
+            state[_LOW] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+            state[_TIES] = state[_LOW].new_empty(0, dtype=torch.int64)
+        return state
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter, piece by piece where that cannot change a bit: not by fused kernels, whose arithmetic may
+        depend on the place in a tensor."""
+        weight, gradient = parameter.detach(), parameter.grad
+        assert gradient is not None
+        packed = weight.dtype == torch.bfloat16
+        state = self._packed_state(parameter) if packed else self.state[parameter]
+        known = {name: value for name, value in state.items() if name not in (_LOW, _TIES)}
+        ties: Any = state.get(_TIES)
+        ties_after = list[torch.Tensor]()
+        elements = _PIECE if weight.device.type == "cpu" else _PIECE_ON_CARD
+        if group.get("fused") or not (_is_flat(weight) and _is_flat(gradient)):
+            elements = weight.numel()
+        for start, piece in _pieces(weight.numel(), elements):
+            master = piece(weight)
+            if packed:
+                ties_here = ties[(ties >= start) & (ties < start + elements)] - start if len(ties) else ties
+                master = _unpacked(master, piece(state[_LOW]), ties_here)
+            master.grad = piece(gradient).to(master.dtype)
+            before = {
+                name: piece(value) if _is_elementwise(value, weight) else _copied(value)
+                for name, value in known.items()
+            }
+            after = self._updated(master, dict(before), group)
+            master.grad = None
+            for name, value in after.items():
+                if not _is_elementwise(value, master) or value.shape == weight.shape:
+                    state[name] = value  # what is not by element is the same after each piece
+                elif value is not before.get(name):
+                    if name not in state:
+                        state[name] = torch.empty_like(weight, dtype=value.dtype)
+                    piece(state[name]).copy_(value)
+            if packed:
+                ties_after.append(_pack(master, piece(weight), piece(state[_LOW])) + start)
+        if packed:
+            state[_TIES] = torch.cat(ties_after)
+
+    def _updated(self, master: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+        """Update a tensor with the options of a group, and return its state, which may be changed in place."""
+        self._inner.param_groups = [{**group, "params": [master]}]
+        self._inner.state = defaultdict(dict, {master: state})
+        _torch.bare_step(self._inner)()
+        return self._inner.state[master]
+
+    def _release(self) -> None:
+        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+
+
+def _pieces(count: int, elements: int) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Return views of successive elements of a contiguous tensor with ``count`` elements, and where each begins. A
+    single piece is the tensor itself, which need not be contiguous."""
+    if count <= elements:
+        return [(0, lambda tensor: tensor)]
+    return [
+        (start, lambda tensor, start=start: tensor.view(-1)[start : start + elements])
+        for start in range(0, count, elements)
+    ]
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def _is_elementwise(value: Any, tensor: torch.Tensor) -> bool:
+    """Return whether a state has a value for each element of a tensor."""
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape and value.dim() > 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _unpacked(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
+    """Return master weights in float32.
+
+    The bits of a master weight, as an integer, are those of its bfloat16 weight, shifted by 16, plus the low half. An
+    even bfloat16 number is the rounded value of 65,537 float32 numbers, with low halves from -2^15 to 2^15, of which
+    int16 holds the last as the first.
+
+    Args:
+        weight: in bfloat16.
+        low: the low halves, in int16.
+        ties: positions of low halves of 2^15, as if the tensors were one-dimensional.
+    """
+    master = weight.float()
+    bits = master.view(torch.int32).add_(low)
+    if len(ties):
+        bits.put_(ties, torch.full_like(ties, 2 * _HALF, dtype=torch.int32), accumulate=True)
+    if not _torch.is_fake(master) and master.sum().isnan():
+        # a weight that was set to 0 by hand has the low half of another, and must not become a NaN
+        master = torch.where(master.isnan(), weight, master)
+    return master
+
+
+def _pack(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Write bfloat16 weights and low halves of master weights, which are overwritten, and return the positions of low
+    halves of 2^15."""
+    weight.copy_(master)
+    rest = master.view(torch.int32).sub_(weight.float().view(torch.int32))
+    low.copy_(rest)
+    if _torch.is_fake(rest):  # a recording knows no values
+        return rest.new_empty(0, dtype=torch.int64)
+    rest = rest.reshape(-1)
+    end = rest.numel() // _ROW * _ROW
+    table = rest[:end].view(-1, _ROW)
+    rows = (table.amax(1) >= _HALF).nonzero().squeeze(1)
+    row, column = (table[rows] == _HALF).nonzero(as_tuple=True)
+    return torch.cat([rows[row] * _ROW + column, (rest[end:] == _HALF).nonzero().squeeze(1) + end])
