@@ -15,6 +15,7 @@ from memplan._bytes import round_to_blocks
 from memplan._interrupts import safe_point
 from memplan.errors import InputError, RecordingError, UsageError
 from memplan.planning.capture import opaque_calls
+from memplan.planning.capture.kernel_memory import kernel_scratch
 from memplan.planning.capture.tiling import tile_scratch
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Kind, Ref, Value, refs
 from memplan.planning.graph.op_schema import NUMBERS
@@ -306,6 +307,7 @@ class Reader:
             inputs: Any = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
             opaque = opaque_calls.scratch(target, inputs[0])
             opaque = tile_scratch(target, inputs[0]) if opaque is None else opaque
+            opaque = kernel_scratch(target, *inputs) if opaque is None else opaque
             scratch = transient_bytes(target, inputs[0], inputs[1], result) + NUMBERS if opaque is None else opaque
         self.ops.append(
             GraphOp(

@@ -73,7 +73,21 @@ ELEMENTWISE = frozenset(
 """Elementwise ops, by their names under ``aten``."""
 
 
+KERNELS: Mapping[str, tuple[str, ...]] = {
+    "memplan.token_statistics.default": ("hidden", "weight", "bias", "ids", "softcap", "scale", "summed"),
+    "memplan.token_statistics_backward.default": (
+        "d_lse", "d_picked", "d_total", "hidden", "weight", "bias", "ids", "lse", "softcap", "scale", "wanted",
+    ),
+    "memplan.norm.default": ("x", "residual", "weight", "bias", "eps", "centred"),
+    "memplan.norm_backward.default": ("d_y", "d_h", "h", "weight", "bias", "mean", "rstd", "wanted"),
+    "memplan.gated.default": ("gate", "up", "activation"),
+    "memplan.gated_backward.default": ("d_y", "gate", "up", "activation"),
+}  # fmt: skip
+"""Ops of `memplan.kernels`, and their argument names."""
+
+
 OWN: Mapping[str, tuple[str, ...]] = {
+    **KERNELS,
     BATCH_NORM_AGAIN: ("self", "weight", "bias", "mean", "invstd"),
     CROSS_ENTROPY: ("grad_output", "log_probs", "target", "weight", "reduction", "ignore_index", "total_weight"),
     CHUNKED: (
