@@ -13,9 +13,12 @@ from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, UsageError
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call
+from memplan.planning.capture.replaced_calls import GroupGone
 from memplan.planning.graph.precision import EXACT, Precision
+from memplan.planning.kernel_search import planned_with_kernels
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import with_forms
+from memplan.planning.ops.kernel_group import Group
 from memplan.planning.precision_search import FrontierPoint, fastest, frontier, with_graph_remedy, with_lossy_remedy
 from memplan.planning.relative_budget import Relative
 from memplan.planning.request import Request
@@ -86,20 +89,31 @@ class Planner:
         try:
             return study.planned(settings, budget)
         except BudgetError as error:
-            if settings.plan is not None or settings.engine != "graph" or settings.home.card is not None:
+            if settings.plan is not None or settings.engine != "graph":
                 raise
             if settings.allow != "reordered":
+                if settings.home.card is not None:
+                    raise
                 raise with_tile_remedy(error, study, settings, budget) from None
             # without a plan in the settings, the study has no tiles yet
-            return planned_in_tiles(
-                study, settings, budget, lambda tiles: self._tiled(study, call, settings, tiles), error
+            if settings.home.card is None:
+                try:
+                    return planned_in_tiles(
+                        study, settings, budget, lambda tiles: self._rewritten(study, call, settings, tiles), error
+                    )
+                except BudgetError as lower:
+                    error = lower
+            return planned_with_kernels(
+                study, settings, budget, lambda groups: self._rewritten(study, call, settings, kernels=groups), error
             )
 
-    def _tiled(self, study: Study, call: Call, settings: Settings, tiles: Sequence[Tile]) -> Study:
-        """Return the study of a call whose segments run piece by piece."""
-        captured = capture(self._model, call, settings.fixed_precision, tiles=tiles)
+    def _rewritten(
+        self, study: Study, call: Call, settings: Settings, tiles: Sequence[Tile] = (), kernels: Sequence[Group] = ()
+    ) -> Study:
+        """Return the study of a call whose segments run piece by piece, or by kernels."""
+        captured = capture(self._model, call, settings.fixed_precision, tiles=tiles, kernels=kernels)
         captured = replace(captured, graph=_with_costs(captured.graph, settings))
-        return Study(self._model, call, captured, study, tuple(tiles))
+        return Study(self._model, call, captured, study, tuple(tiles), tuple(kernels))
 
     def bounded(self, request: Request, key: Hashable) -> Request:
         """Return a request with its budget in bytes. For a relative budget the step without a plan is recorded."""
@@ -114,14 +128,15 @@ class Planner:
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
         """Return the study of a kind of call in the precision of the settings, for any budget."""
         precision = settings.fixed_precision
-        tiles = settings.plan.tiles if settings.plan is not None else ()
-        if tiles:
+        earlier = settings.plan
+        if earlier is not None and (earlier.tiles or earlier.kernels):
             plain = self.study(call, replace(settings, plan=None, precision=precision), key, captured)
             try:
-                return self._tiled(plain, call, settings, tiles)
-            except NotTileable as reason:
+                return self._rewritten(plain, call, settings, earlier.tiles, earlier.kernels)
+            except (NotTileable, GroupGone) as reason:
+                what = "segments in pieces" if earlier.tiles else "groups of ops by kernels"
                 raise UsageError(
-                    f"The plan is for another model, or for other inputs: of its segments in pieces, {reason}",
+                    f"The plan is for another model, or for other inputs: of its {what}, {reason}",
                     expected="the model and the inputs that it was made for",
                     do="Plan this step again",
                 ) from None

@@ -132,9 +132,10 @@ def _check_allow(options: PlanOptions) -> None:
             "may compute and save in fewer bits",
             do="Leave it out for 'exact'",
         )
-    if allow == "exact" and plan is not None and plan.tiles:
+    if allow == "exact" and plan is not None and (plan.tiles or plan.kernels):
+        runs = "segments in pieces" if plan.tiles else "groups of ops by kernels"
         raise UsageError(
-            "The plan runs segments in pieces, which adds in another order, and allow is 'exact'",
+            f"The plan runs {runs}, which adds in another order, and allow is 'exact'",
             expected="a plan that changes no bit",
             do="Allow it: allow='reordered' (--allow reordered), or plan this step again",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -32,8 +33,9 @@ from memplan.planning.inductor.fusion_report import UNTOLD, fusion_of, unfused
 from memplan.planning.inductor.partition import Fused
 from memplan.planning.levers.lever import GradientUse, Situation
 from memplan.planning.levers.registry import with_forms
+from memplan.planning.ops.kernel_group import Group
 from memplan.planning.plan.budget_error import budget_error
-from memplan.planning.plan.decisions import decide, tiled
+from memplan.planning.plan.decisions import by_kernels, decide, tiled
 from memplan.planning.plan.plan import Plan, check_fingerprint, check_forms, check_settings, names_of, optimizer_name
 from memplan.planning.plan.precision_report import cast_copies, lowered
 from memplan.planning.plan.workspace_band import workspace_band
@@ -60,6 +62,10 @@ class Planned:
     fused: Fused | None = None
     """Compiled parts, for the engine ``inductor``."""
 
+    def noting(self, notes: Sequence[str]) -> Planned:
+        """Return a copy whose plan has further notes."""
+        return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes))) if notes else self
+
 
 _MOMENTS = 800
 """Approximate number of points of a plan's memory timelines."""
@@ -73,14 +79,18 @@ class Study:
 
     Args:
         model, call, captured: the call and its capture, with costs.
-        plain: study of the step as written, if ``captured`` is in another precision or layout, or has tiles.
+        plain: study of the step as written, if ``captured`` is in another precision or layout, or has tiles
+            or kernels.
         tiles: segments of the captured call that run piece by piece.
+        kernels: groups of its calls that kernels replace.
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None, tiles: tuple[Tile, ...] = ()
-    ) -> None:
-        self.model, self.call, self.captured, self.plain, self.tiles = model, call, captured, plain, tiles
+        self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None,
+        tiles: tuple[Tile, ...] = (), kernels: tuple[Group, ...] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.call, self.captured, self.plain = model, call, captured, plain
+        self.tiles, self.kernels = tiles, kernels
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
         self._channels_last: Study | None = None
         self._channels_last_tried = captured.channels_last
@@ -310,7 +320,7 @@ class _Planning:
         precision, course = settings.fixed_precision, None
         plain = graph if study.plain is None else study.plain.captured.graph
         eager_peak, eager_course = study.step(settings).without_plan
-        in_pieces = max(0.0, step_seconds(graph) - step_seconds(plain)) if self._study.tiles else 0.0
+        in_pieces = max(0.0, step_seconds(graph) - step_seconds(plain)) if study.tiles or study.kernels else 0.0
         if not planned.choices.fused:
             course = memory_timeline_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
             course = replace(course, alive=(), segments=())
@@ -321,7 +331,8 @@ class _Planning:
             budget=self._budget,
             decisions=(
                 *lowered(planned.graph, precision),
-                *tiled(graph, plain, self._study.tiles),
+                *tiled(graph, plain, study.tiles),
+                *by_kernels(graph, plain, study.kernels),
                 *decide(planned.graph, planned, outside_memory.packed),
             ),
             choices=planned.choices,
@@ -331,7 +342,8 @@ class _Planning:
             floor=bounds.floor,
             lower_bound=bounds.lower,
             seconds=planned.seconds + in_pieces,
-            tiles=self._study.tiles,
+            tiles=study.tiles,
+            kernels=study.kernels,
             step_seconds=step_seconds(plain) or None,
             lower_bound_seconds=bounds.seconds + in_pieces,
             resident=_resident(graph, settings, outside_memory),

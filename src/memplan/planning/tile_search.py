@@ -71,7 +71,7 @@ def planned_in_tiles(
                 break
             except BudgetError as lower:
                 error = min(error, lower, key=lambda known: known.smallest_budget)
-    reasons = segments.reasons(_over_budget_ops(tried, settings, budget)[:AT_ONCE])
+    reasons = segments.reasons(over_budget_ops_of(tried, settings, budget)[:AT_ONCE])
     if reasons:
         error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
     raise error
@@ -96,7 +96,7 @@ def _more_tiles(
     if budget < study.least_peak(settings):
         return tiles
     chosen, new = list(tiles), 0
-    for op in _over_budget_ops(study, settings, budget):
+    for op in over_budget_ops_of(study, settings, budget):
         index = next((index for index, tile in enumerate(chosen) if tile.first <= op.call <= tile.last), None)
         if index is not None and chosen[index] not in tiles:
             continue  # chosen for an op with a higher level
@@ -114,7 +114,7 @@ def _more_tiles(
     return tuple(sorted(chosen, key=lambda tile: tile.first))
 
 
-def _over_budget_ops(study: Study, settings: Settings, budget: int) -> list[OverBudgetOp]:
+def over_budget_ops_of(study: Study, settings: Settings, budget: int) -> list[OverBudgetOp]:
     """Return the ops at which the plan that comes nearest to the budget is above it."""
     search = study.search(settings)
     nearest = schedule(search.graph, search.nearest(budget, STEEP).choices)

@@ -17,16 +17,19 @@ from torch.overrides import TorchFunctionMode
 from memplan import _torch
 from memplan._interrupts import safe_point
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
+from memplan.planning.capture.call_log import CallLog
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
 from memplan.planning.capture.flat_call import Call, Flat, Returned
 from memplan.planning.capture.free_tensors import FreeTensors
 from memplan.planning.capture.fx_reader import Reader
 from memplan.planning.capture.guards import Guard, Guards
+from memplan.planning.capture.kernel_groups import Refused, kernel_groups
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.opaque_calls import OpaqueCall, OpaqueCallRegistry
 from memplan.planning.capture.reads.executed import Executed
 from memplan.planning.capture.reads.passes import Passes, note_reads
 from memplan.planning.capture.reads.readable import Reads
+from memplan.planning.capture.replaced_calls import GroupGone, ReplacedCalls
 from memplan.planning.capture.side_effects import (
     Watch,
     is_fake,
@@ -35,10 +38,11 @@ from memplan.planning.capture.side_effects import (
     refuse_surroundings,
     refuse_tensors,
 )
-from memplan.planning.capture.tiling import Tiling
+from memplan.planning.capture.tiling import Tiling, changes_operand
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
+from memplan.planning.ops.kernel_group import Group
 from memplan.planning.passes.pipeline import prepare
 from memplan.planning.tiles.program import NotTileable
 from memplan.planning.tiles.tiled import Tile, Tiled
@@ -74,6 +78,9 @@ class Captured:
     """Whether forward() printed anything, which is not shown: a traced model has no values."""
     tiled: tuple[Tiled, ...] = ()
     """Segments that run piece by piece: the ops of the graph refer to them."""
+    groups: tuple[Group, ...] = field(default=(), compare=False)
+    """Groups of calls that a kernel of `memplan.kernels` can replace."""
+    refused_groups: tuple[Refused, ...] = field(default=(), compare=False)
     in_place_calls: frozenset[int] = field(default=frozenset(), compare=False)
     """Numbers of the calls of torch functions that change an operand."""
     reads: Reads | None = field(default=None, compare=False)
@@ -88,7 +95,7 @@ class Captured:
 @_torch.without_anomaly_checks()
 def capture(
     model: nn.Module, call: Call, precision: Precision = EXACT, *, channels_last: bool = False,
-    tiles: Sequence[Tile] = (),
+    tiles: Sequence[Tile] = (), kernels: Sequence[Group] = (),
 ) -> Captured:  # fmt: skip
     """Trace forward and backward of a call of the model on fake tensors, without changing the model.
 
@@ -102,21 +109,23 @@ def capture(
         precision: dtype to compute in, and the encoding in which tensors may be saved.
         channels_last: convert the input of every convolution to channels last.
         tiles: segments that run piece by piece.
+        kernels: groups of calls that kernels replace; only without tiles.
 
     Raises:
         UsageError: the step cannot be planned, or nothing in it needs a gradient.
         RecordingError: it cannot be traced (layer and line are named).
         NotTileable: a segment cannot run piece by piece.
+        GroupGone: the calls of a group are others.
     """
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
     refuse_surroundings()
     watch, opaque_calls, guards = Watch(model), OpaqueCallRegistry(), Guards()
     passes, free_tensors = Passes(model, Executed()), FreeTensors()
-    tiling = Tiling(tiles, model)
+    calls = _Calls(Tiling(tiles, model), ReplacedCalls(kernels), CallLog("cuda" if is_on_card(model) else "cpu"))
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, passes, tiling)
+        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, passes, calls)
 
     try:
         with passes.executed.observing():
@@ -130,14 +139,17 @@ def capture(
     finally:
         watch.restore()
     captured = read(joint, flat, call, tuple(opaque_calls.calls), precision)
+    groups, refused_groups = ((), ()) if tiles or kernels else kernel_groups(calls.log)
     return replace(
         captured,
         constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
         channels_last=channels_last,
         guards=tuple(guards.guards),
         printed=watch.printed.lines > 0,
-        tiled=tuple(tiling.registered),
-        in_place_calls=frozenset(tiling.in_place),
+        tiled=tuple(calls.tiling.registered),
+        groups=groups,
+        refused_groups=refused_groups,
+        in_place_calls=frozenset(calls.tiling.in_place),
         reads=passes.reads(),
     )
 
@@ -274,7 +286,7 @@ class _Untraceable(Exception):
 def _trace(
     model: nn.Module, call: Call, watch: Watch, opaque_calls: OpaqueCallRegistry, guards: Guards,
     precision: Precision, channels_last: bool, free_tensors: FreeTensors, passes: Passes | None = None,
-    tiling: Tiling | None = None, **options: Any,
+    calls: _Calls | None = None, **options: Any,
 ) -> _Traced:  # fmt: skip
     """Trace forward and backward once. ``options``: passed on to `_torch.joint_graph`.
 
@@ -299,7 +311,7 @@ def _trace(
         layout_context = ChannelsLast() if channels_last else nullcontext()
         with (
             _torch.autocast_cache(caches_casts) as region, autocast(), precision_context, opaque_context,
-            _annotating_ops(names, place, region, free_tensors, tiling), layout_context, guards.tracing(),
+            _annotating_ops(names, place, region, free_tensors, calls), layout_context, guards.tracing(),
             watch.seeding(),
         ):  # fmt: skip
             yield
@@ -313,7 +325,7 @@ def _trace(
 
     def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Cast outputs to the dtypes of the plain step, and undo channels last. Equal tensors stay the same object."""
-        outputs = outputs if tiling is None else tiling.returned(outputs)
+        outputs = outputs if calls is None else calls.returned(outputs)
         dtypes_expected = [output.dtype for output in outputs] if dtypes is None else dtypes
         converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         for output, dtype in zip(outputs, dtypes_expected, strict=True):
@@ -325,7 +337,7 @@ def _trace(
     try:
         with place.following(), _marked_as_capturing(), _without_cudnn(model), watch.printed.capturing():
             return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **options), flat
-    except (MemplanError, NotTileable):
+    except (MemplanError, NotTileable, GroupGone):
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
         raise _Untraceable(error, names.get(place.failed_in)) from error
@@ -476,6 +488,39 @@ def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingEr
     )
 
 
+@dataclass(frozen=True)
+class _Calls:
+    """What a trace does with the calls of torch functions: segments run piece by piece, kernels replace groups, or it
+    logs them."""
+
+    tiling: Tiling
+    kernels: ReplacedCalls
+    log: CallLog
+
+    def begin(self) -> None:
+        """Begin a pass of the trace."""
+        for each in (self.tiling, self.kernels, self.log):
+            each.begin()
+
+    def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
+        """Run a call of the traced model, or what takes its place."""
+        if self.kernels.groups:
+            return self.kernels.call(number, func, args, kwargs)
+        if self.tiling.tiles:
+            return self.tiling.call(number, func, args, kwargs)
+        in_place = changes_operand(func, args, kwargs)
+
+        def run() -> Any:
+            return self.tiling.call(number, func, args, kwargs)
+
+        return self.log.call(number, func, args, kwargs, in_place, layer, run)
+
+    def returned(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the traced model returns, with the results of segments in place of those of their calls."""
+        self.log.returned(outputs)
+        return self.tiling.returned(outputs)
+
+
 _DEVICE = torch.Tensor.device
 """The property, of which each question is a call of a torch function."""
 
@@ -483,12 +528,12 @@ _DEVICE = torch.Tensor.device
 @contextmanager
 def _annotating_ops(
     names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors,
-    tiling: Tiling | None,
+    calls: _Calls | None,
 ) -> Iterator[None]:  # fmt: skip
     """Annotate each traced op with its layer, line and autocast region, replace free tensors by constants, and trace
-    segments as calls that run piece by piece."""
+    segments and groups of calls as others."""
     lines: dict[tuple[str, int] | None, str | None] = {}
-    calls = itertools.count()
+    numbers = itertools.count()
 
     class AnnotationMode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -498,14 +543,14 @@ def _annotating_ops(
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)
-            number, layer = next(calls), names.get(place.module, "")
+            number, layer = next(numbers), names.get(place.module, "")
             _torch.annotate_place((layer, lines[frame]), (number, region()))
             args, kwargs = free_tensors.replace_free((args, kwargs or {}))
-            return func(*args, **kwargs) if tiling is None else tiling.call(number, func, args, kwargs)
+            return func(*args, **kwargs) if calls is None else calls.call(number, func, args, kwargs, layer)
 
-    if tiling is not None:
-        tiling.begin()
+    if calls is not None:
+        calls.begin()
     with AnnotationMode():
         yield
-    if tiling is not None:
-        tiling.end()
+    if calls is not None:
+        calls.tiling.end()

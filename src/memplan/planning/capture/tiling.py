@@ -43,7 +43,7 @@ class Tiling:
     """
 
     def __init__(self, tiles: Sequence[Tile], model: nn.Module) -> None:
-        self._tiles, self._model = tiles, model
+        self.tiles, self._model = tiles, model
         self.registered: list[Tiled] = []
         """Tiles of the last pass: their ops find them while they live."""
         self._read = set[tuple[int, int]]()
@@ -69,9 +69,9 @@ class Tiling:
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a torch function of the traced model, or record it as part of a segment."""
-        if _changes_operand(func, args, kwargs):
+        if changes_operand(func, args, kwargs):
             self.in_place.add(number)
-        index = next((index for index, tile in enumerate(self._tiles) if tile.first <= number <= tile.last), None)
+        index = next((index for index, tile in enumerate(self.tiles) if tile.first <= number <= tile.last), None)
         try:
             return self._call_or_replace(index, number, func, args, kwargs)
         except NotTileable as reason:
@@ -93,7 +93,7 @@ class Tiling:
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
             result = self._run_recorded(func, args, kwargs)
-        return self._finish(index, result) if number == self._tiles[index].last else result
+        return self._finish(index, result) if number == self.tiles[index].last else result
 
     def _refuse_questions_of_autograd(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
         """Raise NotTileable for a hook on a tensor of a segment, which has only a part of its gradient, and for a
@@ -118,7 +118,7 @@ class Tiling:
 
     def _finish(self, index: int, result: Any) -> Any:
         """Add a segment to the traced graph as one op, and return its last result."""
-        recorder, tile = self._recorder, self._tiles[index]
+        recorder, tile = self._recorder, self.tiles[index]
         if recorder is None:
             raise NotTileable("no call of the segment reads data")
         self._recorder = None
@@ -205,7 +205,7 @@ def _measured_scratch(target: str, args: Sequence[Any]) -> int:
     return allocations.most("op") - allocations.left("op")
 
 
-def _changes_operand(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def changes_operand(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a torch function changes its first tensor: ``relu_``, ``+=``, or with ``inplace=True``."""
     name = getattr(func, "__name__", "")
     if (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -25,7 +25,10 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedFo
 from memplan.planning.graph.roofline import Work
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import Called
-from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers timed ops
+from memplan.planning.ops import (  # registers timed ops, and their work
+    kernel_costs,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    piecewise,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+)
 
 How = Literal["measured", "roofline"]
 
@@ -100,6 +103,24 @@ def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
     refused = _measurements_on(on).refused
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
+
+
+def failing(graph: JointGraph, targets: Collection[str], on: str) -> dict[str, str]:
+    """Return the targets among these whose ops do not run on this device, with the first line of the error. Each
+    distinct call runs once, unless it was measured."""
+    clock, reasons = _measurements_on(on), dict[str, str]()
+    for op in (op for op in graph.ops if op.target in targets):
+        key = signature(graph, op)
+        if key in clock.seconds or op.target in reasons:
+            continue
+        try:
+            with isolated(on):
+                _synthetic_call(graph, (op.target, op.args, op.kwargs), on)()
+        except torch.OutOfMemoryError:
+            continue
+        except Exception as error:  # any error of a compiler or a driver
+            reasons[op.target] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return reasons
 
 
 def signature(graph: JointGraph, op: GraphOp) -> str:

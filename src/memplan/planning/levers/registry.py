@@ -11,6 +11,7 @@ from memplan.planning.graph.precision import Precision
 from memplan.planning.levers.chunk_convolutions import ChunkConvolutions
 from memplan.planning.levers.encode import Encode
 from memplan.planning.levers.in_place import InPlace
+from memplan.planning.levers.kernel import Kernel
 from memplan.planning.levers.lever import Lever, Situation
 from memplan.planning.levers.lower_precision import LowerPrecision
 from memplan.planning.levers.offload import Offload
@@ -20,11 +21,11 @@ from memplan.planning.levers.release_gradients import ReleaseGradients
 from memplan.planning.levers.tile import Tile
 from memplan.planning.levers.update_early import UpdateEarly
 
-RECOMPUTE, LOWER_PRECISION, TILE = Recompute(), LowerPrecision(), Tile()
+RECOMPUTE, LOWER_PRECISION, TILE, KERNEL = Recompute(), LowerPrecision(), Tile(), Kernel()
 UPDATE_EARLY, RELEASE_GRADIENTS = UpdateEarly(), ReleaseGradients()
 
 LEVERS: list[Lever] = [
-    RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), TILE, InPlace(), UPDATE_EARLY,
+    RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), TILE, KERNEL, InPlace(), UPDATE_EARLY,
     RELEASE_GRADIENTS, PackedMasters(),
 ]  # fmt: skip
 """All levers. If several encodings of a value are chosen, the first lever's is decoded; host copies come last."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.planning.graph.joint_graph import JointGraph, SavedForm, Value, recomputable
-from memplan.planning.graph.op_schema import short
+from memplan.planning.graph.op_schema import KERNELS, short
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import GradientUse, Reason
-from memplan.planning.levers.registry import RECOMPUTE, TILE
+from memplan.planning.levers.registry import KERNEL, RECOMPUTE, TILE
+from memplan.planning.ops.kernel_group import Group
 from memplan.planning.ops.tile import TILE_OPS, TILE_WITH_GRADIENTS
 from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.schedule.actions import Action
@@ -61,6 +62,41 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
             ops[0].where, reason.text, reason.details,
         ))  # fmt: skip
     return decisions
+
+
+def by_kernels(graph: JointGraph, plain: JointGraph, groups: Sequence[Group]) -> list[Decision]:
+    """Return a decision for each group of calls that a kernel replaces.
+
+    Args:
+        graph: the step with kernels.
+        plain: the step as written.
+        groups: the groups.
+    """
+    decisions = list[Decision]()
+    for group in groups:
+        replaced = [op for op in plain.forward_ops if op.call in group.calls]
+        kernel = [op for op in graph.ops if graph.call_of(op) == group.last]
+        indices = {op.index for op in replaced}
+        before = sum(op.seconds for op in plain.ops if op.index in indices or op.gradient_of in indices)
+        reason = KERNEL.reason_of(
+            group.kernel, saved_bytes(plain, group.calls), saved_bytes(graph, (group.last,)),
+            max((op.scratch for op in kernel if op.target in KERNELS), default=0),
+        )  # fmt: skip
+        made = [value for op in replaced for value in op.makes]
+        layer = next((op.layer for op in replaced if op.layer), "")
+        seconds = sum(op.seconds for op in kernel) - before
+        decisions.append(Decision(
+            KERNEL.name, Scope("segment", (plain.values[made[0]].name, plain.values[made[-1]].name)), KERNEL.grade(),
+            reason.bytes, seconds, layer, replaced[0].where, reason.text, reason.details,
+        ))  # fmt: skip
+    return decisions
+
+
+def saved_bytes(graph: JointGraph, calls: Collection[int]) -> int:
+    """Return the bytes of what forward ops of these calls make and ops of the backward pass read."""
+    read = {value for op in graph.backward_ops for value in op.reads}
+    made = {value for op in graph.forward_ops if op.call in calls for value in op.makes}
+    return sum(graph.values[value].bytes for value in read & made)
 
 
 class _Decider:

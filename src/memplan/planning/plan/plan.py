@@ -18,6 +18,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Grade, GradientUse
 from memplan.planning.levers.registry import LEVERS, RELEASE_GRADIENTS, UPDATE_EARLY
+from memplan.planning.ops.kernel_group import Group
 from memplan.planning.plan import choices_json
 from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.fusion import Fusion
@@ -81,6 +82,8 @@ class Plan(Saved, Displayed):
     the weights themselves."""
     tiles: tuple[Tile, ...] = ()
     """Segments that run piece by piece."""
+    kernels: tuple[Group, ...] = ()
+    """Groups of calls that kernels replace."""
     course: MemoryTimeline | None = None
     """Memory timeline of the planned step by cause; None for fused kernels, and in plans older than this field."""
     eager_course: MemoryTimeline | None = None
@@ -99,8 +102,9 @@ class Plan(Saved, Displayed):
     @property
     def grade(self) -> Grade:
         """How close the result is to that of the unplanned step. Fused kernels of an exact plan, and segments in
-        pieces, are ``reordered``: they add in another order."""
-        return "lossy" if self.lost.lossy else "reordered" if self.choices.fused or self.tiles else "exact"
+        pieces or by kernels, are ``reordered``: they add in another order."""
+        reordered = self.choices.fused or self.tiles or self.kernels
+        return "lossy" if self.lost.lossy else "reordered" if reordered else "exact"
 
     @property
     def lost(self) -> Precision:
@@ -124,8 +128,9 @@ class Plan(Saved, Displayed):
         """Whether the step fits the budget unplanned, and the plan neither changes how values are saved nor
         compiles."""
         choices = self.choices
-        changes = choices.recompute or choices.saved_forms or choices.gradients.updates or choices.fused or self.tiles
-        return self.eager_peak <= self.budget and not (changes or self.precision.compute)
+        changes = choices.recompute or choices.saved_forms or choices.gradients.updates or choices.fused
+        changes = changes or self.tiles or self.kernels or self.precision.compute
+        return self.eager_peak <= self.budget and not changes
 
     @property
     def host_bytes(self) -> int:
@@ -169,7 +174,7 @@ class Plan(Saved, Displayed):
         budget = f"the budget of {format_bytes(self.budget)}"
         least = "The least looked at" if self.choices.fused else "The least found to be enough"
         floor = f"{least} is {format_bytes(self.floor)}, no less than {format_bytes(self.lower_bound)} can be"
-        floor += " with these pieces." if self.tiles else "."
+        floor += " with these pieces." if self.tiles else " with these kernels." if self.kernels else "."
         if self.changes_nothing:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
@@ -178,10 +183,14 @@ class Plan(Saved, Displayed):
         values = [lever.counted(levers[lever.name], self.host_bytes) for lever in LEVERS]
         updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
         in_pieces = f"{len(self.tiles)} segment{'' if len(self.tiles) == 1 else 's'} in pieces" if self.tiles else ""
-        counts = ", ".join(filter(None, (in_pieces, *values, updated)))
+        groups = len(self.kernels)
+        by_kernels = f"{groups} group{'' if groups == 1 else 's'} of ops by kernels" if groups else ""
+        counts = ", ".join(filter(None, (in_pieces, by_kernels, *values, updated)))
         bound = ""
         if not self.choices.fused:  # unknown for fused kernels
-            which = "No plan of these pieces" if self.tiles else "No plan"
+            which = (
+                "No plan of these pieces" if self.tiles else "No plan of these kernels" if self.kernels else "No plan"
+            )
             bound = f"{which} in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
             bound += f"(gap {format_seconds(self.gap)}). "
         return (

@@ -1,0 +1,147 @@
+"""Calls of torch functions in a trace: what each read and returned, to recognize groups of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan import _torch
+from memplan.planning.graph.joint_graph import Ref, refs
+from memplan.planning.graph.tensor_like import Like
+
+OUTPUT = -1
+"""Reader of what the traced model returns, in place of the number of a call."""
+_HOOKS = frozenset(("register_hook", "retain_grad"))
+_SAME = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "rmul": "mul", "multiply": "mul", "radd": "add",
+    "rtruediv": "rdiv",
+}  # fmt: skip
+"""Name of a torch function, or of an operator without its underscores -> the name that it is logged by."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTensor:
+    """A tensor of a trace. What a call changes in place is another tensor from then on."""
+
+    like: Like
+    requires_grad: bool
+    call: int | None
+    """Number of the call that returned it; None for parameters, buffers, inputs and constants."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCall:
+    """A call of a torch function."""
+
+    number: int
+    name: str
+    """Name of the function: ``mul`` for ``torch.mul``, ``Tensor.mul`` and ``*``; empty if it is not torch's own."""
+    args: tuple[Any, ...]
+    """Its arguments, with a Ref to the tensor's number in the log in place of tensors."""
+    kwargs: Mapping[str, Any]
+    results: tuple[int, ...]
+    """Numbers of the tensors that it returns and that are new."""
+    in_place: bool
+    autocast: tuple[bool, torch.dtype | None]
+    """Whether autocast is on, and its dtype."""
+    layer: str
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the tensors among its arguments, in order."""
+        return tuple(refs((self.args, dict(self.kwargs))))
+
+
+class CallLog:
+    """The calls of the last pass of a trace.
+
+    Args:
+        device: type of the step's device, whose autocast counts.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass of the trace."""
+        self.tensors: list[LoggedTensor] = []
+        self.calls: dict[int, LoggedCall] = {}
+        self.readers: defaultdict[int, set[int]] = defaultdict(set)
+        """Numbers of the calls that read a tensor, or `OUTPUT`."""
+        self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        """By id() of a tensor: the tensor, and its number."""
+
+    def call(
+        self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool, layer: str,
+        run: Callable[[], Any],
+    ) -> Any:  # fmt: skip
+        """Run a call of a torch function and log it. ``run``: returns the result of the function."""
+        arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
+        result = run()
+        name, results = _name(func), list[int]()
+        changed = next((leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        for leaf in _torch.tree_leaves(result):
+            if not isinstance(leaf, Tensor):
+                continue
+            if self._number(leaf) is None or (in_place and leaf is changed):
+                results.append(self._add(leaf, number))
+        reads = dict.fromkeys(refs((arguments, keywords)))
+        if results or in_place or name in _HOOKS:  # a cast to the same dtype returns what it is given
+            for tensor in reads:
+                self.readers[tensor].add(number)
+        enabled = torch.is_autocast_enabled(self._device)
+        autocast = enabled, torch.get_autocast_dtype(self._device) if enabled else None
+        self.calls[number] = LoggedCall(number, name, arguments, keywords, tuple(results), in_place, autocast, layer)
+        return result
+
+    def returned(self, outputs: Sequence[Tensor]) -> None:
+        """Note what the traced model returns."""
+        for output in outputs:
+            number = self._number(output)
+            if number is not None:
+                self.readers[number].add(OUTPUT)
+
+    def maker(self, tensor: int) -> LoggedCall | None:
+        """Return the call that returned a tensor."""
+        call = self.tensors[tensor].call
+        return None if call is None else self.calls[call]
+
+    def _reference(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        number = self._number(leaf)
+        return Ref(self._add(leaf, None) if number is None else number)
+
+    def _number(self, tensor: Tensor) -> int | None:
+        known, number = self._numbers.get(id(tensor), (None, None))
+        return number if known is not None and known() is tensor else None
+
+    def _add(self, tensor: Tensor, call: int | None) -> int:
+        number = len(self.tensors)
+        self._numbers[id(tensor)] = weakref.ref(tensor), number
+        like = Like(tuple(tensor.shape), _strides(tensor), tensor.dtype, tensor.device)
+        self.tensors.append(LoggedTensor(like, tensor.requires_grad, call))
+        return number
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Return `LoggedCall.name`."""
+    if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
+        return ""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # of a property
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+    return _SAME.get(name, name)

@@ -1,0 +1,400 @@
+"""Recognize groups of calls that an op of `memplan.kernels` can replace.
+
+A group is recognized by its last call, and from there along what each call reads: the loss of a linear layer's logits,
+a root-mean-square norm, a gated activation. Spellings differ (``x.pow(2)``, ``x * x``; ``x * rsqrt(...)``,
+``x / sqrt(...)``; casts to float32 and back), the computation must be the kernel's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memplan.kernels.launch import DTYPES
+from memplan.planning.capture.call_log import OUTPUT, CallLog, LoggedCall
+from memplan.planning.graph.joint_graph import Ref
+from memplan.planning.graph.tensor_like import Like
+from memplan.planning.ops.kernel_group import Group, Operand
+
+_CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
+_RESHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "getitem"))
+_TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
+_CROSS_ENTROPY = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+"""Arguments of ``F.cross_entropy``."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A group that no kernel replaces."""
+
+    kernel: str
+    call: int
+    """Number of its last call."""
+    layer: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}{f' of {self.layer}' if self.layer else ''}: {self.reason}"
+
+
+class _Unfit(Exception):
+    """A group that a kernel does not take; the message says why."""
+
+
+@dataclass
+class _Match:
+    """A group while it is recognized."""
+
+    kernel: str
+    calls: list[LoggedCall]
+    operands: dict[str, tuple[LoggedCall, int]]
+    """By name: the call that reads the tensor, and the tensor's number."""
+    options: dict[str, Any]
+    reshapes: tuple[int, ...] = ()
+    reason: str = ""
+    """Why the kernel does not take it; empty if it may."""
+
+
+def kernel_groups(log: CallLog) -> tuple[tuple[Group, ...], tuple[Refused, ...]]:
+    """Return the groups of a trace that kernels can replace, and those that they cannot, in the order of the trace."""
+    groups, refused, used = list[Group](), list[tuple[_Match, str]](), set[int]()
+    for number in sorted(log.calls, reverse=True):  # a cast at the end belongs to the group
+        call = log.calls[number]
+        for recognize in (_cross_entropy, _rms_norm, _gated):
+            match = recognize(log, call)
+            if match is None or not used.isdisjoint(inner.number for inner in match.calls):
+                continue
+            try:
+                group = _checked(log, match)
+            except _Unfit as reason:
+                refused.append((match, str(reason)))
+            else:
+                groups.append(group)
+                used.update(group.calls)
+    said = (
+        Refused(match.kernel, match.calls[-1].number, match.calls[-1].layer, reason)
+        for match, reason in reversed(refused) if used.isdisjoint(call.number for call in match.calls)
+    )  # fmt: skip
+    return tuple(sorted(groups, key=lambda group: group.last)), tuple(said)
+
+
+def _checked(log: CallLog, match: _Match) -> Group:
+    """Return a match as a group. Raises _Unfit."""
+    if match.reason:
+        raise _Unfit(match.reason)
+    calls = sorted({call.number: call for call in match.calls}.values(), key=lambda call: call.number)
+    numbers = {call.number for call in calls}
+    last = calls[-1]
+    (result,) = last.results
+    for call in calls[:-1]:
+        for tensor in call.results:
+            others = log.readers[tensor] - numbers
+            if others:
+                raise _Unfit(_read_elsewhere(log, call, min(others)))
+    changes = (log.calls[number].in_place for number in range(calls[0].number, last.number + 1) if number in log.calls)
+    if any(changes):
+        raise _Unfit("a call in between changes a tensor in place")
+    if not log.tensors[result].requires_grad:
+        raise _Unfit("it has no gradient")
+    if not _is_contiguous(log.tensors[result].like):
+        raise _Unfit("its result is not contiguous")
+    dtypes = {log.tensors[tensor].like.dtype for _, tensor in match.operands.values()} - {torch.int64}
+    if not dtypes <= set(DTYPES):
+        raise _Unfit(f"it reads {' and '.join(sorted(map(_name_of, dtypes - set(DTYPES))))}")
+    operands = (Operand(name, call.number, call.reads.index(tensor)) for name, (call, tensor) in match.operands.items())
+    return Group(match.kernel, tuple(sorted(numbers)), tuple(operands), match.options, match.reshapes)
+
+
+def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:
+    """Say who else reads the result of a call inside of a group."""
+    if reader == OUTPUT:
+        return f"the step returns the result of {call.name} inside of it"
+    other = log.calls[reader]
+    return (
+        f"{other.name}{f' of {other.layer}' if other.layer else ''} reads the result of {call.name} inside of it, too"
+    )
+
+
+# -- linear layer and cross-entropy
+
+
+def _cross_entropy(log: CallLog, call: LoggedCall) -> _Match | None:
+    if call.name != "cross_entropy" or not call.results:
+        return None
+    named = {**dict(zip(_CROSS_ENTROPY, call.args, strict=False)), **call.kwargs}
+    scores, targets = named.get("input"), named.get("target")
+    if not isinstance(scores, Ref) or not isinstance(targets, Ref):
+        return None
+    calls, reshapes, scaled = [call], list[int](), list[tuple[str, float]]()
+    match = _Match("cross_entropy", calls, {}, {})
+    tensor, reason = scores.value, ""
+    while True:
+        made = log.maker(tensor)
+        if made is None:
+            return None
+        if made.name == "linear":
+            break
+        source = made.reads[0] if made.reads else None
+        step = None if source is None else _step_between(log, made, source, tensor, first=len(calls) == 1)
+        if source is None or step is None:
+            reason = f"its scores come from {made.name or 'another function'}, not straight from a linear layer"
+            break
+        calls.append(made)
+        reshapes += [made.number] if step == "reshape" else []
+        scaled += [step] if isinstance(step, tuple) else []
+        tensor = source
+    if reason:
+        calls[:] = [call]
+        return replace(match, reason=reason)
+    calls.append(made)
+    arguments = {**dict(zip(("input", "weight", "bias"), made.args, strict=False)), **made.kwargs}
+    for name, argument in (("hidden", "input"), ("weight", "weight"), ("bias", "bias")):
+        if isinstance(arguments.get(argument), Ref):
+            match.operands[name] = made, arguments[argument].value
+    match.operands["targets"] = call, targets.value
+    calls.reverse()
+    like = {name: log.tensors[tensor].like for name, (_, tensor) in match.operands.items()}
+    classes = like["weight"].shape[0] if len(like["weight"].shape) == 2 else 0
+    match.reshapes = tuple(reversed(reshapes))
+    match.options = {
+        "ignore_index": named.get("ignore_index", -100), "label_smoothing": float(named.get("label_smoothing", 0.0)),
+        "reduction": named.get("reduction", "mean"),
+    }  # fmt: skip
+    if not classes:
+        return replace(match, reason="its weight is no matrix")
+    if named.get("weight") is not None:
+        return replace(match, reason="it weighs classes")
+    if named.get("size_average") is not None or named.get("reduce") is not None:
+        return replace(match, reason="it has deprecated arguments")
+    if like["targets"].dtype != torch.int64:
+        return replace(match, reason="its targets are no class indices")
+    if scaled:
+        cap = scaled[0][1]
+        if scaled != [("mul", cap), ("tanh", 0.0), ("div", cap)] or not cap > 0:
+            return replace(match, reason="its scores are scaled")
+        match.options["softcap"] = cap
+    if not made.autocast[0] and len({like[name].dtype for name in ("hidden", "weight", "bias") if name in like}) > 1:
+        return replace(match, reason="the linear layer's operands have several dtypes")
+    if made.autocast != call.autocast:
+        return replace(match, reason="autocast ends between the linear layer and the loss")
+    return match
+
+
+def _step_between(
+    log: CallLog, call: LoggedCall, source: int, result: int, *, first: bool
+) -> str | tuple[str, float] | None:
+    """Return what a call between a linear layer and its loss does: ``cast``, ``reshape`` (of rows), ``transpose`` (of
+    classes to the second dimension, right before the loss), or arithmetic by a number; None for anything else."""
+    before, after = log.tensors[source].like, log.tensors[result].like
+    if _is_cast(log, call, source, result):
+        return "cast"
+    if call.name in _RESHAPES and before.dtype == after.dtype and before.shape[-1:] == after.shape[-1:]:
+        return "reshape" if call.name != "getitem" or _keeps_rows(call, len(before.shape)) else None
+    if call.name in _TRANSPOSES and first and len(before.shape) == 3:
+        order = torch.empty(before.shape, device="meta").transpose(1, 2)
+        strides = (before.stride[0], before.stride[2], before.stride[1])
+        return "transpose" if (tuple(order.shape), strides) == (after.shape, after.stride) else None
+    if call.name == "tanh":
+        return "tanh", 0.0
+    numbers = [arg for arg in call.args if isinstance(arg, (int, float))]
+    if call.name in ("div", "mul") and len(numbers) == 1 and not call.kwargs:
+        return call.name, float(numbers[0])
+    return None
+
+
+def _keeps_rows(call: LoggedCall, dims: int) -> bool:
+    """Return whether an index picks rows of the last dimension as a whole, by numbers and slices."""
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if not all(part is None or part is Ellipsis or isinstance(part, (slice, int)) for part in index):
+        return False
+    behind = index[index.index(Ellipsis) + 1 :] if Ellipsis in index else index
+    behind = [part for part in behind if part is not None]
+    reaches_last = bool(behind) if Ellipsis in index else len(behind) == dims
+    return not reaches_last or behind[-1] == slice(None)
+
+
+# -- root-mean-square norm
+
+
+def _rms_norm(log: CallLog, call: LoggedCall) -> _Match | None:
+    if len(call.results) != 1:
+        return None
+    if call.name == "rms_norm":
+        return _own_rms_norm(log, call)
+    product, casts = _before_casts(log, call.results[0])
+    made = log.maker(product)
+    if made is None or made.name != "mul" or len(made.reads) != 2:
+        return None
+    for scale, normed in (made.reads, made.reads[::-1]):
+        root, inner_casts = _before_casts(log, normed)
+        inner = _normalized(log, root)
+        if inner is None:
+            continue
+        x, reader, eps, calls = inner
+        shape = log.tensors[x].like.shape
+        if log.tensors[scale].like.shape != shape[-1:]:
+            continue
+        match = _Match("rms_norm", [*calls, *inner_casts, made, *casts], {}, {"eps": eps})
+        match.operands = {"x": (reader, x), "weight": (made, scale)}
+        before, after = log.tensors[x].like.dtype, log.tensors[call.results[0]].like.dtype
+        if before != after and casts:
+            return None  # what casts the norm's result does not belong to it
+        if before != after:
+            return replace(match, reason=f"its result is {_name_of(after)}, of {_name_of(before)}")
+        return match
+    return None
+
+
+def _own_rms_norm(log: CallLog, call: LoggedCall) -> _Match | None:
+    """Return ``F.rms_norm`` as a match."""
+    named = {**dict(zip(("input", "normalized_shape", "weight", "eps"), call.args, strict=False)), **call.kwargs}
+    x, weight, eps = named.get("input"), named.get("weight"), named.get("eps")
+    if not isinstance(x, Ref):
+        return None
+    match = _Match("rms_norm", [call], {"x": (call, x.value)}, {})
+    like = log.tensors[x.value].like
+    if not isinstance(weight, Ref):
+        return replace(match, reason="it has no weight")
+    match.operands["weight"] = call, weight.value
+    if log.tensors[weight.value].like.shape != like.shape[-1:]:
+        return replace(match, reason="it is over more than the last dimension")
+    if eps is None and like.dtype not in (torch.float32, torch.float64):
+        return replace(match, reason=f"its eps is that of {_name_of(like.dtype)}")
+    match.options["eps"] = float(torch.finfo(like.dtype).eps if eps is None else eps)
+    return match
+
+
+def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list[LoggedCall]] | None:
+    """Recognize x · 1 / sqrt(mean(x²) + eps): return x, the first call that reads it, eps and the calls."""
+    made = log.maker(tensor)
+    if made is None or made.name not in ("mul", "div") or len(made.reads) != 2:
+        return None
+    for values, factor in (made.reads, made.reads[::-1]):
+        found = _root_mean_square(log, factor, inverse=made.name == "mul")
+        if found is None:
+            continue
+        squared, eps, calls = found
+        x, casts = _before_casts(log, values)
+        of, others = _before_casts(log, squared)
+        if x == of and (made.name == "mul" or values == made.reads[0]):
+            calls = [*casts, *others, *calls, made]
+            reader = min((call for call in calls if x in call.reads), key=lambda call: call.number)
+            return x, reader, eps, calls
+    return None
+
+
+def _root_mean_square(log: CallLog, tensor: int, *, inverse: bool) -> tuple[int, float, list[LoggedCall]] | None:
+    """Recognize sqrt(mean(x²) + eps) over the last dimension, or its inverse: return x, eps and the calls."""
+    root, calls = _before_casts(log, tensor)
+    made = log.maker(root)
+    if made is None:
+        return None
+    calls.append(made)
+    is_root = made.name == "sqrt" or (made.name == "pow" and made.args[1:] == (0.5,))
+    is_inverse = made.name == "rsqrt" or (made.name == "pow" and made.args[1:] == (-0.5,))
+    if inverse and (made.name == "reciprocal" or (made.name == "rdiv" and made.args[1:] in ((1,), (1.0,)))):
+        below = log.maker(made.reads[0])
+        if below is None or below.name != "sqrt":
+            return None
+        calls.append(below)
+        made, is_inverse = below, True
+    if not made.reads or not (is_inverse if inverse else is_root):
+        return None
+    added = log.maker(made.reads[0])
+    if added is None or added.name != "add" or len(added.reads) != 1 or added.kwargs:
+        return None
+    eps = next((arg for arg in added.args if isinstance(arg, (int, float))), None)
+    mean = log.maker(added.reads[0])
+    if eps is None or mean is None or not _is_mean_of_rows(log, mean):
+        return None
+    square = log.maker(mean.reads[0])
+    if square is None or not _is_square(square):
+        return None
+    return square.reads[0], float(eps), [*calls, added, mean, square]
+
+
+def _is_mean_of_rows(log: CallLog, call: LoggedCall) -> bool:
+    if call.name != "mean" or len(call.reads) != 1:
+        return False
+    dims = len(log.tensors[call.reads[0]].like.shape)
+    named = {**dict(zip(("input", "dim", "keepdim"), call.args, strict=False)), **call.kwargs}
+    dim = named.get("dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    return dim in (-1, dims - 1) and named.get("keepdim") is True
+
+
+def _is_square(call: LoggedCall) -> bool:
+    if call.name == "mul":
+        return len(call.args) == 2 and call.args[0] == call.args[1] and isinstance(call.args[0], Ref)
+    return call.name == "square" or (call.name == "pow" and len(call.args) == 2 and call.args[1] == 2)
+
+
+# -- gated activations
+
+
+def _gated(log: CallLog, call: LoggedCall) -> _Match | None:
+    if call.name != "mul" or len(call.reads) != 2 or len(call.results) != 1:
+        return None
+    for activated, up in (call.reads, call.reads[::-1]):
+        found = _activation(log, activated)
+        if found is None:
+            continue
+        kernel, gate, options, calls = found
+        reader = next(inner for inner in calls if gate in inner.reads)
+        match = _Match(kernel, [*calls, call], {"gate": (reader, gate), "up": (call, up)}, options)
+        likes = log.tensors[gate].like, log.tensors[up].like
+        if likes[0].shape != likes[1].shape or likes[0].dtype != likes[1].dtype:
+            return replace(match, reason="gate and up differ in shape or dtype")
+        return match
+    return None
+
+
+def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], list[LoggedCall]] | None:
+    """Recognize SiLU and GELU: return the kernel, what they read, its options and the calls."""
+    made = log.maker(tensor)
+    if made is None or not made.reads or made.in_place:
+        return None
+    if made.name == "silu":
+        return "swiglu", made.reads[0], {}, [made]
+    if made.name == "gelu":
+        return "geglu", made.reads[0], {"approximate": made.kwargs.get("approximate", "none")}, [made]
+    if made.name == "mul" and len(made.reads) == 2:
+        for gate, share in (made.reads, made.reads[::-1]):
+            below = log.maker(share)
+            if below is not None and below.name == "sigmoid" and below.reads == (gate,):
+                return "swiglu", gate, {}, [below, made]
+    return None
+
+
+# -- parts of the above
+
+
+def _is_cast(log: CallLog, call: LoggedCall, source: int, result: int) -> bool:
+    before, after = log.tensors[source].like, log.tensors[result].like
+    return (
+        call.name in _CASTS
+        and (before.shape, before.device) == (after.shape, after.device)
+        and before.dtype.is_floating_point
+        and after.dtype.is_floating_point
+    )
+
+
+def _before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
+    """Return what a tensor was cast from, and the casts."""
+    casts = list[LoggedCall]()
+    while (made := log.maker(tensor)) is not None and made.reads and _is_cast(log, made, made.reads[0], tensor):
+        casts.append(made)
+        tensor = made.reads[0]
+    return tensor, casts
+
+
+def _is_contiguous(like: Like) -> bool:
+    return torch.empty_strided(like.shape, like.stride, device="meta").is_contiguous()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,75 @@
+"""Trace groups of calls as an op of `memplan.kernels` each.
+
+The calls of a group run as usual, and what they read is noted. The kernel's result takes the place of the last call's,
+so that nothing reads what the calls returned, and their ops are not part of the traced graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from memplan import _torch
+from memplan.planning.ops.kernel_group import Group, Operand
+
+
+class GroupGone(Exception):
+    """The calls of a group are others than when it was recognized; the message says where."""
+
+
+class ReplacedCalls:
+    """The groups of a trace, in each of its passes."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = tuple(groups)
+        self._last = {group.last: group for group in groups}
+        self._operands: dict[int, list[tuple[Group, Operand]]] = {}
+        """By number of the call that reads them."""
+        self._reshapes = {number: group for group in groups for number in group.reshapes}
+        for group in groups:
+            for operand in group.operands:
+                self._operands.setdefault(operand.call, []).append((group, operand))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass of the trace."""
+        self._tensors: dict[int, dict[str, Tensor]] = {}
+        """Operands by name, by the group's last call."""
+
+    def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call of a torch function of the traced model, or the kernel in its place."""
+        if number in self._operands:
+            leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            for group, operand in self._operands[number]:
+                if operand.leaf >= len(leaves):
+                    raise GroupGone(f"call {number} reads fewer tensors")
+                self._tensors.setdefault(group.last, {})[operand.name] = leaves[operand.leaf]
+        if number in self._reshapes:
+            self._reshape(self._reshapes[number], func, args, kwargs)
+        group = self._last.get(number)
+        if group is None:
+            return func(*args, **kwargs)
+        expected = func(*args, **kwargs)
+        try:
+            result = group.run(self._tensors.pop(group.last, {}))
+        except Exception as error:
+            raise GroupGone(f"{group.kernel} does not take its operands: {error}") from error
+        if not isinstance(expected, Tensor) or result.shape != expected.shape:
+            raise GroupGone(f"{group.kernel} returns another shape")
+        return result.to(expected.dtype)
+
+    def _reshape(self, group: Group, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Apply a call that picks or reshapes the rows of a linear layer's result to the layer's input."""
+        tensors = self._tensors.get(group.last, {})
+        hidden = tensors.get("hidden")
+        if hidden is None:
+            raise GroupGone("a linear layer is missing")
+        name = getattr(func, "__name__", "")
+        if name in ("view", "reshape"):
+            sizes = list(args[1:]) or list(kwargs.values())
+            sizes = list(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
+            tensors["hidden"] = hidden.reshape(*sizes[:-1], hidden.shape[-1])
+        else:
+            tensors["hidden"] = func(hidden, *args[1:], **kwargs)

@@ -1,0 +1,148 @@
+"""Choose groups of calls that kernels replace, where a step has no plan within its budget without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
+
+from memplan._interrupts import safe_point
+from memplan.errors import BudgetError, RecordingError
+from memplan.kernels import launch
+from memplan.planning.capture.replaced_calls import GroupGone
+from memplan.planning.capture.side_effects import is_fake
+from memplan.planning.cost.op_timing import failing
+from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.op_schema import KERNELS
+from memplan.planning.ops.kernel_group import Group
+from memplan.planning.plan.decisions import saved_bytes
+from memplan.planning.segments import OverBudgetOp
+from memplan.planning.settings import Settings
+from memplan.planning.study import Planned, Study
+from memplan.planning.tile_search import over_budget_ops_of
+
+_log = logging.getLogger("memplan")
+
+ROUNDS = 4
+"""Captures at most, each with other kinds of kernels."""
+STATISTICS = 8
+"""Bytes that a norm's kernel saves of a row, at most."""
+
+
+def planned_with_kernels(
+    study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Group]], Study], error: BudgetError
+) -> Planned:
+    """Return a plan within the budget in which kernels replace groups of calls.
+
+    Args:
+        study: the step without kernels, which has no plan within the budget.
+        settings: options of the plan.
+        budget: bytes.
+        captured: returns the study of the step with kernels in the place of groups, or raises GroupGone.
+        error: the error of the step without kernels.
+
+    Raises:
+        BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
+    """
+    groups, reasons = offered(study, settings)
+    kinds, tried, current = frozenset[str](), {frozenset[str]()}, study
+    kind_of, levels = _kind_of(groups), dict[str, int]()
+    for op in over_budget_ops_of(study, settings, budget):
+        if op.call in kind_of:
+            levels.setdefault(kind_of[op.call], op.level)
+    for _ in range(ROUNDS):
+        safe_point()
+        above = over_budget_ops_of(current, settings, budget)
+        following = _next_kinds(groups, above, kinds, tried, levels)
+        if following is None:
+            break
+        kinds = following
+        tried.add(kinds)
+        _log.info("trying kernels: %s", ", ".join(sorted(kinds)))
+        try:
+            current = captured([group for group in groups if group.kernel in kinds])
+            failures = _failures(current, settings)
+            if failures:
+                reasons += [f"{kernel}: {failure}" for kernel, failure in failures.items()]
+                groups = [group for group in groups if group.kernel not in failures]
+                kinds, current = frozenset(), study
+                continue
+            planned = current.planned(settings, budget)
+        except (GroupGone, RecordingError) as reason:
+            _log.info("the step cannot be traced with kernels: %s", reason)
+            reasons.append(str(reason))
+            break
+        except BudgetError as lower:
+            error = min(error, lower, key=lambda known: known.smallest_budget)
+        else:
+            return planned.noting(_notes(reasons))
+    raise error.but(do="; ".join((error.do, *_notes(reasons)))) if reasons else error
+
+
+def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:
+    """Return the groups that kernels can replace, and the reasons for the others."""
+    card, graph = settings.home.card, study.captured.graph
+    reasons, groups = [str(refused) for refused in study.captured.refused_groups], list[Group]()
+    if card is not None and study.captured.groups:
+        if launch.triton is None:
+            return [], [*reasons, "Triton is not installed"]
+        if card.architecture < launch.OLDEST_CARD:
+            return [], [*reasons, f"{card.title} is older than compute capability 7.5"]
+    for group in study.captured.groups:
+        if group.kernel == "rms_norm" and saved_bytes(graph, group.calls) <= STATISTICS * _rows(graph, group):
+            reasons.append(f"{group.kernel}: torch's own saves no more")
+        else:
+            groups.append(group)
+    return groups, reasons
+
+
+def _next_kinds(
+    groups: Sequence[Group], above: Sequence[OverBudgetOp], kinds: frozenset[str], tried: Collection[frozenset[str]],
+    plain: Mapping[str, int],
+) -> frozenset[str] | None:  # fmt: skip
+    """Return the kinds of kernels to try next; None if there is no other choice.
+
+    They are those of the ops above the budget; or those tried last without the kind whose own op is the highest, if the
+    step without kernels takes less there; or all.
+
+    Args:
+        groups: that kernels can replace.
+        above: ops above the budget, the highest first.
+        kinds: tried last.
+        tried: all that were tried.
+        plain: live bytes of the step without kernels, by kind, at the highest op of its groups.
+    """
+    present, kind_of = frozenset(group.kernel for group in groups), _kind_of(groups)
+    at = [(kind_of[op.call], op.level) for op in above if op.call in kind_of]
+    worse = frozenset(kind for kind, level in at[:1] if kind in kinds and plain.get(kind, 0) < level)
+    candidates = [kinds | frozenset(kind for kind, _ in at), kinds - worse, present]
+    return next((candidate & present for candidate in candidates if candidate & present not in tried), None)
+
+
+def _kind_of(groups: Sequence[Group]) -> dict[int, str]:
+    """Return the kernel by number of the call that it replaces."""
+    return {call: group.kernel for group in groups for call in group.calls}
+
+
+def _failures(study: Study, settings: Settings) -> dict[str, str]:
+    """Return the kernels that do not run on the step's card, with the reason: one that does not compile is dropped."""
+    if settings.home.card is None or is_fake(study.model):
+        return {}
+    graph, kernel_at = study.captured.graph, {group.last: group.kernel for group in study.kernels}
+    failures = failing(graph, KERNELS, settings.home.name)
+    return {
+        kernel_at[call]: failures[op.target]
+        for op in graph.ops
+        if op.target in failures and (call := graph.call_of(op)) in kernel_at
+    }
+
+
+def _rows(graph: JointGraph, group: Group) -> int:
+    """Return the rows of a norm's result."""
+    made = [graph.values[value].shape for op in graph.forward_ops if op.call == group.last for value in op.makes]
+    return prod(made[-1][:-1]) if made else 0
+
+
+def _notes(reasons: Sequence[str]) -> tuple[str, ...]:
+    """Return the note on groups that no kernel replaces."""
+    return (f"what no kernel replaces: {'; '.join(dict.fromkeys(reasons))}",) if reasons else ()

@@ -1,0 +1,30 @@
+"""Run groups of calls as fused kernels, forward and backward, that save less for the backward pass."""
+
+from __future__ import annotations
+
+from memplan._bytes import format_bytes
+from memplan.planning.graph.joint_graph import SavedForm
+from memplan.planning.levers.lever import Grade, Lever, Reason
+
+
+class Kernel(Lever):
+    """Replace groups of calls by ops of `memplan.kernels`. `memplan.planning.kernel_search` chooses them."""
+
+    name = "kernel"
+
+    def grade(self, form: SavedForm | None = None) -> Grade:
+        """Return ``reordered``: a kernel rounds less often, and adds in another order."""
+        return "reordered"
+
+    def reason_of(self, kernel: str, before: int, after: int, workspace: int) -> Reason:
+        """Describe a group.
+
+        Args:
+            kernel: function of `memplan.kernels`.
+            before, after: bytes that the group's calls and the kernel save for the backward pass, without operands.
+            workspace: bytes that the kernel allocates and frees again, forward or backward.
+        """
+        text = f"by memplan.kernels.{kernel}, which saves {format_bytes(after)} instead of {format_bytes(before)}"
+        text += f"; its workspace is {format_bytes(workspace)}" if workspace else ""
+        details = {"kernel": kernel, "kept_bytes": after, "workspace": workspace}
+        return Reason(max(0, before - after), text, details, self.grade())
