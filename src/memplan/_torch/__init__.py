@@ -141,7 +141,7 @@ from memplan._torch.joint import (
     untraceable_reason,
     view_strides,
 )
-from memplan._torch.library_ops import MADE_OF_TORCH, managed_memory
+from memplan._torch.library_ops import MADE_OF_TORCH, managed_memory, run_kernel_of_ours
 from memplan._torch.lone_ranks import unanswered_collectives
 from memplan._torch.mapped_files import files_mapped_without_data
 from memplan._torch.modules import (

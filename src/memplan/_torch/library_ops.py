@@ -14,7 +14,7 @@ torchao 0.18: ``_TORCH_FN_TABLE`` of ``TorchAOBaseTensor``, class -> function of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -96,10 +96,15 @@ def _kernels_of_ours(name: str) -> Callable[..., Any]:
         without_data: Any = sys.modules["memplan.kernels.launch"].without_data
         device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
         with without_data(device):
-            operator: Any = getattr(torch.ops.memplan, name).default
-            return operator.redispatch(DispatchKeySet(DispatchKey.CompositeExplicitAutograd), *args, **kwargs)
+            return run_kernel_of_ours(name, args, kwargs)
 
     return call
+
+
+def run_kernel_of_ours(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the implementation of an op of `memplan.kernels`, also on tensors without data."""
+    operator: Any = getattr(torch.ops.memplan, name).default
+    return operator.redispatch(DispatchKeySet(DispatchKey.CompositeExplicitAutograd), *args, **kwargs)
 
 
 def _as_on_the_cpu(name: str) -> Callable[..., Any]:

@@ -56,6 +56,7 @@ class Launch:
 class _WithoutData:
     device: str
     launched: list[Launch] | None
+    programs: int | None
 
 
 _without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", default=None)
@@ -63,10 +64,11 @@ _without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", def
 
 
 @contextmanager
-def without_data(device: str, launched: list[Launch] | None = None) -> Iterator[None]:
+def without_data(device: str, launched: list[Launch] | None = None, programs: int | None = None) -> Iterator[None]:
     """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run.
-    They are appended to `launched`, which keeps their tensors alive."""
-    token = _without_data.set(_WithoutData(device, launched))
+    They are appended to `launched`, which keeps their tensors alive. `programs`: what `programs` returns, by default
+    for the tensors' own device."""
+    token = _without_data.set(_WithoutData(device, launched, programs))
     try:
         yield
     finally:
@@ -103,6 +105,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 def programs(device: torch.device) -> int:
     """Programs of a kernel that each go over many parts of its input: two a multiprocessor."""
+    if (recorded := _without_data.get()) is not None and recorded.programs is not None:
+        return recorded.programs
     if device.type != "cuda":
         return 4  # the interpreter's
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
