@@ -85,7 +85,7 @@ class CallLog:
         """Run a call of a torch function and log it. ``run``: returns the result of the function."""
         arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
         result = run()
-        name, results = _name(func), list[int]()
+        name, results = name_of(func), list[int]()
         changed = next((leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
         for leaf in _torch.tree_leaves(result):
             if not isinstance(leaf, Tensor):
@@ -135,7 +135,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()) if tensor.layout == torch.strided else ()
 
 
-def _name(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """Return `LoggedCall.name`."""
     if not (getattr(func, "__module__", None) or "torch").startswith("torch"):
         return ""

@@ -132,6 +132,7 @@ def capture(
             joint, flat = _trace_with_retries(trace, model, call, opaque_calls, guards, watch)
         _refuse_side_effects(trace, watch)
         passes.refuse()
+        calls.kernels.check()
     except MemplanError as error:
         watch.restore()
         note_reads(error, passes.reads())

@@ -106,7 +106,7 @@ def _checked(log: CallLog, match: _Match) -> Group:
     if not dtypes <= set(DTYPES):
         raise _Unfit(f"it reads {' and '.join(sorted(map(_name_of, dtypes - set(DTYPES))))}")
     operands = (Operand(name, call.number, call.reads.index(tensor)) for name, (call, tensor) in match.operands.items())
-    return Group(match.kernel, tuple(sorted(numbers)), tuple(operands), match.options, match.reshapes)
+    return Group(match.kernel, tuple(sorted(numbers)), last.name, tuple(operands), match.options, match.reshapes)
 
 
 def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from memplan import _torch
+from memplan.planning.capture.call_log import name_of
 from memplan.planning.ops.kernel_group import Group, Operand
 
 
@@ -37,6 +38,12 @@ class ReplacedCalls:
         """Begin a pass of the trace."""
         self._tensors: dict[int, dict[str, Tensor]] = {}
         """Operands by name, by the group's last call."""
+        self._replaced = set[int]()
+
+    def check(self) -> None:
+        """Check that every group was replaced in the last pass. Raises GroupGone."""
+        if len(self._replaced) < len(self.groups):
+            raise GroupGone("some of the calls are missing")
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a torch function of the traced model, or the kernel in its place."""
@@ -51,6 +58,9 @@ class ReplacedCalls:
         group = self._last.get(number)
         if group is None:
             return func(*args, **kwargs)
+        if name_of(func) != group.function:
+            raise GroupGone(f"{name_of(func)} is in the place of {group.function}")
+        self._replaced.add(number)
         expected = func(*args, **kwargs)
         try:
             result = group.run(self._tensors.pop(group.last, {}))
@@ -66,10 +76,12 @@ class ReplacedCalls:
         hidden = tensors.get("hidden")
         if hidden is None:
             raise GroupGone("a linear layer is missing")
-        name = getattr(func, "__name__", "")
-        if name in ("view", "reshape"):
-            sizes = list(args[1:]) or list(kwargs.values())
-            sizes = list(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
-            tensors["hidden"] = hidden.reshape(*sizes[:-1], hidden.shape[-1])
-        else:
-            tensors["hidden"] = func(hidden, *args[1:], **kwargs)
+        try:
+            if name_of(func) in ("view", "reshape"):
+                sizes = list(args[1:]) or list(kwargs.values())
+                sizes = list(sizes[0]) if isinstance(sizes[0], (tuple, list)) else sizes
+                tensors["hidden"] = hidden.reshape(*sizes[:-1], hidden.shape[-1])
+            else:
+                tensors["hidden"] = func(hidden, *args[1:], **kwargs)
+        except Exception as error:
+            raise GroupGone(f"{name_of(func)} does not take a linear layer's input: {error}") from error

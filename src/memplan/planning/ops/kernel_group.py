@@ -32,6 +32,8 @@ class Group:
     """Name of the function in `memplan.kernels`."""
     calls: tuple[int, ...]
     """Numbers of the calls in the trace, ascending; the kernel runs in place of the last."""
+    function: str
+    """Name of the torch function of the last call."""
     operands: tuple[Operand, ...]
     options: Mapping[str, Json] = field(default_factory=dict, hash=False)
     """Further arguments of the kernel."""

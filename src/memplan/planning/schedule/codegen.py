@@ -70,6 +70,8 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
     imports = ["import torch", "from torch import device, inf, nan"]
     if any("torch.ops.memplan." in line for line in forward + backward):
         imports.append("import memplan.planning.ops.piecewise")
+    if any(f"torch.ops.{target}(" in line for line in forward + backward for target in op_schema.KERNELS):
+        imports.append("import memplan.kernels")
     levers = dict.fromkeys(schedule.graph.form[a.form].lever for a in schedule.forward if a.form is not None)
     imports += [line for name in levers for line in registry.find(name).imports]
     head = [*imports, "", "aten = torch.ops.aten"]

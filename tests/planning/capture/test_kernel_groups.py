@@ -1,0 +1,368 @@
+"""Groups of calls that kernels replace: recognized in many spellings, and left alone where a kernel does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memplan.planning.capture.capture import Captured, capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.replaced_calls import GroupGone
+from memplan.planning.graph.joint_graph import map_refs
+from memplan.planning.graph.op_schema import overload
+
+WIDTH, CLASSES, EPS = 24, 50, 1e-5
+Function = Callable[..., Any]
+
+
+class Step(nn.Module):
+    """A function of an input and a weight between two linear layers, and its sum of squares; so that it has a
+    gradient."""
+
+    def __init__(self, function: Function, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.first(x), self.weight, self.last)
+
+
+class Scores(nn.Module):
+    """A head of some classes, and a loss of its scores."""
+
+    def __init__(self, loss: Function, dtype: torch.dtype = torch.float32, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss, self.first, self.head = loss, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=bias)
+        self.to(dtype)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
+        return self.loss(self.head(self.first(x)), targets)
+
+
+# -- norms
+
+
+def llama(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """As transformers' LlamaRMSNorm has it."""
+    dtype = x.dtype
+    h = x.to(torch.float32)
+    variance = h.pow(2).mean(-1, keepdim=True)
+    h = h * torch.rsqrt(variance + EPS)
+    return last(weight * h.to(dtype))
+
+
+def t5(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """The input is cast for the mean alone."""
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    h = x * torch.rsqrt(variance + EPS)
+    return last(weight * h.to(weight.dtype))
+
+
+def gemma(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """Around 1, cast behind the weight."""
+
+    def norm(h: Tensor) -> Tensor:
+        return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+
+    return last((norm(x.float()) * (1.0 + weight.float())).type_as(x))
+
+
+def divided(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    return last(x / torch.sqrt(torch.mean(x * x, dim=-1, keepdim=True) + EPS) * weight)
+
+
+def inverted(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    return last(x * (1.0 / torch.sqrt((x**2).mean([2], keepdim=True) + EPS)) * weight)
+
+
+def to_a_power(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    return last(x.mul(x.square().mean(2, True).add(EPS).pow(-0.5)).mul(weight))
+
+
+def own(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """As torch.nn.RMSNorm calls it."""
+    return last(F.rms_norm(x, (WIDTH,), weight, EPS))
+
+
+NORMS = [llama, t5, gemma, divided, inverted, to_a_power, own]
+
+
+# -- gated activations
+
+
+def swiglu(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    return last(F.silu(x) * (x * weight + 1))
+
+
+def by_sigmoid(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    return last((x * weight) * (x * torch.sigmoid(x)))
+
+
+def halves(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    gate, up = torch.cat((x, x * weight), -1).chunk(2, dim=-1)
+    return last(up * nn.functional.silu(gate))
+
+
+def geglu(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    return last((x * weight) * F.gelu(x, approximate="tanh"))
+
+
+# -- losses
+
+
+def plain(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def shifted(scores: Tensor, targets: Tensor) -> Tensor:
+    """As transformers has it."""
+    scores = scores.float()[..., :-1, :].contiguous()
+    targets = targets[..., 1:].contiguous()
+    return F.cross_entropy(scores.view(-1, CLASSES), targets.view(-1), ignore_index=3, reduction="mean")
+
+
+def transposed(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.transpose(1, 2), targets, label_smoothing=0.1, reduction="sum")
+
+
+def capped(scores: Tensor, targets: Tensor) -> Tensor:
+    scores = torch.tanh(scores / 3.0) * 3.0
+    return nn.CrossEntropyLoss(reduction="none")(scores.reshape(-1, CLASSES), targets.reshape(-1)).mean()
+
+
+LOSSES = [plain, shifted, transposed, capped]
+
+
+def run(captured: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The outputs of a graph and its parameters' gradients, op by op."""
+    graph, memory = captured.graph, dict[int, Any](captured.constants)
+    for value in graph.values:
+        if value.kind == "input":
+            memory[value.id] = inputs[int(value.path)]
+        if value.kind == "tangent":
+            memory[value.id] = torch.ones(value.shape, dtype=getattr(torch, value.dtype))
+        if value.kind in ("parameter", "buffer"):
+            memory[value.id] = model.get_parameter(value.path).detach()
+    for op in graph.ops:
+        args, kwargs = map_refs((op.args, dict(op.kwargs)), memory.__getitem__)
+        result = overload(op.target)(*args, **kwargs)
+        results = result if op.multiple else (result,)
+        memory.update((value, one) for value, one in zip(op.outputs, results, strict=False) if value is not None)
+    gradients = {graph.values[of].path: memory[gradient] for of, gradient in graph.gradients}
+    return [memory[value] for value in graph.outputs], gradients
+
+
+def in_eager(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    output = model(*inputs)
+    output.backward(torch.ones_like(output))
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    return [output.detach()], found
+
+
+def assert_near_float64(model: nn.Module, inputs: Sequence[Tensor], kernel: str) -> None:
+    """The one group of the step is a kernel's, and with it the step is at most twice as far from float64's as eager
+    mode, in each output and gradient."""
+    before = capture(model, call_of(inputs, {}))
+    assert [group.kernel for group in before.groups] == [kernel]
+    assert not before.refused_groups
+    after = capture(model, call_of(inputs, {}), kernels=before.groups)
+    assert any(op.target.startswith("memplan.") for op in after.graph.ops)
+    assert len(after.graph.outputs) == 1
+    outputs, gradients = run(after, model, inputs)
+    expected, expected_gradients = in_eager(model, inputs)
+    wide = [x.double() if x.is_floating_point() else x for x in inputs]
+    truths, true_gradients = in_eager(model.double(), wide)
+    assert gradients.keys() == expected_gradients.keys()
+    for mine, theirs, truth in (
+        *zip(outputs, expected, truths, strict=True),
+        *((gradients[name], expected_gradients[name], true_gradients[name]) for name in gradients),
+    ):
+        assert mine.shape == truth.shape
+        error, allowed = (mine.double() - truth).norm(), 2 * (theirs.double() - truth).norm()
+        assert error <= allowed + truth.norm() * torch.finfo(theirs.dtype).eps
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(3, 16, WIDTH), torch.randint(CLASSES, (3, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda function: function.__name__)
+def test_norms(norm: Function, dtype: torch.dtype) -> None:
+    if dtype == torch.float32 or norm in (llama, t5, gemma, own):  # the others have no cast back
+        assert_near_float64(Step(norm, dtype), (tokens()[0].to(dtype),), "rms_norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "kernel"), [(swiglu, "swiglu"), (by_sigmoid, "swiglu"), (halves, "swiglu"), (geglu, "geglu")]
+)
+def test_gated_activations(activation: Function, kernel: str, dtype: torch.dtype) -> None:
+    assert_near_float64(Step(activation, dtype), (tokens()[0].to(dtype),), kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda function: function.__name__)
+def test_losses(loss: Function, dtype: torch.dtype) -> None:
+    x, targets = tokens()
+    assert_near_float64(Scores(loss, dtype, bias=loss is plain), (x.to(dtype), targets), "cross_entropy")
+
+
+def test_transformers_own_norms() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    for norm in (LlamaRMSNorm(WIDTH), GemmaRMSNorm(WIDTH), T5LayerNorm(WIDTH), nn.RMSNorm(WIDTH)):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 1))
+        captured = capture(model, call_of((tokens()[0],), {}))
+        assert [group.kernel for group in captured.groups] == ["rms_norm"], type(norm).__name__
+
+
+# -- what no kernel replaces
+
+
+def read_too(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """The normalized rows, before the weight, are read again."""
+    h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return last(weight * h) + h.tanh()
+
+
+def hooked(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    activated = F.silu(x)
+    activated.register_hook(lambda gradient: None)
+    return last(activated * (x * weight))
+
+
+def changed(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    x, activated = x + 0, F.silu(x)
+    x.mul_(2)
+    return last(activated * x)
+
+
+def widened(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    h = x.float()
+    return last((h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()).tanh().to(x.dtype))
+
+
+def unscaled(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    return last(F.rms_norm(x, (WIDTH,), None, EPS))
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "reason"),
+    [
+        (read_too, torch.float32, "rms_norm: tanh reads the result of mul inside of it, too"),
+        (hooked, torch.float32, "swiglu: register_hook reads the result of silu inside of it, too"),
+        (changed, torch.float32, "swiglu: a call in between changes a tensor in place"),
+        (widened, torch.bfloat16, "rms_norm: its result is float32, of bfloat16"),
+        (unscaled, torch.float32, "rms_norm: it has no weight"),
+        (swiglu, torch.float64, "swiglu: it reads float64"),
+    ],
+)
+def test_a_group_that_a_kernel_does_not_take_has_a_reason(function: Function, dtype: torch.dtype, reason: str) -> None:
+    captured = capture(Step(function, dtype), call_of((tokens()[0].to(dtype),), {}))
+    assert not captured.groups
+    assert list(map(str, captured.refused_groups)) == [reason]
+
+
+def looks_like_a_norm(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """Means of cubes, of another tensor, over another dimension, and with the weight of each token."""
+    a = weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS))
+    b = weight * (x * torch.rsqrt(x.tanh().pow(2).mean(-1, keepdim=True) + EPS))
+    c = weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS))
+    d = x.detach() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+    e = weight * (torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS) / x)
+    return last(a + b + c + d + e)
+
+
+def looks_gated(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """Another argument in the sigmoid, a number in the place of a tensor, a sum in the place of a product."""
+    return last(x * torch.sigmoid(x + 1) + F.silu(x) * 2 + (F.silu(x) + x))
+
+
+@pytest.mark.parametrize("function", [looks_like_a_norm, looks_gated])
+def test_what_only_looks_like_a_group_is_none(function: Function) -> None:
+    captured = capture(Step(function), call_of((tokens()[0],), {}))
+    assert not captured.groups
+    assert not captured.refused_groups
+
+
+def twice(scores: Tensor, targets: Tensor) -> Tensor:
+    return plain(scores, targets) + scores.square().mean()
+
+
+def returned(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return plain(scores, targets), scores
+
+
+def weighted(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), torch.ones(CLASSES))
+
+
+def scaled(scores: Tensor, targets: Tensor) -> Tensor:
+    return plain(scores * 0.5, targets)
+
+
+def with_probabilities(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), F.one_hot(targets.flatten(), CLASSES).float())
+
+
+def some_classes(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores[..., :-1].flatten(0, 1), targets.flatten().clamp(0, CLASSES - 2))
+
+
+def normalized(scores: Tensor, targets: Tensor) -> Tensor:
+    return plain(F.normalize(scores, dim=-1), targets)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (twice, "square reads the result of linear inside of it, too"),
+        (returned, "the step returns the result of linear inside of it"),
+        (weighted, "it weighs classes"),
+        (scaled, "its scores are scaled"),
+        (with_probabilities, "its targets are no class indices"),
+        (some_classes, "its scores come from getitem, not straight from a linear layer"),
+        (normalized, "its scores come from normalize, not straight from a linear layer"),
+    ],
+)
+def test_a_loss_that_the_kernel_does_not_take_has_a_reason(loss: Function, reason: str) -> None:
+    captured = capture(Scores(loss), call_of(tokens(), {}))
+    assert not captured.groups
+    assert [(refused.kernel, refused.reason) for refused in captured.refused_groups] == [("cross_entropy", reason)]
+
+
+def test_autocast_around_the_head_alone() -> None:
+    class Mixed(Scores):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                scores = self.head(self.first(x))
+            return plain(scores, targets)
+
+    captured = capture(Mixed(plain), call_of(tokens(), {}))
+    assert [one.reason for one in captured.refused_groups] == ["autocast ends between the linear layer and the loss"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        captured = capture(Scores(plain), call_of(tokens(), {}))
+    assert [group.kernel for group in captured.groups] == ["cross_entropy"]
+
+
+def test_groups_of_another_model_are_refused() -> None:
+    """Calls that are missing, and others in their place."""
+    groups = capture(Scores(shifted), call_of(tokens(), {})).groups
+    for loss in (plain, twice, lambda scores, targets: shifted(scores.tanh(), targets)):
+        with pytest.raises(GroupGone):
+            capture(Scores(loss), call_of(tokens(), {}), kernels=groups)
