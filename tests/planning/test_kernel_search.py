@@ -1,0 +1,219 @@
+"""Kernels take the place of groups of calls where a step does not fit without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memplan
+from memplan import _torch
+from memplan.devices import find
+from memplan.errors import BudgetError, UsageError
+from memplan.kernels import norms
+from memplan.planning import planner as planning
+from memplan.planning.graph.placement import Home
+from memplan.planning.kernel_search import offered, planned_with_kernels
+from memplan.planning.planner import Planner
+from memplan.planning.request import request
+from memplan.planning.search.search import Heuristics
+from memplan.planning.settings import PlanOptions
+from memplan.planning.study import Study
+from memplan.trace.step import StepOptions
+
+WIDTH, CLASSES, TOKENS = 64, 3000, 256
+QUICK: dict[str, Any] = {"heuristics": Heuristics(shakes=0, rounds=4), "costs": "roofline"}
+
+
+class Block(nn.Module):
+    """A norm and a gated feed-forward, as Llama has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH, 1e-6)
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 192), nn.Linear(WIDTH, 192), nn.Linear(192, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """Two blocks, a head and the loss of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.blocks = nn.Embedding(CLASSES, WIDTH), nn.Sequential(Block(), Block())
+        self.norm, self.head = nn.RMSNorm(WIDTH, 1e-6), nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores = self.head(self.norm(self.blocks(self.embed(ids))))
+        return F.cross_entropy(scores[:, :-1].reshape(-1, CLASSES), ids[:, 1:].reshape(-1))
+
+
+def tokens() -> Tensor:
+    return torch.randint(CLASSES, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No segment runs piece by piece, as none does on a card."""
+
+    def planned_in_tiles(study: Any, settings: Any, budget: int, captured: Any, error: BudgetError) -> Any:
+        raise error
+
+    monkeypatch.setattr(planning, "planned_in_tiles", planned_in_tiles)
+
+
+def floor_of(**options: Any) -> int:
+    with pytest.raises(BudgetError) as caught:
+        memplan.plan(Decoder(), tokens(), budget=1, **QUICK, **options)
+    return caught.value.smallest_budget
+
+
+@pytest.mark.usefixtures("without_tiles")
+def test_a_step_fits_in_less_and_takes_what_was_predicted(tmp_path: Path) -> None:
+    """By torch's profiler; the plan is the same from a file, and refused where results must be the same bits."""
+    exact, floor = floor_of(), floor_of(allow="reordered")
+    assert floor < 0.9 * exact
+    model, ids = Decoder(), tokens()
+    fitted = memplan.fit(model, ids, budget=floor, allow="reordered", pairs=0, heuristics=QUICK["heuristics"])
+    plan = fitted.plan
+    assert fitted.proof.ok
+    assert plan.grade == "reordered"
+    assert "cross_entropy" in {group.kernel for group in plan.kernels}
+    profile = _torch.memory_profile()
+    with profile:
+        fitted.model(ids).backward()
+    level = peak = 0
+    for event in _torch.Profile.of(profile).events:
+        level += event.bytes
+        peak = max(peak, level)
+    resident = sum(t.numel() * t.element_size() for t in (*model.parameters(), ids))
+    assert plan.peak - 128 <= resident + peak <= plan.peak <= floor  # 128: numbers in tensors of their own
+    fitted.undo()
+    plan.save(tmp_path / "plan.json")
+    loaded = memplan.Plan.load(tmp_path / "plan.json")
+    assert loaded.kernels == plan.kernels
+    again = memplan.plan(Decoder(), tokens(), budget=floor, allow="reordered", plan=loaded, **QUICK)
+    assert again.fingerprint == plan.fingerprint
+    with pytest.raises(UsageError, match="groups of ops by kernels, which adds in another order, and allow is 'exact'"):
+        memplan.plan(Decoder(), tokens(), budget=floor, plan=loaded, **QUICK)
+    with pytest.raises(UsageError, match="for another model"):
+        memplan.plan(Block(), torch.randn(9, WIDTH), budget="1 GiB", allow="reordered", plan=loaded, **QUICK)
+
+
+@pytest.mark.usefixtures("without_tiles")
+def test_the_planned_step_as_python_runs() -> None:
+    floor = floor_of(allow="reordered")
+    plan = memplan.plan(Decoder(), tokens(), budget=floor, allow="reordered", **QUICK)
+    assert "import memplan.kernels" in plan.as_python()
+    namespace: dict[str, Any] = {}
+    exec(compile(plan.as_python(), "plan", "exec"), namespace)
+    assert callable(namespace["forward"])
+
+
+@pytest.mark.usefixtures("without_tiles")
+def test_a_budget_that_is_met_without_has_no_kernels() -> None:
+    exact = floor_of()
+    plan = memplan.plan(Decoder(), tokens(), budget=exact, allow="reordered", **QUICK)
+    assert plan == memplan.plan(Decoder(), tokens(), budget=exact, **QUICK)
+    assert not plan.kernels
+
+
+def test_segments_in_pieces_come_first() -> None:
+    exact = floor_of()
+    plan = memplan.plan(Decoder(), tokens(), budget=int(0.9 * exact), allow="reordered", **QUICK)
+    assert plan.tiles
+    assert not plan.kernels
+
+
+def study_on(card: str | None) -> tuple[Planner, Study, Any, Any]:
+    options = PlanOptions(budget=1, allow="reordered", costs="roofline", heuristics=QUICK["heuristics"])
+    checked = request(Decoder(), StepOptions((tokens(),), {}, (), None, None, None), options, fake=False)
+    planner, settings = Planner(checked.step), checked.settings
+    study = planner.study(checked.call, settings, key=0)
+    if card is not None:
+        settings = replace(settings, home=Home("cpu", find(card)))
+    return planner, study, checked, settings
+
+
+def test_a_kernel_that_does_not_run_on_the_card_is_dropped_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for a card here has the CPU's kernels, of which one raises as a compiler does."""
+
+    backward = norms._backward
+
+    def fail(*args: Any) -> Any:
+        if isinstance(args[0], _torch.FakeTensor):  # what it allocates is known
+            return backward(*args)
+        raise RuntimeError("PTXAS error: out of registers\nand more")
+
+    monkeypatch.setattr(norms, "_backward", fail)
+    planner, study, checked, settings = study_on("h100")
+    tried = list[set[str]]()
+
+    def captured(groups: Any) -> Study:
+        tried.append({group.kernel for group in groups})
+        return planner._rewritten(study, checked.call, replace(settings, home=Home()), kernels=groups)
+
+    with pytest.raises(BudgetError) as caught:
+        planned_with_kernels(study, settings, 1, captured, BudgetError("", smallest_budget=1 << 60))
+    assert "rms_norm: RuntimeError: PTXAS error: out of registers" in str(caught.value)
+    assert "and more" not in str(caught.value)
+    assert "rms_norm" in tried[0]
+    assert tried[1:]
+    assert all("rms_norm" not in kinds for kinds in tried[1:])
+    assert caught.value.smallest_budget < 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("card", "triton", "reason"), [("v100", True, "older than compute"), ("h100", False, "Triton")]
+)
+def test_a_card_or_machine_without_kernels(
+    card: str, triton: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not triton:
+        monkeypatch.setattr("memplan.kernels.launch.triton", None)
+    _, study, _, settings = study_on(card)
+    groups, reasons = offered(study, settings)
+    assert not groups
+    assert reason in reasons[-1]
+    assert offered(study, replace(settings, home=Home()))[0]
+
+
+@pytest.mark.usefixtures("without_tiles")
+def test_the_table_says_what_a_kernel_saves() -> None:
+    """Bytes that torch's own hooks see saved for the backward pass by eager mode, and by the function of
+    `memplan.kernels`."""
+    plan = memplan.plan(Decoder(), tokens(), budget=floor_of(allow="reordered"), allow="reordered", **QUICK)
+    (loss,) = [one for one in plan.decisions if one.details.get("kernel") == "cross_entropy"]
+    hidden, weight = torch.randn(1, TOKENS - 1, WIDTH), torch.randn(CLASSES, WIDTH)
+
+    def saved(function: Any) -> int:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        own = {x.untyped_storage().data_ptr() for x in leaves}
+        storages = dict[int, int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own and tensor.dtype != torch.int64:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            function(*leaves, tokens()[:, 1:])
+        return sum(storages.values())
+
+    before = saved(lambda h, w, t: F.cross_entropy(F.linear(h, w).view(-1, CLASSES), t.reshape(-1)))
+    assert loss.bytes == pytest.approx(before, rel=0.01)
+    assert loss.details["kept_bytes"] == pytest.approx(saved(memplan.kernels.cross_entropy), rel=0.6)
+    assert loss.grade == "reordered"
+    assert (
+        "1 group of ops by kernels" in plan.summary or f"{len(plan.kernels)} groups of ops by kernels" in plan.summary
+    )
