@@ -51,8 +51,9 @@ def plan(
         device: a card to estimate seconds for, instead of this machine. Values may then wait for the backward pass in
             host memory, where that is cheaper than recomputing them.
         allow: ``"exact"``: results are the same, bit for bit. ``"reordered"``: on the CPU, segments of the step may run
-            piece by piece if it does not fit otherwise, which adds in another order (see `Plan.tiles`). ``"lossy"``:
-            compute and save in fewer bits, if that makes the step faster or is necessary to fit (see `Plan.precision`).
+            piece by piece if it does not fit otherwise, which adds in another order (see `Plan.tiles`), and on any
+            device kernels of `memplan.kernels` may replace groups of ops (see `Plan.kernels`). ``"lossy"``: compute
+            and save in fewer bits, if that makes the step faster or is necessary to fit (see `Plan.precision`).
         engine: ``"graph"`` runs torch's own kernels one by one, ``"inductor"`` fused kernels.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
         accumulate: micro-batches per update; with more than one, gradients exist when a step begins.

@@ -76,7 +76,7 @@ def planned_with_kernels(
             error = min(error, lower, key=lambda known: known.smallest_budget)
         else:
             return planned.noting(_notes(reasons))
-    raise error.but(do="; ".join((error.do, *_notes(reasons)))) if reasons else error
+    raise error.but(do="; ".join(filter(None, (error.do, *_notes(reasons))))) if reasons else error
 
 
 def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:

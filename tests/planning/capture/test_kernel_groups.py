@@ -170,7 +170,7 @@ def in_eager(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], 
     return [output.detach()], found
 
 
-def assert_near_float64(model: nn.Module, inputs: Sequence[Tensor], kernel: str) -> None:
+def assert_near_float64(model: nn.Module, inputs: tuple[Tensor, ...], kernel: str) -> None:
     """The one group of the step is a kernel's, and with it the step is at most twice as far from float64's as eager
     mode, in each output and gradient."""
     before = capture(model, call_of(inputs, {}))
