@@ -50,8 +50,9 @@ class Work:
     """Whether it is the op of another library."""
 
 
-WORKS: dict[str, Callable[[JointGraph, GraphOp], Work]] = {}
-"""Work of ops that consist of others, by target. Whoever registers the op adds it."""
+WORKS: dict[str, Callable[[tuple[Any, ...]], Work]] = {}
+"""Work of ops that consist of others, from their arguments, with a Value in place of tensors, by target. Whoever
+registers the op adds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def rates_of(device: Device) -> Rates:
 def work_of(graph: JointGraph, op: GraphOp) -> Work:
     """Return the FLOPs and bytes of an op."""
     if op.target in WORKS:
-        return WORKS[op.target](graph, op)
+        return WORKS[op.target](map_refs(op.args, graph.values.__getitem__))
     chunked = op.target == op_schema.CHUNKED
     formula = _torch.flop_formula("aten.convolution.default" if chunked else op.target)
     flops = 0

@@ -190,7 +190,7 @@ def _meta(like: Like) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="meta")
 
 
-WORKS[TILE_STATISTICS] = lambda graph, op: _work(op.args[-1], "statistics")
-WORKS[TILE] = lambda graph, op: _work(op.args[-1], "forward")
-WORKS[TILE_WITH_GRADIENTS] = lambda graph, op: _work(op.args[-1], "forward", differentiated=True)
-WORKS[TILE_BACKWARD] = lambda graph, op: _work(op.args[-1], "backward")
+WORKS[TILE_STATISTICS] = lambda args: _work(args[-1], "statistics")
+WORKS[TILE] = lambda args: _work(args[-1], "forward")
+WORKS[TILE_WITH_GRADIENTS] = lambda args: _work(args[-1], "forward", differentiated=True)
+WORKS[TILE_BACKWARD] = lambda args: _work(args[-1], "backward")
