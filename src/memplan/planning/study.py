@@ -36,7 +36,15 @@ from memplan.planning.levers.registry import with_forms
 from memplan.planning.ops.kernel_group import Group
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.plan.decisions import by_kernels, decide, tiled
-from memplan.planning.plan.plan import Plan, check_fingerprint, check_forms, check_settings, names_of, optimizer_name
+from memplan.planning.plan.plan import (
+    Plan,
+    check_fingerprint,
+    check_forms,
+    check_order,
+    check_settings,
+    names_of,
+    optimizer_name,
+)
 from memplan.planning.plan.precision_report import cast_copies, lowered
 from memplan.planning.plan.workspace_band import workspace_band
 from memplan.planning.schedule.actions import Choices
@@ -44,6 +52,7 @@ from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.codegen import program
 from memplan.planning.schedule.scheduler import Schedule, frees_gradient, schedule, with_fewest_pieces
 from memplan.planning.schedule.to_trace import timeline_of, trace_of
+from memplan.planning.search.order import in_lower_order
 from memplan.planning.search.search import Infeasible, Search, Solution
 from memplan.planning.settings import Engine, Settings
 from memplan.planning.tiles.tiled import Tile
@@ -179,7 +188,16 @@ class _Step:
 
     @cached_property
     def search(self) -> Search:
-        """Search that all budgets share."""
+        """Search that all budgets share. With the engine ``graph``, in the order of backward ops that needs the least
+        memory of those looked at; Inductor orders the kernels of a pass by itself."""
+        settings = self._settings
+        if settings.engine != "graph" or not settings.heuristics.order:
+            return self.search_as_captured
+        return in_lower_order(self.search_as_captured)
+
+    @cached_property
+    def search_as_captured(self) -> Search:
+        """The same with the backward ops in the captured order."""
         study, settings, graph = self._study, self._settings, self._study.captured.graph
         steady = None  # the graph with seconds that are the same on every machine, if these are not
         if settings.device is None and not isinstance(settings.costs, str):
@@ -213,8 +231,8 @@ class _Step:
             study.model
         ):  # it cannot be copied: a plan that saves all values replaces eager mode
             save_all, outside_memory = (
-                schedule(self.search.graph, Choices(gradients=settings.gradients)),
-                self.search.outside_memory,
+                schedule(self.search_as_captured.graph, Choices(gradients=settings.gradients)),
+                self.search_as_captured.outside_memory,
             )
             trace, timeline = trace_of(save_all, outside_memory), timeline_of(save_all, outside_memory)
             return timeline.peak_reserved, memory_timeline_of(trace, timeline, moments=_MOMENTS)
@@ -222,7 +240,7 @@ class _Step:
         trace, timeline = baseline(
             study.model, study.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
         )
-        others = self.search.outside_memory.other_bytes
+        others = self.search_as_captured.outside_memory.other_bytes
         added = {cause: size for cause, size in others.items() if cause != "workspace"}  # the recording has workspaces
         course = memory_timeline_of(trace, timeline, moments=_MOMENTS).step(len(timeline.steps) - 1).plus(added)
         return timeline.steps[-1].peak_reserved + sum(added.values()), course
@@ -272,8 +290,10 @@ class _Planning:
         by the difference.
         """
         outside_memory, budget, target = self._outside_memory, self._budget, self._budget
+        captured = self._study.step(self._settings).search_as_captured
         while True:
-            result = self._search.within(target)
+            search = captured if captured.save_all.peak <= target else self._search
+            result = search.within(target)
             planned = schedule(self._graph, result.choices)
             if isinstance(result, Infeasible):
                 if timeline_of(planned, outside_memory).peak_reserved <= budget:
@@ -309,6 +329,7 @@ class _Planning:
         settings, graph = self._settings, self._graph
         check_fingerprint(plan, graph)
         check_forms(plan, graph)
+        check_order(plan, graph)
         check_settings(
             plan, gradients=settings.gradients, fused=settings.engine == "inductor", optimizer=settings.optimizer,
             state=self._outside_memory.by_cause().get("optimizer_state", 0), peak=peak, budget=self._budget,

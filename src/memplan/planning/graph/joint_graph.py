@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -206,6 +206,8 @@ class JointGraph:
     forms: tuple[SavedForm, ...] = ()
     """Forms in which values may be saved, by lever in the order of the registry."""
     torch: str = ""
+    order: tuple[int, ...] = ()
+    """Indices of ``backward_ops`` in the order in which they run; empty: as captured."""
 
     @cached_property
     def forward_ops(self) -> tuple[GraphOp, ...]:
@@ -214,8 +216,14 @@ class JointGraph:
 
     @cached_property
     def backward_ops(self) -> tuple[GraphOp, ...]:
-        """Ops of the backward pass in order, without views."""
+        """Ops of the backward pass in the order in which they run, without views."""
+        if self.order:
+            return tuple(self.ops[index] for index in self.order)
         return tuple(op for op in self.ops if op.phase == "backward" and not op.is_view)
+
+    def in_order(self, order: tuple[int, ...]) -> JointGraph:
+        """Return the graph with its backward ops in this order (see ``order``)."""
+        return self if order == self.order else replace(self, order=order)
 
     @cached_property
     def maker(self) -> dict[int, GraphOp]:

@@ -14,6 +14,7 @@ from memplan._json import Json, Saved, Unreadable
 from memplan._text import format_seconds, printable
 from memplan.errors import BudgetError, UsageError
 from memplan.explanation.memory_timeline import MemoryTimeline
+from memplan.planning.graph.dependencies import is_allowed
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Grade, GradientUse
@@ -244,6 +245,16 @@ def check_forms(plan: Plan, graph: JointGraph) -> None:
         if values:
             message, expected, do = lever.missing(_number_of_values(values), plan.device)
             raise UsageError(message, expected=expected, do=do)
+
+
+def check_order(plan: Plan, graph: JointGraph) -> None:
+    """Raise UsageError if a plan runs backward ops in an order that their operands do not allow."""
+    if not is_allowed(graph, plan.choices.order):
+        raise UsageError(
+            "The plan runs ops of the backward pass before others whose results they read, or not each of them once",
+            expected="an order in which they can run",
+            do="Plan this step again",
+        )
 
 
 def check_settings(

@@ -31,6 +31,8 @@ class Choices:
     """Whether results overwrite operands that are freed, if the op has an in-place form."""
     pieces: frozenset[int] | None = None
     """Ops with a ``scratch_into`` that work in place piece by piece, which can be slower. None: all of them."""
+    order: tuple[int, ...] = ()
+    """Indices of the backward ops in the order in which they run; empty: as captured."""
     fused: bool = False
     """Whether the engine ``inductor`` runs each pass as fused kernels."""
     joined: bool = False

@@ -18,16 +18,19 @@ def translate_choices(choices: Choices, source: JointGraph, graph: JointGraph) -
     match = _match_values(source, graph)
     if match is None or any(graph.values[new].bytes > source.values[old].bytes for old, new in match.items()):
         return None
-    pieces = choices.pieces
-    if pieces:  # None, which stands for all ops, if the ops differ
+    pieces, order = choices.pieces, choices.order
+    if pieces or order:  # where the ops differ: all ops in pieces, in the captured order
         old, new = ((*each.forward_ops, *each.backward_ops) for each in (source, graph))
         alike = [op.target for op in old] == [op.target for op in new]
-        pieces = frozenset(b.index for a, b in zip(old, new, strict=True) if a.index in pieces) if alike else None
+        match_op = {a.index: b.index for a, b in zip(old, new, strict=True)} if alike else {}
+        pieces = frozenset(match_op[op] for op in pieces) if alike and pieces is not None else None
+        order = tuple(match_op[op] for op in order) if alike else ()
     return replace(
         choices,
         recompute=frozenset(match[value] for value in choices.recompute if value in match),
         saved_forms=frozenset((lever, match[value]) for lever, value in choices.saved_forms if value in match),
         pieces=pieces,
+        order=order,
     )
 
 
@@ -51,6 +54,7 @@ def without_loss(choices: Choices, source: JointGraph, graph: JointGraph) -> Cho
         recompute=frozenset(match[value] for value in choices.recompute if value in match),
         saved_forms=frozenset((lever, match[value]) for lever, value in choices.saved_forms if value in match),
         pieces=None,
+        order=(),
     )
 
 

@@ -1,8 +1,8 @@
 """Turn choices into a schedule: the order of actions, the frees of values, and in-place ops.
 
-The engine executes the schedule, the simulator counts its bytes, the validator checks it. The graph's ops keep their
-order. A value that is not kept is recomputed just before the first op that reads it, at most once, and every value is
-freed after its last use.
+The engine executes the schedule, the simulator counts its bytes, the validator checks it. Forward ops keep their order,
+backward ops run in that of the choices. A value that is not kept is recomputed just before the first op that reads it,
+at most once, and every value is freed after its last use.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _Scheduler:
     """Builds the schedule of a graph under fixed choices."""
 
     def __init__(self, graph: JointGraph, choices: Choices) -> None:
-        self.graph, self.choices = graph, choices
+        self.graph, self.choices = graph.in_order(choices.order), choices
         self.outputs = output_bases(graph)
         # of several chosen forms of a value that it can be fetched from, only the first by rank is used
         self.fetchable: dict[int, SavedForm] = {}

@@ -52,10 +52,11 @@ class Evaluator:
         drops = frozenset(v for v, chosen in zip(flat.droppable, column, strict=False) if chosen)
         form_bits = zip(flat.forms, column[len(flat.droppable) :], strict=True)
         forms = frozenset((form.lever, form.value) for form, chosen in form_bits if chosen)
-        planned = schedule(flat.graph, Choices(drops, forms, flat.gradients))
+        planned = schedule(flat.graph, Choices(drops, forms, flat.gradients, order=flat.graph.order))
         recomputed = {value for action in planned.backward if action.recomputed for value in action.makes}
         used = (flat.graph.form[a.form] for a in planned.forward if a.kind == "store" and a.form is not None)
-        return Choices(frozenset(recomputed), frozenset((form.lever, form.value) for form in used), flat.gradients)
+        used_forms = frozenset((form.lever, form.value) for form in used)
+        return Choices(frozenset(recomputed), used_forms, flat.gradients, order=flat.graph.order)
 
     def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squared: int = 0) -> Evaluated:
         """Compute peak, added seconds and excess over the budget of every candidate.

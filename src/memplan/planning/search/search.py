@@ -46,6 +46,8 @@ class Heuristics:
     """How often the search escapes a local optimum: it saves a value beyond the budget, repairs and improves."""
     rounds: int = 60
     """Most rounds of one local search."""
+    order: bool = True
+    """Move backward ops where the peak falls (`memplan.planning.search.order`), with the engine ``graph``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,11 @@ class Search:
             return self
         return Search(self.steady, self.outside_memory, gradients=self.gradients, heuristics=self.heuristics)
 
+    def in_order(self, order: tuple[int, ...]) -> Search:
+        """Return the same search with the backward ops in another order (see ``JointGraph.order``)."""
+        steady = None if self.steady is None else self.steady.in_order(order)
+        return replace(self, graph=self.graph.in_order(order), steady=steady)
+
     def frontier(self, points: int) -> list[Solution]:
         """Plan at ``points`` evenly spaced budgets, from the peak with all values saved down to the floor.
 
@@ -259,6 +266,16 @@ class Search:
         return column
 
     @cached_property
+    def near_bound(self) -> State:
+        """The state nearest to a budget just below the lower bound, from all values saved."""
+        return self._near_bound(self.save_all.column)
+
+    def _near_bound(self, start: Column) -> State:
+        # just below, so that positions exactly at the bound have an excess, too
+        under = self.lower_bound - (self.save_all.peak - self.lower_bound) // 50
+        return self._best_repair(under, [start], STEEP)
+
+    @cached_property
     def _lowest_column(self) -> Column:
         """The candidate with the smallest peak.
 
@@ -267,8 +284,7 @@ class Search:
         """
         starts = [self.save_all.column, self._all_recomputed]
         low, zero = self.lower_bound, self._local(0)
-        under = low - (self.save_all.peak - low) // 50  # so that positions exactly at the bound have an excess, too
-        near = (self._best_repair(under, [start], STEEP).column for start in starts)
+        near = (self.near_bound.column, self._near_bound(self._all_recomputed).column)
         best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
         while best.peak - low > best.peak // 400:  # a step takes as long for the last bytes
             budget = low + (best.peak - low) // 2

@@ -42,7 +42,8 @@ class _Walk:
         self.live, self.changed = {*self.resident}, set[int]()
         self.delivered = set[int]()  # gradients whose memory the receiver keeps
         self.recomputed = {*graph.irreplaceable}  # these never may be
-        self.ran, self.written, self.returned = list[int](), set[int](), set[int]()
+        self.ran, self.written, self.returned = set[int](), set[int](), set[int]()
+        self.last_in_order = -1
         # by kind of action, form and value: values read, values made, and scratch
         allowed = self.allowed = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
         allowed["receive", None, None] = set[int](), self.tangents, outside_memory.loss_bytes
@@ -76,7 +77,7 @@ class _Walk:
                 self.require(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
                 self.changed |= self.outputs - self.resident - {*self.plan.saved}  # the backward pass does not get them
         self.require(
-            self.ran == [o.index for o in self.graph.ops if o.makes or o.discarded or o.once], "not all ran once"
+            self.ran == {o.index for o in self.graph.ops if o.makes or o.discarded or o.once}, "not all ran once"
         )
         due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.returned
         self.require(not due, f"the write or the gradient of {self.names(due)} is missing")
@@ -105,7 +106,8 @@ class _Walk:
             self.return_gradient(action, value, source, phase)
 
     def run(self, action: Action, op: GraphOp, phase: str) -> None:
-        """Check that an op runs on its operands, once and in order, or again where recomputation is allowed."""
+        """Check that an op runs on its operands, once and in an allowed order, or again where recomputation is
+        allowed."""
         op = op.cheaper_recompute if action.recomputed and op.cheaper_recompute else op
         scratch = op.scratch - op.scratch_saved * (action.into is not None)
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
@@ -118,8 +120,11 @@ class _Walk:
             if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:
                 idle = {self.values[arg.value].base for arg in op.args[3:5] if isinstance(arg, Ref)}
         else:
-            self.require(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
-            self.ran.append(op.index)
+            self.require(op.phase == phase and op.index not in self.ran, f"{op.target} runs twice, or in another pass")
+            self.ran.add(op.index)
+            if phase == "forward" or op.random or op.once:  # others run when what they read is there, as checked below
+                self.require(op.index > self.last_in_order, f"{op.target} is out of its order")
+                self.last_in_order = op.index
         if action.form is not None:
             forms = [
                 f for f in self.graph.forms if f.encoded == action.form and op.index in f.direct and f.value in reads

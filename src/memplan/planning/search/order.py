@@ -1,0 +1,348 @@
+"""Find an order of the backward ops in which the step has a lower peak.
+
+The captured order is autograd's: an op runs as soon as its operands are there. The gradient of a late layer's weights
+is then allocated while the activations of all earlier layers are, though its operands may be much smaller; and of
+parallel branches, the one that frees the most need not be the first. Under fixed choices, a local search moves ops,
+together with the ops between that depend on them or that they depend on, from one side of a high position to the other.
+Ops that draw random numbers or have side effects keep their order. Forward ops are not moved.
+
+An op is moved with the recomputations that run just before it, so that the schedule of the new order is the one that
+was evaluated. Several choices are evaluated together: a move that lowers the peak where everything is saved must not
+raise it where values are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from memplan._interrupts import safe_point
+from memplan.planning.graph.dependencies import must_precede
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.graph.resident import OutsideMemory
+from memplan.planning.schedule.actions import Action, Choices
+from memplan.planning.schedule.byte_levels import ActionBytes, levels
+from memplan.planning.schedule.scheduler import Schedule, changed_at_once, frees_gradient, schedule
+from memplan.planning.search.search import Search
+
+WORTHWHILE = 0.001
+"""Smallest share of the peak for which ops are moved."""
+STEPS = (0.02, 0.005, 0.00125)
+"""Shares of the peak below it: positions above are lowered, first the high positions together, then the highest."""
+MOVES = 300
+"""Most moves of a search."""
+HOTTEST = 6
+"""Highest positions around which a move is looked for."""
+BLOCKS = 8
+"""Most blocks of ops that are evaluated for a position, those with the largest gain there."""
+SMALL = 4096
+"""Values smaller than the largest by this factor are no reason to move an op."""
+LARGEST_BLOCK = 30
+"""Most ops that are moved together."""
+
+
+def in_lower_order(search: Search) -> Search:
+    """Return the search on the graph in an order of backward ops in which the step needs less memory: with all values
+    saved, or near the floor. Return the same search if none was found."""
+    before = search.deterministic
+    choices = [before.evaluator.choices(state.column) for state in (before.near_bound, before.save_all)]
+    order = lower_order(before.graph, choices, search.outside_memory)
+    if order == search.graph.order:
+        return search
+    ordered = search.in_order(order)
+    return ordered if ordered.deterministic.near_bound.peak <= before.near_bound.peak else search
+
+
+def lower_order(graph: JointGraph, choices: Sequence[Choices], outside_memory: OutsideMemory) -> tuple[int, ...]:
+    """Return an order of the backward ops in which no peak is higher than in the graph's order, and one is lower by
+    `WORTHWHILE`; the graph's order if none was found.
+
+    Args:
+        graph: in the order from which the search starts.
+        choices: choices whose peaks count; copies to host memory are left out.
+        outside_memory: memory beside the graph.
+    """
+    copied = {(form.lever, form.value) for form in graph.forms if form.is_copied}
+    plain = [replace(each, saved_forms=each.saved_forms - copied, order=graph.order) for each in choices]
+    planned = [schedule(graph, each) for each in plain]
+    order = _Search(graph, [_Profile(each, outside_memory) for each in planned]).run()
+    before = [levels(each, outside_memory).peak for each in planned]
+    after = [levels(schedule(graph, replace(each, order=order)), outside_memory).peak for each in plain]
+    pairs = list(zip(before, after, strict=True))
+    gains = any(high - low >= WORTHWHILE * high for high, low in pairs)
+    return order if gains and all(low <= high for high, low in pairs) else graph.order
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """An action of the backward pass."""
+
+    makes: tuple[int, ...]
+    uses: tuple[int, ...]
+    """Values that are live while it runs: what it makes and reads, and gradients that must not be freed before."""
+    allocated: int
+    """Bytes of what it makes."""
+    temporary: int
+    """Bytes of workspace and unread results."""
+    overwrites: tuple[int, ...]
+    saved: int
+    """Bytes that it needs less if it overwrites an operand."""
+
+
+class _Profile:
+    """Bytes during the backward ops of a schedule, for any order of these ops."""
+
+    def __init__(self, planned: Schedule, outside_memory: OutsideMemory) -> None:
+        graph, choices = planned.graph, planned.choices
+        counted = levels(planned, outside_memory)
+        self.size = [value.bytes for value in graph.values]
+        self.small = max(self.size) // SMALL
+        tangents = {value.id for value in graph.values if value.kind == "tangent"}
+        resident = {value.id for value in graph.values if value.kind in RESIDENT}
+        outputs = {graph.base(value) for value in graph.outputs}
+        self.kept = outputs | {value for value in tangents if graph.values[value].held}
+        """Values that are never freed."""
+        freed_with = dict[int, int]()
+        """By parameter that may change at once: its gradient, which is freed after the parameter's last read."""
+        for of, gradient in graph.gradients:
+            base = graph.base(gradient)
+            if not frees_gradient(graph, choices, of):
+                self.kept.add(base)
+            elif changed_at_once(graph, choices, of):
+                freed_with[graph.base(of)] = base
+        self.nodes: dict[int, tuple[_Node, ...]] = {}
+        """By op: its recomputations and itself."""
+        group, taken, extra = list[_Node](), ActionBytes(planned, outside_memory), outputs | tangents
+        for action in planned.backward:
+            if action.kind in ("receive", "give"):
+                continue
+            read = (value for value in action.reads if value not in resident)
+            delays = (freed_with[value] for value in action.reads if value in freed_with)
+            group.append(_node(graph, choices, action, (*read, *delays), taken, extra))
+            if action.kind == "run" and not action.recomputed and action.op is not None:
+                self.nodes[action.op] = tuple(group)
+                group.clear()
+        self.start = counted.boundary + sum(self.size[value] for value in tangents)
+        """Bytes before the first op."""
+        self.makes = {op: frozenset(v for node in nodes for v in node.makes) for op, nodes in self.nodes.items()}
+        self.uses = {op: frozenset(v for node in nodes for v in node.uses) for op, nodes in self.nodes.items()}
+        self.users = defaultdict[int, list[int]](list)
+        for op, used in self.uses.items():
+            for value in used:
+                self.users[value].append(op)
+
+    def set(self, order: Sequence[int]) -> None:
+        """Compute the bytes at all positions of an order."""
+        self.position = {op: at for at, op in enumerate(order)}
+        self.last = {value: max(self.position[op] for op in ops) for value, ops in self.users.items()}
+        self.made = {value: at for at, op in enumerate(order) for value in self.makes[op]}
+        dies = defaultdict[int, int](int)
+        for value, at in self.last.items():
+            if value not in self.kept:
+                dies[at] += self.size[value]
+        level = self.start
+        self.before = [level]
+        """Bytes before each position, and after the last."""
+        for at, op in enumerate(order):
+            level += sum(self.size[value] for value in self.makes[op]) - dies[at]
+            self.before.append(level)
+        self.levels = self.levels_of(0, len(order), order)
+        """Highest level during each op and the recomputations before it."""
+        self.peak = max(self.levels)
+
+    def levels_of(self, begin: int, end: int, ops: Sequence[int]) -> list[int]:
+        """Return the levels at the positions from ``begin`` to ``end`` if their ops run in another order."""
+        size, kept, whole_last, level = self.size, self.kept, self.last, self.before[begin]
+        last = {value: node for op in ops for node in self.nodes[op] for value in node.uses}
+        highest = list[int]()
+        for op in ops:
+            high = 0
+            for node in self.nodes[op]:
+                level += node.allocated
+                dead = [v for v in node.uses if last[v] is node and v not in kept and whole_last[v] < end]
+                during = level + node.temporary
+                if node.overwrites and not set(dead).isdisjoint(node.overwrites):
+                    during -= node.saved
+                high = max(high, during)
+                for value in dead:
+                    level -= size[value]
+            highest.append(high)
+        return highest
+
+    def lives_at(self, at: int) -> list[int]:
+        """Return the values that are live before and after a position, and that its op does not read, without small
+        ones."""
+        return [
+            value
+            for value, last in self.last.items()
+            if self.size[value] > self.small
+            and self.made.get(value, -1) < at
+            and (last > at or (value in self.kept and last < at))
+        ]
+
+    def gain_later(self, block: Iterable[int], at: int) -> int:
+        """Return the bytes that a position before which the ops of a block run has less if they run after it."""
+        makes, uses = self._of(block)
+        made = sum(self.size[value] for value in makes if value in self.kept or self.last[value] >= at)
+        return made - sum(self.size[v] for v in uses - makes if v not in self.kept and self.last[v] < at)
+
+    def gain_earlier(self, block: frozenset[int], at: int) -> int:
+        """Return the bytes that a position after which the ops of a block run has less if they run before it."""
+        makes, uses = self._of(block)
+        freed = (
+            self.size[value]
+            for value in uses - makes
+            if value not in self.kept
+            and self.made.get(value, -1) < at
+            and all(op in block or self.position[op] < at for op in self.users[value])
+        )
+        stays = (v for v in makes if v in self.kept or any(op not in block for op in self.users[v]))
+        return sum(freed) - sum(self.size[value] for value in stays)
+
+    def _of(self, block: Iterable[int]) -> tuple[set[int], set[int]]:
+        return set().union(*(self.makes[op] for op in block)), set().union(*(self.uses[op] for op in block))
+
+
+def _node(
+    graph: JointGraph, choices: Choices, action: Action, reads: tuple[int, ...], taken: ActionBytes, fixed: set[int]
+) -> _Node:
+    """Return an action as a node. ``fixed``: values that no op overwrites."""
+    overwrites, saved = tuple[int, ...](), 0
+    if action.kind == "run":
+        op: GraphOp = action.called(graph)
+        temporary = taken.temporary_bytes(replace(action, into=None))
+        if choices.in_place and action.makes and action.makes[0] == op.makes[0]:
+            overwrites = tuple(value for value in op.overwrites if value in reads and value not in fixed)
+            saved = graph.values[action.makes[0]].bytes + (0 if action.form is not None else op.scratch_saved)
+    else:
+        temporary = taken.temporary_bytes(action)
+    uses = tuple(dict.fromkeys((*action.makes, *reads)))
+    return _Node(action.makes, uses, taken.owned_bytes(action.makes), temporary, overwrites, saved)
+
+
+_Move = tuple[int, int, list[int]]
+"""First position, the position after the last, and the ops there in their new order."""
+
+
+class _Search:
+    """Local search for an order of the backward ops."""
+
+    def __init__(self, graph: JointGraph, profiles: Sequence[_Profile]) -> None:
+        self.profiles, self.order = profiles, [op.index for op in graph.backward_ops]
+        self.before = must_precede(graph)
+        for profile in profiles:  # a recomputed value belongs to the op that needs it first
+            maker = {value: op for op in self.order for value in profile.makes[op]}
+            for op in self.order:
+                self.before[op] |= {maker[v] for v in profile.uses[op] if v in maker and maker[v] != op}
+        self.after = defaultdict[int, set[int]](set)
+        for op, others in self.before.items():
+            for other in others:
+                self.after[other].add(op)
+
+    def run(self) -> tuple[int, ...]:
+        """Return the best order."""
+        moves, steps = 0, list(STEPS)
+        self._update()
+        while steps and moves < MOVES:
+            safe_point()
+            self.targets = [int(profile.peak * (1 - steps[0])) for profile in self.profiles]
+            move = next(filter(None, map(self._best_move, range(len(self.profiles)))), None)
+            if move is None:
+                del steps[0]
+                continue
+            begin, end, ops = move
+            self.order[begin:end] = ops
+            self._update()
+            moves += 1
+        return tuple(self.order)
+
+    def _update(self) -> None:
+        for profile in self.profiles:
+            profile.set(self.order)
+        self.position = self.profiles[0].position
+
+    def _best_move(self, index: int) -> _Move | None:
+        """Return the move that lowers the high positions of a profile the most, at the first position where any
+        does."""
+        profile, target = self.profiles[index], self.targets[index]
+        hot = [at for at, level in enumerate(profile.levels) if level > target]
+        for at in sorted(hot, key=lambda at: -profile.levels[at])[:HOTTEST]:
+            best, lowest = None, 0
+            for move in self._moves(profile, at, hot[0], hot[-1]):
+                change = self._change(move)
+                if change is not None and change < lowest:
+                    best, lowest = move, change
+            if best is not None:
+                return best
+        return None
+
+    def _moves(self, profile: _Profile, at: int, first: int, last: int) -> Iterable[_Move]:
+        """Yield moves that lower a position, those of the blocks with the largest gain there first."""
+        blocks = dict[tuple[bool, frozenset[int]], int]()
+        for value in profile.lives_at(at):
+            if value in profile.made:
+                block = self._block([self.order[profile.made[value]]], self.after, lambda there: there <= at, at)
+                if block is not None:
+                    blocks[True, block] = profile.gain_later(block, at)
+            readers = [op for op in profile.users[value] if self.position[op] > at]
+            if readers and value not in profile.kept:
+                block = self._block(readers, self.before, lambda there: there >= at, at)
+                if block is not None:
+                    blocks[False, block] = profile.gain_earlier(block, at)
+        gains = sorted((-gain, later, sorted(block)) for (later, block), gain in blocks.items() if gain > 0)
+        for _, later, block in gains[:BLOCKS]:
+            yield from self._later(block, at, last) if later else self._earlier(block, at, first)
+
+    def _block(
+        self, ops: Iterable[int], following: dict[int, set[int]], inside: Callable[[int], bool], at: int
+    ) -> frozenset[int] | None:
+        """Return ops with all that have to move with them to the other side of a position; None if its own op does, or
+        too many do."""
+        block = set(ops)
+        stack = list(block)
+        while stack:
+            for other in following.get(stack.pop(), ()):
+                there = self.position[other]
+                if inside(there) and other not in block:
+                    if there == at or len(block) == LARGEST_BLOCK:
+                        return None
+                    block.add(other)
+                    stack.append(other)
+        return frozenset(block)
+
+    def _later(self, block: Sequence[int], at: int, last: int) -> Iterable[_Move]:
+        """Yield the moves of a block to right after a position, to after the last high position, and to the latest
+        possible."""
+        inside = set(block)
+        moved = sorted(block, key=self.position.__getitem__)
+        begin = self.position[moved[0]]
+        readers = (self.position[op] for each in block for op in self.after[each] if op not in inside)
+        limit = min(readers, default=len(self.order))
+        for end in sorted({at + 1, min(limit, last + 1), limit}):
+            if at < end <= limit:
+                yield begin, end, [op for op in self.order[begin:end] if op not in inside] + moved
+
+    def _earlier(self, block: Sequence[int], at: int, first: int) -> Iterable[_Move]:
+        """Yield the moves of a block to right before a position, to before the first high position, and to the earliest
+        possible."""
+        inside = set(block)
+        moved = sorted(block, key=self.position.__getitem__)
+        end = self.position[moved[-1]] + 1
+        makers = (self.position[op] for each in block for op in self.before[each] if op not in inside)
+        limit = max(makers, default=-1) + 1
+        for begin in sorted({at, max(limit, first), limit}, reverse=True):
+            if limit <= begin <= at:
+                yield begin, end, moved + [op for op in self.order[begin:end] if op not in inside]
+
+    def _change(self, move: _Move) -> int | None:
+        """Return by how much a move changes the squared bytes above the targets; None if it raises a peak."""
+        begin, end, ops = move
+        change = 0
+        for profile, target in zip(self.profiles, self.targets, strict=True):
+            new = profile.levels_of(begin, end, ops)
+            if max(new) > profile.peak:
+                return None
+            change += sum((level - target) ** 2 for level in new if level > target)
+            change -= sum((level - target) ** 2 for level in profile.levels[begin:end] if level > target)
+        return change
