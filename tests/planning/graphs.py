@@ -4,7 +4,7 @@ shapes of networks that people train (residual, transformer, U-Net), with plausi
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -403,3 +403,20 @@ def kept(**levers: Iterable[int]) -> frozenset[tuple[str, int]]:
 def all_kept(graph: JointGraph, *levers: str) -> frozenset[tuple[str, int]]:
     """Every form that these levers offer."""
     return frozenset((form.lever, form.value) for form in graph.forms if form.lever in levers)
+
+
+def may_follow(graph: JointGraph, ran: Collection[int]) -> list[GraphOp]:
+    """The backward ops that can run next: all that makes what they read ran, and so did all before them that draw or
+    have an effect, if they do."""
+    left = [op for op in graph.ops if op.phase == "backward" and op.index not in ran]
+    missing = {value for op in left for value in op.makes}
+    fixed = [op.index for op in left if op.random or op.once]
+    return [op for op in left if missing.isdisjoint(op.reads) and (op.index not in fixed or op.index == fixed[0])]
+
+
+def any_order(graph: JointGraph, draw: random.Random) -> tuple[int, ...]:
+    """A random order in which the backward ops can run."""
+    order = list[int]()
+    while following := may_follow(graph, order):
+        order.append(draw.choice(following).index)
+    return tuple(order)

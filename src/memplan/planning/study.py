@@ -354,7 +354,7 @@ class _Planning:
                 *lowered(planned.graph, precision),
                 *tiled(graph, plain, study.tiles),
                 *by_kernels(graph, plain, study.kernels),
-                *decide(planned.graph, planned, outside_memory.packed),
+                *decide(planned.graph, planned, outside_memory),
             ),
             choices=planned.choices,
             names=names_of(graph),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from planning.graphs import random_graph, residual, transformer, unet
+from planning.graphs import any_order, random_graph, residual, transformer, unet
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
@@ -24,7 +24,8 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
     outside_memory = OutsideMemory(
         draw.choice([0, 1000]), draw.choice([0, 2000]), updates, loss_bytes=draw.choice([0, 3000])
     )
-    evaluator = Evaluator(graph, outside_memory, gradients=GradientUse(early, held))
+    order = any_order(graph, draw) if draw.random() < 0.5 else ()
+    evaluator = Evaluator(graph.in_order(order), outside_memory, gradients=GradientUse(early, held))
     flat = evaluator.flat
     share = np.array([draw.random() for _ in range(count)])
     columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
@@ -36,7 +37,7 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
         drops = frozenset(v for k, v in enumerate(flat.droppable) if columns[k, at])
         some = columns[len(flat.droppable) :, at]
         kept = frozenset((form.lever, form.value) for form, chosen in zip(flat.forms, some, strict=True) if chosen)
-        choices = Choices(drops, kept, GradientUse(early, held))
+        choices = Choices(drops, kept, GradientUse(early, held), order=order)
         made = schedule(graph, choices)
         expected = levels(made, outside_memory)
         assert found.peak[at] == expected.peak

@@ -174,10 +174,10 @@ MISTAKES: dict[str, tuple[Schedule, str]] = {
     "a given gradient is freed": (change(PLAN, 23, frees=(G_W2,)), "has to stay"),
     "an op is left out": (with_action(PLAN, 2), "v6 is not there"),
     "an op without consequence is left out": (with_action(PLAN, 9), "not what is saved"),
-    "an op runs for the first time twice": (change(PLAN, 12, recomputed=False), "out of its order"),
+    "an op runs for the first time twice": (change(PLAN, 12, recomputed=False), "runs twice"),
     "a backward op runs in the forward pass": (
         inserted(9, replace(BACKWARD[1], reads=(), frees=())),
-        "out of its order",
+        "in another pass",
     ),
     "two ops are swapped": (swapped(19, 20), "v18 is not there"),
     "independent ops are swapped": (
@@ -201,7 +201,7 @@ MISTAKES: dict[str, tuple[Schedule, str]] = {
     "read after the write": (swapped(2, 3), "v6 is not there"),
     "written too early": (
         with_action(with_action(PLAN, 3), 2, FORWARD[2], FORWARD[3], replace(FORWARD[2], makes=())),
-        "out of its order",
+        "runs twice",
     ),
     "written twice": (inserted(2, replace(FORWARD[3], frees=())), "not this, or not twice"),
     "never written": (change(with_action(PLAN, 3), 2, frees=(NEW,)), "gradient of v1 is missing"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning.graphs import random_graph
+from planning.graphs import any_order, random_graph
 from planning.interpreter import Wrong, interpreted, with_action
 
 from memplan.errors import ScheduleError
@@ -27,6 +27,9 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, OutsideMemory]:
     graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5, more_forms=draw.random() < 0.5)
     later = {value for op in graph.backward_ops for value in op.reads}
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
+    if draw.random() < 0.5:
+        ops = (replace(op, once=op.once or draw.random() < 0.3) if op.phase == "backward" else op for op in graph.ops)
+        graph = replace(graph, ops=tuple(ops))
     changed = {target for target, _ in graph.mutations}
     again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].recompute_op.reads))
     forms = [form for form in graph.forms if changed.isdisjoint(form.also_reads)]
@@ -35,6 +38,7 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, OutsideMemory]:
         saved_forms=frozenset((form.lever, form.value) for form in forms if draw.random() < 0.6),
         gradients=GradientUse(draw.random() < 0.3, draw.random() < 0.3),
         in_place=draw.random() < 0.8,
+        order=any_order(graph, draw) if draw.random() < 0.5 else (),
     )
     update_of = {v.id: 70 for v in graph.values if v.kind == "parameter"}
     return graph, schedule(graph, choices), OutsideMemory(1000, 500, update_of, loss_bytes=draw.choice([0, 800]))

@@ -123,6 +123,16 @@ class PlannedStep(Protocol):
         ...
 
     @property
+    def moved(self) -> Sequence[GraphOp]:
+        """Return the backward ops that do not run where they were captured, as few as explain the order."""
+        ...
+
+    @property
+    def freed_by_order(self) -> int:
+        """Return the bytes by which the peak would be higher in the captured order of ops."""
+        ...
+
+    @property
     def gradients(self) -> GradientUse:
         """Return what the step does with the parameters' gradients."""
         ...

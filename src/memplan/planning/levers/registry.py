@@ -15,6 +15,7 @@ from memplan.planning.levers.kernel import Kernel
 from memplan.planning.levers.lever import Lever, Situation
 from memplan.planning.levers.lower_precision import LowerPrecision
 from memplan.planning.levers.offload import Offload
+from memplan.planning.levers.order import Order
 from memplan.planning.levers.packed_masters import PackedMasters
 from memplan.planning.levers.recompute import Recompute
 from memplan.planning.levers.release_gradients import ReleaseGradients
@@ -25,8 +26,8 @@ RECOMPUTE, LOWER_PRECISION, TILE, KERNEL = Recompute(), LowerPrecision(), Tile()
 UPDATE_EARLY, RELEASE_GRADIENTS = UpdateEarly(), ReleaseGradients()
 
 LEVERS: list[Lever] = [
-    RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), TILE, KERNEL, InPlace(), UPDATE_EARLY,
-    RELEASE_GRADIENTS, PackedMasters(),
+    RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), TILE, KERNEL, InPlace(), Order(),
+    UPDATE_EARLY, RELEASE_GRADIENTS, PackedMasters(),
 ]  # fmt: skip
 """All levers. If several encodings of a value are chosen, the first lever's is decoded; host copies come last."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan.planning.graph.joint_graph import JointGraph, SavedForm, Value, recomputable
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable
 from memplan.planning.graph.op_schema import KERNELS, short
+from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import GradientUse, Reason
 from memplan.planning.levers.registry import KERNEL, RECOMPUTE, TILE
@@ -16,19 +18,18 @@ from memplan.planning.ops.kernel_group import Group
 from memplan.planning.ops.tile import TILE_OPS, TILE_WITH_GRADIENTS
 from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.schedule.actions import Action
+from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule
+from memplan.planning.schedule.scheduler import schedule as scheduled
 from memplan.planning.tiles.tiled import Tile as TileOfStep
 
 _STEP = Scope("step")
 
 
-def decide(graph: JointGraph, schedule: Schedule, packed_bytes: int = 0) -> tuple[Decision, ...]:
+def decide(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory | None = None) -> tuple[Decision, ...]:
     """Return a decision for each forward value that is saved or restored, in the order of the graph, then the decisions
-    about the whole step. Their seconds add up to the schedule's.
-
-    ``packed_bytes``: bytes of the low halves of master weights.
-    """
-    decider = _Decider(graph, schedule, packed_bytes)
+    about the whole step. Their seconds add up to the schedule's. ``outside_memory``: memory beside the graph."""
+    decider = _Decider(graph, schedule, outside_memory)
     return (*decider.values(), *decider.step())
 
 
@@ -102,9 +103,10 @@ def saved_bytes(graph: JointGraph, calls: Collection[int]) -> int:
 class _Decider:
     """The planned step that levers query for their reasons (see `memplan.planning.levers.lever.PlannedStep`)."""
 
-    def __init__(self, graph: JointGraph, schedule: Schedule, packed_bytes: int) -> None:
+    def __init__(self, graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory | None) -> None:
         """Collect what the schedule recomputes, encodes and reads, and the seconds that this adds."""
-        self.graph, self.schedule, self.packed_bytes = graph, schedule, packed_bytes
+        self.graph, self.schedule, self.outside_memory = graph, schedule, outside_memory
+        self.packed_bytes = 0 if outside_memory is None else outside_memory.packed
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.recomputable = recomputable(graph)
         self.forms: dict[int, list[SavedForm]] = defaultdict(list)
@@ -231,6 +233,28 @@ class _Decider:
             for action in (*self.schedule.forward, *self.schedule.backward)
             if action.into is not None
         ]
+
+    @property
+    def moved(self) -> Sequence[GraphOp]:
+        """The backward ops that do not run where they were captured: all but the most that run in captured order."""
+        order = self.schedule.choices.order
+        ends, before = list[int](), dict[int, int]()
+        """Last op of a run in captured order, by its length less 1; the op before each op in its run."""
+        for op in order:
+            length = bisect_left(ends, op)
+            before[op] = ends[length - 1] if length else -1
+            ends[length : length + 1] = [op]
+        stays, last = set[int](), ends[-1] if ends else -1
+        while last >= 0:
+            stays.add(last)
+            last = before[last]
+        return [self.graph.ops[op] for op in order if op not in stays]
+
+    @property
+    def freed_by_order(self) -> int:
+        """The bytes by which the peak would be higher in the captured order of ops."""
+        captured = scheduled(self.graph, replace(self.schedule.choices, order=()))
+        return levels(captured, self.outside_memory).peak - levels(self.schedule, self.outside_memory).peak
 
     @property
     def gradients(self) -> GradientUse:

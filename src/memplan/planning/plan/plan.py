@@ -55,7 +55,8 @@ class Plan(Saved, Displayed):
     floor: int
     """Smallest budget that the search could meet."""
     lower_bound: int
-    """Bytes: no schedule of these ops, with their in-place variants, encodings and pieces, has a lower peak."""
+    """Bytes: no schedule of these ops, with their in-place variants, encodings and pieces, has a lower peak in the
+    order of ops in which the floor was found."""
     seconds: float
     """Predicted seconds that the plan adds to the step."""
     step_seconds: float | None
@@ -129,9 +130,9 @@ class Plan(Saved, Displayed):
         """Whether the step fits the budget unplanned, and the plan neither changes how values are saved nor
         compiles."""
         choices = self.choices
-        changes = choices.recompute or choices.saved_forms or choices.gradients.updates or choices.fused
-        changes = changes or self.tiles or self.kernels or self.precision.compute
-        return self.eager_peak <= self.budget and not changes
+        changes = choices.recompute or choices.saved_forms or choices.order or choices.gradients.updates
+        changes = changes or choices.fused or self.tiles or self.kernels
+        return self.eager_peak <= self.budget and not (changes or self.precision.compute)
 
     @property
     def host_bytes(self) -> int:
@@ -175,7 +176,8 @@ class Plan(Saved, Displayed):
         budget = f"the budget of {format_bytes(self.budget)}"
         least = "The least looked at" if self.choices.fused else "The least found to be enough"
         floor = f"{least} is {format_bytes(self.floor)}, no less than {format_bytes(self.lower_bound)} can be"
-        floor += " with these pieces." if self.tiles else " with these kernels." if self.kernels else "."
+        floor += " with these pieces" if self.tiles else " with these kernels" if self.kernels else ""
+        floor += " in this order of ops." if self.choices.order else "."
         if self.changes_nothing:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
@@ -186,7 +188,8 @@ class Plan(Saved, Displayed):
         in_pieces = f"{len(self.tiles)} segment{'' if len(self.tiles) == 1 else 's'} in pieces" if self.tiles else ""
         groups = len(self.kernels)
         by_kernels = f"{groups} group{'' if groups == 1 else 's'} of ops by kernels" if groups else ""
-        counts = ", ".join(filter(None, (in_pieces, by_kernels, *values, updated)))
+        in_order = "ops of the backward pass moved" if self.choices.order else ""
+        counts = ", ".join(filter(None, (in_pieces, by_kernels, *values, in_order, updated)))
         bound = ""
         if not self.choices.fused:  # unknown for fused kernels
             which = (

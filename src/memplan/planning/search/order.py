@@ -63,6 +63,8 @@ def lower_order(graph: JointGraph, choices: Sequence[Choices], outside_memory: O
         choices: choices whose peaks count; copies to host memory are left out.
         outside_memory: memory beside the graph.
     """
+    if len(graph.backward_ops) < 2:
+        return graph.order
     copied = {(form.lever, form.value) for form in graph.forms if form.is_copied}
     plain = [replace(each, saved_forms=each.saved_forms - copied, order=graph.order) for each in choices]
     planned = [schedule(graph, each) for each in plain]

@@ -1,0 +1,29 @@
+"""Run ops of the backward pass earlier or later than autograd does, where the peak of the step falls."""
+
+from __future__ import annotations
+
+from memplan._bytes import format_bytes
+from memplan.planning.graph.op_schema import short
+from memplan.planning.levers.lever import Lever, PlannedStep, Reason
+
+
+class Order(Lever):
+    """Move ops of the backward pass. `memplan.planning.search.order` chooses them."""
+
+    name = "order"
+    switch = "order"
+
+    def decide(self, planned: PlannedStep) -> Reason | None:
+        """Report how many ops are moved, the one with the most bytes, and by how much the peak falls."""
+        moved, values = planned.moved, planned.graph.values
+        if not moved:
+            return None
+        largest = max(moved, key=lambda op: sum(values[value].bytes for value in op.makes))
+        layer = largest.layer or ("" if largest.gradient_of is None else planned.graph.ops[largest.gradient_of].layer)
+        freed = planned.freed_by_order
+        text = f"{len(moved)} of {len(planned.graph.backward_ops)} ops of the backward pass run earlier or later than "
+        text += f"autograd runs them, such as {short(largest.target)}{f' of {layer}' if layer else ''}; "
+        text += (
+            f"in its order the peak is {format_bytes(freed)} higher" if freed > 0 else "this lowers the least budget"
+        )
+        return Reason(max(0, freed), text, {"moved": len(moved)})
