@@ -271,8 +271,9 @@ class _Planning:
         """Plan for the engine ``graph``."""
         outside_memory, budget, earlier = self._outside_memory, self._budget, self._settings.plan
         if earlier is not None:
+            self._check_graph(earlier)
             planned, bound = schedule(self._graph, earlier.choices), earlier.lower_bound_seconds
-            self._check(earlier, timeline_of(planned, outside_memory).peak_reserved)
+            self._check_settings(earlier, timeline_of(planned, outside_memory).peak_reserved)
             planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=budget))
         else:
             planned, bound = self._within_budget()
@@ -309,8 +310,9 @@ class _Planning:
         """Plan for the engine ``inductor``."""
         fusing, graph, settings = self._study.step(self._settings).fusing, self._search.graph, self._settings
         if settings.plan is not None:
+            self._check_graph(settings.plan)
             candidate = fusing.candidate(settings.plan.choices)
-            self._check(settings.plan, candidate.peak)
+            self._check_settings(settings.plan, candidate.peak)
         else:
             candidate = fusing.within(self._budget)
             if candidate is None:
@@ -324,12 +326,15 @@ class _Planning:
         captured = replace(self._study.captured, graph=graph)
         return Planned(captured, candidate.schedule, self._outside_memory, plan, candidate.fused)
 
-    def _check(self, plan: Plan, peak: int) -> None:
-        """Raise UsageError if the user's plan is for another step, other settings or a larger budget."""
-        settings, graph = self._settings, self._graph
-        check_fingerprint(plan, graph)
-        check_forms(plan, graph)
-        check_order(plan, graph)
+    def _check_graph(self, plan: Plan) -> None:
+        """Raise UsageError if the user's plan is for another step."""
+        check_fingerprint(plan, self._graph)
+        check_forms(plan, self._graph)
+        check_order(plan, self._graph)
+
+    def _check_settings(self, plan: Plan, peak: int) -> None:
+        """Raise UsageError if the user's plan is for other settings or a larger budget. ``peak``: its bytes here."""
+        settings = self._settings
         check_settings(
             plan, gradients=settings.gradients, fused=settings.engine == "inductor", optimizer=settings.optimizer,
             state=self._outside_memory.by_cause().get("optimizer_state", 0), peak=peak, budget=self._budget,

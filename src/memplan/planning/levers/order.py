@@ -10,7 +10,7 @@ from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 class Order(Lever):
     """Move ops of the backward pass. `memplan.planning.search.order` chooses them."""
 
-    name = "order"
+    name = "order of ops"
     switch = "order"
 
     def decide(self, planned: PlannedStep) -> Reason | None:

@@ -254,8 +254,8 @@ def check_order(plan: Plan, graph: JointGraph) -> None:
     """Raise UsageError if a plan runs backward ops in an order that their operands do not allow."""
     if not is_allowed(graph, plan.choices.order):
         raise UsageError(
-            "The plan runs ops of the backward pass before others whose results they read, or not each of them once",
-            expected="an order in which they can run",
+            "The plan runs the ops of the backward pass in another order than they can run in",
+            expected="each once, after those whose results it reads",
             do="Plan this step again",
         )
 

@@ -1,0 +1,170 @@
+"""Plans that move ops of the backward pass, as they run: the same bits, and the bytes that were said."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from truth.cpu_allocator import allocations, peak_of
+from verification.fitting.quick import QUICK, fit, plan
+
+import memplan
+from memplan.errors import UsageError
+from memplan.planning.plan.plan import Plan
+
+
+class LateWeights(nn.Module):
+    """Large activations first, large weights last; dropout, a ReLU in place, a norm, branches and a buffer of its
+    own."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 512), nn.LayerNorm(512)
+        self.left, self.right = nn.Linear(64, 1024), nn.Linear(64, 1024)
+        self.down, self.last = nn.Linear(512, 64), nn.Linear(1024, 1024)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        h = F.relu(self.norm(self.first(x)), inplace=True)
+        h = F.dropout(F.gelu(h), 0.3, self.training)
+        h = self.down(h).unflatten(0, (16, -1)).mean(1)
+        h = F.dropout(torch.tanh(self.left(h)) * self.right(h), 0.5, self.training)
+        return self.last(h)
+
+
+def step() -> tuple[LateWeights, Tensor, dict[str, Any]]:
+    torch.manual_seed(0)
+    return LateWeights(), torch.randn(1024, 16), {"targets": torch.randn(16, 1024), "loss": F.mse_loss}
+
+
+def captured(budget: Any) -> Plan:
+    """The plan in the order that autograd has."""
+    model, x, given = step()
+    return memplan.plan(model, x, budget=budget, heuristics=memplan.Heuristics(order=False, shakes=0), **given)
+
+
+@pytest.fixture(scope="module")
+def highest() -> tuple[Plan, Plan]:
+    """Plans with all that memory, in the captured order and where ops may be moved."""
+    model, x, given = step()
+    return captured("1 GiB"), plan(model, x, budget="1 GiB", **given)
+
+
+def test_what_fits_is_not_moved_and_what_does_not_is_moved_before_anything_is_recomputed(
+    highest: tuple[Plan, Plan],
+) -> None:
+    as_captured, free = highest
+    assert free.choices == as_captured.choices
+    assert free.choices.order == ()
+    assert free.floor < 0.95 * as_captured.floor
+    assert "order of ops" not in {decision.lever for decision in free.decisions}
+    model, x, given = step()
+    budgets = (free.peak - share * (free.peak - free.floor) // 40 for share in range(1, 40))
+    moved = next(made for budget in budgets if (made := plan(model, x, budget=budget, **given)).choices.order)
+    assert moved.seconds == 0
+    assert not moved.choices.recompute
+    assert not moved.changes_nothing
+    assert moved.grade == "exact"
+    assert captured(moved.budget).seconds > 0
+    (decision,) = (each for each in moved.decisions if each.lever == "order of ops")
+    assert decision.bytes > 0
+    assert "ops of the backward pass run earlier or later than autograd runs them, such as mm of " in decision.reason
+    assert ", ops of the backward pass moved. " in moved.summary
+    assert moved.summary.endswith(" in this order of ops.")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_step_is_the_same_bit_for_bit_and_takes_what_was_said(share: float, highest: tuple[Plan, Plan]) -> None:
+    as_captured, free = highest
+    budget = int(free.floor + share * (as_captured.floor - free.floor))
+    model, x, given = step()
+    twin = copy.deepcopy(model)
+    fitted = fit(model, x, budget=budget, pairs=1, **given)
+    assert fitted.proof.failures == ()
+    assert fitted.plan.choices.order
+    assert fitted.proof.peak == pytest.approx(fitted.plan.peak, rel=0.001)
+    assert fitted.proof.peak <= budget < as_captured.floor
+    assert fitted.loss is not None
+    planned = fitted.loss
+    for seed in range(2):  # a new mask each time, and the buffer counted
+        for each, loss in ((twin, lambda: given["loss"](twin(x), given["targets"])),
+                           (model, lambda: planned(x, given["targets"]))):  # fmt: skip
+            torch.manual_seed(seed)
+            each.zero_grad()
+            loss().backward()
+            assert torch.equal(torch.rand(3), _drawn(seed, twin, x))
+        assert torch.equal(model.seen, twin.seen)
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+    model.zero_grad()
+    resident = sum(each.untyped_storage().nbytes() for each in (*model.parameters(), model.seen, x, given["targets"]))
+    peak = resident + peak_of(allocations(lambda: planned(x, given["targets"]).backward()))
+    assert peak == pytest.approx(fitted.plan.peak, rel=0.001)
+    fitted.undo()
+
+
+def _drawn(seed: int, model: LateWeights, x: Tensor) -> Tensor:
+    """What is drawn next after a step in eager mode."""
+    twin = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    twin(x).sum().backward()
+    return torch.rand(3)
+
+
+def test_a_saved_plan_runs_in_its_order_and_no_other(highest: tuple[Plan, Plan], tmp_path: Any) -> None:
+    model, x, given = step()
+    made = plan(model, x, budget=highest[0].floor - 1, **given)
+    made.save(tmp_path / "plan.json")
+    back = Plan.load(tmp_path / "plan.json")
+    assert back == made
+    fitted = fit(model, x, budget=made.budget, plan=back, pairs=1, **given)
+    assert fitted.proof.ok
+    assert fitted.plan.choices == made.choices
+    fitted.undo()
+    for order in (made.choices.order[::-1], made.choices.order[1:], (*made.choices.order[1:], 10**6)):
+        text = made.to_json().replace(_listed(made.choices.order), _listed(order))
+        assert text != made.to_json()
+        with pytest.raises(UsageError, match="in another order than they can run in"):
+            plan(model, x, budget=made.budget, plan=Plan.from_json(text), **given)
+
+
+def _listed(order: tuple[int, ...]) -> str:
+    return f'"order":{json.dumps(order, separators=(",", ":"))}'
+
+
+def test_smaller_inputs_run_in_the_order_of_the_plan(highest: tuple[Plan, Plan]) -> None:
+    model, x, given = step()
+    fitted = fit(model, x, budget=highest[0].floor - 1, pairs=1, **given)
+    assert fitted.loss is not None
+    small, target = torch.randn(512, 16), given["targets"]
+    torch.manual_seed(3)
+    model.zero_grad()
+    fitted.loss(small, target).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    fitted.undo()
+    model.zero_grad()
+    torch.manual_seed(3)
+    given["loss"](model(small), target).backward()
+    for one, other in zip(gradients, model.parameters(), strict=True):
+        assert one is not None
+        assert other.grad is not None
+        assert torch.equal(one, other.grad)
+
+
+def test_the_search_for_an_order_can_be_turned_off(highest: tuple[Plan, Plan]) -> None:
+    as_captured, free = highest
+    model, x, given = step()
+    with pytest.raises(memplan.BudgetError):
+        memplan.plan(model, x, budget=free.floor, heuristics=memplan.Heuristics(order=False, shakes=0), **given)
+    assert as_captured.heuristics["order"] is False
+    assert QUICK.order
