@@ -138,7 +138,7 @@ def measured(golden: Golden) -> Span:
 @functools.cache
 def subjects() -> dict[str, Any]:
     """The steps by name, as far as their libraries are installed here."""
-    return importlib.import_module("golden_steps").subjects()[0]
+    return importlib.import_module("golden_steps").subjects(more=True)[0]
 
 
 def predict(golden: Golden, cudnn: str | Literal[False] = False) -> Prediction:

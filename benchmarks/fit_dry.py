@@ -101,31 +101,8 @@ def _decoder(batch: int) -> Subject:
 def build(step: str, engine: Engine, share: float, out: str) -> Callable[[], None]:
     """Plan a step, put the plan in its place, and return what runs it; ``out`` is the file for what was counted."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(out).with_suffix(""))  # of its own: nothing in it is tuned yet
-    torch.manual_seed(0)
-    subject = STEPS[step]()
-    model = subject.model.cuda()
-    inputs, targets = (tuple(one.cuda() for one in given) for given in (subject.inputs, subject.targets))
-
-    def asked(budget: int) -> Request:
-        options = PlanOptions(budget=budget, engine=engine)
-        return request(model, StepOptions(inputs, {}, targets, subject.loss, None, None), options, fake=False)
-
-    request_ = asked(1)
-    planner = Planner(request_.step)
-    eager = planner.study(request_.call, request_.settings, key=0).eager_peak(request_.settings)
-    try:
-        budget = planner.planned(request_.call, request_.settings, 1, key=0).plan.peak
-    except BudgetError as error:
-        budget = error.smallest_budget
-    budget += max(0, int(share * (eager - budget)))
-    request_ = asked(budget)
-    planned = planner.planned(request_.call, request_.settings, budget, key=0)
-    if planned.fused is not None:
-        compile_parts(planned.fused)
-    plans = Plans(request_.step, request_.settings, budget, lambda _: None)
-    plans.expect(planned)
-    install(request_.step, plans)
-    row: Row = {"eager": eager, "budget": budget, "predicted": planned.plan.peak}
+    subject = fit_steps.on("cuda", STEPS[step])
+    planned, row = with_plan(subject, engine, lambda floor, eager: floor + max(0, int(share * (eager - floor))))
     Path(out).write_text(json.dumps(row), encoding="utf-8")
 
     def run() -> None:
@@ -133,10 +110,43 @@ def build(step: str, engine: Engine, share: float, out: str) -> Callable[[], Non
         _torch.clear_cublas_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        request_.step(*inputs, *targets).backward()
-        request_.step.zero_grad(set_to_none=True)
+        planned(*subject.inputs, *subject.targets).backward()
+        planned.zero_grad(set_to_none=True)
 
     return run
+
+
+def with_plan(subject: Subject, engine: Engine, budget_of: Callable[[int, int], int]) -> tuple[nn.Module, Row]:
+    """Plan a step on the card and put the plan in its place, without a proof: the step, called with inputs and targets
+    for its loss, and eager mode's predicted peak, the budget and the plan's predicted peak.
+
+    Args:
+        subject: on the card.
+        engine: of `memplan.fit`.
+        budget_of: the budget in bytes, of the least for which there is a plan and eager mode's predicted peak.
+    """
+    inputs, targets = subject.inputs, subject.targets
+
+    def asked(budget: int) -> Request:
+        options = PlanOptions(budget=budget, engine=engine)
+        return request(subject.model, StepOptions(inputs, {}, targets, subject.loss, None, None), options, fake=False)
+
+    request_ = asked(1)
+    planner = Planner(request_.step)
+    eager = planner.study(request_.call, request_.settings, key=0).eager_peak(request_.settings)
+    try:
+        floor = planner.planned(request_.call, request_.settings, 1, key=0).plan.peak
+    except BudgetError as error:
+        floor = error.smallest_budget
+    budget = budget_of(floor, eager)
+    request_ = asked(budget)
+    planned = planner.planned(request_.call, request_.settings, budget, key=0)
+    if planned.fused is not None:
+        compile_parts(planned.fused)
+    plans = Plans(request_.step, request_.settings, budget, lambda _: None)
+    plans.expect(planned)
+    install(request_.step, plans)
+    return request_.step, {"eager": eager, "budget": budget, "predicted": planned.plan.peak}
 
 
 # ---------------------------------------------------------------- here

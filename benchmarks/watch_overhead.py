@@ -46,24 +46,31 @@ def large() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
 MODELS = {"small": small, "large": large}
 
 
-def stepper(make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]) -> tuple[Any, Any, Callable[[], float]]:
-    model, loss_of = make()
+def stepper(
+    make: Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]], device: str
+) -> tuple[Any, Any, Callable[[], float]]:
+    with torch.device(device):
+        model, loss_of = make()
     optimizer = torch.optim.AdamW(model.parameters())
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def step() -> float:
+        finish()
         began = time.perf_counter()
-        loss = loss_of()
+        with torch.device(device):
+            loss = loss_of()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        finish()
         return time.perf_counter() - began
 
     return model, optimizer, step
 
 
-def measured(name: str, steps: int) -> dict[str, Any]:
-    model, optimizer, watched_step = stepper(MODELS[name])
-    _, _, plain_step = stepper(MODELS[name])
+def measured(name: str, steps: int, device: str = "cpu") -> dict[str, Any]:
+    model, optimizer, watched_step = stepper(MODELS[name], device)
+    _, _, plain_step = stepper(MODELS[name], device)
     with memplan.watch(model, optimizer, quiet=True) as seen:
         first = [watched_step() for _ in range(FIRST)]
         pairs, own = list[tuple[float, float]](), list[float]()
@@ -78,7 +85,9 @@ def measured(name: str, steps: int) -> dict[str, Any]:
         seen.end_step = timed_end_step  # pyright: ignore[reportAttributeAccessIssue]
         for number in range(steps):
             began = time.perf_counter()
-            note(model, (torch.empty(0),), {})  # the hook before the model's call, as it is called once a step
+            note(
+                model, (torch.empty(0, device=device),), {}
+            )  # the hook before the model's call, as it is called once a step
             own.append(time.perf_counter() - began)
             if number % 2:
                 pair = plain_step(), watched_step()

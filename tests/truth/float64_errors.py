@@ -20,7 +20,7 @@ def values_and_gradients(function: Function, operands: Sequence[Tensor]) -> list
     results = list(results) if isinstance(results, tuple) else [results]
     generator = torch.Generator().manual_seed(7)
     # exact in every dtype, so that both sides get the same
-    given = [torch.randint(-8, 9, x.shape, generator=generator).to(x.dtype) / 8 for x in results]
+    given = [torch.randint(-8, 9, x.shape, generator=generator).to(x) / 8 for x in results]
     torch.autograd.backward(results, given)
     return [x.detach().double() for x in (*results, *(x.grad for x in leaves if x.grad is not None))]
 

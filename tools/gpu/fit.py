@@ -2,6 +2,7 @@
 
     python tools/gpu/fit.py                         # all steps; writes benchmarks/results/fit_gpu/<gpu>.<torch>.json
     python tools/gpu/fit.py --only unet3d --methods "eager,fit-graph-*"
+    python tools/gpu/fit.py --only gpt --dry h100 --torch ~/cuda-env    # on an emulated card: bytes alone mean anything
     python benchmarks/fit_gpu.py                    # the table, without a GPU
 
 Needs a CUDA GPU. Each case has a process of its own, one at a time; one that fails, or that memplan refuses, is an
@@ -26,25 +27,30 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 for _path in (str(HERE), str(ROOT), str(ROOT / "src")):
     if _path not in sys.path:
         sys.path.insert(0, _path)
-import golden  # noqa: E402  # of this folder, as the next
+import fit_steps  # noqa: E402  # of this folder, as the next
+import golden  # noqa: E402
 
 from memplan.trace.card_run import golden_format  # noqa: E402
 
+if TYPE_CHECKING:
+    from golden_dry import DryCard
+
 RESULTS = ROOT / "benchmarks" / "results" / "fit_gpu"
-PEERS = ("eager", "per_block", "compile", "compile-0.8", "compile-0.5", "compile-0.2", "compile-0.0")
+PEERS = ("eager", "per_block", "compile", "compile-0.8", "compile-0.5", "compile-0.2", "compile-0.0", "liger")
 ENGINES = ("graph", "inductor")
 SHARES = (0.8, 0.6)
 """Budgets: shares of what eager mode reserves."""
 BESIDE = ("per_block", "compile")
 """Peers whose peaks are budgets, too."""
 LIMIT_SECONDS = 1800
+STOPPED = "the seconds for all cases were over"
 PAIRS = 5
 COPY = 1 << 30
 METRICS = {"TORCH_LOGS": "inductor_metrics", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
@@ -56,16 +62,18 @@ Step = Callable[[], None]
 # -- in a case's process
 
 
-def measured(step: str, method: str, budget: int | None, pairs: int) -> Row:
-    """One case on this card."""
-    import fit_steps
+def measured(step: str, method: str, budget: int | None, pairs: int, emulated: bool = False) -> Row:
+    """One case on this card. On an emulated one a plan goes without a proof, and times mean nothing."""
     import torch
 
     torch.cuda.init()
     subject = fit_steps.on("cuda", fit_steps.STEPS[step])
     row: Row = {}
     if method.startswith("fit-"):
-        loss, row = _fitted(subject, method, budget)
+        loss, row = (_planned if emulated else _fitted)(subject, method, budget)
+    elif method == "liger":
+        _apply_liger(subject.model)
+        loss = lambda: subject.loss(subject.model(*subject.inputs), *subject.targets)  # noqa: E731
     else:
         from benchmarks.frontier.peers import peer
 
@@ -117,6 +125,34 @@ def _fitted(subject: Any, method: str, budget: int | None) -> tuple[Callable[[],
     if engine == "inductor":  # Inductor's own count has torch.compile in it, which the proof runs beside
         row["moved"] = None if fitted.plan.fusion is None else fitted.plan.fusion.bytes_after
     return (lambda: fitted.loss(*subject.inputs, *subject.targets)), row
+
+
+def _planned(subject: Any, method: str, budget: int | None) -> tuple[Callable[[], Any], Row]:
+    """The step as memplan plans it, unproven. Without a budget: the least."""
+    from benchmarks.fit_dry import with_plan
+
+    engine: Any = method.split("-")[1]
+    planned, row = with_plan(subject, engine, lambda floor, _: max(floor, budget or 0))
+    given: Row = {"given": row["budget"], "predicted": row["predicted"]} | (
+        {"moved": None} if engine != "graph" else {}
+    )
+    return (lambda: planned(*subject.inputs, *subject.targets)), given
+
+
+def _apply_liger(model: Any) -> None:
+    """Put Liger's layers in the place of a transformers model's.
+
+    Raises:
+        LookupError: Liger knows no layers of this model.
+    """
+    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+        _apply_liger_kernel_to_instance as apply,
+    )
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "config"):
+        raise LookupError("Liger replaces layers of transformers models alone, and this is none")
+    apply(model=base)
 
 
 def reset_bytes() -> None:
@@ -205,18 +241,26 @@ def card() -> Row:
 # -- the command
 
 
-def case(step: str, method: str, budget: int | None, pairs: int) -> Row:
-    """A case's result from a process of its own."""
+def case(
+    step: str, method: str, budget: int | None, pairs: int, dry: DryCard | None = None, stop: float = float("inf")
+) -> Row:
+    """A case's result from a process of its own, which is ended at ``stop``, of `time.monotonic`."""
     head: Row = {"step": step, "method": method, "budget": budget}
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps([step, method, budget, pairs])]
-    counted = METRICS if "compile" in method or "inductor" in method else {}
+    child = ["--child", json.dumps([step, method, budget, pairs]), *(["--dry", dry.name] if dry else [])]
+    command, environment = [sys.executable, str(Path(__file__).resolve()), *child], dict(os.environ)
+    if dry is not None:
+        command, environment = dry.command("fit", child), dry.variables(environment, f"{step}-{method}")
+    environment |= METRICS if "compile" in method or "inductor" in method else {}
+    left = stop - time.monotonic()
+    if left <= 0:
+        return head | {"error": f"not started: {STOPPED}"}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | counted, capture_output=True, text=True, check=False,
-            timeout=LIMIT_SECONDS,
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+            timeout=min(left, LIMIT_SECONDS),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return head | {"error": f"not done within {LIMIT_SECONDS} s"}
+        return head | {"error": f"ended: {STOPPED}" if left < LIMIT_SECONDS else f"not done within {LIMIT_SECONDS} s"}
     if done.returncode == 0:
         return head | json.loads(done.stdout.strip().splitlines()[-1])
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
@@ -235,13 +279,18 @@ def cases_of_ours(rows: Sequence[Row]) -> list[tuple[str, int | None]]:
 
 def record(options: argparse.Namespace) -> int:
     """Measure, and write what was found. Returns the exit code."""
-    steps, patterns = options.only or ["resnet50", "unet3d", "gpt2_medium"], options.methods.split(",")
+    steps, patterns = options.only or [*fit_steps.LARGE], options.methods.split(",")
+    stop = time.monotonic() + (options.seconds or float("inf"))
+    dry = golden.dry_card(options)
     found: list[Row] = []
+    known = {(row["step"], row["method"]): row for row in stored(options.output)} if options.missing else {}
 
     def take(step: str, method: str, budget: int | None) -> Row | None:
         if not any(fnmatch.fnmatchcase(method, pattern) for pattern in patterns):
             return None
-        row = case(step, method, budget, options.pairs)
+        if (step, method) in known and not was_stopped(known[step, method]):
+            return known[step, method]
+        row = case(step, method, budget, options.pairs, dry, stop)
         found.append(row)
         print(line(row), flush=True)
         write(options.output, found)  # each: the machine may be taken away
@@ -257,13 +306,28 @@ def record(options: argparse.Namespace) -> int:
     return 1 if failed or path is None else 0
 
 
+def was_stopped(row: Row) -> bool:
+    """Whether a case has no result because the seconds for all were over, so that a later run can have one."""
+    return STOPPED in row.get("error", "")
+
+
+def stored(folder: Path) -> list[Row]:
+    """The cases in a folder, of all cards."""
+    return [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text("utf-8"))["cases"]]
+
+
+def path_of(folder: Path, gpu: str, torch_version: str) -> Path:
+    """The file of a card's and a torch's cases."""
+    return folder / f"{golden_format.slug(gpu)}.{golden_format.slug(torch_version)}.json"
+
+
 def write(folder: Path, rows: Sequence[Row]) -> Path | None:
     """Store the results; those of earlier runs on the same card and torch stay where nothing new was measured. None
     where nothing could be measured at all."""
     good = next((row for row in rows if "gpu" in row), None)
     if good is None:
         return None
-    path = folder / f"{golden_format.slug(good['gpu'])}.{golden_format.slug(good['torch'])}.json"
+    path = path_of(folder, good["gpu"], good["torch"])
     before = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
     new = {(row["step"], row["method"]) for row in rows}
     kept = [row for row in before if (row["step"], row["method"]) not in new]
@@ -287,18 +351,28 @@ def line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=("resnet50", "unet3d", "gpt2_medium"), help="this step only")
+    parser.add_argument("--only", action="append", choices=[*fit_steps.STEPS], help="this step only")
     parser.add_argument("--methods", default="*", metavar="A,B", help="of these names only: eager,fit-graph-*")
     parser.add_argument("--pairs", type=int, default=PAIRS, help=f"how often steps are timed (default {PAIRS})")
     parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results/fit_gpu"
     )
+    parser.add_argument("--missing", action="store_true", help="those alone that the file has no result of")
+    parser.add_argument("--seconds", type=float, metavar="S", help="for all cases: then the rest is named as missing")
+    parser.add_argument("--dry", metavar="CARD", help="on this card, emulated: no GPU is needed, and no time is one")
+    parser.add_argument("--torch", metavar="PATH", help="with --dry: environment with the CUDA build of torch")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    reason = golden.no_gpu()
+    reason = golden.no_gpu() if options.dry is None else None
     if reason is not None:
         print(f"fit.py: {reason}", file=sys.stderr)
         return 2
+    if options.child and options.dry is not None:
+        from golden_dry import emulated
+
+        with emulated(options.dry):
+            print(json.dumps(measured(*json.loads(options.child), emulated=True)))
+        return 0
     if options.child:
         print(json.dumps(measured(*json.loads(options.child))))
         return 0

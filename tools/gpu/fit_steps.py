@@ -1,4 +1,4 @@
-"""The steps that tools/gpu/fit.py measures, at real sizes, and a counter of the bytes that one moves. Needs no GPU."""
+"""The steps that tools/gpu/fit.py measures, and a counter of the bytes that one moves. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ for _path in (str(ROOT), str(ROOT / "src")):  # the latter where memplan is not 
     if _path not in sys.path:
         sys.path.insert(0, _path)
 
+from benchmarks.frontier import models  # noqa: E402
 from benchmarks.frontier.models import Subject, chain, token_loss  # noqa: E402
 from benchmarks.frontier.networks import Gpt, ResNet50  # noqa: E402
 
@@ -80,12 +81,16 @@ def unet3d(batch: int = 2, size: int = 128, widths: tuple[int, ...] = (32, 64, 1
     return Subject(model, (inputs,), (targets,), F.cross_entropy, {"per_block": blocks})
 
 
-STEPS: dict[str, Callable[[], Subject]] = {"resnet50": resnet50, "unet3d": unet3d, "gpt2_medium": gpt2_medium}
+LARGE: dict[str, Callable[[], Subject]] = {"resnet50": resnet50, "unet3d": unet3d, "gpt2_medium": gpt2_medium}
+"""At real sizes."""
+_SAME_NAME = {"resnet50": "resnet50_b8"}
+STEPS = LARGE | {_SAME_NAME.get(name, name): make for name, make in models.MODELS.items()}
+"""With those of the frontier benchmark, which are small."""
 TITLES = {
     "resnet50": "ResNet-50, batch 256, 224²",
     "unet3d": "3D U-Net, batch 2, 128³",
     "gpt2_medium": "GPT-2 medium, batch 8, 1024 tokens",
-}
+} | {_SAME_NAME.get(name, name): title for name, title in models.TITLES.items()}
 
 
 def on(device: str, make: Callable[[], Subject]) -> Subject:

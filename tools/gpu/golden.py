@@ -45,6 +45,8 @@ LONGEST_STEP = 200
 LAST_START = 40
 """Seconds before the end of the budget from which on no process is started."""
 PROCESSES = 6
+OVER = "the budget of seconds was over"
+"""Why a step is missing that a later run can measure."""
 INHERITED = dict(os.environ)
 """Environment of the steps: as before MONAI is imported here, which sets CUBLAS_WORKSPACE_CONFIG."""
 THREADS = "2"
@@ -70,7 +72,7 @@ class Job:
         environment = environment | {"OMP_NUM_THREADS": THREADS, "MKL_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *self.arguments]
         if self.dry is not None:
-            command = self.dry.command(self.arguments)
+            command = self.dry.command("golden", self.arguments)
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=self.files[0], stderr=self.files[1], text=True
         )
@@ -88,7 +90,7 @@ class Job:
         said, complained = (self._text(file) for file in self.files)
         seconds = round(now - self.started, 1)
         if code is None:
-            reason = "the budget of seconds was over" if now >= stop else f"no answer within {LONGEST_STEP} s"
+            reason = OVER if now >= stop else f"no answer within {LONGEST_STEP} s"
             return {"error": f"ended after {seconds} s: {reason}", "seconds": seconds}
         return _last_object(said, complained, code) | {"seconds": seconds}
 
@@ -122,7 +124,7 @@ def run_all(jobs: Iterable[Job], processes: int, stop: float) -> Iterable[tuple[
             running.append(job)
         if waiting and not running:
             for job in waiting:
-                yield job.name, {"error": "not started: the budget of seconds was over"}
+                yield job.name, {"error": f"not started: {OVER}"}
             return
         for job in list(running):
             result = job.result(stop)
@@ -212,7 +214,7 @@ def choose(names: Sequence[str] | None, which: str | None) -> tuple[list[Subject
     Raises:
         SystemExit: a name that no step has (exit code 2).
     """
-    found, broken = golden_steps.subjects()
+    found, broken = golden_steps.subjects(more=bool(names))
     chosen = [found[name] for name in names or found if name in found]
     for name in names or ():
         if name not in found:
@@ -352,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.jobs < 1:
         refuse(f"--jobs {options.jobs}. Expected at least 1.")
     if options.list:
-        found, broken = golden_steps.subjects()
+        found, broken = golden_steps.subjects(more=True)
         for subject in found.values():
             print(f"{subject.set:8} {subject.name}")
         for module, why in broken.items():

@@ -7,9 +7,10 @@ another name, `golden_format.DRY_FORMAT`, and it says what the step was told tha
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from golden_steps import Subject
 
@@ -19,14 +20,23 @@ from memplan.dry.library import library_for
 from memplan.trace.card_run import golden_format
 from memplan.trace.dry_run.process import process_command, process_variables
 
+if TYPE_CHECKING:
+    from memplan.trace.dry_run.reads import Reads
+
 _CHILD = """
-import os
+import os, traceback
 sys.path.insert(0, {tools!r})
-import golden
-golden.main({arguments!r})
+code = 1
+try:
+    import {module}
+    code = {module}.main({arguments!r})
+except SystemExit as error:
+    code = error.code if isinstance(error.code, int) else 1
+except BaseException:
+    traceback.print_exc()
 sys.stdout.flush()
 sys.stderr.flush()
-os._exit(0)  # its threads may hold objects of Python
+os._exit(code)  # its threads may hold objects of Python
 """
 
 
@@ -54,27 +64,43 @@ class DryCard:
         """The card's name in the catalogue."""
         return self._card.name
 
-    def command(self, arguments: list[str]) -> list[str]:
-        """The command of a process that sees the card and runs `golden.py` with these arguments."""
+    @property
+    def environment(self) -> str:
+        """The Python of the environment with the CUDA build of torch."""
+        return str(self._torch.python)
+
+    def command(self, module: str, arguments: list[str]) -> list[str]:
+        """The command of a process that sees the card and runs a script of this folder, by its module's name, with
+        these arguments."""
         tools = str(Path(__file__).resolve().parent)
-        return process_command(self._torch, _CHILD.format(tools=tools, arguments=arguments))
+        return process_command(self._torch, _CHILD.format(tools=tools, module=module, arguments=arguments))
 
     def variables(self, inherited: Mapping[str, str], step: str) -> dict[str, str]:
         """The environment of the process of a step."""
         return process_variables(inherited, self._card, self._library, Path(self._logs.name, step))
 
 
-def golden(subject: Subject, card: str) -> dict[str, Any]:
-    """As `golden_measure.golden`, in a process that sees the emulated card."""
-    import golden_measure
-
+@contextmanager
+def emulated(card: str) -> Iterator[Reads]:
+    """In a process that sees this card: the host reads back what it wrote, and each other value that it reads is noted.
+    Yields these reads."""
     from memplan import _torch
-    from memplan.trace.dry_run.observe import check_card, driver_assumptions
+    from memplan.trace.dry_run.observe import check_card
     from memplan.trace.dry_run.reads import Reads
 
     check_card(find(card))
     reads = Reads()
     with _torch.HostValues(), reads.noted():
+        yield reads
+
+
+def golden(subject: Subject, card: str) -> dict[str, Any]:
+    """As `golden_measure.golden`, in a process that sees the emulated card."""
+    import golden_measure
+
+    from memplan.trace.dry_run.observe import driver_assumptions
+
+    with emulated(card) as reads:
         content = golden_measure.golden(subject, alone=False)
     assumed = [f"{row.kind}: {row.text}" for row in (*reads.assumptions(), *driver_assumptions())]
     return content | {"format": golden_format.DRY_FORMAT, "context": None, "assumed": list(dict.fromkeys(assumed))}

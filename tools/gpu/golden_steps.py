@@ -18,7 +18,7 @@ Set = Literal["zoo", "layers"]
 Build = Callable[[], Callable[[], Any]]
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS_MODULE = "golden_layers"
+LAYERS_MODULE, MORE_MODULE = "golden_layers", "golden_more"
 STEPS: dict[Set, int] = {"zoo": 2, "layers": 3}
 """How often the step runs: an optimizer makes its state in the first, and published figures of layers are of a later
 one, when gradients are held."""
@@ -47,15 +47,20 @@ def modules() -> list[str]:
     return [path.stem for path in files if path.stem not in ("__init__", "registry")] + [LAYERS_MODULE]
 
 
-def subjects(only: str | None = None) -> tuple[dict[str, Subject], dict[str, str]]:
+def subjects(only: str | None = None, *, more: bool = False) -> tuple[dict[str, Subject], dict[str, str]]:
     """The steps of all modules, or of one, by name; and of the modules that cannot be imported, why.
 
     Each module of the zoo is imported by itself: one that lacks a library takes no other with it.
+
+    Args:
+        only: a module.
+        more: with the layers of `golden_more`, too.
     """
     _put_up_shelves()
     found: dict[str, Subject] = {}
     broken: dict[str, str] = {}
-    for module in [only] if only is not None else modules():
+    every = [*modules(), *([MORE_MODULE] if more else [])]
+    for module in [only] if only is not None else every:
         try:
             found.update(_of_module(module))
         except Exception as error:  # a missing library, or a version that the zoo does not know
@@ -64,8 +69,8 @@ def subjects(only: str | None = None) -> tuple[dict[str, Subject], dict[str, str
 
 
 def _of_module(module: str) -> dict[str, Subject]:
-    if module == LAYERS_MODULE:
-        layers = importlib.import_module(LAYERS_MODULE).LAYERS
+    if module in (LAYERS_MODULE, MORE_MODULE):
+        layers = importlib.import_module(module).LAYERS
         return {name: Subject(name, "layers", module, build) for name, build in layers.items()}
     home = importlib.import_module(f"{_ZOO}.{module}").__name__
     registered = importlib.import_module(f"{_ZOO}.registry").ZOO

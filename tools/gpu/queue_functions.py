@@ -1,0 +1,473 @@
+"""The entries of the card's queue that are functions: a process each, which writes figures as they come.
+
+python tools/gpu/queue_functions.py kernels FOLDER        # what card_queue.py calls
+python tools/gpu/queue_functions.py --describe            # the card and the versions, as a line of JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+for _path in (str(HERE), str(ROOT), str(ROOT / "src")):
+    if _path not in sys.path:
+        sys.path.insert(0, _path)
+sys.path.append(str(ROOT / "tests"))  # for how errors from float64 are taken, as in the tests
+
+Row = dict[str, Any]
+Note = Callable[[str, Row], None]
+"""Enters figures under a name."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a function runs."""
+
+    device: str = "cuda"
+    card: str = ""
+    """The emulated card; empty: a real one."""
+    environment: str = ""
+    """Of the emulated card: the Python with the CUDA build of torch."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether kernels compute anything."""
+        return not self.card
+
+
+def attempt(note: Note, name: str, run: Callable[[], Row]) -> None:
+    """Enter what ``run`` finds, or why it finds nothing: the other figures of the entry stand without it."""
+    begun = time.perf_counter()
+    try:
+        found = run()
+    except Exception as error:  # out of memory, a library or kernel that this card lacks
+        traceback.print_exc()
+        text = (str(error).strip().splitlines() or ["no message"])[0]
+        found = {"error": f"{type(error).__name__}: {text}"[:500]}
+    note(name, found | {"took": round(time.perf_counter() - begun, 1)})
+    with contextlib.suppress(Exception):
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+# The proof
+
+
+def _proof_steps() -> dict[str, Callable[[], Any]]:
+    import fit_steps
+
+    return {
+        "resnet18": fit_steps.STEPS["resnet18"], "gpt_dropout": fit_steps.STEPS["gpt_dropout"],
+        "unet3d_64": lambda: fit_steps.unet3d(1, 64, (16, 32, 64)),
+    }  # fmt: skip
+
+
+def proof(
+    note: Note, setting: Setting, steps: Mapping[str, Callable[[], Any]] | None = None,
+    engines: Sequence[str] = ("graph", "inductor"),
+) -> None:  # fmt: skip
+    """`memplan.fit` at 75 % of the step without a plan, and what its proof says."""
+    import fit_steps
+
+    import memplan
+
+    def fitted(make: Callable[[], Any], engine: Any) -> Row:
+        subject = fit_steps.on(setting.device, make)
+        made = memplan.fit(
+            subject.model, *subject.inputs, targets=subject.targets, loss=subject.loss, budget="75%", engine=engine,
+            pairs=3,
+        )  # fmt: skip
+        one = made.proof
+        return {
+            "ok": one.ok, "exact": one.exact, "grade": one.grade, "peak": one.peak, "predicted": one.predicted,
+            "budget": one.budget, "reference_peak": one.reference_peak, "torch_kernels": one.torch_kernels,
+            "full_float32": one.full_float32, "failures": list(one.failures), "text": str(one),
+            "notes": list(made.notes),
+        }  # fmt: skip
+
+    for name, make in (_proof_steps() if steps is None else steps).items():
+        for engine in engines:
+            attempt(note, f"{name}, {engine}", functools.partial(fitted, make, engine))
+
+
+# Commands
+
+
+def _memplan(arguments: Sequence[str], folder: str | None = None) -> Row:
+    """Run a command of memplan that writes JSON.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "memplan.cli", *arguments], cwd=folder or ROOT, env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    sys.stderr.write(done.stderr)
+    if not done.stdout.startswith("{"):
+        raise RuntimeError(f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['silent'])[-1]}")
+    return json.loads(done.stdout)
+
+
+def _peaks(result: Row) -> Row:
+    """What was measured, beside the prediction where the command made one."""
+    if result.get("beside"):
+        return {"peaks": result["beside"]["peaks"]}
+    timeline = result["timeline"]
+    measured = [timeline["build"], *timeline["steps"]]
+    return {"peaks": [{"measured": [one["peak_allocated"], one["peak_reserved"]]} for one in measured]}
+
+
+TARGETS = ("examples/gpt2.py:build", "examples/resnet18.py:build", "examples/unet3d.py:build")
+
+
+def measure(note: Note, setting: Setting, targets: Sequence[str] = TARGETS) -> None:
+    """`memplan measure` of examples."""
+    where = ["--device", "cuda"]
+    if setting.card:
+        where = ["--dry", "--device", setting.card, "--environment", setting.environment]
+    for target in targets:
+        attempt(note, target, lambda target=target: _peaks(_memplan(["measure", *where, "--json", "-", target])))
+
+
+NEEDED = "attrs, cattrs, click, cloudpickle, rich, sortedcontainers"
+
+
+def run(note: Note, setting: Setting) -> None:
+    """`memplan run --measure` of an example that writes checkpoints, behind the barrier."""
+    import tempfile
+
+    lacks = subprocess.run(
+        [sys.executable, "-c", f"import attr, {NEEDED}"], capture_output=True, check=False
+    ).returncode
+    if setting.card and lacks:
+        return note("examples/train.py", {"skipped": f"the environment of the CUDA build lacks one of {NEEDED}"})
+
+    def ran() -> Row:
+        with tempfile.TemporaryDirectory() as folder:
+            script = [str(ROOT / "examples" / "train.py"), "--batch-size", "32", "--width", "16"]
+            result = _memplan(["run", "--measure", "--device", "cuda", "--json", "-", *script], folder)
+            left = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+        return _peaks(result) | {"protection": result["script"]["protection"], "left_behind": left}
+
+    return attempt(note, "examples/train.py", ran)
+
+
+# Kernels
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of `memplan.kernels`, and what stands beside it."""
+
+    ours: Callable[..., Any]
+    plain: Callable[..., Any]
+    """The same in plain torch."""
+    shapes: Callable[[int], list[tuple[int, ...]]]
+    """Of its operands, by the number of rows."""
+    passes: int
+    """How often an element of the first operand is read or written in both passes, at least."""
+    liger: str = ""
+    """Name of the same in `liger_kernel.ops`, or in the functions below."""
+    classes: int = 0
+    """Of targets, for a loss."""
+
+
+def _kernels() -> dict[str, Kernel]:
+    from torch.nn import functional as F
+
+    from memplan import kernels
+
+    wide, width, vocabulary = 11008, 4096, 32000
+
+    def rows(rows: int) -> list[tuple[int, ...]]:
+        return [(rows, width), (width,)]
+
+    def with_residual(rows: int) -> list[tuple[int, ...]]:
+        return [(rows, width), (width,), (width,), (rows, width)]
+
+    def gates(rows: int) -> list[tuple[int, ...]]:
+        return [(rows, wide), (rows, wide)]
+
+    def head(rows: int) -> list[tuple[int, ...]]:
+        return [(rows, 2048), (vocabulary, 2048)]
+
+    def added(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+        residual = x + residual
+        return F.layer_norm(residual, (width,), weight, bias), residual
+
+    return {
+        "rms_norm": Kernel(lambda x, weight: kernels.rms_norm(x, weight, eps=1e-6),
+                           lambda x, weight: F.rms_norm(x, (width,), weight, 1e-6), rows, 5, "rms_norm"),
+        "layer_norm, residual": Kernel(
+            lambda x, weight, bias, residual: kernels.layer_norm(x, weight, bias, residual=residual), added,
+            with_residual, 8,
+        ),
+        "swiglu": Kernel(kernels.swiglu, lambda gate, up: F.silu(gate) * up, gates, 8, "swiglu"),
+        "geglu, tanh": Kernel(lambda gate, up: kernels.geglu(gate, up, approximate="tanh"),
+                              lambda gate, up: F.gelu(gate, approximate="tanh") * up, gates, 8, "geglu"),
+        "cross_entropy": Kernel(
+            lambda hidden, weight, targets: kernels.cross_entropy(hidden, weight, targets),
+            lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight).float(), targets),
+            head, 3, "cross_entropy", vocabulary,
+        ),
+    }  # fmt: skip
+
+
+def _liger(name: str) -> Callable[..., Any]:
+    """Liger's function of the same operands.
+
+    Raises:
+        ImportError: Liger is not installed, or another version.
+    """
+    if name == "rms_norm":
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
+
+        return lambda x, weight: LigerRMSNormFunction.apply(x, weight, 1e-6)
+    if name == "swiglu":
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # pyright: ignore[reportMissingImports]
+
+        return LigerSiLUMulFunction.apply
+    if name == "geglu":
+        from liger_kernel.ops.geglu import LigerGELUMulFunction  # pyright: ignore[reportMissingImports]
+
+        return LigerGELUMulFunction.apply
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearCrossEntropyFunction,
+    )
+
+    return lambda hidden, weight, targets: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
+
+
+def kernels(
+    note: Note, setting: Setting, *, rows: int = 8192, checked_rows: int = 1024,
+    dtypes: Sequence[str] = ("float32", "bfloat16", "float16"), of: Mapping[str, Kernel] | None = None,
+) -> None:  # fmt: skip
+    """Each kernel's errors beside plain torch's, and its seconds beside torch, Inductor and Liger."""
+    import fit
+    import torch
+
+    copies = fit.copy_rate() if setting.device == "cuda" else None
+
+    def measured(kernel: Kernel, dtype: Any) -> Row:
+        return _errors(kernel, dtype, checked_rows, setting) | _times(kernel, dtype, rows, setting, copies)
+
+    for name, kernel in (_kernels() if of is None else of).items():
+        for dtype in dtypes:
+            attempt(note, f"{name}, {dtype}", functools.partial(measured, kernel, getattr(torch, dtype)))
+
+
+def _operands(kernel: Kernel, dtype: Any, rows: int, device: str) -> list[Any]:
+    import torch
+
+    torch.manual_seed(0)
+    made: list[Any] = [torch.randn(shape, device=device).to(dtype) for shape in kernel.shapes(rows)]
+    if kernel.classes:
+        made[1] *= 0.02  # logits as of a model, not of noise
+        made.append(torch.randint(kernel.classes, (rows,), device=device))
+    return made
+
+
+def _errors(kernel: Kernel, dtype: Any, rows: int, setting: Setting) -> Row:
+    """The largest error of a value or gradient, in plain torch's own: both from float64's."""
+    from truth.float64_errors import values_and_gradients
+
+    operands = _operands(kernel, dtype, rows, setting.device)
+    if not setting.has_values:
+        values_and_gradients(kernel.ours, operands)
+        return {"errors": "skipped: needs values"}
+    exact = [x.double() if x.is_floating_point() else x for x in operands]
+    truths = values_and_gradients(kernel.plain, exact)
+    columns = values_and_gradients(kernel.ours, operands), values_and_gradients(kernel.plain, operands)
+    found = []
+    for truth, mine, theirs in zip(truths, *columns, strict=True):
+        error, plain = float((mine - truth).norm()), float((theirs - truth).norm())
+        found.append({"error": error / float(truth.norm()), "of_plain": error / plain if plain else None})
+    return {"errors": found}
+
+
+def _times(kernel: Kernel, dtype: Any, rows: int, setting: Setting, copies: float | None) -> Row:
+    """Seconds of both passes, by turns with each rival; bytes a second of the least that both passes move."""
+    import fit
+    import torch
+
+    operands = _operands(kernel, dtype, rows, setting.device)
+    least = kernel.passes * operands[0].numel() * operands[0].element_size()
+    if kernel.classes:  # operands read and gradients written; the products decide, not the bytes
+        least = kernel.passes * sum(x.numel() * x.element_size() for x in operands[:2])
+    ours = _both_passes(kernel.ours, operands)
+    rivals: dict[str, Callable[[], Callable[..., Any]]] = {
+        "torch": lambda: kernel.plain, "inductor": lambda: torch.compile(kernel.plain, dynamic=False),
+    }  # fmt: skip
+    if kernel.liger and importlib.util.find_spec("liger_kernel") is not None:
+        rivals["liger"] = lambda: _liger(kernel.liger)
+    found: Row = {"least_bytes": least}
+    for rival, make in rivals.items():
+        if rival == "inductor" and setting.card and dtype != torch.float32:
+            continue  # made the same way for all
+        try:
+            row = fit.paired(_both_passes(make(), operands), ours, 9 if setting.has_values else 1)
+        except Exception as error:  # the other rivals stand
+            found[rival] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            continue
+        found[rival] = {"seconds": row["eager_seconds"], "ours_over_it": row["ratio"], "quartiles": row["quartiles"]}
+        found["seconds"] = min(row["seconds"], found.get("seconds", float("inf")))
+    if "seconds" in found:
+        found["bytes_per_second"] = least / found["seconds"]
+        found["of_copy"] = None if copies is None else found["bytes_per_second"] / copies
+    return found
+
+
+def _both_passes(function: Callable[..., Any], operands: Sequence[Any]) -> Callable[[], None]:
+    """A step of both passes; gradients are new each time."""
+    import torch
+
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in operands]
+    inputs = [x for x in leaves if x.requires_grad]
+    given: list[Any] = []
+
+    def step() -> None:
+        results = function(*leaves)
+        results = list(results) if isinstance(results, tuple) else [results]
+        if not given:
+            given.extend(torch.ones_like(x) for x in results)
+        torch.autograd.grad(results, inputs, given)
+
+    return step
+
+
+# Saved forms
+
+
+def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, checked: int = (1 << 20) + 3) -> None:
+    """Encodings of saved values: those of the card equal the CPU's, and bytes a second."""
+    import fit
+    import torch
+
+    from memplan.planning.ops import host_copies, int8, piecewise  # registers the ops
+
+    def bits(kind: str, x: Any) -> Any:
+        form = piecewise.pack_bits(x.gt(0) if kind == "bits" else x, kind)
+        return form, piecewise.unpack_bits(form, x.shape, x.stride())
+
+    def eight(signed: bool, x: Any) -> Any:
+        x = x if signed else x.abs()
+        form = int8.quantize(x, signed)
+        return form, int8.dequantize(form, x.shape, x.stride(), x.dtype, signed)
+
+    def in_host(x: Any) -> Any:
+        host, copy = host_copies.store(x)
+        copy.wait()
+        value, copy = host_copies.fetch(host)
+        copy.wait()
+        return host, value
+
+    ways: dict[str, Callable[[Any], Any]] = {
+        **{kind: functools.partial(bits, kind) for kind in ("bits", "sign", "positive")},
+        "uint8 indices": lambda x: (small := (x * 100).byte(), small.long()),
+        "int8": functools.partial(eight, True), "uint8": functools.partial(eight, False),
+        "bfloat16": lambda x: (small := x.bfloat16(), small.float()), "host memory": in_host,
+    }  # fmt: skip
+
+    def way(run: Callable[[Any], Any]) -> Row:
+        torch.manual_seed(0)
+        row: Row = {}
+        x = torch.randn(checked)
+        on_card = [one.cpu() for one in run(x.to(setting.device))]
+        if setting.has_values:
+            row["differing"] = [int((a != b).sum()) for a, b in zip(run(x), on_card, strict=True)]
+        big = torch.empty(elements, device=setting.device).normal_()
+        form, value = run(big)
+        moved = big.nbytes + 2 * form.nbytes + value.nbytes
+        del form, value
+        seconds = min(fit.seconds(lambda: run(big)) for _ in range(3))
+        return row | {"seconds": seconds, "bytes_per_second": moved / seconds}
+
+    for name, run in ways.items():
+        attempt(note, name, functools.partial(way, run))
+
+
+def watch(note: Note, setting: Setting, steps: Mapping[str, int] | None = None) -> None:
+    """What `memplan.watch` adds to a step."""
+    overhead = importlib.import_module("benchmarks.watch_overhead")
+    for name, count in (steps or {"small": 300, "large": 100}).items():
+        attempt(note, name, lambda name=name, count=count: overhead.measured(name, count, setting.device))
+
+
+FUNCTIONS: dict[str, Callable[[Note, Setting], None]] = {
+    "proof": proof, "measure": measure, "run": run, "kernels": kernels, "packed": packed, "watch": watch,
+}  # fmt: skip
+
+
+def describe() -> Row:
+    """The card and the versions."""
+    import torch
+
+    from memplan.trace.card_run import machine
+
+    with contextlib.suppress(ImportError):
+        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]  # so that its version is named
+    torch.cuda.init()
+    card, versions = machine.gpu(), machine.versions(("triton",))
+    return {
+        "card": card["name"], "capability": card["capability"], "memory": card["memory"],
+        **{name: versions.get(name) for name in ("torch", "cuda", "cudnn", "driver", "triton", "python")},
+    }  # fmt: skip
+
+
+def figures_to(path: Path) -> Note:
+    """What writes all figures so far to a file, as a whole or not at all."""
+    figures: Row = {}
+
+    def note(name: str, row: Row) -> None:
+        figures[name] = row
+        print(f"{name}: {json.dumps(row)}", file=sys.stderr, flush=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
+    return note
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=[*FUNCTIONS])
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--describe", action="store_true", help="print the card and the versions")
+    parser.add_argument("--emulated", default="", metavar="CARD", help="this process, or those it starts, see it")
+    parser.add_argument("--environment", default="", metavar="PYTHON", help="with the CUDA build of torch")
+    options = parser.parse_args(arguments)
+    inside = contextlib.nullcontext()
+    if options.emulated and options.name != "measure":
+        from golden_dry import emulated
+
+        inside = emulated(options.emulated)
+    with inside:
+        if options.describe:
+            print(json.dumps(describe()))
+            return 0
+        setting = Setting(card=options.emulated, environment=options.environment)
+        FUNCTIONS[options.name](figures_to(options.folder / "figures.json"), setting)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
