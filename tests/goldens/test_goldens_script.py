@@ -338,7 +338,7 @@ def test_an_unknown_step_is_refused_with_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layers = steps.subjects("golden_layers")
-    monkeypatch.setattr(steps, "subjects", lambda: (layers[0], {"volumes": "no monai"}))
+    monkeypatch.setattr(steps, "subjects", lambda **_: (layers[0], {"volumes": "no monai"}))
     chosen, _ = golden.choose(["gelu"], None)
     assert [subject.name for subject in chosen] == ["gelu"]
     with pytest.raises(SystemExit, match="2"):

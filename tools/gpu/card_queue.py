@@ -214,7 +214,7 @@ def refuse(message: str) -> NoReturn:
 
 def run(options: argparse.Namespace) -> int:
     """Run the queue. Returns the exit code."""
-    queue = Queue(options.out)
+    queue, begun = Queue(options.out), time.monotonic()
     unknown = sorted(set(options.only or ()) - {entry.name for entry in queue.entries})
     if unknown:
         refuse(f"there is no entry {', '.join(unknown)}. Expected one of those that `list` names.")
@@ -224,7 +224,7 @@ def run(options: argparse.Namespace) -> int:
         for entry in queue_keep.known(card, options.kept):
             if entry in {one.name for one in queue.entries} and entry not in queue.states and dry is None:
                 queue.enter(entry, "done")
-    queue.run(options.minutes, card, dry, options.only or ())
+    queue.run(options.minutes - (time.monotonic() - begun) / 60, card, dry, options.only or ())
     states = queue.states
     wanted = options.only or [entry.name for entry in queue.entries]
     waiting = [name for name in wanted if states.get(name) in (None, *OPEN)]

@@ -82,17 +82,19 @@ def proof(
     note: Note, setting: Setting, steps: Mapping[str, Callable[[], Any]] | None = None,
     engines: Sequence[str] = ("graph", "inductor"),
 ) -> None:  # fmt: skip
-    """`memplan.fit` at 75 % of the step without a plan, and what its proof says."""
+    """`memplan.fit` at 75 % of the step without a plan, or the least there is, and what its proof says."""
     import fit_steps
 
     import memplan
+    from memplan.errors import BudgetError
 
     def fitted(make: Callable[[], Any], engine: Any) -> Row:
         subject = fit_steps.on(setting.device, make)
-        made = memplan.fit(
-            subject.model, *subject.inputs, targets=subject.targets, loss=subject.loss, budget="75%", engine=engine,
-            pairs=3,
-        )  # fmt: skip
+        options: Row = {"targets": subject.targets, "loss": subject.loss, "engine": engine, "pairs": 3}
+        try:
+            made = memplan.fit(subject.model, *subject.inputs, budget="75%", **options)
+        except BudgetError as error:
+            made = memplan.fit(subject.model, *subject.inputs, budget=error.smallest_budget, **options)
         one = made.proof
         return {
             "ok": one.ok, "exact": one.exact, "grade": one.grade, "peak": one.peak, "predicted": one.predicted,
@@ -256,9 +258,13 @@ def _liger(name: str) -> Callable[..., Any]:
     return lambda hidden, weight, targets: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
 
 
+RIVALS = ("torch", "inductor", "liger")
+
+
 def kernels(
     note: Note, setting: Setting, *, rows: int = 8192, checked_rows: int = 1024,
     dtypes: Sequence[str] = ("float32", "bfloat16", "float16"), of: Mapping[str, Kernel] | None = None,
+    rivals: Sequence[str] = RIVALS,
 ) -> None:  # fmt: skip
     """Each kernel's errors beside plain torch's, and its seconds beside torch, Inductor and Liger."""
     import fit
@@ -267,7 +273,7 @@ def kernels(
     copies = fit.copy_rate() if setting.device == "cuda" else None
 
     def measured(kernel: Kernel, dtype: Any) -> Row:
-        return _errors(kernel, dtype, checked_rows, setting) | _times(kernel, dtype, rows, setting, copies)
+        return _errors(kernel, dtype, checked_rows, setting) | _times(kernel, dtype, rows, setting, copies, rivals)
 
     for name, kernel in (_kernels() if of is None else of).items():
         for dtype in dtypes:
@@ -303,7 +309,7 @@ def _errors(kernel: Kernel, dtype: Any, rows: int, setting: Setting) -> Row:
     return {"errors": found}
 
 
-def _times(kernel: Kernel, dtype: Any, rows: int, setting: Setting, copies: float | None) -> Row:
+def _times(kernel: Kernel, dtype: Any, rows: int, setting: Setting, copies: float | None, among: Sequence[str]) -> Row:
     """Seconds of both passes, by turns with each rival; bytes a second of the least that both passes move."""
     import fit
     import torch
@@ -320,6 +326,8 @@ def _times(kernel: Kernel, dtype: Any, rows: int, setting: Setting, copies: floa
         rivals["liger"] = lambda: _liger(kernel.liger)
     found: Row = {"least_bytes": least}
     for rival, make in rivals.items():
+        if rival not in among:
+            continue
         if rival == "inductor" and setting.card and dtype != torch.float32:
             continue  # made the same way for all
         try:

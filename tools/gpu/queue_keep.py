@@ -56,13 +56,10 @@ def keep(folder: Path, *, goldens: Path, results: Path, replace: bool = False) -
     real = [row for row in rows if not row["emulated"]]
     if len(real) < len(rows):
         report.lines.append(f"{len(rows) - len(real)} results of an emulated card: not kept")
-    good = []
     for row in real:
-        if row["state"] in ("done", "stopped"):
-            good.append(row)
-        else:
-            report.lines.append(f"{row['entry']}: {row['state']}, not kept: {_last_line(row['error'])}")
-    _keep_figures(good, results / FILE, replace, report)
+        if row["state"] != "done":
+            report.lines.append(f"{row['entry']}: {row['state']}, not kept as a whole: {_last_line(row['error'])}")
+    _keep_figures([row for row in real if row["state"] == "done"], results / FILE, replace, report)
     _keep_cases(real, results / "fit_gpu", replace, report)
     if real:
         _keep_goldens(folder / "goldens", goldens, replace, report)
@@ -70,8 +67,9 @@ def keep(folder: Path, *, goldens: Path, results: Path, replace: bool = False) -
 
 
 def known(card: Mapping[str, Any], results: Path) -> list[str]:
-    """Entries that are done on this card with this torch."""
-    return [row["entry"] for row in _stored(results / FILE) if _key(row)[:2] == (card["card"], card["torch"])]
+    """Entries that are done on this card with this torch, without any figure that failed."""
+    here = (row for row in _stored(results / FILE) if _key(row)[:2] == (card["card"], card["torch"]))
+    return [row["entry"] for row in here if not _failed(row["figures"])]
 
 
 # Figures
@@ -85,21 +83,28 @@ def _key(row: Row) -> tuple[str, str, str]:
     return row["card"], row["torch"], row["entry"]
 
 
+def _failed(figures: Any) -> bool:
+    """Whether there is an error among figures."""
+    if isinstance(figures, dict):
+        return "error" in figures or any(map(_failed, figures.values()))
+    return isinstance(figures, list) and any(map(_failed, figures))
+
+
 def _keep_figures(rows: Iterable[Row], path: Path, replace: bool, report: Report) -> None:
+    """Figures of whole entries; those with an error among them give way to any others."""
     of = {_key(row): row for row in _stored(path)}
     for row in rows:
-        if row["state"] != "done":
-            continue
         new = {name: value for name, value in row.items() if name not in ("format", "version", "state", "emulated")}
         new["figures"] = {name: value for name, value in row["figures"].items() if name not in ELSEWHERE}
         old = of.get(_key(row))
         differences = [] if old is None else list(_differences(old, new))
-        if differences and not replace:
+        if old is not None and differences and not (replace or _failed(old["figures"])):
             report.stays(row["entry"], differences)
         elif old is None or differences:
             of[_key(row)] = new
             report.lines.append(f"{row['entry']}: {'kept' if old is None else 'replaced'}")
     if of:
+        path.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "version": 1, "results": [of[key] for key in sorted(of)]}
         path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

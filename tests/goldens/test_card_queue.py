@@ -1,0 +1,447 @@
+"""The queue of what waits for a real GPU: resumed, whatever an entry does; kept; and run on an emulated card."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from environment import ENVIRONMENT, needs_cuda_torch
+from goldens.handmade import ROOT, changed, gelu, write
+from torch import nn
+
+import memplan
+
+card_queue: Any = importlib.import_module("card_queue")  # of tools/gpu/, as the next; handmade.py says where
+entries: Any = importlib.import_module("queue_entries")
+functions: Any = importlib.import_module("queue_functions")
+keeping: Any = importlib.import_module("queue_keep")
+fit: Any = importlib.import_module("fit")
+fit_steps: Any = importlib.import_module("fit_steps")
+golden: Any = importlib.import_module("golden")
+more: Any = importlib.import_module("golden_more")
+steps: Any = importlib.import_module("golden_steps")
+
+CARD = {
+    "card": "NVIDIA H200", "memory": 150_000_000_000, "torch": "2.13.0+cu130", "cuda": "13.0", "driver": "580.1",
+    "folder": "nvidia-h200/2.13.0-cu130",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fake(entries.Entry):
+    """An entry that runs a text of Python."""
+
+    code: str = ""
+
+    def command(self, place: Any) -> list[str]:
+        return [sys.executable, "-c", f"folder = {str(place.own)!r}\n{self.code}"]
+
+
+def fake(name: str, code: str, minutes: float = 0.01) -> Fake:
+    return Fake(name, "why", minutes, "none", lambda place: [], entries.figures_of, code=code)
+
+
+def writes(figures: dict[str, Any]) -> str:
+    return f"open(folder + '/figures.json', 'w').write({json.dumps(figures)!r})"
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "results").glob("*.json")}
+
+
+# Running
+
+
+def test_a_second_call_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    count = "open(folder + '/runs', 'a').write('x')\n"
+    given = [fake("first", count + writes({"bytes": 7})), fake("long", count, 20), fake("last", count)]
+    queue = card_queue.Queue(tmp_path, given)
+    queue.run(1, CARD)
+    assert queue.states == {"first": "done", "last": "done"}  # there was no time for the long one, but for the next
+    first = results(tmp_path)["first"]
+    assert first["figures"] == {"bytes": 7}
+    assert {name: first[name] for name in ("card", "torch", "driver", "emulated", "error")} == {
+        "card": "NVIDIA H200", "torch": "2.13.0+cu130", "driver": "580.1", "emulated": False, "error": "",
+    }  # fmt: skip
+    card_queue.Queue(tmp_path, given).run(1, CARD)  # whatever it takes: it is the first now
+    assert card_queue.Queue(tmp_path, given).states == {"first": "done", "last": "done", "long": "done"}
+    runs = {name: (tmp_path / "entries" / name / "runs").read_text() for name in ("first", "long", "last")}
+    assert runs == dict.fromkeys(runs, "x")
+    card_queue.Queue(tmp_path, given).run(1, CARD, only=["first"])
+    assert (tmp_path / "entries" / "first" / "runs").read_text() == "xx"
+    assert "first" in capsys.readouterr().out
+
+
+def test_what_ran_when_the_machine_went_away_comes_last(tmp_path: Path) -> None:
+    queue = card_queue.Queue(tmp_path, [fake("a", "pass"), fake("b", "pass"), fake("c", "pass")])
+    queue.enter("a", "running")
+    assert [entry.name for entry in queue.pending()] == ["b", "c", "a"]
+
+
+def test_no_entry_is_the_end_of_the_queue(tmp_path: Path) -> None:
+    given = [
+        fake("crash", writes({"before": 1}) + "\nimport os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        fake("memory", "raise MemoryError('CUDA out of memory. Tried to allocate 2 GiB')"),
+        fake("unreadable", "open(folder + '/figures.json', 'w').write('{\"a\": ')"),
+        fake("good", writes({"bytes": 7})),
+    ]
+    queue = card_queue.Queue(tmp_path, given)
+    queue.run(1, CARD)
+    assert queue.states == {"crash": "crashed", "memory": "failed", "unreadable": "done", "good": "done"}
+    found = results(tmp_path)
+    assert found["crash"]["figures"] == {"before": 1}  # what it had until then
+    assert found["crash"]["error"].startswith("ended by SIGSEGV")
+    assert "MemoryError: CUDA out of memory. Tried to allocate 2 GiB" in found["memory"]["error"]
+    assert list(found["unreadable"]["figures"]) == ["unreadable"]
+    assert queue.pending() == []
+
+
+def test_an_entry_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_queue, "MOST_MINUTES", 2 / 60)
+    sleeper = (
+        f"import subprocess, time; subprocess.Popen([{sys.executable!r}, '-c', {_TICKS!r}, folder]); time.sleep(99)"
+    )
+    queue = card_queue.Queue(tmp_path, [fake("slow", sleeper), fake("next", "pass")])
+    queue.run(1, CARD)
+    assert queue.states == {"slow": "timed out", "next": "done"}
+    ticks = tmp_path / "entries" / "slow" / "ticks"
+    assert ticks.exists()
+    before = ticks.stat().st_size
+    time.sleep(0.3)
+    assert ticks.stat().st_size == before  # the child does not go on
+
+
+_TICKS = """
+import sys, time
+while True:
+    open(sys.argv[1] + '/ticks', 'a').write('x')
+    time.sleep(0.05)
+"""
+
+
+def test_what_the_minutes_do_not_suffice_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_queue, "LEAST_SECONDS", 0.5)
+    slow, parts = fake("slow", "import time; time.sleep(99)"), fake("parts", writes({"left": ["half"]}))
+    queue = card_queue.Queue(tmp_path, [parts, slow])
+    queue.run(2 / 60, CARD)
+    assert queue.states == {"parts": "stopped", "slow": "stopped"}
+    assert [entry.name for entry in queue.pending()] == ["parts", "slow"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        card_queue.main(["run", "--out", str(tmp_path)])
+    assert "Expected a machine with an NVIDIA GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        card_queue.main(["run", "--only", "prof", "--out", str(tmp_path)])
+    assert "there is no entry prof" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_says_what_waits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    card_queue.Queue(tmp_path).enter("kernels", "crashed")
+    assert card_queue.main(["list", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(entries.ENTRIES)
+    assert lines[0].startswith("proof                      waits")
+    assert lines[1].startswith("kernels                    crashed")
+
+
+# The entries
+
+
+def test_every_entry_is_there_and_short_enough() -> None:
+    names = [entry.name for entry in entries.ENTRIES]
+    assert len(names) == len(set(names))
+    assert all(0 < entry.minutes <= 8 and entry.why for entry in entries.ENTRIES)
+    place = entries.Place(Path("out"), Path("out/own"), 400.0, "nvidia-none/2.13.0")
+    for entry in entries.ENTRIES:
+        assert (ROOT / "tools" / "gpu" / f"{entry.module}.py").exists()
+        assert callable(importlib.import_module(entry.module).main)
+        if entry.module == "queue_functions":
+            assert entry.arguments(place)[0] in functions.FUNCTIONS
+    budgets = [name.removeprefix("fit-") for name in names if name.startswith("fit-")]
+    assert sorted(budgets) == sorted(fit_steps.STEPS)
+    assert len(budgets) == 12
+    groups = {name.removeprefix("goldens-") for name in names if name.startswith("goldens-")}
+    assert groups == {*more.GROUPS, "rest"}
+    assert set(functions.FUNCTIONS) <= set(names)
+
+
+def test_methods_of_budgets_are_those_that_the_script_knows() -> None:
+    ours = {method for method, _ in fit.cases_of_ours([{"method": "eager", "reserved": 10}])}
+    assert set(entries.METHODS) <= ours | set(fit.PEERS)
+    assert set(entries.DRY_METHODS + entries.DRY_COMPILED) <= ours | set(fit.PEERS)
+
+
+def test_no_script_of_the_folder_hides_a_module_of_python() -> None:
+    """Python looks for modules beside the script that runs first."""
+    names = {path.stem for path in (ROOT / "tools" / "gpu").glob("*.py")}
+    assert not names & set(sys.stdlib_module_names)
+
+
+def test_only_steps_without_a_golden_file_are_recorded(tmp_path: Path) -> None:
+    entry = next(entry for entry in entries.ENTRIES if entry.name == "goldens-benchmark")
+    first, *rest = more.GROUPS["benchmark"]
+    place = entries.Place(tmp_path, tmp_path, 100.0, "nvidia-none/2.13.0")
+    known = tmp_path / "goldens" / "nvidia-none" / "2.13.0"
+    known.mkdir(parents=True)
+    (known / f"{first}.json.gz").touch()
+    arguments = entry.arguments(place)
+    assert [arguments[n + 1] for n, one in enumerate(arguments) if one == "--only"] == rest
+    index = {
+        "steps": {first: {"allocated": 7}, rest[0]: {"error": f"not started: {golden.OVER}"}, rest[1]: {"error": "no"}}
+    }
+    (known / "index.json").write_text(json.dumps(index))
+    assert entry.read(place) == {"files": [first], "left": [rest[0]], "failed": {rest[1]: "no"}}
+    for one in rest:
+        (known / f"{one}.json.gz").touch()
+    assert entry.command(place) is None
+
+
+@pytest.mark.parametrize("group", [*more.GROUPS])
+def test_more_layers_are_steps(group: str) -> None:
+    every = steps.subjects(more=True)[0]
+    for name in more.GROUPS[group][:: 1 if group == "recurrent" else 4]:
+        subject = every[name]
+        assert (subject.set, subject.steps) == ("layers", 3)
+        memplan.record(steps.on_card(subject.build), device="h100", steps=1, cudnn=False)
+    assert not set(more.LAYERS) & set(steps.subjects("golden_layers")[0])
+
+
+# What functions measure, on the CPU
+
+
+def noted(run: Any, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    run(lambda name, row: found.update({name: row}), functions.Setting(device="cpu"), **options)
+    return found
+
+
+def test_errors_and_seconds_of_a_kernel() -> None:
+    weight = 3.0
+    kernel = functions.Kernel(
+        lambda x, w: (x * w).half().to(x), lambda x, w: x * w, lambda rows: [(rows, 8), (8,)], passes=5
+    )
+    row = noted(
+        functions.kernels, of={"product": kernel}, rows=4, checked_rows=4, dtypes=("float32",), rivals=("torch",)
+    )["product, float32"]
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8), torch.randn(8)
+    exact = x.double() * w.double()
+    expected = ((x * w).half().double() - exact).norm() / exact.norm()
+    assert row["errors"][0]["error"] == pytest.approx(float(expected))
+    assert row["errors"][0]["of_plain"] > 100 * weight  # float16 beside float32
+    assert row["least_bytes"] == 5 * 4 * 8 * 4
+    assert row["bytes_per_second"] == pytest.approx(row["least_bytes"] / row["seconds"])
+    assert row["torch"]["ours_over_it"] > 0
+
+
+def test_a_kernel_that_fails_is_an_entry_and_the_others_stand() -> None:
+    def refused(x: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bad = functions.Kernel(refused, torch.relu, lambda rows: [(rows, 8)], 5)
+    good = functions.Kernel(torch.relu, torch.relu, lambda rows: [(rows, 8)], 5)
+    found = noted(
+        functions.kernels, of={"bad": bad, "good": good}, rows=4, checked_rows=4, dtypes=("float32",), rivals=("torch",)
+    )
+    assert found["bad, float32"]["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert "seconds" in found["good, float32"]
+
+
+def test_forms_equal_themselves() -> None:
+    found = noted(functions.packed, elements=1 << 12, checked=(1 << 10) + 3)
+    assert len(found) == 8
+    assert all(set(row["differing"]) == {0} and row["bytes_per_second"] > 0 for row in found.values())
+
+
+def test_a_proof_is_told() -> None:
+    def small() -> Any:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+        return fit_steps.Subject(model, (torch.randn(512, 64),), (torch.randn(512, 64),), nn.functional.mse_loss, {})
+
+    row = noted(functions.proof, steps={"small": small}, engines=("graph",))["small, graph"]
+    assert (row["ok"], row["exact"], row["failures"]) == (True, True, [])
+    assert row["peak"] <= row["budget"] < row["reference_peak"]
+
+
+def test_a_watch_is_timed() -> None:
+    row = noted(functions.watch, steps={"small": 8})["small"]
+    assert row["added_seconds"] > 0
+
+
+# Keeping
+
+
+def result(entry: str = "kernels", **options: Any) -> dict[str, Any]:
+    head = {name: value for name, value in CARD.items() if name != "folder"}
+    row = {"format": "memplan-gpu-result", "version": 1, "entry": entry, "state": "done", "emulated": False}
+    return row | head | {"seconds": 3.0, "figures": {"rms_norm": {"seconds": 0.5}}, "error": ""} | options
+
+
+def put(folder: Path, *rows: dict[str, Any]) -> Path:
+    for row in rows:
+        card_queue._write(folder / "results" / f"{row['entry']}.json", row)
+    return folder
+
+
+def kept(folder: Path, root: Path, *options: str) -> tuple[int, list[str]]:
+    report = keeping.keep(folder, goldens=root / "goldens", results=root / "results", replace="--replace" in options)
+    return int(report.differs), report.lines
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_figures_are_kept_once_and_known_ones_stay(tmp_path: Path) -> None:
+    out, root = tmp_path / "out", tmp_path / "root"
+    put(out, result("watch"), result("kernels"))
+    assert kept(out, root) == (0, ["kernels: kept", "watch: kept"])
+    once = contents(root)
+    stored = json.loads(once["results/gpu.json"])["results"]
+    assert [row["entry"] for row in stored] == ["kernels", "watch"]
+    assert stored[0]["figures"] == {"rms_norm": {"seconds": 0.5}}
+    assert kept(out, root) == (0, [])
+    assert contents(root) == once
+    put(out, result("kernels", figures={"rms_norm": {"seconds": 0.75}}))
+    told = "kernels: differs, and the known one stays: figures.rms_norm.seconds 0.5 -> 0.75"
+    assert kept(out, root) == (1, [told])
+    assert contents(root) == once
+    assert kept(out, root, "--replace") == (0, ["kernels: replaced"])
+    assert json.loads(contents(root)["results/gpu.json"])["results"][0]["figures"] == {"rms_norm": {"seconds": 0.75}}
+    assert keeping.known(CARD, root / "results") == ["kernels", "watch"]
+    assert keeping.known(CARD | {"torch": "2.14.0"}, root / "results") == []
+
+
+def test_errors_give_way_and_are_measured_again(tmp_path: Path) -> None:
+    out, root = tmp_path / "out", tmp_path / "root"
+    put(out, result(figures={"rms_norm": {"error": "OutOfMemoryError: no"}}))
+    assert kept(out, root) == (0, ["kernels: kept"])
+    assert keeping.known(CARD, root / "results") == []
+    put(out, result())
+    assert kept(out, root) == (0, ["kernels: replaced"])
+
+
+def test_what_is_emulated_or_failed_is_not_kept(tmp_path: Path) -> None:
+    out, root = tmp_path / "out", tmp_path / "root"
+    put(out, result("watch", emulated=True), result("kernels", state="crashed", error="ended by SIGSEGV\nlast words"))
+    assert kept(out, root) == (
+        0, ["1 results of an emulated card: not kept", "kernels: crashed, not kept as a whole: last words"],
+    )  # fmt: skip
+    assert contents(root) == {}
+
+
+def case(method: str, ratio: float, **options: Any) -> dict[str, Any]:
+    return {"step": "gpt", "method": method, "budget": None, "reserved": 5, "ratio": ratio} | options
+
+
+def test_budgets_go_into_the_file_of_the_card(tmp_path: Path) -> None:
+    out, root = tmp_path / "out", tmp_path / "root"
+    stopped = {"step": "gpt", "method": "liger", "budget": None, "error": f"ended: {fit.STOPPED}"}
+    put(out, result("fit-gpt", figures={"cases": [case("eager", 1.0), stopped, case("compile", 0.7)]}, state="stopped"))
+    lines = ["fit-gpt: stopped, not kept as a whole: no message", "gpt compile: kept", "gpt eager: kept"]
+    assert kept(out, root) == (0, lines)
+    once = contents(root)
+    (name,) = once
+    assert name == "results/fit_gpu/nvidia-h200.2.13.0-cu130.json"
+    stored = json.loads(once[name])
+    assert (stored["gpu"], [row["method"] for row in stored["cases"]]) == ("NVIDIA H200", ["compile", "eager"])
+    failed = {"step": "gpt", "method": "compile", "budget": None, "error": "boom"}
+    put(out, result("fit-gpt", figures={"cases": [case("eager", 2.0), failed]}, state="stopped"))
+    assert kept(out, root) == (
+        1, [lines[0], "gpt compile: failed, and the known figures stay: boom",
+            "gpt eager: differs, and the known one stays: ratio 1.0 -> 2.0"],
+    )  # fmt: skip
+    assert contents(root) == once
+    code, _ = kept(out, root, "--replace")
+    ratios = {row["method"]: row["ratio"] for row in json.loads(contents(root)[name])["cases"]}
+    assert (code, ratios) == (0, {"compile": 0.7, "eager": 2.0})
+
+
+def recorded(folder: Path, content: dict[str, Any]) -> None:
+    name = content["name"]
+    at = folder / "goldens" / CARD["folder"]
+    at.mkdir(parents=True, exist_ok=True)
+    write(at, content)
+    peak = max(content["peaks"])
+    row = {
+        "set": "layers",
+        "bytes": 9,
+        "allocated": peak[0],
+        "reserved": peak[1],
+        "events": 18,
+        "notes": [],
+        "seconds": 1,
+    }
+    head = {key: content[key] for key in ("format", "version", "gpu", "versions", "environment")}
+    (at / "index.json").write_text(json.dumps(head | {"contexts": None, "steps": {name: row}}))
+
+
+def test_golden_files_are_kept_and_known_ones_stay(tmp_path: Path) -> None:
+    out, root = tmp_path / "out", tmp_path / "root"
+    put(out, result("goldens-rest", figures={"files": ["gelu"], "left": [], "failed": {}}))
+    recorded(out, gelu())
+    code, lines = kept(out, root)
+    where = CARD["folder"]
+    assert (code, lines) == (0, ["goldens-rest: kept", f"{where}/gelu: kept"])
+    once = contents(root)
+    assert {f"goldens/{where}/gelu.json.gz", f"goldens/{where}/index.json"} < set(once)
+    assert json.loads(once[f"goldens/{where}/index.json"])["steps"]["gelu"]["events"] == 18
+    assert kept(out, root) == (0, [])
+    other = changed(gelu(), "peaks", 2, to=[7, 8])
+    recorded(out, changed(other, "versions", "driver", to="999"))  # the driver's release alone would not matter
+    code, lines = kept(out, root)
+    before = gelu()["peaks"][2]
+    told = f"peaks[2][0] {before[0]} -> 7; peaks[2][1] {before[1]} -> 8"
+    assert (code, lines) == (1, [f"{where}/gelu: differs, and the known one stays: {told}"])
+    assert contents(root) == once
+    code, _ = kept(out, root, "--replace")
+    assert code == 0
+    assert contents(root) != once
+    recorded(out, changed(gelu(), "format", to="memplan-dry-golden"))
+    assert kept(out, root) == (0, [f"{where}: golden files of an emulated card, not kept"])
+
+
+# On an emulated card
+
+
+@needs_cuda_torch
+@pytest.mark.slow
+def test_the_whole_queue_runs_on_an_emulated_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ENVIRONMENT is not None
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    call = ["run", "--dry", "h100", "--torch", os.path.expanduser(ENVIRONMENT), "--out", str(tmp_path)]
+    assert card_queue.main([*call, "--minutes", "90"]) == 0
+    found = results(tmp_path)
+    assert {name for name, row in found.items() if row["state"] == "skipped"} == {"proof"}
+    assert found["proof"]["error"].startswith("skipped: needs values")
+    assert all(row["emulated"] for row in found.values())
+    for name, row in found.items():
+        assert not keeping._failed(row["figures"]), (name, row["figures"])
+    for name in (
+        "gpt",
+        "gpt_dropout",
+        "vit_s",
+        "llama_lora",
+    ):  # without cuDNN's convolutions, whose plans are described
+        cases = {one["method"]: one for one in found[f"fit-{name}"]["figures"]["cases"]}
+        assert cases["fit-graph-0.8"]["reserved"] <= cases["fit-graph-0.8"]["given"] < cases["eager"]["reserved"]
+
+
+def test_the_readme_names_each_file() -> None:
+    text = (ROOT / "tools" / "gpu" / "README.md").read_text(encoding="utf-8")
+    for path in (ROOT / "tools" / "gpu").glob("*.py"):
+        assert f"`{path.name}`" in text
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
