@@ -261,9 +261,15 @@ def test_a_kernel_that_fails_is_an_entry_and_the_others_stand() -> None:
 
 
 def test_forms_equal_themselves() -> None:
-    found = noted(functions.packed, elements=1 << 12, checked=(1 << 10) + 3)
+    found = noted(functions.encodings, elements=1 << 12, checked=(1 << 10) + 3)
     assert len(found) == 8
     assert all(set(row["differing"]) == {0} and row["bytes_per_second"] > 0 for row in found.values())
+
+
+@pytest.mark.skipif(not hasattr(memplan, "PackedMasters"), reason="this memplan has none")
+def test_packed_masters_are_masters() -> None:
+    found = noted(functions.packed, elements=1 << 12, updates=3)
+    assert all(row["differing"] == 0 and row["state_bytes"] < row["plain_bytes"] for row in found.values())
 
 
 def test_a_proof_is_told() -> None:

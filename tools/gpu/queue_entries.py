@@ -198,13 +198,14 @@ def names_of(group: str) -> list[str]:
 _RECURRENT = "recurrent networks of other kinds than the seven whose workspaces are known"
 _POINTWISE = "convolutions with a kernel of 1, of which half take what cuDNN does not name for a described card"
 _WEIGHTS = "weight gradients of convolutions, some of which take more than cuDNN names"
-_PACKED = "saved values as bits, small integers and int8, and in host memory: as on the CPU, and bytes a second"
+_ENCODINGS = "saved values as bits, small integers and int8, and in host memory: as on the CPU, and bytes a second"
 ENTRIES: tuple[Entry, ...] = (
     function("proof", "fit's proof, which has not run on a real card as it is now", 4, dry_skip=NEEDS_VALUES),
     function("kernels", "memplan.kernels: errors from float64, and seconds beside torch, Inductor and Liger", 3),
     function("measure", "memplan measure --device cuda beside the prediction", 1.5, starts_card=True),
     function("run", "memplan run --measure --device cuda, whose script runs behind the barrier", 1.5),
-    function("packed", _PACKED, 1),
+    function("encodings", _ENCODINGS, 1),
+    function("packed", "memplan.PackedMasters: the bits of float32 master weights, its bytes and its seconds", 1),
     fitted("gpt", 6),
     fitted("resnet50", 8),
     fitted("unet3d", 8),

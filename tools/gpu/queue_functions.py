@@ -361,10 +361,10 @@ def _both_passes(function: Callable[..., Any], operands: Sequence[Any]) -> Calla
     return step
 
 
-# Saved forms
+# Saved forms and packed states
 
 
-def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, checked: int = (1 << 20) + 3) -> None:
+def encodings(note: Note, setting: Setting, *, elements: int = 1 << 26, checked: int = (1 << 20) + 3) -> None:
     """Encodings of saved values: those of the card equal the CPU's, and bytes a second."""
     import fit
     import torch
@@ -412,6 +412,53 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, checked: in
         attempt(note, name, functools.partial(way, run))
 
 
+def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: int = 5) -> None:
+    """`memplan.PackedMasters` beside float32 master weights: the same bits, its bytes and its seconds."""
+    import fit
+    import torch
+
+    import memplan
+
+    optimizer_of = getattr(memplan, "PackedMasters", None)
+    if optimizer_of is None:
+        return note("PackedMasters", {"skipped": "this memplan has none"})
+
+    def kind(optimizer_class: Any, **options: Any) -> Row:
+        torch.manual_seed(0)
+        weights = [torch.randn(elements, device=setting.device).bfloat16()]
+        weights += [weights[0].clone()]
+        given = torch.randn(elements, device=setting.device).bfloat16()
+        ours, plain = (torch.nn.Parameter(one) for one in weights)
+        master = torch.nn.Parameter(plain.detach().float())
+        optimizer, of_master = optimizer_of([ours], optimizer_class, **options), optimizer_class([master], **options)
+
+        def packed_step() -> None:
+            ours.grad = given
+            optimizer.step()
+
+        def plain_step() -> None:
+            master.grad = given.float()
+            of_master.step()
+            plain.detach().copy_(master.detach())
+
+        for _ in range(updates):
+            packed_step()
+            plain_step()
+        row: Row = {}
+        if setting.has_values:
+            row["differing"] = int((ours != plain).sum()) + int((optimizer.master(ours) != master).sum())
+        states = [one.state[parameter].values() for one, parameter in ((optimizer, ours), (of_master, master))]
+        held = [sum(value.nbytes for value in values if torch.is_tensor(value)) for values in states]
+        row |= {"state_bytes": held[0], "plain_bytes": held[1] + master.nbytes}
+        return row | fit.paired(plain_step, packed_step, 5)
+
+    for optimizer_class, options in (
+        (torch.optim.AdamW, {"lr": 1e-3}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    ):
+        attempt(note, optimizer_class.__name__, functools.partial(kind, optimizer_class, **options))
+
+
 def watch(note: Note, setting: Setting, steps: Mapping[str, int] | None = None) -> None:
     """What `memplan.watch` adds to a step."""
     overhead = importlib.import_module("benchmarks.watch_overhead")
@@ -420,7 +467,8 @@ def watch(note: Note, setting: Setting, steps: Mapping[str, int] | None = None) 
 
 
 FUNCTIONS: dict[str, Callable[[Note, Setting], None]] = {
-    "proof": proof, "measure": measure, "run": run, "kernels": kernels, "packed": packed, "watch": watch,
+    "proof": proof, "measure": measure, "run": run, "kernels": kernels, "encodings": encodings, "packed": packed,
+    "watch": watch,
 }  # fmt: skip
 
 
