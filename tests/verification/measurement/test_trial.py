@@ -49,3 +49,44 @@ def test_it_begins_anew_with_an_optimizer_that_has_updated_nothing(kind: Any, ea
     trial.release()
     trial.restart_from(begun)
     assert all(torch.equal(one, other) for one, other in zip(first, steps(), strict=True))
+
+
+class Counting(nn.Module):
+    """What it computes depends on how often it ran, and on what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.calls, self.seen, self.again = 0, {"sizes": [1]}, []
+        self.again.append(self.again)  # contains itself
+        self.known = [self.layer.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen["sizes"].append(len(self.seen["sizes"]) + 1)
+        assert self.known[0] is self.layer.weight
+        return self.layer(x) * self.calls + sum(self.seen["sizes"])
+
+
+def test_it_begins_anew_with_the_attributes_that_the_module_has() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    work = Work((torch.randn(5, 4),))
+    begun, trial = Trial("begun", model, model, work), Trial("trial", model, model, work)
+
+    def outputs() -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            trial.prepare()
+            trial.gradients_of_step()
+            found.append(trial.output)
+            trial.update_step()
+            trial.release()
+        return found
+
+    first = outputs()
+    assert not torch.equal(*first)
+    model.forward = lambda x: x  # pyright: ignore[reportAttributeAccessIssue]  # as a plan takes its place
+    trial.restart_from(begun)
+    assert all(torch.equal(one, other) for one, other in zip(first, outputs(), strict=True))
+    assert (model.calls, model.seen) == (0, {"sizes": [1]})

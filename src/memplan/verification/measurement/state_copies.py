@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class ModuleCopy:
         self._module = module
         self._submodules = tuple(module.modules())
         states = [_torch.own_state(submodule) for submodule in self._submodules]
+        self._attributes = [dict(state.attributes) for state in states]
         tensors = [(copier.tensors(s.parameters), copier.tensors(s.buffers)) for s in states]
         self._states = [
             _torch.OwnState(*own, {name: copier.copy_attribute(value) for name, value in s.attributes.items()}, s.hooks)
@@ -65,6 +66,14 @@ class ModuleCopy:
     def _set(self, states: list[_torch.OwnState]) -> None:
         for submodule, state in zip(self._submodules, states, strict=True):
             _torch.set_own_state(submodule, state)
+
+    def reset_attributes(self) -> None:
+        """Set all attributes but parameters and buffers to those that the module had when it was copied: its call, too,
+        which a plan may have replaced since."""
+        self._copier.forget_containers()
+        for number, attributes in enumerate(self._attributes):
+            copies = {name: self._copier.copy_attribute(value) for name, value in attributes.items()}
+            self._states[number] = replace(self._states[number], attributes=copies)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -163,6 +172,12 @@ class _Copier:
         if type(value) is tuple:
             return self._copy_once(value, lambda old: tuple(self.copy_attribute(item) for item in old))
         return self._copy_once(value, set) if type(value) is set else value
+
+    def forget_containers(self) -> None:
+        """Copy lists, dicts, tuples and sets anew the next time; tensors stay what they were copied to."""
+        for value in [value for value in self._originals if isinstance(value, (list, dict, tuple, set))]:
+            self._copies.pop(id(value), None)
+        self._originals = [value for value in self._originals if id(value) in self._copies]
 
     def restore_shared(self) -> None:
         """Restore the values of tensors that were not copied."""

@@ -162,8 +162,11 @@ class Trial:
                     tensor.copy_(sources[name])
 
     def restart_from(self, other: Trial) -> None:
-        """Copy another trial's parameters and buffers, and reset the optimizer to its initial state."""
+        """Copy another trial's parameters and buffers, and set everything else back to where this trial began: the
+        optimizer's state, and all other attributes of the module."""
         self.copy_state_from(other)
+        if self._copy is not None:
+            self._copy.reset_attributes()
         if self._early is not None:
             self._early.forget()
         state = getattr(self.update, "state", {})
