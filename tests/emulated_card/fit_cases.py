@@ -386,6 +386,50 @@ def test_what_there_is_no_room_for_is_proven_with_fewer_samples(monkeypatch: pyt
     assert fitted.proof.cut.samples < 16
 
 
+@pytest.fixture
+def capacity(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], int]]:
+    """Gives the card so many bytes more than are allocated, and returns what says the most that was allocated since."""
+    most, reset = [0], torch.cuda.reset_peak_memory_stats
+
+    def seen() -> int:
+        most[0] = max(most[0], torch.cuda.max_memory_allocated())
+        return most[0]
+
+    def resetting(*args: Any) -> None:
+        seen()
+        reset(*args)
+
+    def of(more: int) -> Callable[[], int]:
+        limit = torch.cuda.memory_allocated() + more
+        resetting()
+        most[0] = 0
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resetting)
+        monkeypatch.setattr(free_memory, "available", lambda _: limit - torch.cuda.memory_allocated())
+        return lambda: seen() - (limit - more)
+
+    return of
+
+
+@pytest.mark.parametrize("share", [1.5, 2.2, *slow(3.0, 8.0, 12.0)])
+@pytest.mark.parametrize("made", ["OtherNorms", "Cancelling"])
+def test_a_proof_takes_no_more_than_there_is(
+    made: str, share: float, capacity: Callable[[int], Callable[[], int]]
+) -> None:
+    """Bits differ in both, so that further runs beside the first two say whether they may: one, or also float64."""
+    torch.manual_seed(0)
+    model, x = globals()[made]().cuda(), torch.randn(8192, 64, device="cuda")
+    plan = quick.plan(model, x, budget="20 GiB")
+    room = int(share * plan.eager_peak)
+    taken = capacity(room)
+    fitted = quick.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
+    assert fitted.proof.same
+    assert taken() <= room
+    if share > 8:  # there is room for all
+        assert fitted.proof.cut is None
+    if fitted.proof.cut is not None:
+        assert fitted.proof.cut.samples < 8192
+
+
 def test_a_step_on_two_devices_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].cuda()

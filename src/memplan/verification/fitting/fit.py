@@ -371,15 +371,15 @@ class _Fitting:
             undo.close()
             raise
 
-    def _install(self, planned: Planned, budget: int, undo: ExitStack) -> None:
-        """Make calls of the step run by this plan; calls of other sizes are planned within ``budget`` bytes. ``undo``
-        receives the callback that uninstalls it."""
+    def _install(self, planned: Planned, budget: int, undo: ExitStack) -> Callable[[], None]:
+        """Make calls of the step run by this plan; calls of other sizes are planned within ``budget`` bytes. Returns
+        what uninstalls it, which ``undo`` receives, too."""
         if planned.fused is not None:
             compile_parts(planned.fused)  # compile now: calls only warn of a compile error
         plans = self.plans = Plans(self.request.step, self.settings, budget, self._notify)
         plans.expect(planned)
         self.installed = install(self.request.step, plans)
-        undo.callback(self.installed.undo)
+        return undo.callback(self.installed.undo)
 
     def _hand_over(self, planned: Planned, proof: Proof, undo: ExitStack) -> Fitted:
         """Return the result for the user after a proof. Where a loss was planned with the model, the model's own calls

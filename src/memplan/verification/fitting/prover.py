@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,39 @@ _FEWER_STEPS = _STEPS - 1
 unplanned step is compared with itself)."""
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """Predicted bytes of a call's trials."""
+
+    peak: int
+    """Of the step without a plan, while it runs."""
+    idle: int
+    """Of a trial that waits while another runs."""
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the step with another trial beside it."""
+        return self.peak + self.idle
+
+    @property
+    def beside_float64(self) -> int:
+        """Bytes of the step in float64, while the other trials wait."""
+        return 2 * self.peak + 4 * self.idle
+
+
+class _NoRoomError(UsageError):
+    """There is not enough memory for a proof, or for a comparison of it."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        self.needed = needed
+        super().__init__(
+            f"The proof runs the unplanned step beside the planned one, which takes {format_bytes(needed)}, and "
+            f"{format_bytes(free)} are available",
+            expected="that much memory, or inputs that can be cut along their first dimension, to prove fewer samples",
+            do="Free memory, or plan without a proof: memplan.plan, and torch.compile with the backend 'memplan'",
+        )
+
+
 class Prover:
     """Prove plans for a request.
 
@@ -55,14 +89,15 @@ class Prover:
 
         ``plan``: any plan of the step, which predicts bytes.
         """
-        return self._prove(plan, None, lambda: None)
+        return self._prove(plan, None, lambda: lambda: None)
 
-    def proof(self, planned: Planned, install_plan: Callable[[], None]) -> Proof:
+    def proof(self, planned: Planned, install_plan: Callable[[], Callable[[], None]]) -> Proof:
         """Compare the planned step with the unplanned one.
 
         Args:
             planned: the plan.
-            install_plan: makes calls of the step run as planned; called once, after the reference was built.
+            install_plan: makes calls of the step run as planned, and returns what undoes it; called after the
+                reference was built, and a second time where fewer samples have to be compared after all.
 
         Raises:
             UsageError: there is not enough memory, and the step cannot be proven for fewer samples.
@@ -78,33 +113,36 @@ class Prover:
         """
         return self._measure(planned)[1] if self._has_room(predicted, free_memory.available(self._home)) else None
 
-    def _prove(self, plan: Plan, planned: Planned | None, install_plan: Callable[[], None]) -> Proof:
+    def _prove(self, plan: Plan, planned: Planned | None, install_plan: Callable[[], Callable[[], None]]) -> Proof:
         """Compare the step as ``install_plan`` makes it run with the unplanned one, and measure its peak.
 
         If memory does not suffice for both, fewer samples are compared, and the peak is measured with all of them if
         there is room. ``planned``: None if the step stays unplanned.
         """
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._request.bytes
-        smaller, call, cut, measured = self._smaller_call(plan), self._request.call, None, True
+        memory = _Memory(plan.eager_peak, self._idle_bytes(plan))
+        smaller, call, cut, measured = self._smaller_call(plan, memory), self._request.call, None, True
         if smaller is None and self._home.card is None:
             baselines = self._baselines(call, plan.grade)  # built before the plan is installed: they run unplanned
             install_plan()
-            return self._compare(baselines, call, planned, predicted, budget)
+            return self._compare(baselines, call, planned, memory, predicted, budget)
+        proof, reference_peak = None, plan.eager_peak
         if smaller is None:  # on a card both would share the allocator's cache: each peak is measured separately
-            _, reference_peak = self._measure(None)
-            with self._deterministic_kernels():
-                baselines = self._baselines(call, plan.grade)
-                install_plan()
-                proof = self._compare(baselines, call, planned)
-            del baselines
-        else:
-            smaller_call, cut = smaller
-            reference_peak = plan.eager_peak
+            _, measured_peak = self._measure(None)
+            proof = self._compare_whole(plan, planned, install_plan, memory)
+            if isinstance(proof, _NoRoomError):
+                gc.collect()  # trials of that comparison
+                smaller, proof = self._smaller_call(plan, memory, proof.needed), None
+            else:
+                reference_peak = measured_peak
+        if proof is None:
+            assert smaller is not None
+            smaller_call, cut, memory = smaller
             with self._deterministic_kernels(), ExitStack() as undo:
                 baselines = self._baselines(smaller_call, plan.grade)
                 if planned is not None:
                     undo.callback(install(self._step, self._planner_of(smaller_call, planned)).undo)
-                proof = self._compare(baselines, smaller_call, planned)
+                proof = self._compare(baselines, smaller_call, planned, memory)
             del baselines
             install_plan()
             measured = proof.same and self._has_room(predicted, cut.available)
@@ -114,6 +152,20 @@ class Prover:
             proof, resident=resident, peak=peak, reference_peak=reference_peak, predicted=predicted, budget=budget,
             cut=cut,
         )  # fmt: skip
+
+    def _compare_whole(
+        self, plan: Plan, planned: Planned | None, install_plan: Callable[[], Callable[[], None]], memory: _Memory
+    ) -> Proof | _NoRoomError:
+        """Compare all samples on a card, with the plan installed. Where bits differ, and there is no room for the runs
+        that say whether they may, the plan is uninstalled and the error returned."""
+        with self._deterministic_kernels():
+            baselines = self._baselines(self._request.call, plan.grade)
+            uninstall = install_plan()
+            try:
+                return self._compare(baselines, self._request.call, planned, memory)
+            except _NoRoomError as error:
+                uninstall()
+                return error.with_traceback(None)  # which would keep the trials alive
 
     def _baselines(self, call: Call, grade: Grade) -> Baselines:
         """Return the unplanned step; where bits may differ, also in float64, and a yardstick for allowed errors."""
@@ -133,12 +185,14 @@ class Prover:
         baselines: Baselines,
         call: Call,
         planned: Planned | None,
+        memory: _Memory,
         predicted: int | None = None,
         budget: int | None = None,
     ) -> Proof:
         """Run baselines and candidate and compare them by the plan's grade; a proof that is ok gets times, too.
 
-        ``predicted``, ``budget``: bytes, for the proof; None if the peak is measured separately.
+        ``memory``: what the call takes. ``predicted``, ``budget``: bytes, for the proof; None if the peak is measured
+        separately.
         """
         if planned is None:
             candidate = self._trial("candidate", call)
@@ -146,7 +200,7 @@ class Prover:
             return (
                 proof
                 if proof.same or self._home.card is None
-                else self._compare_on_card(call, baselines, candidate, None)
+                else self._compare_on_card(call, baselines, candidate, None, memory)
             )
         _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
@@ -157,34 +211,41 @@ class Prover:
         tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else rounding, _FEWER_STEPS)
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if not (proof.same or lossy or self._home.card is None):
-            proof = self._compare_on_card(call, baselines, candidate, planned)
+            proof = self._compare_on_card(call, baselines, candidate, planned, memory)
         if not (proof.ok and self._pairs):
             return proof
         _log.info("timing the step with the plan and without")
         return with_times(proof, baselines.reference, candidate, self._pairs)
 
-    def _compare_on_card(self, call: Call, baselines: Baselines, candidate: Trial, planned: Planned | None) -> Proof:
+    def _compare_on_card(
+        self, call: Call, baselines: Baselines, candidate: Trial, planned: Planned | None, memory: _Memory
+    ) -> Proof:
         """Prove on a CUDA card where the bits are not those of the unplanned step.
 
         Plans run torch's own norms and recurrent layers instead of cuDNN's, so the step is first compared with these
         kernels bit for bit. Fused kernels, and those whose order of additions depends on threads, are judged by their
         errors from float64: a second run of the step says which errors are allowed. That is done with TF32 off, since
         its errors can hide others (`card_kernels.full_float32`).
+
+        Raises:
+            _NoRoomError: the card has not the memory for it.
         """
         with _torch.without_call(self._step):  # these trials run unplanned, and the plan is installed
-            start = self._trial("begin", call)
             if baselines.truth is None:
+                self._check_room(memory.peak + memory.idle)
                 kernels = _torch.capturable_kernels if planned is not None else nullcontext
-                second_run = self._trial("the step run again", call, kernels=kernels)
-                truth = self._trial("float64", call, float64=True)
-                baselines = replace(baselines, truth=truth, yardstick=second_run)
+                baselines = replace(baselines, yardstick=self._trial("the step run again", call, kernels=kernels))
         if baselines.yardstick is not None and planned is not None and self._settings.engine == "graph":
-            candidate.restart_from(start)
+            candidate.restart()
             proof = compare(Baselines(baselines.yardstick), candidate, _STEPS)
             if proof.same:
                 return replace(proof, torch_kernels=True)
+        with _torch.without_call(self._step):
+            if baselines.truth is None:
+                self._check_room(2 * memory.peak + 2 * memory.idle)
+                baselines = replace(baselines, truth=self._trial("float64", call, float64=True))
         for trial in filter(None, (baselines.reference, baselines.truth, baselines.yardstick, candidate)):
-            trial.restart_from(start)
+            trial.restart()
         with card_kernels.full_float32():
             proof = compare(baselines, candidate, _FEWER_STEPS, ROUNDING)
         return replace(proof, full_float32=True)
@@ -230,19 +291,27 @@ class Prover:
 
     # -- memory
 
-    def _smaller_call(self, plan: Plan) -> tuple[Call, Cut] | None:
-        """Return a call with fewer samples to prove instead of the whole one, and its description; None if free memory
-        suffices for the whole call.
+    def _smaller_call(self, plan: Plan, memory: _Memory, needed: int | None = None) -> tuple[Call, Cut, _Memory] | None:
+        """Return a call with fewer samples to prove instead of the whole one, its description, and what it takes; None
+        if free memory suffices for the whole call.
+
+        On a card it is the largest for which there is room for all comparisons: bits that differ are held against the
+        step in float64. Where there is room for none, it is the smallest for which there is room for the first one.
+
+        Args:
+            plan: the plan.
+            memory: what the whole call takes.
+            needed: bytes, where it is known that they do not suffice for the whole call.
 
         Raises:
             UsageError: no smaller call fits.
         """
-        free, idle = free_memory.available(self._home), self._idle_bytes(plan)
-        needed = plan.eager_peak + idle
-        if self._settings.engine != "graph" or plan.grade != "exact":
-            needed = 2 * plan.eager_peak + 4 * idle  # the step in float64, while the other trials wait
-        if free is None or needed <= free:
+        free, rounds = free_memory.available(self._home), self._settings.engine != "graph" or plan.grade != "exact"
+        whole = memory.beside_float64 if rounds else memory.beside
+        if free is None or (needed is None and whole <= free):
             return None
+        needed = needed or whole
+        last: tuple[Call, Cut, _Memory] | None = None
         for samples, total, call in free_memory.smaller_calls(self._request.call):
             try:
                 with attributes_restored(self._step), self._request.under_autocast():
@@ -251,14 +320,20 @@ class Prover:
                     )
             except MemplanError:  # the model does not accept fewer samples
                 break
-            if timeline.steps[-1].peak_reserved + idle <= free:
-                return call, Cut(samples, total, needed, free, measured=False)
-        raise UsageError(
-            f"The proof runs the unplanned step beside the planned one, which takes {format_bytes(needed)}, and "
-            f"{format_bytes(free)} are available",
-            expected="that much memory, or inputs that can be cut along their first dimension, to prove fewer samples",
-            do="Free memory, or plan without a proof: memplan.plan, and torch.compile with the backend 'memplan'",
-        )
+            memory = replace(memory, peak=timeline.steps[-1].peak_reserved)
+            if memory.beside <= free:
+                last = call, Cut(samples, total, needed, free, measured=False), memory
+                if memory.beside_float64 <= free or not (rounds or self._home.card is not None):
+                    return last
+        if last is None:
+            raise _NoRoomError(needed, free)
+        return last
+
+    def _check_room(self, needed: int) -> None:
+        """Raise _NoRoomError if there are not so many bytes free."""
+        free = free_memory.available(self._home)
+        if free is not None and needed > free:
+            raise _NoRoomError(needed, free)
 
     def _idle_bytes(self, plan: Plan) -> int:
         """Return the bytes that a trial holds while another runs, with the state of the default optimizer if used."""

@@ -75,6 +75,7 @@ class Trial:
         self.name, self.call, self.in_backward, self._float64 = name, call, in_backward, float64
         self._kernels = kernels
         self.work = replace(work, autocast=None) if float64 else work
+        self._module = module
         self._copy = None if module is None else ModuleCopy(module, shared=not updates, float64=float64)
         self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self.device = self._device.type
@@ -156,8 +157,11 @@ class Trial:
 
     def copy_state_from(self, other: Trial) -> None:
         """Copy the values of another trial's parameters and buffers into this trial's."""
+        self._copy_state(other.parameters, other.buffers)
+
+    def _copy_state(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for tensors, sources in ((self.parameters, other.parameters), (self.buffers, other.buffers)):
+            for tensors, sources in ((self.parameters, parameters), (self.buffers, buffers)):
                 for name, tensor in tensors.items():
                     tensor.copy_(sources[name])
 
@@ -165,6 +169,15 @@ class Trial:
         """Copy another trial's parameters and buffers, and set everything else back to where this trial began: the
         optimizer's state, and all other attributes of the module."""
         self.copy_state_from(other)
+        self._reset()
+
+    def restart(self) -> None:
+        """Set everything back to where this trial began; parameters and buffers are those of the module again."""
+        if self._module is not None:
+            self._copy_state(dict(self._module.named_parameters()), dict(self._module.named_buffers()))
+        self._reset()
+
+    def _reset(self) -> None:
         if self._copy is not None:
             self._copy.reset_attributes()
         if self._early is not None:
