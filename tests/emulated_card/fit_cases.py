@@ -410,24 +410,19 @@ def capacity(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], in
     return of
 
 
-@pytest.mark.parametrize("share", [1.5, 2.2, *slow(3.0, 8.0, 12.0)])
-@pytest.mark.parametrize("made", ["OtherNorms", "Cancelling"])
-def test_a_proof_takes_no_more_than_there_is(
-    made: str, share: float, capacity: Callable[[int], Callable[[], int]]
-) -> None:
-    """Bits differ in both, so that further runs beside the first two say whether they may: one, or also float64."""
+@pytest.mark.parametrize("share", [1.5, *slow(2.2, 8.0)])
+def test_a_proof_takes_no_more_than_there_is(share: float, capacity: Callable[[int], Callable[[], int]]) -> None:
+    """Bits differ, so that further runs beside the first two say whether they may: one more, and then in float64."""
     torch.manual_seed(0)
-    model, x = globals()[made]().cuda(), torch.randn(8192, 64, device="cuda")
+    model, x = Cancelling().cuda(), torch.randn(32768, 64, device="cuda")
     plan = quick.plan(model, x, budget="20 GiB")
     room = int(share * plan.eager_peak)
     taken = capacity(room)
     fitted = quick.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
     assert fitted.proof.same
     assert taken() <= room
-    if share > 8:  # there is room for all
-        assert fitted.proof.cut is None
-    if fitted.proof.cut is not None:
-        assert fitted.proof.cut.samples < 8192
+    assert (fitted.proof.cut is None) == (share > 7)  # then there is room for all
+    assert fitted.proof.cut is None or fitted.proof.cut.samples < 32768
 
 
 def test_a_step_on_two_devices_is_refused() -> None:
