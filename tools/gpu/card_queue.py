@@ -42,7 +42,7 @@ STATE = "state.json"
 RESULTS = "results"
 SPARE_SECONDS = 15.0
 """Of the minutes, what an entry is not given: it ends itself first, and writes what it has."""
-LEAST_SECONDS = 30.0
+LEAST_SECONDS = 60.0
 """With less than this left no entry is started."""
 TAIL = 2000
 State = Literal["running", "done", "stopped", "failed", "crashed", "timed out", "skipped"]
