@@ -57,6 +57,7 @@ from memplan._torch.eager import (
     Call,
     Dispatch,
     DrawsReplaced,
+    ResultsReplaced,
     EagerMode,
     GuestMode,
     MemoryEvent,

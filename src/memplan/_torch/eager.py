@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -329,3 +329,24 @@ class DrawsReplaced(TorchDispatchMode):
         if func is aten._to_copy.default and kwargs and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": self._floats}
         return func(*args, **(kwargs or {}))
+
+
+class ResultsReplaced(TorchDispatchMode):
+    """Overwrites results of ops, in order: each pair is what an op computes, but for rounding, and what to write there."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.left = list(pairs)
+        """Pairs that no op has computed yet."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and overwrite its results where they are the next ones."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if self.left and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                expected, other = self.left[0]
+                bound = 1e-5 * float(expected.abs().max()) if expected.numel() else 0.0
+                if tensor.shape == expected.shape and torch.allclose(tensor, expected, rtol=0, atol=bound):
+                    tensor.detach().copy_(other)
+                    del self.left[0]
+        return result

@@ -22,6 +22,7 @@ from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_st
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
+from memplan.exporting.frozen_int8 import Int8Step, int8_step
 from memplan.exporting.lowering.recurrent_layers import recurrent_functions
 from memplan.exporting.optimizer_rules import Gradients, update_rules
 from memplan.exporting.rounding import round_frozen
@@ -61,6 +62,8 @@ class _Options:
     force: bool
     gradients: Gradients
     normalization: Normalization | None
+    calibrate: Any
+    """Batches on which the frozen part is quantized; None: it stays in float32."""
 
 
 @public
@@ -79,6 +82,8 @@ def export(
     name: str | None = None,
     search_update: Any = None,
     frozen_weights: Narrow = "float32",
+    frozen_layers: Narrow = "float32",
+    calibrate: Any = None,
     weights_file: bool = False,
     arena_apart: bool = False,
     flash: Any = None,
@@ -107,6 +112,8 @@ def export(
         search_update: batches of inputs and targets; their gradients decide which parameters are trained within the
             budget.
         frozen_weights: ``"int8"`` stores weights that are not trained as int8, and measures the error.
+        frozen_layers: ``"int8"`` computes the layers before the first trained one in eight bits, and measures the error.
+        calibrate: batches of inputs and targets for `frozen_layers`: the ranges of activations are those on this data.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
         arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
         flash: most bytes of weights and code; None: no bound.
@@ -130,13 +137,20 @@ def export(
         True
     """
     bound = None if flash is None else parse_bytes(flash)
-    if frozen_weights not in get_args(Narrow):
-        types = " or ".join(map(repr, get_args(Narrow)))
-        raise UsageError(f"frozen_weights={frozen_weights!r}", expected=types, do="Leave it out")
+    for option, given in (("frozen_weights", frozen_weights), ("frozen_layers", frozen_layers)):
+        if given not in get_args(Narrow):
+            types = " or ".join(map(repr, get_args(Narrow)))
+            raise UsageError(f"{option}={given!r}", expected=types, do="Leave it out")
+    if (frozen_layers == "int8") != (calibrate is not None):
+        raise UsageError(
+            "frozen_layers='int8' without calibrate" if calibrate is None else "calibrate without frozen_layers='int8'",
+            expected="both, or neither: the ranges of activations are those on your data",
+            do="Give frozen_layers='int8' and calibrate=[(x, y), ...] (--frozen-layers int8 --calibrate TARGET)",
+        )
     stored = Stored(frozen_weights, weights_file, arena_apart)
     gradients = Gradients(accumulate, clip_norm, clip_value)
     seen = None if normalize is None else Normalization.of(normalize)
-    options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients, seen)
+    options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate)
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
 
 
@@ -161,11 +175,13 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
             )
         request = replace(request, step=DeviceStep.of(request.step, options.normalization))
         original = model if isinstance(model, nn.Module) else copied
-        plan, choice = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
+        plan, choice, int8 = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
-        recorded = run_reference_steps(request, plan.layout, STEPS)
-    result = Exported.of_plan(plan, name, folder, request.bytes, rounding, choice)
+        recorded = run_reference_steps(request, plan.layout, STEPS, int8)
+    result = Exported.of_plan(
+        plan, name, folder, request.bytes, rounding, choice, None if int8 is None else int8.report
+    )
     _write(folder, plan.layout, recorded)
     verify, device = options.verify, options.device
     verdict = NOT_VERIFIED if verify is False else prove(folder, plan.layout, recorded, needed=bool(verify))
@@ -178,18 +194,21 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
 
 def _planned(
     request: Request, original: nn.Module, name: str, optimizer: Any, options: _Options
-) -> tuple[DevicePlan, UpdateChoice | None]:  # fmt: skip
+) -> tuple[DevicePlan, UpdateChoice | None, Int8Step | None]:  # fmt: skip
     """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
     rules = update_rules(optimizer, request.model, original, options.gradients)
     train_only(request.model, rules.group_of)
-    if options.batches is None:
-        return planned_step(name, request, *captured_passes(request), rules, options.stored), None
-    # Capturing waits until the first set is planned: by then the batches are checked.
-    ram = cache(lambda: ram_of_updates(captured_passes(request)[0], rules, options.stored))
-    choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
-    train_only(request.model, [candidate.path for candidate in choice.trained])
-    rules = update_rules(optimizer, request.model, original, options.gradients)
-    return planned_step(name, request, *captured_passes(request), rules, options.stored), choice
+    choice = None
+    if options.batches is not None:
+        # Capturing waits until the first set is planned: by then the batches are checked.
+        ram = cache(lambda: ram_of_updates(captured_passes(request)[0], rules, options.stored))
+        choice = chosen_update(request, rules, options.batches, lambda paths, levers: ram()(paths, levers))
+        train_only(request.model, [candidate.path for candidate in choice.trained])
+        rules = update_rules(optimizer, request.model, original, options.gradients)
+    passes = captured_passes(request)
+    int8 = None if options.calibrate is None else int8_step(request, passes, options.calibrate)
+    passes = passes if int8 is None else int8.captured
+    return planned_step(name, request, *passes, rules, options.stored), choice, int8
 
 
 def train_only(model: nn.Module, paths: Collection[str]) -> None:

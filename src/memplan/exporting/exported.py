@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from memplan._display import Displayed
 from memplan._json import Written, named
 from memplan.exporting.device_plan import DevicePlan
+from memplan.exporting.frozen_int8 import Int8Frozen
 from memplan.exporting.rounding import Rounding
 from memplan.exporting.trials.cortex import CortexRun
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict
@@ -65,6 +66,9 @@ class Exported(Written, Displayed):
     """The effect of int8 weights; None without `frozen_weights="int8"`."""
     choice: UpdateChoice | None = None
     """The parameters that a search chose to train; None without `search_update`."""
+    int8: Int8Frozen | None = None
+    """The effect of computing the frozen part in eight bits; None without `frozen_layers="int8"`, or where no layer is
+    before the first trained one."""
     verdict: Verdict = NOT_VERIFIED
     core: CortexRun | None = None
     """The run on an emulated core; None without `device`."""
@@ -77,7 +81,7 @@ class Exported(Written, Displayed):
     @classmethod
     def of_plan(
         cls, plan: DevicePlan, given_name: str, folder: Path, budget: int, rounding: Rounding | None = None,
-        choice: UpdateChoice | None = None,
+        choice: UpdateChoice | None = None, int8: Int8Frozen | None = None,
     ) -> Exported:  # fmt: skip
         """Return the result of a plan before verification."""
         layout, step = plan.layout, plan.layout.step
@@ -93,7 +97,7 @@ class Exported(Written, Displayed):
             inputs=sum(value.bytes for value in graph.values if value.kind == "input"),
             flash=memory.flash + layout.constants,
             trained=memory.elements("trained"),
-            frozen=memory.elements("frozen") + memory.elements("int8"),
+            frozen=memory.elements("frozen") + memory.elements("int8") + (0 if int8 is None else int8.weights),
             recomputed=sum(action.recomputed for action in step.schedule.backward),
             fused=len(step.device.fused),
             smallest_budget=plan.smallest,
@@ -103,6 +107,7 @@ class Exported(Written, Displayed):
             byte_inputs=layout.byte_inputs,
             rounding=rounding,
             choice=choice,
+            int8=int8,
         )
 
     def with_verdict(self, verdict: Verdict, core: CortexRun | None = None) -> Exported:
@@ -113,7 +118,7 @@ class Exported(Written, Displayed):
         """Return the result as JSON has it, without the timeline."""
         names = (
             "name", "given_name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget",
-            "trained", "frozen", "recomputed", "fused", "folder", "choice", "rounding",
+            "trained", "frozen", "recomputed", "fused", "folder", "choice", "rounding", "int8",
         )  # fmt: skip
         return named(self, *names) | {
             "byte_inputs": [{"name": name, "buffer": buffer} for name, buffer in self.byte_inputs],

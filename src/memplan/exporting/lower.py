@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from memplan.exporting.int8.int8_ops import CONVOLUTIONS, INT8_OPS
 from memplan.exporting.kernels.elementwise import ELEMENTWISE, form_of
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
@@ -97,6 +98,8 @@ def work(graph: JointGraph, op: GraphOp) -> int:
         return 0
     moved = sum(graph.values[value].bytes for value in (*op.reads, *op.makes)) // 4
     elements = math.prod(graph.values[op.makes[0]].shape) if op.makes else 0
+    if op.target == CONVOLUTIONS:
+        return moved + sum(stage[-1].work for stage in op.args[1:])
     if op.target in (conv.GATHER, conv.SCATTER):
         return moved + elements * math.prod(graph.values[op.args[1].value].shape[1:])
     if op.target == conv.WEIGHT_GRADIENT:
@@ -155,7 +158,7 @@ def _check_dtypes(graph: JointGraph, low: Lowering) -> None:
             dtype = graph.values[number].dtype
             if dtype not in ("float32", "int32", "bool", *BYTES):
                 raise refusal(op, f" in {dtype}", near="the same in float32")
-            made = dtype in ("float32", "bool", "uint8") or op.is_view
+            made = dtype in ("float32", "bool", "uint8") or op.is_view or op.target in INT8_OPS
             if number in op.outputs and not made:
                 raise refusal(op, f" that makes {dtype}", near="indices that are inputs")
 
@@ -178,7 +181,8 @@ def without_dead(graph: JointGraph) -> JointGraph:
     return rebuild.finished()
 
 
-_ALL_RESULTS = (norm.BATCH_SUMS, norm.BATCH_STATISTICS, norm.ROW_SUMS, norm.ROW_STATISTICS, *FORWARD, *BACKWARD)
+_ALL_RESULTS = (norm.BATCH_SUMS, norm.BATCH_STATISTICS, norm.ROW_SUMS, norm.ROW_STATISTICS, CONVOLUTIONS, *FORWARD,
+                *BACKWARD)  # fmt: skip
 """Ops whose kernels write all of their results, whether they are read or not."""
 
 
@@ -429,7 +433,13 @@ def _row_extreme(low: Lowering, op: GraphOp) -> None:
     low.call(op, op.target, (low.dense(op, op.args[0]), *op.args[1:]), op.outputs)
 
 
+def _integers(low: Lowering, op: GraphOp) -> None:
+    """Add an op of the frozen part in eight bits as it is."""
+    low.call(op, op.target, op.args, op.outputs, overwrites=op.overwrites)
+
+
 RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(INT8_OPS, _integers),
     "aten.bitwise_and.Tensor": _flags,
     "aten.bitwise_or.Tensor": _flags,
     "aten.bitwise_not.default": _flags,

@@ -83,6 +83,12 @@ class CallWriter:
         name = self.tables.setdefault(declaration, f"{kind}_{len(self.tables)}")
         return f"&{name}"
 
+    def array(self, kind: str, rows: Sequence[Sequence[Any]]) -> str:
+        """Add a constant array of structs of type `kind`; return its name."""
+        text = ",\n    ".join("{" + ", ".join(map(str, row)) + "}" for row in rows)
+        declaration = f"static const {kind} NAME[] = {{\n    {text},\n}};"
+        return self.tables.setdefault(declaration, f"{kind}_{len(self.tables)}")
+
     def call(self, name: str, *arguments: Any) -> str:
         """Return the call of a kernel: values become pointers, numbers and flags literals; strings are C already."""
         return f"{name}({', '.join(map(self.argument, arguments))});"

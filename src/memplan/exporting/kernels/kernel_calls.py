@@ -10,6 +10,7 @@ from typing import Any
 
 from memplan.exporting.kernels.call_writer import CallWriter, merged_loops
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
+from memplan.exporting.kernels.int8_calls import INT8
 from memplan.exporting.kernels.product_calls import FEWEST_ROWS, PRODUCTS, Emit, gradient_kernel, tile
 from memplan.exporting.kernels.recurrent_calls import RECURRENT
 from memplan.exporting.lowering import convolution_splitting as conv
@@ -628,5 +629,6 @@ CALLS: Mapping[str, Emit] = {
     WRITE: _write_output,
     **RECURRENT,
     NORMALIZE: _normalize,
+    **INT8,
 }
 """For each op, the function that writes its call."""

@@ -38,6 +38,13 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **{f"{kind}{way}": ("recurrent",) for kind in ("lstm", "gru", "rnn") for way in ("", "_backward")},
     "clip_norm": ("dot",),
     "row_norm_statistics": ("sum_of", "moment"),
+    "int8_stage": ("int8_rescaled",),
+    "int8_row": ("int8_stage", "convolution"),
+    "int8_linear": ("int8_stage",),
+    "int8_add": ("int8_rescaled",),
+    "int8_multiply": ("int8_rescaled",),
+    "int8_average": ("int8_rescaled", "pool"),
+    "int8_largest": ("pool",),
 }
 """By template: the templates that must come before it."""
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from memplan.exporting.c_text import comment
 from memplan.exporting.kernels.call_writer import CallWriter, number
 from memplan.exporting.kernels.kernel_calls import calls_of
@@ -15,7 +17,7 @@ from memplan.exporting.source import saved_state
 from memplan.exporting.source.companion_files import init_arguments, init_parameters
 from memplan.exporting.source.input_checks import check_of, check_text
 from memplan.exporting.source.step_layout import Pass, StepLayout
-from memplan.exporting.source.stored_weights import pointers
+from memplan.exporting.source.stored_weights import lines_of, pointers
 from memplan.planning.graph.joint_graph import Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, short
 from memplan.planning.levers.encode import DIRECT
@@ -269,15 +271,16 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         start = run.placement.offsets[run.lifetimes.buffer_of[at][base.id]]
         assert not start % 4, "buffers are whole words"
         pointer = f"s->arena + {start // 4}" if start else "s->arena"
-        in_bytes = graph.values[value].dtype in ("bool", "uint8")
-        return _plus(f"(unsigned char *)({pointer})" if in_bytes else pointer, offset)
+        casts = {"bool": "(unsigned char *)", "uint8": "(unsigned char *)", "int8": "(signed char *)"}
+        cast = casts.get(graph.values[value].dtype)
+        return _plus(f"{cast}({pointer})" if cast else pointer, offset)
 
     def _constant(self, run: Pass, value: int) -> str:
         """Add an array with the elements of a constant; return its name."""
         array = run.device.constants[value]
-        integers = array.dtype.kind in "iu"
-        elements = [str(int(x)) if integers else number(float(x)) for x in array.reshape(-1)]
-        text = f"static const {'int32_t' if integers else 'float'} NAME[] = {{{', '.join(elements)}}};"
+        kind = "signed char" if array.dtype == np.int8 else "int32_t" if array.dtype.kind in "iu" else "float"
+        elements = "\n".join(lines_of(array.reshape(-1))).rstrip(",")
+        text = f"static const {kind} NAME[] = {{{elements}}};"
         return self.constants.setdefault(text, f"constant_{len(self.constants)}")
 
     # -- parts of the file
@@ -310,8 +313,8 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         constants = [text.replace("NAME", name, 1) for text, name in self.constants.items()]
         return [
             *(text.rstrip() for text in self.kernels.values()),
-            *(["\n".join(tables)] if tables else []),
             *constants,
+            *(["\n".join(tables)] if tables else []),
         ]
 
     def interface(self) -> str:

@@ -206,5 +206,12 @@ class StepLayout:
 
     @property
     def constants(self) -> int:
-        """Bytes of constant tensors in the program, which the model's code creates."""
-        return 4 * sum(array.size for run in (self.step, self.infer) for array in run.device.constants.values())
+        """Bytes of constant tensors in the program: those that the model's code creates, and integer weights."""
+        return sum(
+            array.size if array.dtype == np.int8 else 4 * array.size
+            for array in {
+                (array.tobytes(), array.dtype): array
+                for run in (self.step, self.infer)
+                for array in run.device.constants.values()
+            }.values()
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from memplan import _torch
+from memplan.exporting.frozen_int8 import Int8Pass, Int8Step
 from memplan.exporting.kernels.kernel_calls import threshold
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout, name_of
@@ -46,14 +48,14 @@ class _Run:
     """What the model returns in evaluation mode afterwards."""
 
 
-def run_reference_steps(request: Request, layout: StepLayout, steps: int) -> Recorded:
+def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen: Int8Step | None = None) -> Recorded:
     """Run training steps of copies of the model in PyTorch, as the C test repeats them. Returns inputs, float64
     results, and bounds of the error that float32 may have: they come from runs in float32 and with slightly changed
-    weights."""
-    double = _run(request, layout, steps, torch.float64)
+    weights. Of a frozen part in eight bits, PyTorch's ops read the results in place of their own."""
+    double = _run(request, layout, steps, torch.float64, frozen)
     others = [
-        _run(request, layout, steps, torch.float32),
-        *(_run(request, layout, steps, torch.float32, seed) for seed in (1, 2)),
+        _run(request, layout, steps, torch.float32, frozen),
+        *(_run(request, layout, steps, torch.float32, frozen, seed) for seed in (1, 2)),
     ]
     losses = [np.abs(other.losses - double.losses) for other in others]
     loss_bounds = FAIR * np.maximum.reduce(losses) + ROUNDING * np.maximum(np.abs(double.losses), 1.0)
@@ -93,7 +95,9 @@ def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
     return FAIR * error + ROUNDING * max(float(np.max(np.abs(double), initial=0.0)), 1.0)
 
 
-def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, seed: int = 0) -> _Run:
+def _run(
+    request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, frozen: Int8Step | None, seed: int = 0
+) -> _Run:
     """Run training steps of a copy of the model; a seed other than 0 changes the weights a little."""
     step = WithOutputs(copy.deepcopy(device_step(request))).to(dtype)
     model = step.model
@@ -106,12 +110,18 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
     optimizer, gradients = layout.rules.optimizer(model), layout.rules.gradients
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     inputs = [tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
+    named = {name_of(path): tensor for path, tensor in (*step.named_parameters(), *step.named_buffers())}
+
+    def replacing(run: Int8Pass | None) -> AbstractContextManager[None]:
+        return nullcontext() if run is None else run.replacing(named, rolled, dtype)
+
     losses, random, rolled = list[float](), _DeviceRandom(), inputs
     outputs: Any = []
     for k in range(steps):
         rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in inputs]
         args, kwargs = request.call.rebuild(rolled)
-        with _torch.DrawsReplaced(random.dropout_mask, dtype):
+        within = replacing(None if frozen is None else frozen.step)
+        with _torch.DrawsReplaced(random.dropout_mask, dtype), within:
             loss, outputs = step(*args, **kwargs)
         loss.backward()
         if (k + 1) % gradients.accumulate == 0:
@@ -119,12 +129,12 @@ def _run(request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, s
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    named = {name_of(path): tensor for path, tensor in (*step.named_parameters(), *step.named_buffers())}
     weights = {tensor.path: named[tensor.path].detach().numpy().astype(np.float64) for tensor in layout.memory.weights}
     step_output = flat_output(outputs)
     model.eval()
     args, kwargs = request.call.rebuild(rolled)
-    with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype):
+    within = replacing(None if frozen is None else frozen.infer)
+    with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype), within:
         if layout.evaluates:
             loss, outputs = step(*args, **kwargs)
         else:

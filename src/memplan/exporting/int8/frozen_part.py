@@ -1,0 +1,582 @@
+"""Find the layers before the first trained one that integer kernels can compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from memplan.exporting.int8.layers import (
+    Activation,
+    Add,
+    Average,
+    Bytes,
+    Convolution,
+    Largest,
+    Layer,
+    Multiply,
+    View,
+)
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, map_refs, refs
+from memplan.planning.graph.op_schema import ELEMENTWISE, arguments_of, is_contiguous, overload, short
+
+IDENTITIES = ("aten.alias.default", "aten.detach.default", "aten.clone.default", "aten.lift_fresh_copy.default")
+"""Ops whose result is their operand, where that is contiguous."""
+BYTES = ("uint8", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An op without a trained weight that stays in float32, although it reads layers in eight bits."""
+
+    op: GraphOp
+    why: str
+
+    def __str__(self) -> str:
+        name = short(self.op.target).strip("_")
+        return f"{self.op.layer or 'the model'} ({name}): {self.why}"
+
+
+@dataclass(frozen=True)
+class FrozenPart:
+    """The layers of a graph that integer kernels compute, in order."""
+
+    graph: JointGraph
+    layers: tuple[Layer, ...]
+    borders: tuple[int, ...]
+    """Values of the layers that other ops read, in order."""
+    inputs: tuple[int, ...]
+    """Values in float32 that the layers read: inputs, or views of them."""
+    stops: tuple[Stop, ...]
+    weights: frozenset[str]
+    """Names of the parameters and buffers of the layers."""
+
+    @property
+    def calls(self) -> frozenset[tuple[str, str]]:
+        """Layer of the model and op, of all ops that integer kernels compute."""
+        return frozenset((op.layer, op.target) for layer in self.layers for op in layer.ops)
+
+
+def frozen_part(
+    graph: JointGraph, frozen: Mapping[int, torch.Tensor], inputs: Collection[int], written: Collection[int],
+    among: Collection[tuple[str, str]] | None = None,
+) -> FrozenPart:  # fmt: skip
+    """Find the layers that integer kernels can compute.
+
+    Args:
+        graph: as captured.
+        frozen: elements of parameters, buffers and constants that do not change, by value.
+        inputs: the model's inputs.
+        written: values that are copied to the caller's memory.
+        among: `calls` of another graph's frozen part: other ops stay in float32. None: no bound.
+    """
+    return _Finder(graph, frozen, inputs, written, among).found()
+
+
+class _Refused(Exception):
+    """An op has no integer kernel, for a reason."""
+
+
+class _Finder:
+    def __init__(
+        self, graph: JointGraph, frozen: Mapping[int, torch.Tensor], inputs: Collection[int], written: Collection[int],
+        among: Collection[tuple[str, str]] | None,
+    ) -> None:  # fmt: skip
+        self.graph, self.written, self.among = graph, written, among
+        self.known = {value: tensor.detach() for value, tensor in frozen.items()}
+        self.paths = {v: {graph.values[v].path} - {""} for v in frozen}
+        """By known value: names of the parameters and buffers that it is computed of."""
+        values = graph.values
+        self.floats = {v for v in inputs if values[v].dtype == "float32"}
+        """Values in float32 that are inputs or views of them."""
+        self.bytes: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """By value that is an affine function of an input of eight bits: the input, factor and addend."""
+        self.byte_inputs = {v for v in inputs if values[v].dtype in BYTES}
+        self.layers: list[Layer] = []
+        self.maker: dict[int, Layer] = {}
+        self.stops: list[Stop] = []
+        self.used: dict[int, set[str]] = {}
+        """By layer: names of its parameters and buffers."""
+        self.readers: dict[int, int] = {}
+        for op in graph.ops:
+            for value in set(refs((op.args, op.kwargs))):
+                self.readers[value] = self.readers.get(value, 0) + 1
+        kept = (*graph.outputs, *written, *(g for _, g in graph.gradients), *(s for _, s in graph.mutations))
+        for value in kept:
+            self.readers[value] = self.readers.get(value, 0) + 1
+
+    def found(self) -> FrozenPart:
+        for op in self.graph.ops:
+            if op.phase == "forward":
+                self._op(op)
+        layers = self._connected()
+        inside = {op.index for layer in layers for op in layer.ops}
+        outs = {layer.out for layer in layers}
+        outside = {v for op in self.graph.ops if op.index not in inside for v in refs((op.args, op.kwargs))}
+        kept = (*self.graph.outputs, *self.written, *(s for _, s in self.graph.mutations))
+        borders = tuple(layer.out for layer in layers if layer.out in outside or layer.out in kept)
+        read = dict.fromkeys(v for layer in layers for v in layer.reads if v not in outs and v in self.floats)
+        weights = frozenset().union(*(self.used[id(layer)] for layer in layers)) if layers else frozenset[str]()
+        stops = tuple(stop for stop in self.stops if outs & set(refs((stop.op.args, stop.op.kwargs))))
+        return FrozenPart(self.graph, tuple(layers), borders, tuple(read), stops, weights)
+
+    def _connected(self) -> list[Layer]:
+        """Return the layers before or behind a convolution: others are not worth a rounding."""
+        of = {layer.out: layer for layer in self.layers}
+        behind = set[int]()
+        for layer in self.layers:
+            if isinstance(layer, Convolution) or any(v in of and id(of[v]) in behind for v in layer.reads):
+                behind.add(id(layer))
+        wanted = set[int]()
+        for layer in reversed(self.layers):
+            if isinstance(layer, Convolution) or layer.out in wanted:
+                wanted |= set(layer.reads) | {layer.out}
+        return [layer for layer in self.layers if id(layer) in behind or layer.out in wanted]
+
+    # -- ops
+
+    def _op(self, op: GraphOp) -> None:
+        """Take an op into the frozen part, or note why it is not."""
+        numbers = list(dict.fromkeys(refs((op.args, op.kwargs))))
+        data = [value for value in numbers if value not in self.known]
+        if not data or op.random or op.once:
+            if any(value in self.maker for value in data):
+                self.stops.append(Stop(op, "it draws random numbers, or has a side effect"))
+            elif not op.random and not op.once:
+                self._fold(op, numbers)
+            return
+        inside = self.floats | self.byte_inputs | self.maker.keys() | self.bytes.keys()
+        if not all(value in inside for value in data):
+            if any(value in self.maker for value in data) and all(v in inside or self._is_running(v) for v in data):
+                self.stops.append(Stop(op, "it updates running statistics; call .eval() on the layer"))
+            return
+        used = set[str]().union(*(self.paths[value] for value in numbers if value in self.known))
+        bytes_only = all(value in self.byte_inputs or value in self.bytes for value in data)
+        if not (self.among is None or op.is_view or bytes_only or (op.layer, op.target) in self.among):
+            return
+        before = list(self.layers)
+        try:
+            self._add(op, data)
+        except _Refused as refused:
+            del self.layers[len(before) :]
+            self.maker = {layer.out: layer for layer in self.layers}
+            if any(value in self.maker for value in data):
+                self.stops.append(Stop(op, str(refused)))
+            return
+        layer = self.maker.get(op.outputs[0] if op.outputs[0] is not None else -1)
+        if layer is not None:
+            self.used.setdefault(id(layer), set()).update(used)
+
+    def _is_running(self, value: int) -> bool:
+        return self.graph.values[value].kind == "buffer"
+
+    def _fold(self, op: GraphOp, numbers: Sequence[int]) -> None:
+        """Compute an op of constants."""
+        if not op.outputs or not op.target.startswith("aten."):
+            return
+        args, kwargs = (map_refs(part, self.known.__getitem__) for part in (op.args, op.kwargs))
+        results = overload(op.target)(*args, **kwargs)
+        paths = set[str]().union(*(self.paths[value] for value in numbers))
+        for number, tensor in zip(op.outputs, results if isinstance(results, (tuple, list)) else (results,)):  # noqa: B905
+            if number is not None:
+                self.known[number], self.paths[number] = tensor, paths
+
+    def _add(self, op: GraphOp, data: list[int]) -> None:
+        """Add what an op computes. Raises _Refused if no integer kernel computes it."""
+        if op.outputs[0] is None or any(output is not None for output in op.outputs[1:]):
+            raise _Refused("several results are read")
+        if any(not is_contiguous(self.graph.values[v]) for v in (*data, op.outputs[0])):
+            raise _Refused("its elements are not in the order of the shape")
+        if len(data) == 1 and (data[0] in self.byte_inputs or data[0] in self.bytes) and self._of_bytes(op, data[0]):
+            return
+        if op.target in IDENTITIES or op.is_view:
+            self._view(op)
+        elif op.target in _RULES:
+            _RULES[op.target](self, op)
+        elif len(data) == 1 and self._scaled(op, data[0]):
+            pass
+        elif len(data) == 1 and op.target.removeprefix("aten.") in ELEMENTWISE:
+            self._activation(op, data[0])
+        else:
+            raise _Refused("no integer kernel computes it")
+
+    # -- inputs of eight bits
+
+    def _of_bytes(self, op: GraphOp, x: int) -> bool:
+        """Note a cast, sum or product of an input of eight bits; return whether it is one."""
+        output = op.outputs[0]
+        assert output is not None, "checked by the caller"
+        if x in self.byte_inputs:
+            if op.target != "aten._to_copy.default" or self.graph.values[output].dtype != "float32":
+                return False
+            one = torch.ones((), dtype=torch.float64)
+            self.bytes[output] = (x, one, 0 * one)
+            return True
+        change = self._affine(op, x)
+        if change is None:
+            return False
+        source, factor, addend = self.bytes[x]
+        self.bytes[output] = (source, factor * change[0], addend * change[0] + change[1])
+        return True
+
+    def _affine(self, op: GraphOp, x: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return factor and addend of an op that multiplies by constants or adds them: a number, or one for each
+        channel; else None."""
+        name, arguments = short(op.target), arguments_of(op.target, op.args, op.kwargs)
+        if name not in ("add", "sub", "mul", "div") or arguments.get("rounding_mode") is not None:
+            return None
+        left, right, sign = arguments["self"], arguments["other"], 1.0
+        if left != Ref(x):
+            if name == "div":
+                return None
+            left, right = right, left
+            sign = -1.0 if name == "sub" else 1.0  # constant - x
+        other = self._by_channel(right, self.graph.values[x].shape)
+        if other is None or left != Ref(x):
+            return None
+        one = torch.ones((), dtype=torch.float64)
+        if name in ("mul", "div"):
+            return (other if name == "mul" else 1 / other), 0 * one
+        alpha = float(arguments.get("alpha", 1))
+        if sign < 0:
+            return -alpha * one, other
+        if arguments["self"] != Ref(x) and alpha != 1:
+            return alpha * one, other
+        return one, alpha * other * (1 if name == "add" else -1)
+
+    def _by_channel(self, other: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return a number as a scalar, a constant of one number for each channel as a vector; else None."""
+        if not isinstance(other, Ref):
+            return torch.tensor(float(other), dtype=torch.float64)
+        tensor = self.known.get(other.value)
+        if tensor is None or tensor.dim() > len(shape):
+            return None
+        if tensor.numel() == 1:
+            return tensor.double().reshape(())
+        sizes = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+        by_channel = len(shape) > 1 and sizes == (1, shape[1], *[1] * (len(shape) - 2))
+        return tensor.double().reshape(-1) if by_channel else None
+
+    def _source(self, op: GraphOp, x: int) -> int:
+        """Return a value in eight bits that is `x`; of an input in bytes it is computed by a kernel of its own."""
+        if x not in self.bytes:
+            if x in self.byte_inputs:
+                raise _Refused("it reads the bytes of an input as integers")
+            return x
+        shape = self.graph.values[x].shape
+        channels = shape[1] if len(shape) > 1 else 1
+        ones, zeros = np.ones((channels, 1, 1, 1)), np.zeros(channels)
+        plane = _plane(shape)
+        read = self._bytes_of(x, channels)
+        layer = Convolution([], (self.bytes[x][0],), x, ones, zeros, plane, plane, groups=channels, bytes=read)
+        self._append(layer)
+        self.bytes.pop(x)
+        return x
+
+    def _bytes_of(self, x: int, channels: int) -> Bytes:
+        source, factor, addend = self.bytes[x]
+        each = (np.broadcast_to(t.reshape(-1).numpy(), (channels,)).astype(np.float64) for t in (factor, addend))
+        return Bytes(self.graph.values[source].dtype, *each)
+
+    # -- layers
+
+    def _append(self, layer: Layer) -> None:
+        self.layers.append(layer)
+        self.maker[layer.out] = layer
+        self.used.setdefault(id(layer), set())
+
+    def _convolve(self, op: GraphOp, x: int, **fields: Any) -> None:
+        """Add a convolution, which reads an input of eight bits itself."""
+        assert op.outputs[0] is not None, "checked by the caller"
+        channels = fields["weight"].shape[1] * fields.get("groups", 1)
+        if x in self.bytes:
+            fields |= {"bytes": self._bytes_of(x, channels)}
+            x = self.bytes[x][0]
+        elif x in self.byte_inputs:
+            raise _Refused("it reads the bytes of an input as integers")
+        self._append(Convolution([op], (x,), op.outputs[0], **fields))
+
+    def _absorbing(self, x: int) -> Layer | None:
+        """Return the layer that computes a value, if nothing but the current op reads the value."""
+        layer = self.maker.get(x)
+        return layer if layer is not None and self.readers.get(x) == 1 else None
+
+    def _change(self, op: GraphOp, x: int, change: Callable[[Layer], None]) -> None:
+        """Let the layer that computes `x` compute the op, too."""
+        layer = self.maker.pop(x)
+        change(layer)
+        self.maker[layer.out] = layer
+
+    def _view(self, op: GraphOp) -> None:
+        x, output = next(refs((op.args, op.kwargs))), op.outputs[0]
+        assert output is not None, "checked by the caller"
+        if x in self.floats:
+            if op.is_view:
+                self.floats.add(output)
+                return
+            raise _Refused("it copies an input")
+        self._append(View([op], (self._source(op, x),), output))
+
+    def _activation(self, op: GraphOp, x: int) -> None:
+        """Add a function of each element: bounds and tables go into the layer before, where that is possible."""
+        assert op.outputs[0] is not None, "checked by the caller"
+        if any(self.known[v].numel() != 1 for v in refs((op.args, op.kwargs)) if v in self.known):
+            raise _Refused("it reads a tensor of constants")
+        layer, bounds = self._absorbing(x), _bounds(op)
+        if layer is not None and bounds is not None and layer.bounds_itself:
+            self._change(op, x, lambda layer: layer.bound(op, *bounds))
+        elif isinstance(layer, Convolution) and layer.before is None:
+
+            def by_table(layer: Layer) -> None:
+                assert isinstance(layer, Convolution), "checked by the caller"
+                layer.before = layer.out
+                layer.absorb(op)
+
+            self._change(op, x, by_table)
+        else:
+            self._append(Activation([op], (self._source(op, x),), op.outputs[0]))
+
+    def _scaled(self, op: GraphOp, x: int) -> bool:
+        """Fold a product or sum with constants into the convolution before; return whether that is possible."""
+        change, layer = self._affine(op, x), self._absorbing(x)
+        if change is None or not isinstance(layer, Convolution) or not layer.scalable:
+            if change is not None and any(t.dim() for t in change):
+                self._by_channel_alone(op, x, *change)
+                return True
+            return False
+        wide = len(layer.bias)
+        factor, addend = (np.broadcast_to(t.reshape(-1).numpy(), (wide,)) for t in change)
+        self._change(op, x, lambda layer: layer.scale(op, factor, addend) if isinstance(layer, Convolution) else None)
+        return True
+
+    def _by_channel_alone(self, op: GraphOp, x: int, factor: torch.Tensor, addend: torch.Tensor) -> None:
+        """Add a factor and an addend for each channel as a depthwise convolution."""
+        shape = self.graph.values[x].shape
+        channels, plane = shape[1], _plane(shape)
+        each = [np.broadcast_to(t.reshape(-1).numpy(), (channels,)).astype(np.float64) for t in (factor, addend)]
+        weight = each[0].reshape(-1, 1, 1, 1)
+        self._convolve(op, x, weight=weight, bias=each[1], plane=plane, result=plane, groups=channels)
+
+    def convolution(self, op: GraphOp) -> None:
+        x, weight, bias, stride, padding, dilation, transposed, _, groups = op.args
+        values = self.graph.values
+        if transposed:
+            raise _Refused("it is transposed")
+        if weight.value not in self.known or (bias is not None and bias.value not in self.known):
+            raise _Refused("its weight is computed")
+        if len(values[x.value].shape) not in (3, 4):
+            raise _Refused("its planes have more than two dimensions")
+        kernel = self.known[weight.value].double().numpy()
+        kernel = kernel[:, :, None] if kernel.ndim == 3 else kernel
+        terms = np.zeros(len(kernel)) if bias is None else self.known[bias.value].double().numpy()
+        sizes = (_pair(s, d) for s, d in ((stride, 1), (padding, 0), (dilation, 1)))
+        plane, result = _plane(values[x.value].shape), _plane(values[op.outputs[0] or 0].shape)
+        self._convolve(
+            op, x.value, weight=kernel, bias=terms, plane=plane, result=result,
+            **dict(zip(("stride", "padding", "dilation"), sizes, strict=True)), groups=groups,
+        )  # fmt: skip
+
+    def linear(self, op: GraphOp) -> None:
+        bias, x, weight = op.args[:3] if len(op.args) > 2 else (None, *op.args)
+        arguments = arguments_of(op.target, op.args, op.kwargs)
+        if weight.value not in self.known or x.value in self.known or (arguments.get("beta", 1) != 1):
+            raise _Refused("it is no product with a constant weight")
+        kernel = self.known[weight.value].double().numpy().T[:, :, None, None] * float(arguments.get("alpha", 1))
+        terms = np.zeros(len(kernel))
+        if bias is not None:
+            if bias.value not in self.known or self.known[bias.value].dim() != 1:
+                raise _Refused("its bias is computed")
+            terms = np.broadcast_to(self.known[bias.value].double().numpy(), terms.shape)
+        read = x.value
+        if read in self.bytes and any(t.dim() for t in self.bytes[read][1:]):
+            read = self._source(op, read)
+        self._convolve(op, read, weight=kernel, bias=terms, plane=(1, 1), result=(1, 1))
+
+    def batch_norm(self, op: GraphOp) -> None:
+        arguments = arguments_of(op.target, op.args, op.kwargs)
+        if arguments.get("training"):
+            raise _Refused("it computes statistics of the batch; call .eval() on the layer")
+        x = arguments["input"].value
+        terms = {n: arguments.get(n) for n in ("weight", "bias", "running_mean", "running_var")}
+        read = {n: None if ref is None else self.known[ref.value].double().numpy() for n, ref in terms.items()}
+        mean, var = read["running_mean"], read["running_var"]
+        assert mean is not None and var is not None, "in evaluation mode it has both"
+        factor = (1.0 if read["weight"] is None else read["weight"]) / np.sqrt(var + arguments["eps"])
+        addend = (0.0 if read["bias"] is None else read["bias"]) - mean * factor
+        layer = self._absorbing(x)
+        if isinstance(layer, Convolution) and layer.scalable:
+            self._change(op, x, lambda one: one.scale(op, factor, addend) if isinstance(one, Convolution) else None)
+        else:
+            self._by_channel_alone(op, x, torch.from_numpy(factor), torch.from_numpy(addend))
+
+    def add(self, op: GraphOp) -> None:
+        arguments = arguments_of(op.target, op.args, op.kwargs)
+        x, y = arguments["self"], arguments["other"]
+        pair = [ref.value for ref in (x, y) if isinstance(ref, Ref) and ref.value not in self.known]
+        if len(pair) == 1:
+            if not self._scaled(op, pair[0]):
+                self._activation(op, pair[0])
+            return
+        values = self.graph.values
+        if values[pair[0]].shape != values[pair[1]].shape:
+            raise _Refused("its operands have several shapes")
+        factor = float(arguments.get("alpha", 1)) * (-1 if short(op.target) == "sub" else 1)
+        reads = tuple(self._source(op, value) for value in pair)
+        assert op.outputs[0] is not None, "checked by the caller"
+        self._append(Add([op], reads, op.outputs[0], factor))
+
+    def multiply(self, op: GraphOp) -> None:
+        pair = [ref.value for ref in op.args[:2] if isinstance(ref, Ref) and ref.value not in self.known]
+        if len(pair) == 1:
+            if not self._scaled(op, pair[0]):
+                self._activation(op, pair[0])
+            return
+        shapes = [self.graph.values[value].shape for value in pair]
+        if math.prod(shapes[0]) < math.prod(shapes[1]):
+            pair, shapes = pair[::-1], shapes[::-1]
+        large, small = shapes
+        by_channel = small == large or (len(small) == len(large) > 2 and small == (*large[:2], *[1] * (len(large) - 2)))
+        if not by_channel:
+            raise _Refused("its operands have several shapes")
+        reads = tuple(self._source(op, value) for value in pair)
+        assert op.outputs[0] is not None, "checked by the caller"
+        self._append(Multiply([op], reads, op.outputs[0], math.prod(large) // math.prod(small)))
+
+    # -- pools
+
+    def _window(self, op: GraphOp, kernel: Any, stride: Any, padding: Any, dilation: Any) -> dict[str, Any]:
+        """Return what both kinds of pools have."""
+        x, output = op.args[0].value, op.outputs[0]
+        assert output is not None, "checked by the caller"
+        plane, result = (_last_two(self.graph.values[v].shape) for v in (x, output))
+        window = _pair(kernel, 1)
+        return {
+            "ops": [op], "reads": (self._source(op, x),), "out": output,
+            "planes": math.prod(self.graph.values[output].shape) // math.prod(result), "plane": plane,
+            "result": result, "kernel": window, "stride": window if not stride else _pair(stride, 1),
+            "padding": _pair(padding, 0), "dilation": _pair(dilation, 1),
+        }  # fmt: skip
+
+    def largest(self, op: GraphOp) -> None:
+        kernel, stride, padding, dilation = (*op.args[1:5], *[None] * 4)[:4]
+        self._append(Largest(**self._window(op, kernel, stride, padding, dilation)))
+
+    def average(self, op: GraphOp) -> None:
+        arguments = arguments_of(op.target, op.args, op.kwargs)
+        padding, ceil = arguments.get("padding") or [0], arguments.get("ceil_mode", False)
+        if ceil or (any(padding) and not arguments.get("count_include_pad", True)):
+            raise _Refused("its windows are of several sizes")
+        fields = self._window(op, arguments["kernel_size"], arguments.get("stride"), padding, None)
+        divisor = arguments.get("divisor_override") or math.prod(fields["kernel"])
+        self._append(Average(**fields, divisor=divisor))
+
+    def adaptive_average(self, op: GraphOp) -> None:
+        output = op.outputs[0]
+        assert output is not None, "checked by the caller"
+        plane, result = (_last_two(self.graph.values[v].shape) for v in (op.args[0].value, output))
+        if any(size % count for size, count in zip(plane, result, strict=True)):
+            raise _Refused("its windows are of several sizes")
+        kernel = [size // count for size, count in zip(plane, result, strict=True)]
+        self._append(Average(**self._window(op, kernel, kernel, None, None), divisor=math.prod(kernel)))
+
+    def mean(self, op: GraphOp) -> None:
+        x, output = op.args[0].value, op.outputs[0]
+        assert output is not None, "checked by the caller"
+        shape = self.graph.values[x].shape
+        dims = sorted(d % len(shape) for d in (op.args[1] or range(len(shape))))
+        if len(shape) < 3 or dims != list(range(2, len(shape))):
+            raise _Refused("it is no mean over whole planes")
+        plane = _plane(shape)
+        self._append(
+            Average(
+                [op], (self._source(op, x),), output, math.prod(shape[:2]), plane, (1, 1), plane, plane, (0, 0), (1, 1),
+                divisor=math.prod(plane),
+            )
+        )  # fmt: skip
+
+
+_RULES: Mapping[str, Callable[[_Finder, GraphOp], None]] = {
+    "aten.convolution.default": _Finder.convolution,
+    "aten.addmm.default": _Finder.linear,
+    "aten.mm.default": _Finder.linear,
+    "aten._native_batch_norm_legit_no_training.default": _Finder.batch_norm,
+    "aten.native_batch_norm.default": _Finder.batch_norm,
+    "aten.add.Tensor": _Finder.add,
+    "aten.sub.Tensor": _Finder.add,
+    "aten.mul.Tensor": _Finder.multiply,
+    "aten.max_pool2d_with_indices.default": _Finder.largest,
+    "aten.avg_pool2d.default": _Finder.average,
+    "aten._adaptive_avg_pool2d.default": _Finder.adaptive_average,
+    "aten.mean.dim": _Finder.mean,
+}
+
+
+def _bounds(op: GraphOp) -> tuple[float, float] | None:
+    """Return the bounds that an activation sets; None for another op."""
+    arguments = arguments_of(op.target, op.args, op.kwargs)
+    if op.target == "aten.relu.default":
+        return 0.0, math.inf
+    if op.target == "aten.hardtanh.default":
+        return float(arguments.get("min_val", -1.0)), float(arguments.get("max_val", 1.0))
+    if op.target in ("aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default"):
+        low, high = arguments.get("min"), arguments.get("max")
+        return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    return None
+
+
+def _pair(sizes: Any, default: int) -> tuple[int, int]:
+    """Return sizes of height and width; over one dimension the height is 1."""
+    if sizes is None or len(sizes) == 0:
+        return default, default
+    return (default, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def _plane(shape: Sequence[int]) -> tuple[int, int]:
+    """Return height and width of (N, C, ...)."""
+    sizes = tuple(shape[2:])
+    return (1, 1) if not sizes else (1, sizes[0]) if len(sizes) == 1 else (math.prod(sizes[:-1]), sizes[-1])
+
+
+def _last_two(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[-2], shape[-1]
+
+
+def float_values(
+    part: FrozenPart,
+    tensors: Callable[[Value], torch.Tensor],
+    floats: torch.dtype = torch.float32,
+    replaced: Mapping[int, torch.Tensor] | None = None,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Run the ops of the frozen part in PyTorch; yield each value of the graph with its elements.
+
+    Args:
+        part: of a captured graph.
+        tensors: elements of parameters, buffers, inputs and constants.
+        floats: the type to which inputs of eight bits are cast.
+        replaced: elements that later ops read in place of what was computed. What is yielded is what was computed.
+    """
+    wanted, needed = {layer.out for layer in part.layers}, list[GraphOp]()
+    for op in reversed(part.graph.ops):
+        if op.phase == "forward" and any(output in wanted for output in op.outputs if output is not None):
+            wanted |= set(refs((op.args, op.kwargs)))
+            needed.append(op)
+    values: dict[int, torch.Tensor] = {}
+
+    def element(value: int) -> torch.Tensor:
+        if value not in values:
+            values[value] = tensors(part.graph.values[value])
+        return values[value]
+
+    for op in reversed(needed):
+        args, kwargs = (map_refs(given, element) for given in (op.args, op.kwargs))
+        if op.target == "aten._to_copy.default" and kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": floats}
+        results = overload(op.target)(*args, **kwargs)
+        for number, tensor in zip(op.outputs, results if isinstance(results, (tuple, list)) else (results,)):  # noqa: B905
+            if number is not None:
+                yield number, tensor
+                values[number] = (replaced or {}).get(number, tensor)

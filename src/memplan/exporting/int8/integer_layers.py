@@ -1,0 +1,235 @@
+"""The integers of the frozen part: types of activations from the ranges on the user's data, weights, tables; and a
+reference that computes with them what the device does, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from memplan.exporting.int8.arithmetic import HIGHEST, LARGEST_WEIGHT, LOWEST, Affine, multiplier, shifted
+from memplan.exporting.int8.layers import (
+    Activation,
+    Add,
+    Average,
+    Convolution,
+    Largest,
+    Layer,
+    Multiply,
+    View,
+    Window,
+)
+from memplan.planning.graph.joint_graph import GraphOp, Ref, map_refs, refs
+from memplan.planning.graph.op_schema import overload
+
+WORD = 2**31
+"""Sums of products lie below this magnitude."""
+
+
+@dataclass(frozen=True)
+class Integers:
+    """What the kernel of a layer computes with."""
+
+    layer: Layer
+    reads: tuple[Affine | None, ...]
+    """Types of what it reads; None: an input of eight bits as it is."""
+    type: Affine
+    """Type of the result."""
+    before: Affine
+    """Type of a convolution's result before its table; else that of the result."""
+    low: int = LOWEST
+    high: int = HIGHEST
+    weight: np.ndarray | None = None
+    """int8: (wide, narrow of a group, kernel height, kernel width)."""
+    rescale: np.ndarray | None = None
+    """int32: for each channel the bias, the multiplier and its shift."""
+    zeros: np.ndarray | None = None
+    """int32: for each channel of an input of eight bits, the byte that stands for 0."""
+    table: np.ndarray | None = None
+    """int8: 256 results of an activation."""
+    factors: tuple[int, ...] = ()
+    """Multipliers of an add, product or average, and then their shift."""
+
+
+def integer_layers(
+    layers: Iterable[Layer], ranges: Mapping[int, tuple[float, float]], known: Mapping[int, torch.Tensor]
+) -> list[Integers]:
+    """Return the integers of layers.
+
+    Args:
+        layers: in order.
+        ranges: smallest and largest element of each value of the graph on the user's data.
+        known: numbers that activations read as tensors.
+    """
+    types: dict[int, Affine] = {}
+
+    def type_of(value: int) -> Affine:
+        if value not in types:
+            types[value] = Affine.of_range(*ranges[value])
+        return types[value]
+
+    done = list[Integers]()
+    for layer in layers:
+        if isinstance(layer, Convolution):
+            done.append(_convolution(layer, type_of, known))
+            continue
+        reads = tuple(map(type_of, layer.reads))
+        if isinstance(layer, (View, Largest)):
+            types[layer.out] = reads[0]
+        result = type_of(layer.out)
+        low, high = result.bound(layer.low), result.bound(layer.high)
+        table, factors = None, ()
+        if isinstance(layer, Activation):
+            table = _table(layer.ops[-1], layer.reads[0], reads[0], result, known)
+        elif isinstance(layer, Add):
+            real = [reads[0].scale / result.scale, layer.factor * reads[1].scale / result.scale]
+            _, shift = multiplier(max(map(abs, real)))
+            factors = (*(round(number * 2.0**shift) for number in real), shift)
+        elif isinstance(layer, Multiply):
+            factors = multiplier(reads[0].scale * reads[1].scale / result.scale)
+        elif isinstance(layer, Average):
+            factors = multiplier(reads[0].scale / (result.scale * layer.divisor))
+        done.append(Integers(layer, reads, result, result, low, high, table=table, factors=factors))
+    return done
+
+
+def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:
+    """Return the integers of a convolution. The sums of products and the bias stay below 2 ** 31."""
+    reads = None if layer.bytes else type_of(layer.reads[0])
+    if reads is None:
+        weight, bias, zeros, scale = _of_bytes(layer)
+        largest = 255 + int(np.abs(zeros).max())
+    else:
+        weight, bias, zeros, scale, largest = layer.weight, layer.bias, None, reads.scale, HIGHEST - LOWEST
+    before = type_of(layer.out if layer.before is None else layer.before)
+    flat = np.abs(weight).reshape(len(weight), -1)
+    steps = np.maximum(flat.max(axis=1, initial=0.0) / LARGEST_WEIGHT, np.abs(bias) / (scale * WORD / 2))
+    steps = np.where(steps > 0, steps, 1.0)
+    while True:
+        numbers = np.clip(np.rint(weight / steps.reshape(-1, 1, 1, 1)), -LARGEST_WEIGHT, LARGEST_WEIGHT).astype(np.int8)
+        terms = np.rint(bias / (scale * steps)).astype(np.int64)
+        sums = np.abs(numbers.astype(np.int64)).reshape(len(weight), -1).sum(axis=1) * largest + np.abs(terms)
+        if (sums < WORD).all():
+            break
+        steps = np.where(sums < WORD, steps, 2 * steps)
+    pairs = [multiplier(scale * step / before.scale) for step in steps]
+    rescale = np.array([(term, *pair) for term, pair in zip(terms, pairs, strict=True)], np.int32)
+    low, high = before.bound(layer.low), before.bound(layer.high)
+    table, result = None, type_of(layer.out)
+    if layer.activation is not None:
+        assert layer.before is not None
+        table = _table(layer.activation, layer.before, before, result, known)
+    return Integers(layer, (reads,), result, before, low, high, numbers, rescale, zeros, table)
+
+
+def _of_bytes(layer: Convolution) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """Return weight, bias, zeros and scale of a convolution that reads an input of eight bits.
+
+    The factors of the channels go into the weight, and what a zero differs from an integer by into the bias: that is
+    exact but for windows that reach into the padding.
+    """
+    assert layer.bytes is not None
+    factor, addend, wide = layer.bytes.factor, layer.bytes.addend, len(layer.weight)
+    exact = np.where(factor == 0, 0.0, -addend / np.where(factor == 0, 1.0, factor))
+    zeros = np.rint(exact)
+    of_group = np.arange(wide) // (wide // layer.groups)
+    narrow = layer.weight.shape[1]
+    channels = of_group[:, None] * narrow + np.arange(narrow)  # (wide, narrow): the channel that a weight reads
+    left = np.where(factor == 0, addend, factor * zeros + addend)
+    sums = layer.weight.sum(axis=(2, 3))
+    bias = layer.bias + (sums * left[channels]).sum(axis=1)
+    scale = float(np.abs(factor).max()) or 1.0
+    return layer.weight * (factor / scale)[channels][:, :, None, None], bias, zeros.astype(np.int32), scale
+
+
+def _table(op: GraphOp, x: int, of: Affine, result: Affine, known: Mapping[int, torch.Tensor]) -> np.ndarray:
+    """Return an activation's results for the integers from -128 on."""
+    real = torch.from_numpy(of.scale * (np.arange(LOWEST, HIGHEST + 1) - of.zero).astype(np.float64))
+    args, kwargs = (
+        map_refs(given, lambda v: real if v == x else known[v].double().reshape(())) for given in (op.args, op.kwargs)
+    )
+    return result.integers(overload(op.target)(*args, **kwargs).numpy())
+
+
+# -- the reference
+
+
+def integer_values(
+    layers: Iterable[Integers], inputs: Mapping[int, np.ndarray], shapes: Mapping[int, tuple[int, ...]]
+) -> Iterator[tuple[Integers, np.ndarray]]:
+    """Compute layers as the device does; yield each with its result in int8.
+
+    Args:
+        layers: in order.
+        inputs: elements of the values that no layer computes, in float32, or in eight bits as they are.
+        shapes: of the layers' results.
+    """
+    values: dict[int, np.ndarray] = {}
+    for layer in layers:
+        read = list[np.ndarray]()
+        for value, type in zip(layer.layer.reads, layer.reads, strict=True):
+            if value not in values:
+                values[value] = inputs[value] if type is None else type.rounded_inputs(inputs[value])
+            read.append(values[value])
+        out = _computed(layer, read).reshape(shapes[layer.layer.out])
+        values[layer.layer.out] = out
+        yield layer, out
+
+
+def _computed(one: Integers, read: list[np.ndarray]) -> np.ndarray:
+    layer = one.layer
+    if isinstance(layer, Convolution):
+        return _convolved(one, layer, read[0])
+    if isinstance(layer, View):
+        return read[0]
+    if isinstance(layer, Activation):
+        assert one.table is not None
+        return one.table[read[0].astype(np.int64) - LOWEST]
+    if isinstance(layer, Largest):
+        return _windows(layer, read[0], LOWEST).max(axis=0)
+    centred = [x.astype(np.int64) - type.zero for x, type in zip(read, one.reads, strict=True) if type is not None]
+    if isinstance(layer, Add):
+        products = centred[0] * one.factors[0] + centred[1] * one.factors[1]
+    elif isinstance(layer, Multiply):
+        products = centred[0].reshape(-1, layer.inner) * centred[1].reshape(-1, 1) * one.factors[0]
+    else:
+        assert isinstance(layer, Average), "there are no others"
+        products = _windows(layer, centred[0], 0).sum(axis=0) * one.factors[0]
+    return np.clip(shifted(products, one.factors[-1]) + one.type.zero, one.low, one.high).astype(np.int8)
+
+
+def _convolved(one: Integers, layer: Convolution, x: np.ndarray) -> np.ndarray:
+    """Convolve in float64, which holds all sums exactly."""
+    assert one.weight is not None, "a convolution has one"
+    assert one.rescale is not None, "a convolution has them"
+    channels = one.weight.shape[1] * layer.groups
+    planes = x.reshape(-1, channels, *layer.plane).astype(np.float64)
+    planes -= one.zeros.reshape(-1, 1, 1) if one.zeros is not None else one.reads[0].zero if one.reads[0] else 0
+    weight = torch.from_numpy(one.weight.astype(np.float64))
+    sums = F.conv2d(
+        torch.from_numpy(planes), weight, None, layer.stride, layer.padding, layer.dilation, layer.groups
+    ).numpy()  # fmt: skip
+    bias, factors, shifts = (one.rescale[:, k].astype(np.int64).reshape(-1, 1, 1) for k in range(3))
+    products = (np.rint(sums).astype(np.int64) + bias) * factors
+    result = np.clip(shifted(products, shifts) + one.before.zero, one.low, one.high)
+    return (result if one.table is None else one.table[result - LOWEST]).astype(np.int8)
+
+
+def _windows(layer: Window, x: np.ndarray, padding: int) -> np.ndarray:
+    """Return (elements of a window, planes, rows, columns)."""
+    (height, width), (top, left) = layer.plane, layer.padding
+    ends = [(count - 1) * stride + (size - 1) * step + 1
+            for count, stride, size, step in zip(layer.result, layer.stride, layer.kernel, layer.dilation, strict=True)]  # fmt: skip
+    planes = x.reshape(-1, height, width)
+    padded = np.full((len(planes), max(ends[0], top + height), max(ends[1], left + width)), padding, planes.dtype)
+    padded[:, top : top + height, left : left + width] = planes
+    reach = [(count - 1) * stride + 1 for count, stride in zip(layer.result, layer.stride, strict=True)]
+    starts = [(ky * layer.dilation[0], kx * layer.dilation[1])
+              for ky in range(layer.kernel[0]) for kx in range(layer.kernel[1])]  # fmt: skip
+    return np.stack(
+        [padded[:, y : y + reach[0] : layer.stride[0], x : x + reach[1] : layer.stride[1]] for y, x in starts]
+    )

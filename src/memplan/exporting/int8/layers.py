@@ -1,0 +1,159 @@
+"""The layers of the frozen part, with their real weights: each becomes one integer kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memplan.planning.graph.joint_graph import GraphOp
+
+
+@dataclass
+class Layer:
+    """Ops of the graph that one integer kernel computes."""
+
+    ops: list[GraphOp]
+    reads: tuple[int, ...]
+    """Values of the graph that it reads."""
+    out: int
+    """The value that it computes."""
+    low: float = field(default=-math.inf, kw_only=True)
+    """Bounds of the result, of an activation such as ReLU6."""
+    high: float = field(default=math.inf, kw_only=True)
+
+    @property
+    def bounds_itself(self) -> bool:
+        """Whether its kernel can bound the result."""
+        return True
+
+    def bound(self, op: GraphOp, low: float, high: float) -> None:
+        """Take in an activation that bounds the result."""
+        self.low, self.high = min(max(self.low, low), high), max(min(self.high, high), low)
+        self.absorb(op)
+
+    def absorb(self, op: GraphOp) -> None:
+        """Take in an op that reads the result and nothing else of the graph."""
+        self.ops.append(op)
+        assert op.outputs[0] is not None, "somebody reads it"
+        self.out = op.outputs[0]
+
+    @property
+    def kind(self) -> str:
+        """What it is, in a word."""
+        return type(self).__name__.lower()
+
+
+@dataclass
+class Bytes:
+    """An input of eight bits that is read as ``factor * (x - zero)``, with a zero for each channel or one for all."""
+
+    dtype: str
+    factor: np.ndarray
+    """float64, one for each channel."""
+    addend: np.ndarray
+
+
+@dataclass
+class Convolution(Layer):
+    """A convolution over planes; a linear layer is one over planes of 1 x 1."""
+
+    weight: np.ndarray
+    """float64: (wide, narrow of a group, kernel height, kernel width)."""
+    bias: np.ndarray
+    """float64: (wide,)."""
+    plane: tuple[int, int]
+    """Height and width of what it reads."""
+    result: tuple[int, int]
+    """Height and width of what it computes."""
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    bytes: Bytes | None = None
+    """The input that it reads, if that is one of eight bits."""
+    before: int | None = None
+    """The value before the activation by table; None without one."""
+
+    @property
+    def bounds_itself(self) -> bool:
+        return self.before is None
+
+    @property
+    def activation(self) -> GraphOp | None:
+        """The op that is applied to the result by table."""
+        return None if self.before is None else self.ops[-1]
+
+    def scale(self, op: GraphOp, factor: np.ndarray, addend: np.ndarray) -> None:
+        """Take in an op that multiplies each channel by a factor and adds an addend."""
+        self.weight = self.weight * factor.reshape(-1, 1, 1, 1)
+        self.bias = self.bias * factor + addend
+        self.absorb(op)
+
+    @property
+    def scalable(self) -> bool:
+        """Whether a factor and an addend can be folded into its weights."""
+        return self.before is None and (self.low, self.high) == (-math.inf, math.inf)
+
+
+@dataclass
+class Add(Layer):
+    """The first operand plus `factor` times the second."""
+
+    factor: float
+
+
+@dataclass
+class Multiply(Layer):
+    """A product; the second operand may have one element for each channel of the first one."""
+
+    inner: int
+    """Elements of the first operand for each of the second one's."""
+
+
+@dataclass
+class Window(Layer):
+    """A pool over planes."""
+
+    planes: int
+    plane: tuple[int, int]
+    result: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+
+@dataclass
+class Average(Window):
+    """The mean of each window."""
+
+    divisor: int
+
+
+@dataclass
+class Largest(Window):
+    """The largest element of each window."""
+
+    @property
+    def bounds_itself(self) -> bool:
+        return False
+
+
+@dataclass
+class Activation(Layer):
+    """A function of each element, by table."""
+
+    @property
+    def bounds_itself(self) -> bool:
+        return False
+
+
+@dataclass
+class View(Layer):
+    """The same elements in another shape."""
+
+    @property
+    def bounds_itself(self) -> bool:
+        return False

@@ -1,0 +1,87 @@
+"""The C calls of integer kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from memplan.exporting.int8.int8_ops import (
+    ADD,
+    AVERAGE,
+    CONVOLUTIONS,
+    DEQUANTIZE,
+    LARGEST,
+    LOOKUP,
+    MULTIPLY,
+    QUANTIZE,
+    Stage,
+)
+from memplan.exporting.kernels.call_writer import C_BYTES, CallWriter
+from memplan.exporting.kernels.product_calls import Emit
+from memplan.exporting.lowering.device_graph import output_of
+from memplan.planning.graph.joint_graph import GraphOp, Ref
+
+MOST_STAGES = 16
+"""Convolutions of a pipeline, at most: its kernel counts the rows of each."""
+
+
+def _each(kernel: str) -> Emit:
+    """Call a kernel with the result, the op's arguments, and the number of elements."""
+
+    def emit(w: CallWriter, op: GraphOp) -> list[str]:
+        output = Ref(output_of(op))
+        return [w.call(w.kernel(kernel), output, *op.args, math.prod(w.shape(output)))]
+
+    return emit
+
+
+def _pool(kernel: str) -> Emit:
+    """Call the kernel of a pool."""
+
+    def emit(w: CallWriter, op: GraphOp) -> list[str]:
+        x, sizes, *numbers = op.args
+        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, w.table("pool", *sizes), *numbers)]
+
+    return emit
+
+
+def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel of a linear layer, or that of convolutions one behind another."""
+    x, *stages = op.args
+    output, rings = (None if value is None else Ref(value) for value in op.outputs)
+    read = C_BYTES[w.value(x).dtype]
+    suffix, define = ("_of_uint8", {"INPUT": read}) if read.startswith("unsigned") else ("", {"INPUT": read})
+    w.kernel("int8_rescaled")
+    rows = [_row(w, *stage) for stage in stages]
+    first: Stage = stages[0][-1]
+    batch = math.prod(w.shape(x)) // (first.channels * first.height * first.width)
+    if len(stages) == 1 and (first.rows, first.columns, *first.kernel) == (1, 1, 1, 1) and first.groups == 1:
+        name = w.instance("int8_linear", f"int8_linear{suffix}", define)
+        return [w.call(name, output, x, w.array("int8_stage", rows), batch)]
+    row = w.instance("int8_row", "int8_row", {"INPUT": "signed char"})
+    read_row = w.instance("int8_row", f"int8_row{suffix}", define)
+    name = w.instance("int8_convolutions", f"int8_convolutions{suffix}", define | {"FIRST_ROW": read_row, "ROW": row})
+    return [w.call(name, output, rings, x, w.array("int8_stage", rows), len(stages), batch)]
+
+
+def _row(w: CallWriter, weight: Ref, rescale: Ref, zeros: Ref | None, table: Ref | None, stage: Stage) -> list[Any]:
+    """Return the elements of the C struct of a stage."""
+    groups = stage.groups
+    return [
+        *map(w.pointer, (weight, rescale, zeros, table)), stage.channels // groups, stage.height, stage.width,
+        stage.wide, stage.wide // groups, stage.rows, stage.columns, *stage.kernel, *stage.stride, *stage.padding,
+        *stage.dilation, stage.zero, stage.result_zero, stage.low, stage.high, stage.kept or stage.rows, stage.start,
+        stage.channels * stage.height * stage.width,
+    ]  # fmt: skip
+
+
+INT8: dict[str, Emit] = {
+    QUANTIZE: _each("int8_quantize"),
+    DEQUANTIZE: _each("int8_dequantize"),
+    LOOKUP: _each("int8_lookup"),
+    ADD: _each("int8_add"),
+    MULTIPLY: _each("int8_multiply"),
+    AVERAGE: _pool("int8_average"),
+    LARGEST: _pool("int8_largest"),
+    CONVOLUTIONS: _convolutions,
+}
