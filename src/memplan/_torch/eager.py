@@ -332,7 +332,7 @@ class DrawsReplaced(TorchDispatchMode):
 
 
 class ResultsReplaced(TorchDispatchMode):
-    """Overwrites results of ops, in order: each pair is what an op computes, but for rounding, and what to write there."""
+    """Overwrites results of ops, in order. Each pair is what an op computes, but for rounding, and what to write."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()

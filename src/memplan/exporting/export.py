@@ -112,7 +112,7 @@ def export(
         search_update: batches of inputs and targets; their gradients decide which parameters are trained within the
             budget.
         frozen_weights: ``"int8"`` stores weights that are not trained as int8, and measures the error.
-        frozen_layers: ``"int8"`` computes the layers before the first trained one in eight bits, and measures the error.
+        frozen_layers: ``"int8"`` computes layers before the first trained one in eight bits, and measures the error.
         calibrate: batches of inputs and targets for `frozen_layers`: the ranges of activations are those on this data.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
         arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.

@@ -38,6 +38,8 @@ class Int8Layer(Printed):
     scale: float
     zero: int
     """Its result is ``scale * (q - zero)`` for integers q from -128 to 127."""
+    before: tuple[float, int] | None
+    """Scale and zero of the result before an activation by table; None without one."""
     error: float
     """Root of the mean squared error relative to that of the float32 result, on the calibration data."""
 
@@ -136,7 +138,9 @@ class Int8Pass:
             if one.layer.out in self.part.borders
         }
         found = self.floats(named, inputs, dtype, borders)
-        pairs = [(tensor.clone(), borders[value]) for value, tensor in found if value in borders]
+        # what is a view of another border is replaced with it
+        pairs = [(tensor.clone(), other) for value, tensor in found
+                 if (other := borders.get(value)) is not None and not torch.equal(tensor, other)]  # fmt: skip
         with _torch.ResultsReplaced(pairs) as mode:
             yield
         if mode.left:
@@ -158,7 +162,9 @@ class Int8Step:
 
 
 def int8_step(request: Request, passes: tuple[CapturedStep, CapturedStep], batches: Any) -> Int8Step | None:
-    """Quantize the frozen part of both passes on batches of data. None if there is no layer before the first trained one.
+    """Quantize the frozen part of both passes on batches of data.
+
+    Returns None if there is no layer before the first trained one.
 
     Raises:
         InputError: a batch does not fit the step.
@@ -202,7 +208,7 @@ def _samples(request: Request, batches: Any) -> list[tuple[torch.Tensor, ...]]:
             shapes = ", ".join("x".join(map(str, x.shape)) for x in given)
             raise InputError(
                 f"batch {at} of calibrate: tensors of {shapes}",
-                expected="inputs and targets in the shapes and types of the step, or several of them one behind another",
+                expected="inputs and targets in shapes and types of the step, or several of them one behind another",
                 do="Give each batch as a tuple: inputs, then targets",
             )  # fmt: skip
         parts = [x.detach().to(like.dtype).chunk(pieces) if like.dim() else [x] * pieces
@@ -261,6 +267,7 @@ def _report(request: Request, step: Int8Pass, data: Sequence[tuple[torch.Tensor,
             one.layer.ops[-1].layer if one.layer.ops else "(input)",
             tuple(short(op.target).strip("_") for op in one.layer.ops),
             one.type.scale, one.type.zero,
+            None if one.before is one.type else (one.before.scale, one.before.zero),
             (errors[id(one)] / norms[id(one)]) ** 0.5 if norms[id(one)] else 0.0,
         )
         for one in step.layers

@@ -327,7 +327,7 @@ class _Finder:
         if any(self.known[v].numel() != 1 for v in refs((op.args, op.kwargs)) if v in self.known):
             raise _Refused("it reads a tensor of constants")
         layer, bounds = self._absorbing(x), _bounds(op)
-        if layer is not None and bounds is not None and layer.bounds_itself:
+        if layer is not None and bounds is not None and layer.can_bound:
             self._change(op, x, lambda layer: layer.bound(op, *bounds))
         elif isinstance(layer, Convolution) and layer.before is None:
 
@@ -404,7 +404,8 @@ class _Finder:
         terms = {n: arguments.get(n) for n in ("weight", "bias", "running_mean", "running_var")}
         read = {n: None if ref is None else self.known[ref.value].double().numpy() for n, ref in terms.items()}
         mean, var = read["running_mean"], read["running_var"]
-        assert mean is not None and var is not None, "in evaluation mode it has both"
+        assert mean is not None, "in evaluation mode it has one"
+        assert var is not None, "and the other"
         factor = (1.0 if read["weight"] is None else read["weight"]) / np.sqrt(var + arguments["eps"])
         addend = (0.0 if read["bias"] is None else read["bias"]) - mean * factor
         layer = self._absorbing(x)
@@ -577,6 +578,6 @@ def float_values(
             kwargs = {**kwargs, "dtype": floats}
         results = overload(op.target)(*args, **kwargs)
         for number, tensor in zip(op.outputs, results if isinstance(results, (tuple, list)) else (results,)):  # noqa: B905
-            if number is not None:
+            if number is not None and tensor is not None:
                 yield number, tensor
                 values[number] = (replaced or {}).get(number, tensor)

@@ -16,8 +16,8 @@ LOOKUP = "memplan.int8_lookup.default"
 ADD = "memplan.int8_add.default"
 """Args: both operands, then (zero, multiplier) of each, shift, zero of the result, and its bounds."""
 MULTIPLY = "memplan.int8_multiply.default"
-"""Args: both operands, their zeros, multiplier, shift, zero of the result, its bounds, and elements of the first operand
-for each of the second."""
+"""Args: both operands, their zeros, multiplier, shift, zero of the result, its bounds, and the number of elements of
+the first operand for each of the second."""
 AVERAGE = "memplan.int8_average.default"
 """Args: the integers, the sizes of a pool, zero, multiplier, shift, zero of the result, and its bounds."""
 LARGEST = "memplan.int8_largest.default"

@@ -3,7 +3,6 @@ reference that computes with them what the device does, bit for bit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from memplan.exporting.int8.layers import (
     View,
     Window,
 )
-from memplan.planning.graph.joint_graph import GraphOp, Ref, map_refs, refs
+from memplan.planning.graph.joint_graph import GraphOp, map_refs
 from memplan.planning.graph.op_schema import overload
 
 WORD = 2**31
@@ -222,8 +221,8 @@ def _convolved(one: Integers, layer: Convolution, x: np.ndarray) -> np.ndarray:
 def _windows(layer: Window, x: np.ndarray, padding: int) -> np.ndarray:
     """Return (elements of a window, planes, rows, columns)."""
     (height, width), (top, left) = layer.plane, layer.padding
-    ends = [(count - 1) * stride + (size - 1) * step + 1
-            for count, stride, size, step in zip(layer.result, layer.stride, layer.kernel, layer.dilation, strict=True)]  # fmt: skip
+    sizes = zip(layer.result, layer.stride, layer.kernel, layer.dilation, strict=True)
+    ends = [(count - 1) * stride + (size - 1) * step + 1 for count, stride, size, step in sizes]
     planes = x.reshape(-1, height, width)
     padded = np.full((len(planes), max(ends[0], top + height), max(ends[1], left + width)), padding, planes.dtype)
     padded[:, top : top + height, left : left + width] = planes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,10 +24,13 @@ class Layer:
     """Bounds of the result, of an activation such as ReLU6."""
     high: float = field(default=math.inf, kw_only=True)
 
+    BOUNDS: ClassVar[bool] = True
+    """Whether its kernel can bound the result."""
+
     @property
-    def bounds_itself(self) -> bool:
-        """Whether its kernel can bound the result."""
-        return True
+    def can_bound(self) -> bool:
+        """Whether an activation that bounds the result can be taken in."""
+        return self.BOUNDS
 
     def bound(self, op: GraphOp, low: float, high: float) -> None:
         """Take in an activation that bounds the result."""
@@ -77,7 +81,8 @@ class Convolution(Layer):
     """The value before the activation by table; None without one."""
 
     @property
-    def bounds_itself(self) -> bool:
+    def can_bound(self) -> bool:
+        """Whether an activation that bounds the result can be taken in: not behind a table."""
         return self.before is None
 
     @property
@@ -136,24 +141,18 @@ class Average(Window):
 class Largest(Window):
     """The largest element of each window."""
 
-    @property
-    def bounds_itself(self) -> bool:
-        return False
+    BOUNDS: ClassVar[bool] = False
 
 
 @dataclass
 class Activation(Layer):
     """A function of each element, by table."""
 
-    @property
-    def bounds_itself(self) -> bool:
-        return False
+    BOUNDS: ClassVar[bool] = False
 
 
 @dataclass
 class View(Layer):
     """The same elements in another shape."""
 
-    @property
-    def bounds_itself(self) -> bool:
-        return False
+    BOUNDS: ClassVar[bool] = False

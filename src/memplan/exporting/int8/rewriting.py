@@ -16,8 +16,8 @@ import torch
 
 from memplan.exporting.int8 import int8_ops as ops
 from memplan.exporting.int8.frozen_part import FrozenPart
-from memplan.exporting.int8.integer_layers import Integers
 from memplan.exporting.int8.int8_ops import Stage
+from memplan.exporting.int8.integer_layers import Integers
 from memplan.exporting.int8.layers import (
     Activation,
     Add,
@@ -52,6 +52,8 @@ class _Rewriting(Rebuild):
         self.part, self.layers, self.constants = part, layers, dict(constants)
         self.integers: dict[int, Ref] = {}
         """By value of the graph: its integers."""
+        self.floats: dict[int, int] = {}
+        """By integers: the value of their floats."""
         self.read_by: dict[int, list[Integers]] = {}
         for one in layers:
             for value in one.layer.reads:
@@ -73,10 +75,20 @@ class _Rewriting(Rebuild):
                 elif not isinstance(one.layer, Convolution):
                     self._other(op, one)
                 if one.layer.out in self.part.borders:
-                    of, read, out = one.type, self.integers[one.layer.out], self.values[one.layer.out]
-                    self.values[out.id] = replace(out, base=out.id, bytes=out.own_bytes)  # it may have been a view
-                    self._call(op, ops.DEQUANTIZE, (read, of.scale, of.zero), (one.layer.out,))
+                    self._dequantize(op, one)
         return self.finished(), self.constants
+
+    def _dequantize(self, op: GraphOp, one: Integers) -> None:
+        """Add the op that computes the floats of a layer's result, or a view of them where they are there already."""
+        out, read = self.values[one.layer.out], self.integers[one.layer.out]
+        if read.value in self.floats:
+            base = self.values[self.floats[read.value]].base
+            self.values[out.id] = replace(out, base=base, bytes=0)
+            self._call(op, "aten.alias.default", (Ref(self.floats[read.value]),), (out.id,), makes=())
+            return
+        self.values[out.id] = replace(out, base=out.id, bytes=out.own_bytes)  # it may have been a view
+        self._call(op, ops.DEQUANTIZE, (read, one.type.scale, one.type.zero), (out.id,))
+        self.floats[read.value] = out.id
 
     def _before(self, one: Integers) -> int:
         """Return the op behind which a layer without ops of its own is computed: that whose value it is."""
@@ -85,7 +97,7 @@ class _Rewriting(Rebuild):
     # -- pipelines
 
     def _pipelines(self) -> Iterator[list[Integers]]:
-        """Yield convolutions one behind another, of which each but the last is read by the next one alone, and large."""
+        """Yield convolutions one behind another: each but the last is large, and read by the next one alone."""
         taken = set[int]()
         for one in self.layers:
             if not isinstance(one.layer, Convolution) or id(one) in taken:
