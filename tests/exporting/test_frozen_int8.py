@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
+import subprocess
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from truth.c_program import array, floats_of, printed_by
+from truth.integer_layers import Gate, Integer, Network, Plus
 
 import memplan
 from memplan.errors import InputError, UsageError
 from memplan.exporting.exported import Exported
-from tests.truth.c_program import array, floats_of, printed_by
-from tests.truth.integer_layers import Gate, Integer, Network, Plus
+from memplan.exporting.int8.arithmetic import Affine, multiplier, shifted
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 MEAN, STD = (124.0, 116.3, 104.5), (58.0, 57.0, 57.5)
@@ -146,7 +150,8 @@ def by_hand(model: Features, x: torch.Tensor, done: Exported, batches: list[tupl
         bias = (first.weight.flatten(2).sum(2) * left).sum(1)
         bias = bias if first.bias is None else bias + first.bias
         first.bias = nn.Parameter(bias.detach())
-        first.weight = nn.Parameter((first.weight * (1 / torch.tensor(std, dtype=torch.float64) / largest).reshape(shape)).detach())  # fmt: skip
+        factor = 1 / torch.tensor(std, dtype=torch.float64) / largest
+        first.weight = nn.Parameter((first.weight * factor.reshape(shape)).detach())
         given = Integer(x.numpy().astype(int).astype(object), largest, zeros.astype(int).astype(object))
     else:
         every = torch.cat([inputs.reshape(-1) for inputs, _ in batches])
@@ -194,3 +199,205 @@ int main(void)
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     assert 0 < error < 0.06
     assert error < 3 * done.int8.worst, "what the report says of other data"
+
+
+def test_a_product_by_multiply_and_shift_is_the_rounded_real_one() -> None:
+    generator = np.random.default_rng(0)
+    sums = np.concatenate([generator.integers(-(2**31), 2**31, 200), [0, 1, -1, 2**31 - 1, -(2**31)]])
+    for real in (*2.0 ** generator.uniform(-40, 20, 100), 0.5, 1.0, 0.0, 2.0**-61, 1 - 2.0**-40):
+        m, shift = multiplier(float(real))
+        assert 0 <= m < 2**31
+        assert 0 < shift < 63
+        exact = [Fraction(int(x)) * Fraction(float(real)) for x in sums]
+        for found, wanted in zip(shifted(sums * m, shift), exact, strict=True):
+            assert abs(int(found) - wanted) <= Fraction(1, 2) + abs(wanted) / 2**30 + Fraction(1, 10**9)
+    assert shifted(np.array([1, 3, -1, -3]), 1).tolist() == [1, 2, 0, -1], "halves are rounded up"
+
+
+def test_the_integer_of_0_is_exact() -> None:
+    for low, high in ((0.0, 6.0), (-1.0, 3.0), (2.0, 5.0), (-7.0, -1.0)):
+        type = Affine.of_range(low, high)
+        assert type.floats(type.integers(np.zeros(1))) == 0
+        wide = np.array([min(low, 0.0), max(high, 0.0)])
+        assert np.abs(type.floats(type.integers(wide)) - wide).max() <= type.scale / 2 * 1.001
+    assert Affine.of_range(0.0, 0.0).floats(np.zeros(1, np.int8)) == 0
+
+
+class Blocks(nn.Module):
+    """A softmax has no integer kernel, so what reads it stays in float32; what lies beside it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.requires_grad_(False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = F.relu(self.first(x))
+        y = self.third(torch.softmax(y, 1)) + self.second(y)
+        return {"logits": self.head(y.mean((2, 3)))}
+
+
+@needs_compiler
+def test_an_op_without_integer_kernel_stays_in_float_and_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    done = exported(Blocks(), drawn((1, 2, 8, 8), torch.float32, 5), tmp_path)
+    assert done.verdict.proven, "two results go on in float32, and PyTorch reads both"
+    assert done.int8 is not None
+    assert [row.layer for row in done.int8.layers] == ["", "second"]
+    assert [row.layer for row in done.int8.borders] == ["", "second"]
+    assert done.int8.stays == ("the model (softmax): no integer kernel computes it",)
+    assert "In float32: the model (softmax): no integer kernel computes it" in " ".join(str(done).split())
+
+
+def test_a_norm_in_training_mode_ends_the_frozen_part(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model, x = Features(body.requires_grad_(False), 4), drawn((2, 2, 8, 8), torch.float32, 5)
+    done = exported(model, x, tmp_path, verify=False)
+    assert done.int8 is not None
+    assert [row.layer for row in done.int8.layers] == ["body.0"]
+    assert len(done.int8.stays) == 1
+    assert "call .eval() on the layer" in done.int8.stays[0]
+    model.body.eval()
+    assert exported(model, x, tmp_path, verify=False).int8 is not None
+
+
+def test_nothing_before_the_first_trained_layer_is_as_without(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Features(nn.Sequential(nn.Linear(6, 4), nn.ReLU()), 4), drawn((1, 6), torch.float32, 5)
+    done = exported(model, x, tmp_path / "a", verify=False)
+    plain = exported(model, x, tmp_path / "b", verify=False, frozen_layers="float32", calibrate=None)
+    assert done.int8 is None
+    assert (tmp_path / "a" / "net.c").read_text() == (tmp_path / "b" / "net.c").read_text()
+    assert done.ram == plain.ram
+
+
+@needs_compiler
+def test_long_sums_and_large_biases_stay_within_32_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(70_000, 2), nn.ReLU()).requires_grad_(False)
+    nn.init.ones_(body[0].weight)
+    with torch.no_grad():
+        body[0].bias.copy_(torch.tensor([1e9, 3.0]))
+    model, x = Features(body, 2), torch.ones(1, 70_000)
+    done = exported(model, x, tmp_path, calibrate=[(x, torch.tensor([0]))], budget="16 MiB")
+    assert done.verdict.proven, "UBSan reports no overflow"
+    assert done.int8 is not None
+    assert done.int8.worst < 0.01
+
+
+def test_rows_take_less_memory_than_planes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make, shape, width, dtype = CASES["inverted"]
+    model, x = Features(settled(make(), shape), width), drawn(shape, dtype, 5)
+    done = exported(model, x, tmp_path, verify=False)
+    plain = exported(model, x, tmp_path, verify=False, frozen_layers="float32", calibrate=None, force=True)
+    rows = 8 * 24 * 3 + 8 * 24 + 12 * 24 + 24 * 24 * 5 + 24 * 12  # what the next convolution reads of each result
+    assert 8 * 12 * 12 + rows <= done.arena < 24 * 24 * 24, "the largest result is never whole"
+    assert done.arena < plain.arena / 4
+    assert done.flash < plain.flash
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"calibrate": None}, "frozen_layers='int8' without calibrate"),
+        ({"frozen_layers": "float32"}, "calibrate without frozen_layers='int8'"),
+        ({"frozen_layers": "int4"}, "frozen_layers='int4'"),
+        ({"calibrate": torch.zeros(1)}, "calibrate=a Tensor"),
+        ({"calibrate": 3}, "calibrate=a int"),
+        ({"calibrate": []}, "calibrate has no batch"),
+        ({"calibrate": [(torch.zeros(1, 7), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 1x7, 1"),
+        ({"calibrate": [(torch.zeros(1, 6),)]}, "batch 0 of calibrate: tensors of 1x6"),
+        ({"calibrate": [(torch.zeros(3, 6), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 3x6, 1"),
+    ],
+)
+def test_wrong_data_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = Features(nn.Sequential(nn.Linear(6, 4), nn.ReLU()).requires_grad_(False), 4)
+    with pytest.raises((UsageError, InputError), match=said.replace("(", "\\(")):
+        exported(model, torch.zeros(1, 6), tmp_path, verify=False, **options)
+
+
+# -- a small training
+
+
+def bars(count: int, seed: int, *, drifted: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noisy images of a bar in one of six directions; a sensor that has drifted turns and dims them."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.randint(6, (count,), generator=generator)
+    angle = classes * math.pi / 6 + (0.4 if drifted else 0.0) + 0.12 * torch.randn(count, generator=generator)
+    grid = torch.linspace(-1, 1, 16)
+    across = grid[:, None] * torch.cos(angle)[:, None, None] - grid[None, :] * torch.sin(angle)[:, None, None]
+    noise = 0.25 * torch.randn(count, 16, 16, generator=generator)
+    images = (0.6 if drifted else 1.0) * torch.exp(-12 * across.square()) + noise
+    return (images[:, None] * 90 + 80).clamp(0, 255).to(torch.uint8), classes
+
+
+def small_cnn() -> nn.Sequential:
+    return nn.Sequential(
+        *normed(1, 8, 3), nn.ReLU6(), *normed(8, 8, 3, 2, groups=8), nn.ReLU6(), *normed(8, 16, 1), nn.ReLU6(),
+        *normed(16, 16, 3, 2), nn.ReLU6(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 6),
+    )  # fmt: skip
+
+
+def accuracy(
+    folder: Path, learned: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor]
+) -> float:
+    """Train on the device on each sample twice; return the share of the test that it then recognises."""
+    images = ", ".join(map(str, torch.cat([learned[0], test[0]]).reshape(-1).tolist()))
+    text = f"""
+#include "net.h"
+#include <stdio.h>
+static net_state s;
+static const uint8_t x[][256] = {{{images}}};
+{array("y", torch.cat([learned[1], test[1]]).int())}
+int main(void)
+{{
+    int right = 0;
+    net_init(&s);
+    for (int k = 0; k < {2 * len(learned[0])}; k++)
+        net_step(&s, x[k % {len(learned[0])}], y + k % {len(learned[0])});
+    for (int k = {len(learned[0])}; k < {len(learned[0]) + len(test[0])}; k++) {{
+        float out[6];
+        int most = 0;
+        net_infer(&s, x[k], out);
+        for (int c = 1; c < 6; c++)
+            most = out[c] > out[most] ? c : most;
+        right += most == y[k];
+    }}
+    printf("%d", right);
+    return 0;
+}}
+"""
+    (folder / "main.c").write_text(text)
+    build = ["cc", "-std=c99", "-O2", "-Wno-missing-braces", str(folder / "main.c"), str(folder / "net.c"), "-lm"]
+    subprocess.run([*build, "-o", str(folder / "main")], check=True)
+    done = subprocess.run([str(folder / "main")], check=True, capture_output=True, text=True)
+    return int(done.stdout) / len(test[0])
+
+
+@needs_compiler
+def test_a_head_learns_on_eight_bits_what_it_learns_on_floats(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, images = small_cnn(), bars(600, 1, drifted=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(120):
+        at = torch.arange(32) + 32 * (step % 18)
+        optimizer.zero_grad()
+        F.cross_entropy(model((images[0][at].float() - 100) / 50), images[1][at]).backward()
+        optimizer.step()
+    model.eval().requires_grad_(False)[-1].requires_grad_(True)
+    new, test = bars(200, 2, drifted=True), bars(300, 3, drifted=True)
+    with torch.no_grad():
+        before = (model((test[0].float() - 100) / 50).argmax(1) == test[1]).float().mean().item()
+    reached = {}
+    for kind in ("float32", "int8"):
+        memplan.export(
+            model, "1x1x16x16:uint8<256", targets="1:int64<6", loss="cross_entropy", optimizer="sgd:lr=0.02",
+            normalize=(100.0, 50.0), folder=tmp_path / kind, name="net", frozen_layers=kind, verify=False,
+            calibrate=[new] if kind == "int8" else None,
+        )  # fmt: skip
+        reached[kind] = accuracy(tmp_path / kind, new, test)
+    assert before < reached["float32"] - 0.1, "there is something to learn"
+    assert reached["int8"] > reached["float32"] - 0.03

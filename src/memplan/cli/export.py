@@ -70,6 +70,17 @@ operation without a C kernel.
     show_default=True,
     help="How weights lie in flash that are not trained. int8: a scale for each output channel.",
 )
+@click.option(
+    "--frozen-layers",
+    type=click.Choice(["float32", "int8"]),
+    default="float32",
+    show_default=True,
+    help="How layers before the first trained one compute. int8: by integers, on the ranges of --calibrate.",
+)
+@click.option(
+    "--calibrate", "calibration", metavar="TARGET",
+    help="A callable that returns batches of inputs and targets, for --frozen-layers int8.",
+)  # fmt: skip
 @click.option("--weights-file", is_flag=True, help="Write weights to NAME.bin, which the caller reads, not a header.")
 @click.option(
     "--arena-apart", is_flag=True, help="Give the arena to NAME_init: it may lie in another bank than the state."
@@ -92,6 +103,8 @@ def command(
     name: str | None,
     batches: str | None,
     frozen_weights: Literal["float32", "int8"],
+    frozen_layers: Literal["float32", "int8"],
+    calibration: str | None,
     weights_file: bool,
     arena_apart: bool,
     flash: str | None,
@@ -117,12 +130,12 @@ def command(
         loss, optimizer = step.callables
         try:
             model = described.target.what(**described.arguments)
-            data = None if batches is None else _batches(batches)
+            data, ranges = (None if target is None else _batches(target) for target in (batches, calibration))
             exported = export(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
                 normalize=None if normalize is None else read_normalization(normalize), folder=folder, name=name,
-                search_update=data, frozen_weights=frozen_weights, weights_file=weights_file, arena_apart=arena_apart,
+                search_update=data, frozen_weights=frozen_weights, frozen_layers=frozen_layers, calibrate=ranges, weights_file=weights_file, arena_apart=arena_apart,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except BudgetError as error:

@@ -580,4 +580,5 @@ def float_values(
         for number, tensor in zip(op.outputs, results if isinstance(results, (tuple, list)) else (results,)):  # noqa: B905
             if number is not None and tensor is not None:
                 yield number, tensor
-                values[number] = (replaced or {}).get(number, tensor)
+                other = None if replaced is None else replaced.get(number)
+                values[number] = tensor if other is None else other

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
 from memplan.exporting.exported import Exported
+from memplan.exporting.frozen_int8 import Int8Frozen
 from memplan.exporting.update_search import UpdateChoice
 from memplan.reports.document import Document, Facts, Field, Line, Part, document, name_field, number_field, table_of
 
@@ -27,6 +28,7 @@ def report(exported: Exported) -> Document:
         [Facts(_facts(exported))],
         [table_of(exported.levers, techniques)],
         [] if exported.choice is None else _choice(exported.choice),
+        [] if exported.int8 is None else _int8(exported.int8),
         [table_of(exported.held_by, in_ram, HOLDERS, "all")],
         proof,
     )
@@ -45,11 +47,23 @@ def _facts(exported: Exported) -> dict[str, str]:
             for name, buffer in exported.byte_inputs
         },
         "flash": f"{format_bytes(exported.flash)} of weights, beside the code ({exported.frozen} are frozen)",
+        **({} if exported.int8 is None else {"before what is trained": str(exported.int8)}),
         **({} if exported.rounding is None else {"in eight bits": str(exported.rounding)}),
         "smallest budget": format_bytes(exported.smallest_budget),
         "in the backward pass": f"{exported.recomputed} results made again",
         "updated element by element": f"{exported.fused} parameters",
     }
+
+
+def _int8(int8: Int8Frozen) -> Iterator[Part]:
+    """Yield the layers in eight bits with the largest errors first, and the ops that stay in float32."""
+    fields = [
+        name_field("In eight bits", lambda row: row.layer or "the model", 20),
+        name_field("operations", lambda row: ", ".join(row.ops), 20),
+        Field("error", lambda row: f"{row.error:.2%}", right=True, number=lambda row: row.error),
+    ]
+    yield table_of(sorted(int8.layers, key=lambda row: -row.error), fields, HOLDERS, "all")
+    yield from (f"In float32: {reason}" for reason in int8.stays)
 
 
 def _choice(choice: UpdateChoice) -> Iterator[Part]:
