@@ -14,7 +14,9 @@ import pytest
 import torch
 from environment import slow
 from models.microcontroller_networks import NETWORKS
+from torch import nn
 from torch.nn import functional as F
+from truth.integer_layers import Gate, Plus
 
 import memplan
 
@@ -47,6 +49,29 @@ def exported(name: str, folder: Path, optimizer: str = "sgd:lr=0.05") -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def in_eight_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two exports that have each integer kernel."""
+    folder = tmp_path_factory.mktemp("int8")
+    torch.manual_seed(0)
+    body = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU6(), nn.Conv2d(8, 8, 3, 1, 1, groups=8), nn.Hardswish(), nn.Conv2d(8, 6, 1),
+        Plus(nn.Conv2d(6, 6, 3, padding=1)), nn.SiLU(), Gate(nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 6, 1)),
+        nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(6 * 36, 5), nn.ReLU(),
+    ).requires_grad_(False)  # fmt: skip
+    class_of = torch.tensor([1])
+    for name, x in (
+        ("net", torch.randint(256, (1, 3, 24, 24), dtype=torch.uint8)),
+        ("of_floats", torch.randn(1, 3, 24, 24)),
+    ):
+        memplan.export(
+            nn.Sequential(*body, nn.Linear(5, 3)), x, targets=class_of, loss=F.cross_entropy, optimizer="sgd:lr=0.05",
+            normalize=(127.5, 60.0) if name == "net" else None, frozen_layers="int8", calibrate=[(x, class_of)],
+            folder=folder, name=name, verify=False,
+        )  # fmt: skip
+    return folder
+
+
 def warnings_of(command: list[str], folder: Path, file: str = "net.c") -> str:
     """What the compiler says of a file of the export."""
     build = [*command, "-c", file, "-o", "compiled.o"]
@@ -74,6 +99,22 @@ def test_a_small_network_compiles_without_warnings(optimizer: str, tmp_path: Pat
         for flags in (["-std=c99"], ["-std=c2x"], ["-std=c++11", "-x", "c++"]):
             for file in ("net.c", "test_net.c"):
                 assert warnings_of([*found[name], *flags, "-O2", *STRICT], folder, file) == ""
+
+
+@pytest.mark.parametrize("name", ["gcc", "clang", "zig", *CROSS])
+def test_integer_kernels_compile_without_warnings(name: str, in_eight_bits: Path) -> None:
+    found = commands()
+    if name not in found:
+        pytest.skip(f"no {name}")
+    year = ["-std=c99", *WARNINGS]
+    kinds = (
+        [[*CROSS[name], *year]]
+        if name in CROSS
+        else [year, ["-std=c2x", *STRICT], ["-std=c++11", "-x", "c++", *STRICT]]
+    )
+    for flags in ([*kind, level] for kind in kinds for level in ("-O0", "-O3")):
+        command = [*found[name], *flags]
+        assert [warnings_of(command, in_eight_bits, f"{file}.c") for file in ("net", "of_floats")] == ["", ""]
 
 
 @pytest.mark.parametrize("core", CROSS)

@@ -127,7 +127,9 @@ def as_integers(x: torch.Tensor, done: Exported, low: float, high: float) -> Int
     if x.is_floating_point():
         scale = float(np.float32((high - low) / 255))
         zero = round(-128 - low / scale)
-        numbers = np.clip(np.rint(x.numpy() * np.float32(1 / scale)) + zero, -128, 127).astype(int).astype(object)
+        scaled = (x.numpy() * np.float32(1 / scale)).astype(np.float64)
+        rounded = np.copysign(np.floor(np.abs(scaled) + 0.5), scaled)
+        numbers = np.clip(rounded + zero, -128, 127).astype(int).astype(object)
         return Integer(numbers, scale, np.array(zero))
     return Integer(x.numpy().astype(int).astype(object), 1.0, np.array(0))
 

@@ -42,9 +42,12 @@ class Affine:
         return int(np.clip(np.rint(real / self.scale) + self.zero, LOWEST, HIGHEST))
 
     def rounded_inputs(self, floats: np.ndarray) -> np.ndarray:
-        """Return inputs in float32 as int8, as the device computes it: times the reciprocal scale, half to even."""
-        scaled = floats.astype(np.float32) * self.reciprocal
-        return (np.rint(np.clip(scaled, LOWEST - self.zero, HIGHEST - self.zero)) + self.zero).astype(np.int8)
+        """Return inputs in float32 as int8, as the device computes it: times the reciprocal scale, rounded half
+        away from 0."""
+        scaled = np.clip(floats.astype(np.float32) * self.reciprocal, LOWEST - self.zero, HIGHEST - self.zero)
+        whole = np.trunc(scaled)
+        rest = scaled - whole
+        return (whole + self.zero + (rest >= 0.5) - (rest <= -0.5).astype(np.float32)).astype(np.int8)
 
     @property
     def reciprocal(self) -> np.float32:

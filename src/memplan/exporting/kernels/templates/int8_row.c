@@ -22,7 +22,7 @@ static void KERNEL(signed char *y, const INPUT *x, const int8_stage *c, int rows
                         const int left = start * c->stride_w + kx * c->step_w - c->pad_w, factor = weight[kx];
                         const int end = end_inside(left, c->stride_w, c->width, count);
                         for (int k = first_inside(left, c->stride_w); k < end; k++)
-                            sums[k] += factor * (from[left + k * c->stride_w] - zero);
+                            sums[k] += (int32_t)factor * (from[left + k * c->stride_w] - zero);
                     }
                 }
             }
