@@ -46,6 +46,12 @@ def batches():
     return [(torch.randn(1, 3, 8, generator=drawn), torch.tensor([k])) for k in range(4)]
 
 
+def frozen():
+    model = net().eval()
+    model[:2].requires_grad_(False)
+    return model
+
+
 nothing = None
 """
 STEP = ("--input", "1x3x8", "--target", "1:int64<4", "--loss", "cross_entropy", "--optimizer", "sgd:lr=0.05")
@@ -87,6 +93,20 @@ def test_a_small_part_is_trained_and_the_rest_is_in_a_file_in_eight_bits(models:
     assert f"the outputs move by {found['rounding']['forward_error']:.2%} of their norm" in wide
     assert f"{len(trained)} of 6 parameters are trained: {found['choice']['share']:.0%} of the squared" in wide
     assert done.output.rstrip().endswith("no sanitizer report")
+
+
+def test_frozen_layers_compute_in_eight_bits(models: Path) -> None:
+    options = ("--frozen-layers", "int8", "--calibrate", "models.py:batches", "--json", "found.json")
+    done = run("models.py:frozen", *UNPROVEN[1:], *options)
+    assert done.exit_code == 0, done.output
+    found = json.loads((models / "found.json").read_text())["int8"]
+    assert [row["layer"] for row in found["layers"]] == ["2"]
+    assert found["layers"][0]["ops"] == ["convolution", "native_batch_norm_legit_no_training", "relu"]
+    assert 0 < found["worst"] < 0.05
+    assert found["weights"] == 6 * 3 * 3
+    wide = " ".join(done.output.split())
+    assert f"1 frozen layer in eight bits; what they hand on is off by {found['worst']:.2%}" in wide
+    assert found["stays"] == []
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -149,6 +169,9 @@ def test_code_that_computes_something_else_ends_with_1(monkeypatch: pytest.Monke
         ((*NET, "--flash", "much"), "'much'"),
         ((*NET, "--budget", "80%"), "budget='80%'"),
         ((*NET, "--frozen-weights", "int4"), "'int4' is not one of 'float32', 'int8'"),
+        ((*NET, "--frozen-layers", "int8"), "frozen_layers='int8' without calibrate"),
+        ((*NET, "--calibrate", "models.py:batches"), "calibrate without frozen_layers='int8'"),
+        ((*NET, "--frozen-layers", "int8", "--calibrate", "models.py:net"), "calibrate=a Sequential"),
         ((*NET, "--search-update", "models.py:net"), "search_update=a Sequential"),
         ((*NET, "--search-update", "models.py:none"), "models.py has no 'none'"),
         ((*NET, "--optimizer", "adagrad"), "Adagrad"),

@@ -14,6 +14,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan._display import Printed
+from memplan._text import counted
 from memplan.errors import InputError, UsageError, VerificationError
 from memplan.exporting.int8.frozen_part import FrozenPart, float_values, frozen_part
 from memplan.exporting.int8.integer_layers import Integers, integer_layers, integer_values
@@ -72,7 +73,7 @@ class Int8Frozen(Printed):
 
     def __str__(self) -> str:
         return (
-            f"{len(self.layers)} frozen layers in eight bits; what they hand on is off by {self.worst:.2%}, and the "
+            f"{counted(len(self.layers), 'frozen layer')} in eight bits; what they hand on is off by {self.worst:.2%}, and the "
             f"loss moves from {self.loss:.4g} to {self.int8_loss:.4g}"
         )
 
