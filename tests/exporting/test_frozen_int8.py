@@ -243,8 +243,11 @@ class Blocks(nn.Module):
 @needs_compiler
 def test_an_op_without_integer_kernel_stays_in_float_and_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    done = exported(Blocks(), drawn((1, 2, 8, 8), torch.float32, 5), tmp_path)
+    options: dict[str, Any] = {"frozen_weights": "int8", "weights_file": True, "arena_apart": True}
+    done = exported(Blocks(), drawn((1, 2, 8, 8), torch.float32, 5), tmp_path, **options)
     assert done.verdict.proven, "two results go on in float32, and PyTorch reads both"
+    assert done.rounding is not None
+    assert (done.rounding.weights, done.int8.weights if done.int8 else 0) == (4 * 4, 4 * 2 * 9 + 4 * 4)
     assert done.int8 is not None
     assert [row.layer for row in done.int8.layers] == ["", "second"]
     assert [row.layer for row in done.int8.borders] == ["", "second"]

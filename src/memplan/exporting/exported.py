@@ -102,7 +102,7 @@ class Exported(Written, Displayed):
             fused=len(step.device.fused),
             smallest_budget=plan.smallest,
             levers=plan.levers,
-            held_by=budget_error(step.schedule, plan.surroundings, budget).held_by,
+            held_by=tuple(o for o in budget_error(step.schedule, plan.surroundings, budget).held_by if o.bytes),
             timeline=timeline_of(step.schedule, plan.surroundings),
             byte_inputs=layout.byte_inputs,
             rounding=rounding,
