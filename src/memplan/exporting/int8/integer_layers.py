@@ -103,7 +103,7 @@ def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Ma
         weight, bias, zeros, scale = _of_bytes(layer)
         largest = 255 + int(np.abs(zeros).max())
     else:
-        weight, bias, zeros, scale, largest = layer.weight, layer.bias, None, reads.scale, HIGHEST - LOWEST
+        weight, bias, zeros, scale, largest = layer.weight, layer.bias, None, reads.scale, 2 * -LOWEST
     before = type_of(layer.out if layer.before is None else layer.before)
     flat = np.abs(weight).reshape(len(weight), -1)
     steps = np.maximum(flat.max(axis=1, initial=0.0) / LARGEST_WEIGHT, np.abs(bias) / (scale * WORD / 2))

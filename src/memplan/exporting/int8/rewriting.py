@@ -138,7 +138,7 @@ class _Rewriting(Rebuild):
                 kept = (behind.weight.shape[2] - 1) * behind.dilation[0] + 1
                 stage = replace(stage, kept=kept, start=start)
                 start += stage.wide * stage.columns * kept
-            arrays = (one.weight, one.rescale, one.zeros, one.table)
+            arrays = (one.weight, _folded(one, layer), one.zeros, one.table)
             refs = (None if array is None else self._constant(op, array) for array in arrays)
             stages.append((*refs, stage))
         first, final = chain[0].layer, chain[-1].layer
@@ -246,6 +246,19 @@ def _stage(one: Integers, layer: Convolution) -> Stage:
         padding=layer.padding, dilation=layer.dilation, zero=0 if one.reads[0] is None else one.reads[0].zero,
         result_zero=one.before.zero, low=one.low, high=one.high,
     )  # fmt: skip
+
+
+def _folded(one: Integers, layer: Convolution) -> np.ndarray:
+    """Return bias, multiplier and shift; the products of all weights with the zero of what they read are in the bias."""
+    assert one.weight is not None, "a convolution has one"
+    assert one.rescale is not None, "a convolution has them"
+    wide, narrow = one.weight.shape[:2]
+    channels = (np.arange(wide) // (wide // layer.groups))[:, None] * narrow + np.arange(narrow)
+    zero = 0 if one.reads[0] is None else one.reads[0].zero
+    zeros = np.full(narrow * layer.groups, zero) if one.zeros is None else one.zeros
+    folded = one.rescale.copy()
+    folded[:, 0] -= (one.weight.astype(np.int64).sum(axis=(2, 3)) * zeros[channels]).sum(axis=1).astype(np.int32)
+    return folded
 
 
 def _is_pointwise(layer: Convolution) -> bool:

@@ -51,17 +51,25 @@ def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
     output, rings = (None if value is None else Ref(value) for value in op.outputs)
     read = C_BYTES[w.value(x).dtype]
     suffix, define = ("_of_uint8", {"INPUT": read}) if read.startswith("unsigned") else ("", {"INPUT": read})
-    w.kernel("int8_rescaled")
     rows = [_row(w, *stage) for stage in stages]
     first: Stage = stages[0][-1]
     batch = math.prod(w.shape(x)) // (first.channels * first.height * first.width)
     if len(stages) == 1 and (first.rows, first.columns, *first.kernel) == (1, 1, 1, 1) and first.groups == 1:
         name = w.instance("int8_linear", f"int8_linear{suffix}", define)
         return [w.call(name, output, x, w.array("int8_stage", rows), batch)]
-    row = w.instance("int8_row", "int8_row", {"INPUT": "signed char"})
-    read_row = w.instance("int8_row", f"int8_row{suffix}", define)
-    name = w.instance("int8_convolutions", f"int8_convolutions{suffix}", define | {"FIRST_ROW": read_row, "ROW": row})
+    first_row = _row_kernel(w, suffix, define)
+    row = first_row if len(stages) == 1 else _row_kernel(w, "", {"INPUT": "signed char"})
+    name = f"int8_convolutions{suffix}{'_alone' if suffix and row == first_row else ''}"
+    name = w.instance("int8_convolutions", name, define | {"FIRST_ROW": first_row, "ROW": row})
     return [w.call(name, output, rings, x, w.array("int8_stage", rows), len(stages), batch)]
+
+
+def _row_kernel(w: CallWriter, suffix: str, define: dict[str, str]) -> str:
+    """Add the kernel that computes a row of a convolution; return its name."""
+    parts = {
+        part: w.instance(f"int8_{part.lower()}", f"int8_{part.lower()}{suffix}", define) for part in ("FOUR", "ONE")
+    }
+    return w.instance("int8_row", f"int8_row{suffix}", define | parts)
 
 
 def _row(w: CallWriter, weight: Ref, rescale: Ref, zeros: Ref | None, table: Ref | None, stage: Stage) -> list[Any]:

@@ -7,7 +7,7 @@ static void KERNEL(signed char *y, const INPUT *x, const int8_stage *c, int batc
             const int32_t *rescale = c->rescale + 3 * o;
             int32_t sum = rescale[0];
             for (int i = 0; i < c->narrow; i++)
-                sum += (int32_t)*weight++ * (x[i] - (c->zeros ? (int)c->zeros[i] : c->zero));
+                sum += (int32_t)*weight++ * x[i];
             const int q = int8_rescaled((int64_t)sum * rescale[1], (int)rescale[2], c->result_zero, c->low, c->high);
             *y++ = c->table ? c->table[q + 128] : (signed char)q;
         }

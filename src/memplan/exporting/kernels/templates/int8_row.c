@@ -1,35 +1,25 @@
 /* Compute a row of all channels, of which the operand has so many rows in memory. */
 static void KERNEL(signed char *y, const INPUT *x, const int8_stage *c, int rows, int row)
 {
-    enum { TILE = 32 };
-    int32_t sums[TILE];
-    for (int o = 0; o < c->wide; o++)
-        for (int start = 0; start < c->columns; start += TILE) {
-            const int32_t *rescale = c->rescale + 3 * o;
-            const int count = c->columns - start < TILE ? c->columns - start : TILE;
-            const signed char *weight = c->weight + o * c->narrow * c->kernel_h * c->kernel_w;
-            signed char *to = y + (o * c->kept + row % c->kept) * c->columns + start;
-            for (int k = 0; k < count; k++)
-                sums[k] = rescale[0];
-            for (int i = 0; i < c->narrow; i++) {
-                const int channel = o / c->group * c->narrow + i, zero = c->zeros ? (int)c->zeros[channel] : c->zero;
-                for (int ky = 0; ky < c->kernel_h; ky++, weight += c->kernel_w) {
-                    const int r = row * c->stride_h + ky * c->step_h - c->pad_h;
-                    if (r < 0 || r >= c->height)
-                        continue;
-                    const INPUT *from = x + (channel * rows + r % rows) * c->width;
-                    for (int kx = 0; kx < c->kernel_w; kx++) {
-                        const int left = start * c->stride_w + kx * c->step_w - c->pad_w, factor = weight[kx];
-                        const int end = end_inside(left, c->stride_w, c->width, count);
-                        for (int k = first_inside(left, c->stride_w); k < end; k++)
-                            sums[k] += (int32_t)factor * (from[left + k * c->stride_w] - zero);
-                    }
-                }
-            }
+    const int first = (c->pad_w + c->stride_w - 1) / c->stride_w, taps = c->kernel_h * c->kernel_w;
+    const int room = c->width + c->pad_w - 1 - (c->kernel_w - 1) * c->step_w, end = room < 0 ? 0 : room / c->stride_w + 1;
+    for (int o = 0; o < c->wide; o++) {
+        const int32_t *rescale = c->rescale + 3 * o;
+        const signed char *weight = c->weight + o * c->narrow * taps;
+        const int channel = o / c->group * c->narrow;
+        signed char *to = y + (o * c->kept + row % c->kept) * c->columns;
+        for (int at = 0, count; at < c->columns; at += count) {
+            int32_t sums[4];
+            count = at >= first && at + 4 <= end ? 4 : 1;
+            if (count == 4)
+                FOUR(sums, x, weight, c, channel, rows, row, at);
+            else
+                sums[0] = ONE(x, weight, c, channel, rows, row, at);
             for (int k = 0; k < count; k++) {
-                const int64_t product = (int64_t)sums[k] * rescale[1];
+                const int64_t product = (int64_t)(rescale[0] + sums[k]) * rescale[1];
                 const int q = int8_rescaled(product, (int)rescale[2], c->result_zero, c->low, c->high);
-                to[k] = c->table ? c->table[q + 128] : (signed char)q;
+                *to++ = c->table ? c->table[q + 128] : (signed char)q;
             }
         }
+    }
 }

@@ -1,5 +1,6 @@
 /* An integer convolution: of what it reads narrow channels of a group, of its result wide ones, or wide of a group. Each
-   channel has a bias, a multiplier and a shift in rescale; kept rows of the result are in memory at once. */
+   channel has a bias, less the products of all weights and zeros, a multiplier and a shift in rescale; kept rows of the
+   result are in memory at once. */
 typedef struct {
     const signed char *weight;
     const int32_t *rescale, *zeros;
