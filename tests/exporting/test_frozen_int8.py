@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models.microcontroller_networks import mobilenet_v2
 from torch import nn
 from torch.nn import functional as F
 from truth.c_program import array, floats_of, printed_by
@@ -281,10 +282,11 @@ def test_nothing_before_the_first_trained_layer_is_as_without(tmp_path: Path) ->
 @needs_compiler
 def test_long_sums_and_large_biases_stay_within_32_bits(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(70_000, 2), nn.ReLU()).requires_grad_(False)
-    nn.init.ones_(body[0].weight)
+    linear = nn.Linear(70_000, 2)
+    body = nn.Sequential(linear, nn.ReLU()).requires_grad_(False)
+    nn.init.ones_(linear.weight)
     with torch.no_grad():
-        body[0].bias.copy_(torch.tensor([1e9, 3.0]))
+        linear.bias.copy_(torch.tensor([1e9, 3.0]))
     model, x = Features(body, 2), torch.ones(1, 70_000)
     done = exported(model, x, tmp_path, calibrate=[(x, torch.tensor([0]))], budget="16 MiB")
     assert done.verdict.proven, "UBSan reports no overflow"
@@ -302,6 +304,24 @@ def test_rows_take_less_memory_than_planes(tmp_path: Path) -> None:
     assert 8 * 12 * 12 + rows <= done.arena < 24 * 24 * 24, "the largest result is never whole"
     assert done.arena < plain.arena / 4
     assert done.flash < plain.flash
+
+
+@pytest.mark.slow
+def test_the_head_of_a_mobilenet_is_trained_in_less_than_100_kb(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = mobilenet_v2(), drawn((1, 3, 128, 128), torch.uint8, 0)
+    with torch.no_grad():
+        model(torch.randn(8, 3, 128, 128))
+    model.eval().requires_grad_(False)
+    list(model)[-1].requires_grad_(True)
+    done = exported(
+        model, x, tmp_path, targets=torch.tensor([1]), loss="cross_entropy", normalize=(127.5, 58.0), budget="100 KB",
+        calibrate=[(drawn((4, 3, 128, 128), torch.uint8, 1), torch.arange(4) % 2)], verify=False,
+    )  # fmt: skip
+    assert done.ram == done.arena + done.state + done.inputs <= 100_000
+    assert done.inputs >= 3 * 128 * 128
+    assert done.int8 is not None
+    assert done.int8.worst < 0.02
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,8 @@ def command(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
                 normalize=None if normalize is None else read_normalization(normalize), folder=folder, name=name,
-                search_update=data, frozen_weights=frozen_weights, frozen_layers=frozen_layers, calibrate=ranges, weights_file=weights_file, arena_apart=arena_apart,
+                search_update=data, frozen_weights=frozen_weights, frozen_layers=frozen_layers, calibrate=ranges,
+                weights_file=weights_file, arena_apart=arena_apart,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except BudgetError as error:

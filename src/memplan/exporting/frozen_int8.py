@@ -73,8 +73,8 @@ class Int8Frozen(Printed):
 
     def __str__(self) -> str:
         return (
-            f"{counted(len(self.layers), 'frozen layer')} in eight bits; what they hand on is off by {self.worst:.2%}, and the "
-            f"loss moves from {self.loss:.4g} to {self.int8_loss:.4g}"
+            f"{counted(len(self.layers), 'frozen layer')} in eight bits; what they hand on is off by {self.worst:.2%}, "
+            f"and the loss moves from {self.loss:.4g} to {self.int8_loss:.4g}"
         )
 
 

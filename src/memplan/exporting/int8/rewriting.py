@@ -249,7 +249,7 @@ def _stage(one: Integers, layer: Convolution) -> Stage:
 
 
 def _folded(one: Integers, layer: Convolution) -> np.ndarray:
-    """Return bias, multiplier and shift; the products of all weights with the zero of what they read are in the bias."""
+    """Return bias, multiplier and shift. The products of all weights with the zero of what they read are in it."""
     assert one.weight is not None, "a convolution has one"
     assert one.rescale is not None, "a convolution has them"
     wide, narrow = one.weight.shape[:2]

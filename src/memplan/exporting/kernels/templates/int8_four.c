@@ -16,12 +16,19 @@ static void KERNEL(int32_t *sums, const INPUT *x, const signed char *weight, con
         for (int kx = 0; kx < c->kernel_w; kx++, line += c->step_w) {
             const signed char *w = weight++;
             const INPUT *from = line;
-            for (int i = c->narrow; i > 0; i--, from += plane, w += taps) {
+            for (int i = c->narrow; step == 1 && i > 0; i--, from += plane, w += taps) {
                 const int32_t factor = *w;
                 s0 += factor * from[0];
-                s1 += factor * from[step];
-                s2 += factor * from[2 * step];
-                s3 += factor * from[3 * step];
+                s1 += factor * from[1];
+                s2 += factor * from[2];
+                s3 += factor * from[3];
+            }
+            for (int i = c->narrow; step != 1 && i > 0; i--, from += plane - 3 * step, w += taps) {
+                const int32_t factor = *w;
+                s0 += factor * *from;
+                s1 += factor * *(from += step);
+                s2 += factor * *(from += step);
+                s3 += factor * *(from += step);
             }
         }
     }
