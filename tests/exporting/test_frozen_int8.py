@@ -313,7 +313,8 @@ def test_the_head_of_a_mobilenet_is_trained_in_less_than_100_kb(tmp_path: Path) 
     with torch.no_grad():
         model(torch.randn(8, 3, 128, 128))
     model.eval().requires_grad_(False)
-    list(model)[-1].requires_grad_(True)
+    assert isinstance(model, nn.Sequential)
+    model[-1].requires_grad_(True)
     done = exported(
         model, x, tmp_path, targets=torch.tensor([1]), loss="cross_entropy", normalize=(127.5, 58.0), budget="100 KB",
         calibrate=[(drawn((4, 3, 128, 128), torch.uint8, 1), torch.arange(4) % 2)], verify=False,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,7 +124,6 @@ class Network:
         weight = module.weight.detach().double().numpy()
         bias = np.zeros(len(weight)) if module.bias is None else module.bias.detach().double().numpy()
         if norm is not None:
-            factor = (norm.weight / (norm.running_var.double() + norm.eps).sqrt()).detach().double().numpy()
             factor = norm.weight.detach().double().numpy() / np.sqrt(norm.running_var.double().numpy() + norm.eps)
             weight = weight * factor.reshape(-1, *[1] * (weight.ndim - 1))
             bias = (bias - norm.running_mean.double().numpy()) * factor + norm.bias.detach().double().numpy()
@@ -211,6 +209,3 @@ def bounds_of(act: nn.Module | None, scale: float, zero: int) -> tuple[int, int]
         -128 if low == -math.inf else max(-128, round(low / scale) + zero),
         127 if high == math.inf else min(127, round(high / scale) + zero),
     )
-
-
-Made = Callable[[], Iterator[nn.Module]]

@@ -52,8 +52,6 @@ class FrozenPart:
     inputs: tuple[int, ...]
     """Values in float32 that the layers read: inputs, or views of them."""
     stops: tuple[Stop, ...]
-    weights: frozenset[str]
-    """Names of the parameters and buffers of the layers."""
 
     @property
     def calls(self) -> frozenset[tuple[str, str]]:
@@ -88,8 +86,6 @@ class _Finder:
     ) -> None:  # fmt: skip
         self.graph, self.written, self.among = graph, written, among
         self.known = {value: tensor.detach() for value, tensor in frozen.items()}
-        self.paths = {v: {graph.values[v].path} - {""} for v in frozen}
-        """By known value: names of the parameters and buffers that it is computed of."""
         values = graph.values
         self.floats = {v for v in inputs if values[v].dtype == "float32"}
         """Values in float32 that are inputs or views of them."""
@@ -99,8 +95,6 @@ class _Finder:
         self.layers: list[Layer] = []
         self.maker: dict[int, Layer] = {}
         self.stops: list[Stop] = []
-        self.used: dict[int, set[str]] = {}
-        """By layer: names of its parameters and buffers."""
         self.readers: dict[int, int] = {}
         for op in graph.ops:
             for value in set(refs((op.args, op.kwargs))):
@@ -120,9 +114,8 @@ class _Finder:
         kept = (*self.graph.outputs, *self.written, *(s for _, s in self.graph.mutations))
         borders = tuple(layer.out for layer in layers if layer.out in outside or layer.out in kept)
         read = dict.fromkeys(v for layer in layers for v in layer.reads if v not in outs and v in self.floats)
-        weights = frozenset().union(*(self.used[id(layer)] for layer in layers)) if layers else frozenset[str]()
         stops = tuple(stop for stop in self.stops if outs & set(refs((stop.op.args, stop.op.kwargs))))
-        return FrozenPart(self.graph, tuple(layers), borders, tuple(read), stops, weights)
+        return FrozenPart(self.graph, tuple(layers), borders, tuple(read), stops)
 
     def _connected(self) -> list[Layer]:
         """Return the layers before or behind a convolution: others are not worth a rounding."""
@@ -141,49 +134,43 @@ class _Finder:
 
     def _op(self, op: GraphOp) -> None:
         """Take an op into the frozen part, or note why it is not."""
-        numbers = list(dict.fromkeys(refs((op.args, op.kwargs))))
-        data = [value for value in numbers if value not in self.known]
+        data = [value for value in dict.fromkeys(refs((op.args, op.kwargs))) if value not in self.known]
         if not data or op.random or op.once:
             if any(value in self.maker for value in data):
                 self.stops.append(Stop(op, "it draws random numbers, or has a side effect"))
             elif not op.random and not op.once:
-                self._fold(op, numbers)
+                self._fold(op)
             return
         inside = self.floats | self.byte_inputs | self.maker.keys() | self.bytes.keys()
         if not all(value in inside for value in data):
             if any(value in self.maker for value in data) and all(v in inside or self._is_running(v) for v in data):
                 self.stops.append(Stop(op, "it updates running statistics; call .eval() on the layer"))
             return
-        used = set[str]().union(*(self.paths[value] for value in numbers if value in self.known))
         bytes_only = all(value in self.byte_inputs or value in self.bytes for value in data)
         if not (self.among is None or op.is_view or bytes_only or (op.layer, op.target) in self.among):
             return
-        before = list(self.layers)
+        count = len(self.layers)
         try:
             self._add(op, data)
         except _Refused as refused:
-            del self.layers[len(before) :]
+            del self.layers[count:]
             self.maker = {layer.out: layer for layer in self.layers}
             if any(value in self.maker for value in data):
                 self.stops.append(Stop(op, str(refused)))
             return
-        layer = self.maker.get(op.outputs[0] if op.outputs[0] is not None else -1)
-        if layer is not None:
-            self.used.setdefault(id(layer), set()).update(used)
 
     def _is_running(self, value: int) -> bool:
         return self.graph.values[value].kind == "buffer"
 
-    def _fold(self, op: GraphOp, numbers: Sequence[int]) -> None:
+    def _fold(self, op: GraphOp) -> None:
         """Compute an op of constants."""
         if not op.outputs or not op.target.startswith("aten."):
             return
         args, kwargs = (map_refs(part, self.known.__getitem__) for part in (op.args, op.kwargs))
         results = overload(op.target)(*args, **kwargs)
-        paths = set[str]().union(*(self.paths[value] for value in numbers))
         for number, tensor in zip(op.outputs, results if isinstance(results, (tuple, list)) else (results,)):  # noqa: B905
             if number is not None:
-                self.known[number], self.paths[number] = tensor, paths
+                self.known[number] = tensor
 
     def _add(self, op: GraphOp, data: list[int]) -> None:
         """Add what an op computes. Raises _Refused if no integer kernel computes it."""
@@ -287,7 +274,6 @@ class _Finder:
     def _append(self, layer: Layer) -> None:
         self.layers.append(layer)
         self.maker[layer.out] = layer
-        self.used.setdefault(id(layer), set())
 
     def _convolve(self, op: GraphOp, x: int, **fields: Any) -> None:
         """Add a convolution, which reads an input of eight bits itself."""

@@ -43,11 +43,6 @@ class Layer:
         assert op.outputs[0] is not None, "somebody reads it"
         self.out = op.outputs[0]
 
-    @property
-    def kind(self) -> str:
-        """What it is, in a word."""
-        return type(self).__name__.lower()
-
 
 @dataclass
 class Bytes:

@@ -21,9 +21,6 @@ from memplan.exporting.kernels.product_calls import Emit
 from memplan.exporting.lowering.device_graph import output_of
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 
-MOST_STAGES = 16
-"""Convolutions of a pipeline, at most: its kernel counts the rows of each."""
-
 
 def _each(kernel: str) -> Emit:
     """Call a kernel with the result, the op's arguments, and the number of elements."""
