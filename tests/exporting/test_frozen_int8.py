@@ -75,10 +75,15 @@ def perceptron() -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 12), nn.Hardswish(), nn.Linear(12, 4), nn.ReLU())
 
 
+def alone() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
 CASES: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...], int, torch.dtype]] = {
     "inverted": (inverted, (1, 3, 48, 48), 10, torch.uint8),
     "branched": (branched, (2, 2, 12, 11), 6, torch.float32),
     "series": (series, (2, 3, 40), 5, torch.int8),
+    "alone": (alone, (1, 3, 9, 9), 6, torch.uint8),
     "perceptron": (perceptron, (2, 20), 4, torch.float32),
 }
 """By name: the body, the shape of its input, its width, and the input's dtype."""

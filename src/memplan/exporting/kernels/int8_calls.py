@@ -55,9 +55,8 @@ def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
         name = w.instance("int8_linear", f"int8_linear{suffix}", define)
         return [w.call(name, output, x, w.array("int8_stage", rows), batch)]
     first_row = _row_kernel(w, suffix, define)
-    row = first_row if len(stages) == 1 else _row_kernel(w, "", {"INPUT": "signed char"})
-    name = f"int8_convolutions{suffix}{'_alone' if suffix and row == first_row else ''}"
-    name = w.instance("int8_convolutions", name, define | {"FIRST_ROW": first_row, "ROW": row})
+    macros = define | {"FIRST_ROW": first_row, "ROW": _row_kernel(w, "", {"INPUT": "signed char"})}
+    name = w.instance("int8_convolutions", f"int8_convolutions{suffix}", macros)
     return [w.call(name, output, rings, x, w.array("int8_stage", rows), len(stages), batch)]
 
 
