@@ -15,8 +15,6 @@ class OutsideMemory:
 
     state: int = 0
     """Bytes of optimizer state for the parameters that get a gradient in the graph."""
-    packed: int = 0
-    """Bytes of it that are low halves of master weights."""
     update: int = 0
     """Bytes that the optimizer allocates while it updates all parameters after the backward pass."""
     update_by_parameter: Mapping[int, int] = field(default_factory=dict)
@@ -27,6 +25,8 @@ class OutsideMemory:
     """Bytes that a loss outside of the graph allocates between the passes, in addition to outputs and tangents."""
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""
+    packed: int = 0
+    """Bytes of ``state`` that are low halves of master weights."""
 
     @property
     def held_bytes(self) -> int:
