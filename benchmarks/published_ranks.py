@@ -25,6 +25,8 @@ CONFIG = ROOT / "benchmarks" / "published_ranks" / "llama3_8b.toml"
 GIB = 2**30
 PUBLISHED = {8: 82.4, 128: 67.0}
 """GiB reserved, FSDP without torch.compile, by number of GPUs."""
+OF_2024 = CONFIG.parent / "december_2024.py"
+"""torchtitan with the groups of parameters that its code had then; its optimizer was not fused."""
 CARD = "h200"
 """The H100's kernels, and more memory than the published cards had."""
 
@@ -39,6 +41,9 @@ class Row:
     reserved: float
     expandable: float
     """Reserved with ``expandable_segments:True``."""
+    reserved_2024: float
+    """Reserved with `OF_2024` and a foreach optimizer."""
+    expandable_2024: float
 
 
 def make_assets(folder: Path) -> None:
@@ -64,15 +69,17 @@ def make_assets(folder: Path) -> None:
     (data / "data.json").write_text("".join(lines), encoding="utf-8")
 
 
-def peaks(world: int, *options: str) -> tuple[float, float]:
+def peaks(world: int, *options: str, of_2024: bool = False) -> tuple[float, float]:
     """Return the allocated and the reserved peak of rank 0, in GiB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_assets(folder)
         shutil.copy(CONFIG, folder)
+        script = [str(OF_2024)] if of_2024 else ["-m", "torchtitan.train"]
+        optimizer = ["--optimizer.implementation=foreach"] if of_2024 else []
         command = [
             sys.executable, "-m", "memplan.cli", "run", "--world", str(world), "--device", CARD, "--limit", "900",
-            "--json", "-", *options, "-m", "torchtitan.train", "--job.config_file", CONFIG.name,
+            "--json", "-", *options, *script, "--job.config_file", CONFIG.name, *optimizer,
         ]  # fmt: skip
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if not done.stdout:
@@ -84,12 +91,17 @@ def peaks(world: int, *options: str) -> tuple[float, float]:
 def table(rows: list[Row]) -> str:
     """Return the rows as a table in Markdown."""
     lines = [
-        "| GPUs | published, reserved | predicted | off | predicted, expandable segments | off | allocated |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
+        "| GPUs | published, reserved | predicted | off | expandable segments | off | of 2024 | off "
+        "| of 2024, expandable segments | off |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     lines += [
-        f"| {row.world} | {row.published} GiB | {row.reserved:.1f} GiB | {row.reserved / row.published - 1:+.1%} "
-        f"| {row.expandable:.1f} GiB | {row.expandable / row.published - 1:+.1%} | {row.allocated:.1f} GiB |"
+        f"| {row.world} | {row.published} GiB "
+        + "".join(
+            f"| {size:.1f} GiB | {size / row.published - 1:+.1%} "
+            for size in (row.reserved, row.expandable, row.reserved_2024, row.expandable_2024)
+        )
+        + "|"
         for row in rows
     ]
     return "\n".join(lines) + "\n"
@@ -100,8 +112,11 @@ def main() -> None:
     rows: list[Row] = []
     for world, published in PUBLISHED.items():
         allocated, reserved = peaks(world)
-        _, expandable = peaks(world, "--settings", "expandable_segments:True")
-        rows.append(Row(world, published, allocated, reserved, expandable))
+        segments = "--settings", "expandable_segments:True"
+        _, expandable = peaks(world, *segments)
+        _, reserved_2024 = peaks(world, of_2024=True)
+        _, expandable_2024 = peaks(world, *segments, of_2024=True)
+        rows.append(Row(world, published, allocated, reserved, expandable, reserved_2024, expandable_2024))
     print(table(rows))
     (RESULTS / "published_ranks.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     (RESULTS / "published_ranks.md").write_text(table(rows), encoding="utf-8")
