@@ -106,3 +106,17 @@ def test_cudnn_is_off_above_single_ops_alone(enabled: bool) -> None:
         torch.backends.cudnn.enabled = before
     assert _seen_above == [False, False]
     assert seen_by_ops == {enabled}
+
+
+def test_results_are_replaced_in_order_where_an_op_computes_them() -> None:
+    x = torch.tensor([1.0, -2.0, 3.0])
+    pairs = [(x * 2, torch.zeros(3)), (torch.ones(3), torch.tensor([4.0, 5.0, 6.0]))]
+    with _torch.ResultsReplaced(pairs) as mode:
+        y = (x.exp() * 0 + x) * 2
+        z = y + 1  # reads what was written in the place of y
+    assert y.tolist() == [0, 0, 0]
+    assert z.tolist() == [4, 5, 6]
+    assert not mode.left
+    with _torch.ResultsReplaced([(torch.full((3,), 9.0), x)]) as mode:
+        assert (x + 1).tolist() == [2, -1, 4]
+    assert len(mode.left) == 1, "nothing computes it"
