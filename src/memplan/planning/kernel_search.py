@@ -25,6 +25,8 @@ _log = logging.getLogger("memplan")
 
 ROUNDS = 4
 """Captures at most, each with other kinds of kernels."""
+LEAST = 1
+"""Bytes: the budget to which the schedule with the smallest peak comes nearest."""
 STATISTICS = 8
 """Bytes that a norm's kernel saves of a row, at most."""
 
@@ -47,12 +49,12 @@ def planned_with_kernels(
     groups, reasons = offered(study, settings)
     kinds, tried, current = frozenset[str](), {frozenset[str]()}, study
     kind_of, levels = _kind_of(groups), dict[str, int]()
-    for op in over_budget_ops_of(study, settings, budget):
+    for op in over_budget_ops_of(study, settings, LEAST):
         if op.call in kind_of:
             levels.setdefault(kind_of[op.call], op.level)
     for _ in range(ROUNDS):
         safe_point()
-        above = over_budget_ops_of(current, settings, budget)
+        above = over_budget_ops_of(current, settings, LEAST)
         following = _next_kinds(groups, above, kinds, tried, levels)
         if following is None:
             break
@@ -102,20 +104,21 @@ def _next_kinds(
 ) -> frozenset[str] | None:  # fmt: skip
     """Return the kinds of kernels to try next; None if there is no other choice.
 
-    They are those of the ops above the budget; or those tried last without the kind whose own op is the highest, if the
-    step without kernels takes less there; or all.
+    They are those tried last with the kind whose group has the highest op; or without the kind whose own op that is, if
+    the step without kernels takes less there; or all. No budget matters, so that the smallest that an error names has a
+    plan.
 
     Args:
         groups: that kernels can replace.
-        above: ops above the budget, the highest first.
+        above: ops of the schedule with the smallest peak, the highest first.
         kinds: tried last.
         tried: all that were tried.
         plain: live bytes of the step without kernels, by kind, at the highest op of its groups.
     """
     present, kind_of = frozenset(group.kernel for group in groups), _kind_of(groups)
-    at = [(kind_of[op.call], op.level) for op in above if op.call in kind_of]
-    worse = frozenset(kind for kind, level in at[:1] if kind in kinds and plain.get(kind, 0) < level)
-    candidates = [kinds | frozenset(kind for kind, _ in at), kinds - worse, present]
+    top = frozenset(kind_of[op.call] for op in above[:1] if op.call in kind_of)
+    worse = frozenset(kind for kind in top & kinds if plain.get(kind, 0) < above[0].level)
+    candidates = [kinds | top, kinds - worse, present]
     return next((candidate & present for candidate in candidates if candidate & present not in tried), None)
 
 
