@@ -179,7 +179,7 @@ class Encode(Lever):
 
     def counted(self, values: int, host_bytes: int) -> str:
         """Say how many values are encoded."""
-        return f"{values} encoded"
+        return f"{values} encoded" if values else ""
 
     def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe how much smaller the encoding is, which ops read it, and how other ops get the value."""

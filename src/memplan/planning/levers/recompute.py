@@ -37,7 +37,7 @@ class Recompute(Lever):
 
     def counted(self, values: int, host_bytes: int) -> str:
         """Return the number of recomputed values."""
-        return f"{values} value{'' if values == 1 else 's'} recomputed"
+        return f"{values} value{'' if values == 1 else 's'} recomputed" if values else ""
 
     def recomputed(self, planned: PlannedStep, value: int) -> Reason:
         """Describe what recomputing a value costs, and what reads it."""

@@ -189,7 +189,7 @@ class Plan(Saved, Displayed):
         groups = len(self.kernels)
         by_kernels = f"{groups} group{'' if groups == 1 else 's'} of ops by kernels" if groups else ""
         in_order = "ops of the backward pass moved" if self.choices.order else ""
-        counts = ", ".join(filter(None, (in_pieces, by_kernels, *values, in_order, updated)))
+        counts = "".join(f", {part}" for part in (in_pieces, by_kernels, *values, in_order, updated) if part)
         bound = ""
         if not self.choices.fused:  # unknown for fused kernels
             which = (
@@ -199,7 +199,7 @@ class Plan(Saved, Displayed):
             bound += f"(gap {format_seconds(self.gap)}). "
         return (
             f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
-            f"{format_seconds(self.seconds)} added{share}, {counts}. {self._lossy}{bound}{floor}"
+            f"{format_seconds(self.seconds)} added{share}{counts}. {self._lossy}{bound}{floor}"
         )
 
     @property
