@@ -1,4 +1,4 @@
-"""Check: gradients set to zero instead of freed, models that no step uses, optimizer states that none updates."""
+"""Check: gradients set to zero instead of freed, models that no step uses, optimizer states that no step updates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _zeroed_gradients(trace: Trace) -> list[Finding]:
                     zeroing_op.setdefault(number, op.index)
     if not zeroing_op:
         return []
-    changed: dict[int, Storage | None] = {}
+    changed: dict[int, Storage | None] = {}  # as `saving` takes it
     added: list[Storage] = []
     for number in zeroing_op:
         changed[number], *others = _freed_instead_of_zeroed(trace, trace.storages[number])
@@ -57,7 +57,10 @@ def _is_zeroing(op: Op) -> bool:
 
 
 def _freed_instead_of_zeroed(trace: Trace, gradient: Storage) -> list[Storage]:
-    """Return a storage for each time between the first use of a gradient and the op that zeroes it."""
+    """Return the storages that a gradient would have if zeroing freed it and its next use allocated it.
+
+    Each lives from its allocation to the last use before the next zeroing.
+    """
     allocations: list[Storage] = []
     born: int | None = gradient.born
     last_use = gradient.born
@@ -78,17 +81,20 @@ def _freed_instead_of_zeroed(trace: Trace, gradient: Storage) -> list[Storage]:
 
 
 def _unused(trace: Trace) -> list[Finding]:
-    """Return a finding for storages of the build that no step reads or writes: models with their gradients, and
-    optimizer states, of such models or of parameters that no longer get gradients."""
+    """Return a finding for storages from before the first step that no step reads or writes.
+
+    They are the weights and gradients of unused models, and optimizer states: of unused models, or of parameters that
+    no longer get a gradient.
+    """
     used: set[int] = set()
     for op in trace.ops:
-        if op.step >= 0:
+        if op.step >= 0:  # ops before the first step have -1
             used.update((*(operand.storage for operand in op.reads), *op.writes))
     models = _unused_models(trace, used)
     weights = {number for numbers in models.values() for number in numbers}
     prefixes = tuple(f"{model}." for model in models)
     held = {"weight": 0, "parameter_gradient": 0, "optimizer_state": 0}
-    idle: dict[int, Storage | None] = {}
+    idle: dict[int, Storage | None] = {}  # storage -> None: left out of the trace (see `saving`)
     for storage in trace.counted:
         cause = "weight" if storage.id in weights else storage.cause
         if storage.id in used or storage.died is not None or cause not in held:
@@ -124,7 +130,10 @@ def _unused(trace: Trace) -> list[Finding]:
 
 
 def _unused_models(trace: Trace, used: set[int]) -> dict[str, set[int]]:
-    """Return the storages of each model of which no step uses any. A root module is named as its class."""
+    """Return the storages of each model none of whose weights and buffers a step uses, by the model's name.
+
+    A model is a root module, which is named after its class.
+    """
     titles = [layer.name for layer in trace.layers if layer.name.partition("#")[0] == layer.kind]
     owned: dict[str, set[int]] = {title: set() for title in titles}
     for layer in trace.layers:

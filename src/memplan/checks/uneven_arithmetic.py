@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.tensor_fields import Field, resolved, size_of
@@ -21,10 +22,20 @@ _MERGING = ("cat", "add", "sub", "mul")
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Size of a tensor along a dimension of the input, and the receptive field of its positions."""
+    """Size of a tensor along a spatial dimension, and the receptive field of its positions."""
 
     size: int
     field: Field
+
+    @property
+    def stride(self) -> Fraction:
+        """Distance of the receptive fields of neighbouring positions, in positions of the input."""
+        return self.field.stride(2)
+
+    @property
+    def grid(self) -> tuple[Fraction, int]:
+        """Equal for tensors at the same resolution: the stride, and the number of the input's dimension."""
+        return self.stride, self.field.source
 
 
 def find(subject: Subject) -> list[Finding]:
@@ -55,8 +66,10 @@ def _sizes(trace: Trace, followed: Followed) -> dict[int, list[_Size]]:
 
 
 def _dropped_rows(form: Form, op: Op, sizes: dict[int, list[_Size]], *, dense: bool) -> list[Finding]:
-    """Return a finding for rows behind the last window, beyond the gap that a stride larger than its kernel leaves
-    anyway."""
+    """Return a finding for the last rows of an input that no window of the kernel reaches.
+
+    A stride larger than the kernel leaves such rows between windows anyway: as many do not count at the end.
+    """
     window = kernel_of(base_name(op.name), form)
     if window is None or not form.writes:
         return []
@@ -71,7 +84,7 @@ def _dropped_rows(form: Form, op: Op, sizes: dict[int, list[_Size]], *, dense: b
     results = sizes.get(form.op, [])
     if not any(rows) or not results:
         return []
-    pixels = [number(row * size.field.stride(2) / step) for row, size, step in zip(rows, results, stride, strict=False)]
+    pixels = [number(row * size.stride / step) for row, size, step in zip(rows, results, stride, strict=False)]
     message = (
         f"of its {_by(before)} input it never reads the last {_by(rows)}: its stride does not divide it "
         f"({' x '.join(f'{value:g}' for value in pixels)} pixels of the input)"
@@ -90,16 +103,17 @@ def _by(sizes: Iterable[int]) -> str:
 
 
 def _missed_size(form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Finding]:
-    """Return a finding for a transposed convolution whose result has the stride of an earlier tensor, at another size.
+    """Return a finding for a transposed convolution whose result misses the size of the last tensor at its resolution.
 
-    A difference of a whole step or more is not reported: that is the border that unpadded kernels lost.
+    A difference of the convolution's stride or more is not reported: it comes from borders that unpadded kernels cut
+    off, not from a size that the stride does not divide.
     """
     if not form.option("transposed", False) or not form.writes:
         return []
     result = sizes.get(form.op, [])
-    grid = [(size.field.stride(2), size.field.source) for size in result]
+    grid = [size.grid for size in result]
     earlier = (group for index, group in reversed(sizes.items()) if index < form.op)
-    on_grid = (group for group in earlier if [(size.field.stride(2), size.field.source) for size in group] == grid)
+    on_grid = (group for group in earlier if [size.grid for size in group] == grid)
     same_grid = next(on_grid, None)
     if same_grid is None:
         return []
@@ -137,7 +151,7 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> li
     if not merged:
         return []
     start = int(form.option("start", 0) or 0)
-    stride = cropped_sizes[0].field.stride(2)
+    stride = cropped_sizes[0].stride
     pixels = number(start * stride), number((old - new - start) * stride)
     message = (
         f"a crop from {old} to {new} before it meets another path: {pixels[0]:g} pixels of the input before and "

@@ -45,7 +45,7 @@ def interpreted() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel as it would be started: compile-time constants, with ``num_warps`` among them, apart from arguments."""
+    """A kernel that would have been started, with its arguments and its compile-time constants (also ``num_warps``)."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -54,20 +54,26 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _WithoutData:
+    """Arguments of `without_data`."""
+
     device: str
     launched: list[Launch] | None
     programs: int | None
 
 
 _without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", default=None)
-"""Where kernels do not run: a recording on fake tensors."""
+"""Set while kernels do not run: in a recording on fake tensors."""
 
 
 @contextmanager
 def without_data(device: str, launched: list[Launch] | None = None, programs: int | None = None) -> Iterator[None]:
     """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run.
-    They are appended to `launched`, which keeps their tensors alive. `programs`: what `programs` returns, by default
-    for the tensors' own device."""
+
+    Args:
+        device: type of the simulated device.
+        launched: list to which kernels are appended instead; it keeps their tensors alive.
+        programs: number of programs that the function `programs` returns; by default that of the tensors' own device.
+    """
     token = _without_data.set(_WithoutData(device, launched, programs))
     try:
         yield
@@ -76,14 +82,14 @@ def without_data(device: str, launched: list[Launch] | None = None, programs: in
 
 
 def launches(*tensors: Tensor | None) -> bool:
-    """Whether Triton's kernels take these tensors; None is taken."""
+    """Whether Triton's kernels run on these tensors. None stands for a missing operand, and is skipped."""
     present = [tensor for tensor in tensors if tensor is not None]
     if any(tensor.is_floating_point() and tensor.dtype not in DTYPES for tensor in present):
         return False
     if any(tensor.numel() == 0 for tensor in present):
         return False  # a grid without programs is refused
-    if (recorded := _without_data.get()) is not None:
-        return recorded.device == "cuda"  # builds of torch for CUDA bring Triton
+    if (simulated := _without_data.get()) is not None:
+        return simulated.device == "cuda"  # builds of torch for CUDA bring Triton
     if triton is None:
         return False
     device = present[0].device
@@ -93,10 +99,10 @@ def launches(*tensors: Tensor | None) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a kernel on the device of its tensors."""
-    if (recorded := _without_data.get()) is not None:
-        if recorded.launched is not None:
-            recorded.launched.append(Launch(kernel, args, constants))
+    """Run a kernel on the device of its tensors; within `without_data`, only note it."""
+    if (simulated := _without_data.get()) is not None:
+        if simulated.launched is not None:
+            simulated.launched.append(Launch(kernel, args, constants))
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -104,9 +110,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 def programs(device: torch.device) -> int:
-    """Programs of a kernel that each go over many parts of its input: two a multiprocessor."""
-    if (recorded := _without_data.get()) is not None and recorded.programs is not None:
-        return recorded.programs
+    """Return the number of programs to start of a kernel whose programs each loop over many parts of the input.
+
+    There are two for each multiprocessor of the card.
+    """
+    if (simulated := _without_data.get()) is not None and simulated.programs is not None:
+        return simulated.programs
     if device.type != "cuda":
         return 4  # the interpreter's
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count

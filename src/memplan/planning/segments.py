@@ -62,7 +62,7 @@ class Segment:
     weight_bytes: int
     """Bytes of the weights that it reads, whose gradients are computed with it."""
     overwritten_bytes: int
-    """Bytes of a result's gradient that the gradient of an operand overwrites; 0 if none does."""
+    """Bytes of a result's gradient over which the derivative writes the gradient of an operand; 0 if it does not."""
 
     def seconds(self, pieces: int) -> float:
         """Return the seconds that running the segment in this number of pieces adds to the step.
@@ -308,10 +308,14 @@ class Segments:
                         yield segment, axis, segment.tiled.elements // (LEAST_ELEMENTS if axis.dim else 1)
 
     def _overwritten(self, tiled: Tiled, inside: Sequence[GraphOp]) -> int:
-        """Return `Segment.overwritten_bytes`."""
+        """Return the bytes of a result's gradient whose memory the segment's derivative reuses; 0 if it reuses none.
+
+        The derivative may write the gradient of its first differentiable input over the gradient of a result that has
+        the same layout (`Tiled.overwritten`), unless an op outside of the segment reads that result's gradient.
+        """
         values, program = self._graph.values, tiled.program
         kinds = (values[values[v].base].kind for v in program.inputs)
-        needed = [kind not in ("input", "buffer", "constant") for kind in kinds]
+        needed = [kind not in ("input", "buffer", "constant") for kind in kinds]  # inputs that get a gradient
         if True not in needed or tiled.overwritten(needed) is None:
             return 0
         indices = {op.index for op in inside}
@@ -322,7 +326,8 @@ class Segments:
         }  # fmt: skip
         if any(incoming.intersection(op.reads) for op in self._graph.backward_ops if op.index not in derivatives):
             return 0  # an op outside of the segment reads it, too
-        return program.likes[program.inputs[needed.index(True)]].bytes
+        first_needed = program.inputs[needed.index(True)]  # as many bytes as the overwritten gradient
+        return program.likes[first_needed].bytes
 
     def _is_gradient(self, value: int) -> bool:
         maker = self._graph.values[value].op

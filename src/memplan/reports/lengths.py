@@ -48,6 +48,10 @@ def _sentences(lengths: Lengths) -> Iterator[Part]:
 
 
 def _lengths(lengths: Lengths, top: int) -> Table:
+    """Return the table of lengths, the longest first, with the peaks of a step that trains on nothing else ("alone").
+
+    "between": the length was not recorded; its peaks come from recorded lengths (see `_notes`).
+    """
     fields = [
         name_field(lengths.axis.capitalize(), lambda row: str(row.length)),
         number_field("batches", lambda row: row.batches, str),
@@ -59,6 +63,7 @@ def _lengths(lengths: Lengths, top: int) -> Table:
 
 
 def _moments(lengths: Lengths) -> Table:
+    """Return the table of the peak reserved bytes up to the end of a few batches of the sequence."""
     return table_of(
         lengths.moments,
         [name_field("After batch", lambda row: str(row[0])), number_field("reserved", lambda row: row[1])],
@@ -66,6 +71,7 @@ def _moments(lengths: Lengths) -> Table:
 
 
 def _changes(lengths: Lengths) -> Table:
+    """Return the table of the peaks if the first batches came in another order, padded, or with other settings."""
     fields = [
         name_field(f"First {lengths.compared} batches", lambda row: _WORDS[row.change], 20),
         number_field("allocated", lambda row: row.allocated),

@@ -38,24 +38,30 @@ class Stacking:
     starts: np.ndarray
     """Where each section begins in `members`."""
     keys: tuple[np.ndarray, ...]
-    """Lifetime, size times lifetime, and most bytes live with each buffer: orders begin with the largest."""
+    """Three numbers of each buffer, by which it can be ranked: lifetime in sections, size times lifetime, and the most
+    bytes live in any of its sections. Orders begin with the largest."""
 
     @classmethod
     def from_buffers(cls, buffers: Sequence[Buffer]) -> Stacking:
-        """Divide the time into sections. Those whose live buffers are a subset of a neighbour's are left out."""
+        """Divide the time into sections. Those whose live buffers are a subset of a neighbour's are left out.
+
+        So each section that stays has a buffer whose life begins in it, and one whose life ends in it.
+        """
         first, end = np.array([b.first for b in buffers]), np.array([b.last + 1 for b in buffers])
         cuts = np.unique(np.concatenate([first, end]))[:-1]
         live = (first[None, :] <= cuts[:, None]) & (cuts[:, None] < end[None, :])
         live = live[live.any(1)]
-        ends = np.append((live[:-1] & ~live[1:]).any(1), True)
-        begins = np.append(True, (live[1:] & ~live[:-1]).any(1))
-        live = live[ends & begins]
+        has_last_use = np.append((live[:-1] & ~live[1:]).any(1), True)  # a buffer is not live in the next section
+        has_first_use = np.append(True, (live[1:] & ~live[:-1]).any(1))  # a buffer is not live in the previous section
+        live = live[has_last_use & has_first_use]
         sizes = np.array([b.bytes for b in buffers], np.int64)
         section, members = np.nonzero(live)
         starts = np.searchsorted(section, np.arange(len(live)))
-        lengths, level = live.sum(0), (live * (live @ sizes)[:, None]).max(0)
+        lifetimes, section_bytes = live.sum(0), live @ sizes
+        most_live = (live * section_bytes[:, None]).max(0)
         meets = live.T.astype(np.int32) @ live.astype(np.int32) > 0
-        return cls(sizes, live.T.copy(), meets, members, starts, (lengths, sizes * lengths, level))
+        keys = (lifetimes, sizes * lifetimes, most_live)
+        return cls(sizes, live.T.copy(), meets, members, starts, keys)
 
     def random_rank(self, seed: int, last_rank: np.ndarray | None) -> np.ndarray:
         """Return a rank for each buffer, by which `offsets_within` breaks ties: those with a low rank are placed first.
@@ -73,6 +79,7 @@ class Stacking:
         """Return offsets within an arena of `target` bytes; None if this order does not lead to any."""
         offsets, steps = np.zeros_like(self.sizes), STEPS_PER_BUFFER * len(self.sizes)
         lowest, pending = np.zeros_like(self.sizes), self.sizes @ self.live
+        # a partial order: candidates still to try, lowest offset of each buffer, bytes to place in each section
         trail = [(self._candidates(lowest, rank), lowest, pending)]
         while trail and steps and pending.max() <= target:
             candidates, lowest, pending = trail[-1]

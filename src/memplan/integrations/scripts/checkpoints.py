@@ -1,7 +1,7 @@
-"""Checkpoints of a recording. Its tensors have no values: a short text with a number is saved in their place.
+"""Checkpoints of a recording. Its tensors have no values: a short text with a number is saved instead.
 
-The text goes wherever a checkpoint goes: through buffers, open files, copies and renames. What is loaded from it has
-the shapes that were saved.
+The text goes wherever a checkpoint goes: through buffers, open files, copies and renames. Loading it returns new
+tensors of the shapes that were saved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Checkpoints:
     Args:
         effects: gets a note of each save to a path.
         values: whether tensors have values, which are saved and loaded as they are.
-        writes: whether a path that is saved to is written; if not, it is known by its path alone.
+        writes: whether saving to a path writes the text to the file; if not, this object remembers it by path.
         before: called before each save and each load.
     """
 
@@ -42,10 +42,10 @@ class Checkpoints:
     ) -> None:
         self._effects = effects
         self._before = before
-        self._values = values
-        self._writes = writes
+        self._has_values = values
+        self._writes_paths = writes
         self._saved: list[Any] = []
-        """What was saved, as shapes; the text in its file has its place here."""
+        """Saved objects, with shapes for tensors; the text in a file has the index here."""
         self._by_path: dict[str, bytes] = {}
         """Texts of paths that were not written."""
 
@@ -57,7 +57,7 @@ class Checkpoints:
             stack.enter_context(_torch.patched(torch, save=self._saver(torch.save), load=load))
             jit = torch.jit
             stack.enter_context(_torch.patched(jit, save=self._saver(jit.save), load=self._loader(jit.load)))
-            if not self._values:
+            if not self._has_values:
                 stack.enter_context(_torch.pickled_fakes(self._reduce))
                 # what torch.jit makes of a module runs as that module, and scripts save it by its method
                 stack.enter_context(
@@ -69,18 +69,18 @@ class Checkpoints:
 
                 save, load = self._saver(tensors.save_file), self._loader(tensors.load_file)
                 storage_ptr = tensors.storage_ptr
-                if not self._values:  # storages without data all have the address 0: tell them apart by their identity
+                if not self._has_values:  # storages without data all have the address 0: identity tells them apart
                     storage_ptr = lambda tensor: _torch.storage_key(tensor.untyped_storage())  # noqa: E731
                 stack.enter_context(
                     _torch.patched(
                         tensors, save_file=save, load_file=lambda filename, device="cpu": load(filename, str(device)),
                         save_model=lambda model, filename, *args, **kwargs: save(model.state_dict(), filename),
-                        save=tensors.save if self._values else lambda tensors, *args, **kwargs: self._store(tensors),
+                        save=tensors.save if self._has_values else lambda tensors, *_, **__: self._store(tensors),
                         load=self._loader_of_bytes(tensors.load),
                         storage_ptr=storage_ptr,
                     )
                 )  # fmt: skip
-                if not self._values and hasattr(os, "memfd_create"):
+                if not self._has_values and hasattr(os, "memfd_create"):
                     opened = self._opener(
                         safetensors.safe_open, {dtype: name for name, dtype in tensors._TYPES.items()}
                     )
@@ -106,7 +106,10 @@ class Checkpoints:
         return number if number < len(self._saved) else None
 
     def _saver(self, plain: Callable[..., None]) -> Callable[..., None]:
-        """Return a replacement for ``plain`` that notes the effect, and without values writes a text of `_store`."""
+        """Return a replacement for ``plain``, a function that saves an object to a path or an open file.
+
+        It notes the path of the checkpoint. Tensors with values are saved as usual, else a text of `_store` is.
+        """
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             self._before("save")
@@ -114,12 +117,12 @@ class Checkpoints:
             path = os.path.abspath(os.fsdecode(f)) if is_path else str(getattr(f, "name", type(f).__name__))
             if is_path or hasattr(f, "name"):
                 self._effects.note("checkpoint", path)
-            if self._values:
+            if self._has_values:
                 return plain(obj, f, *args, **kwargs)
             text = self._store(obj)
             if not is_path:
                 f.write(text)
-            elif self._writes:
+            elif self._writes_paths:
                 with open(path, "wb") as file:
                     file.write(text)
             else:
@@ -128,14 +131,15 @@ class Checkpoints:
         return save
 
     def _loader(self, plain: Callable[..., Any], *, is_recorded: bool = False) -> Callable[..., Any]:
-        """Return a replacement for ``plain`` that loads tensors of the recording, also from a real file.
+        """Return a replacement for ``plain``, a function that loads a checkpoint from a path or an open file.
 
-        ``is_recorded``: ``plain`` itself does so with a real file, as `torch.load` during a recording.
+        Texts of `_store` and real files are both loaded as tensors of the recording. ``is_recorded``: ``plain`` itself
+        loads a real file so, as `torch.load` does during a recording.
         """
 
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._before("load")
-            if self._values:
+            if self._has_values:
                 return plain(f, map_location, *args, **kwargs)
             stored = self._load_stored(self._read_mark(f), map_location)
             if stored is not None:
@@ -149,7 +153,10 @@ class Checkpoints:
         return load
 
     def _read_mark(self, f: Any) -> bytes:
-        """Return the first bytes of a file, in which a text of `_store` would be; an open file keeps its position."""
+        """Return the first bytes of a path or open file, enough for a text of `_store`; b"" if it cannot be read.
+
+        An open file keeps its position.
+        """
         if isinstance(f, (str, os.PathLike)):
             path = os.path.abspath(os.fsdecode(f))
             if path in self._by_path:
@@ -170,14 +177,15 @@ class Checkpoints:
         `_store`."""
 
         def load(data: bytes) -> Any:
-            stored = None if self._values else self._load_stored(data, "cpu")
+            stored = None if self._has_values else self._load_stored(data, "cpu")
             return plain(data) if stored is None else stored
 
         return load
 
     def _opener(self, plain: Any, names: Mapping[torch.dtype, str]) -> type:
-        """Return a class in the place of ``safetensors.safe_open``, which opens what was saved: a file without disk
-        space has its header, and zeros for its tensors, that a recording does not read.
+        """Return a replacement for the class ``safetensors.safe_open`` that opens checkpoints of this recording.
+
+        It opens a sparse file with the saved header. The tensors' bytes are zeros, which a recording does not read.
 
         ``names``: dtype -> its name in a header.
         """

@@ -1,7 +1,7 @@
-"""Tensors without data that a model reads from closures or globals, which become constants of the graph.
+"""Free tensors: fake tensors of a recording that a traced model reads from closures or globals.
 
-AOTAutograd refuses constants without data, so each is replaced by an uninitialized tensor while the model is traced.
-Nothing writes it, so it takes no physical memory.
+They become constants of the graph. AOTAutograd refuses constants without data, so each is replaced by an uninitialized
+tensor while the model is traced. Nothing writes it, so it takes no physical memory.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from memplan import _torch
 
 
 class FreeTensors:
-    """Free tensors without data of a model, and their replacements."""
+    """The free tensors of a model, and the constants that replace them."""
 
     def __init__(self) -> None:
         self._constants: dict[int, torch.Tensor] = {}
-        """The constant that replaces a tensor, by id() of the tensor."""
+        """The constant that replaces a free tensor, by id() of the free tensor."""
         self._originals: dict[int, torch.Tensor] = {}
-        """Kept alive, as their ids are known."""
+        """The free tensor, by id() of its constant. It is kept alive, so that no other tensor gets its id."""
 
     def replace_free(self, arguments: Any) -> Any:
-        """Return the arguments of a function with each free tensor without data replaced by its constant."""
+        """Return the arguments of a function with each free tensor replaced by its constant."""
         leaves, spec = _torch.tree_flatten(arguments)
-        if not any(map(_is_recorded, leaves)):
+        if not any(map(_is_free, leaves)):
             return arguments
         return _torch.tree_unflatten([self._constant_for(leaf) for leaf in leaves], spec)
 
     def original(self, constant: torch.Tensor) -> torch.Tensor:
-        """Return the free tensor that a constant of the graph stands for; other constants are returned unchanged."""
+        """Return the free tensor that a constant of the graph replaces; other constants are returned unchanged."""
         return self._originals.get(id(constant), constant)
 
     def _constant_for(self, leaf: Any) -> Any:
-        """Return the constant that replaces a free tensor, one for each; other leaves are returned unchanged."""
-        if not _is_recorded(leaf):
+        """Return the constant that replaces a free tensor, always the same; other leaves are returned unchanged."""
+        if not _is_free(leaf):
             return leaf
         if id(leaf) not in self._constants:
             with _torch.no_modes():
-                constant = leaf.constant
+                constant = leaf.constant  # the real tensor, if the fake tensor's values are known
                 if constant is None:
                     constant = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
                 self._constants[id(leaf)] = constant.requires_grad_() if leaf.requires_grad else constant
@@ -47,6 +47,9 @@ class FreeTensors:
         return self._constants[id(leaf)]
 
 
-def _is_recorded(leaf: Any) -> bool:
-    """Return whether a leaf is a tensor of memplan's recordings, and not of the capture itself."""
+def _is_free(leaf: Any) -> bool:
+    """Return whether a leaf is a free tensor: a fake tensor of a recording (its mode is memplan's `FakeMode`).
+
+    Those that the capture itself makes have a mode of torch's own class.
+    """
     return type(leaf) is _torch.FakeTensor and isinstance(leaf.fake_mode, _torch.FakeMode)

@@ -34,12 +34,13 @@ _NORMS = (
 def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
     """Return the functions that replace ops when a step is traced, by op.
 
-    ``on_card``: whether the step runs on a CUDA card. The choice of pools that torch computes was measured on CPUs
-    only."""
+    ``on_card``: whether the step runs on a CUDA card. Only on the CPU some max pools run as torch's kernels instead of
+    generated code (`max_pool`), since only there were both timed.
+    """
     ops: Any = torch.ops.memplan
     return {
         **({} if on_card else max_pool.decompositions()),
-        **_corrected(),
+        **_with_fake_kernels(),
         **{op: _norm(op) for op in _NORMS},
         **{op: function for lever in LEVERS for op, function in lever.lowered().items()},
         ops.dropout.default: lambda x, mask, scale: x * mask * scale,
@@ -48,8 +49,10 @@ def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
 
 
 def _norm(op: Any) -> Callable[..., Any]:
-    """Return Inductor's decomposition of a norm with statistics in the parameters' dtype, as the CPU's kernels return
-    them in mixed precision. torch's decompositions round them to the input's dtype."""
+    """Return Inductor's decomposition of a norm, changed so that statistics have the parameters' dtype.
+
+    The CPU's kernels return them so in mixed precision; torch's decompositions round them to the input's dtype.
+    """
 
     def norm(x: Tensor, *arguments: Any) -> Any:
         decomposition = inductor.decomposition(op)
@@ -68,7 +71,7 @@ def _cross_entropy_backward(
     grad_output: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int,
     total_weight: Tensor,
 ) -> Tensor:  # fmt: skip
-    """(softmax - one_hot(target)) * scale of the sample, without a buffer for the gradient of the log-probabilities."""
+    """Return (softmax - one_hot(target)) * scale of the sample. The log-probabilities' gradient needs no buffer."""
     is_counted = target != ignore
     index = torch.where(is_counted, target, 0)
     scale = torch.where(is_counted, 1.0 if weight is None else weight[index], 0.0).to(log_probs.dtype)
@@ -80,14 +83,18 @@ def _cross_entropy_backward(
 
 
 @cache
-def _corrected() -> Mapping[Any, Callable[..., Any]]:
-    """Return functions for torch's ops whose traced results differ from the kernel's, see `traced_results`."""
-    corrected = dict[Any, Callable[..., Any]]()
+def _with_fake_kernels() -> Mapping[Any, Callable[..., Any]]:
+    """Return replacements for torch's ops that fake tensors refuse although the CPU runs them (`INSTEAD`).
+
+    Each is an op of memplan with torch's own kernel, whose fake kernel is the function in `INSTEAD`.
+    """
+    replacements = dict[Any, Callable[..., Any]]()
     for target, results in INSTEAD.items():
         aten_op = _torch.op_named(target)
-        if aten_op is not None:
+        if aten_op is not None:  # None: this torch has no such op
             name = target.split(".")[1].strip("_")
             _, _, signature = _torch.schema_of(aten_op).partition("(")
-            define(f"{name}({signature}", lambda *args, results=results, **kwargs: results(args, kwargs))(aten_op)
-            corrected[aten_op] = overload(f"memplan.{name}.default")
-    return corrected
+            register = define(f"{name}({signature}", lambda *args, results=results, **kwargs: results(args, kwargs))
+            register(aten_op)
+            replacements[aten_op] = overload(f"memplan.{name}.default")
+    return replacements

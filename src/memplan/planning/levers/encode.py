@@ -246,9 +246,9 @@ def _lossy(
     """Return the lossy encoding of a value, and the encoded value: eight bits an element where all its readers
     tolerate that, else bfloat16.
 
-    None if the plan is exact, the value is no floating-point result of its op, or ops only compare it with 0: bits
-    are smaller then, and exact. ``is_amplified``: whether ops of the forward pass amplify an error of the value, which
-    rules eight bits out.
+    None if the plan is exact, if the value is not the floating-point main result of its op, if it is a mere cast, or
+    if backward ops only compare it with 0: then bits are smaller, and exact. ``is_amplified``: whether forward ops
+    amplify an error of the value, which rules eight bits out.
     """
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
@@ -271,8 +271,8 @@ def _lossy(
 
 
 def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
-    """Return the encoding of a value in eight bits, with the temporary bytes of `memplan.planning.ops.int8`, and the
-    encoded value."""
+    """Return the encoding of a value in eight bits, and the encoded value. Its workspaces are those of the kernels in
+    `memplan.planning.ops.int8`."""
     elements = prod(value.shape)
     codec = "int8" if is_signed else "uint8"
     piece = min(quantized_piece(elements, value.place), elements)
@@ -294,8 +294,12 @@ def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
 def _exact(
     graph: JointGraph, value: Value, maker: GraphOp, readers: Iterable[GraphOp]
 ) -> tuple[SavedForm, Value] | None:
-    """Return the exact encoding of a value and the encoded value, None if there is no such encoding."""
-    piece = min(most(value.place), prod(value.shape))
+    """Return the exact encoding of a value, and the encoded value; None if it has none.
+
+    Exact: gradients have the same bits as with the value itself. In this order: a bool as bits, indices as a narrower
+    integer type, and, where readers only compare the value with 0, the results of that comparison as bits.
+    """
+    piece = min(most(value.place), prod(value.shape))  # elements packed or unpacked at a time
     if value.dtype == "bool":  # a bit for each element
         direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
         scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
@@ -316,7 +320,7 @@ def _exact(
         size = value.bytes // itemsize(value.dtype) * itemsize(dtype)
         encoded = replace(value, name=f"{value.name}_index", kind="encoded", bytes=size, dtype=dtype, op=None)
         return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "index"), encoded
-    # a comparison with 0 as bits, for the ops that need no more of the value
+    # a comparison with 0 as bits, for the ops that need no more of the value: it cannot be decoded (whole=False)
     kinds: dict[str, list[GraphOp]] = defaultdict(list)
     for op in readers:
         kind = reads_bits(graph, op, value.id)
@@ -333,8 +337,10 @@ def _exact(
 
 
 def _packing_bytes(place: str) -> int:
-    """Return the bytes for each element that packing a piece into bits takes. On a card, where numpy does not pack,
-    there are four buffers: flags, padded flags, weighted flags and bits."""
+    """Return the workspace of packing a piece into bits, in bytes an element.
+
+    numpy packs on the host, with one buffer. On a card there are four: flags, padded flags, weighted flags and bits.
+    """
     return 1 if place == HOST else 4
 
 

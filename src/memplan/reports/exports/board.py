@@ -49,7 +49,10 @@ def report(fit: BoardFit) -> Document:
 
 
 def _facts(fit: BoardFit) -> dict[str, str]:
-    """Return the figures of the board and of what does not depend on the part, by label."""
+    """Return the board's figures, and those of the step that are the same for each trained part, by label.
+
+    "head" is the name of the model's last trained layer.
+    """
     board = fit.board
     banks = ", ".join(f"{bank.name} {format_bytes(bank.bytes)}" for bank in board.banks)
     flash = "outside of the chip, not checked" if board.flash is None else format_bytes(board.flash)
@@ -71,7 +74,7 @@ def _flash(part: TrainedPart) -> str:
 
 
 def _advice(fit: BoardFit, best: TrainedPart) -> list[str]:
-    """Return where arrays lie, and the options of an export."""
+    """Return the memory bank of each array if the part ``best`` is trained, and the options that export its step."""
     by_bank: dict[str, list[str]] = {}
     for what, bank in best.banks.items():
         if what != "reserve" or fit.reserve:

@@ -36,21 +36,27 @@ def _is_channels_last(x: torch.Tensor) -> bool:
 
 
 def _norm(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of the results (Normalization.cpp, `suggest_memory_format_contig`): contiguous, unless the input is
-    channels last and not contiguous."""
+    """Strides of the results (Normalization.cpp, `suggest_memory_format_contig`).
+
+    The output is channels last if the input is channels last and not also contiguous (as with one channel).
+    Otherwise it is contiguous.
+    """
     x, (output, *statistics) = args[0], results
     last = not x.is_contiguous() and _is_channels_last(x)
     return _formatted(output, last=last), *statistics
 
 
 def _norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of the results (Normalization.cpp, `batch_norm_backward_cpu_template`): as `_norm` if gradient and input
-    have the same format."""
+    """Strides of the results (Normalization.cpp, `batch_norm_backward_cpu_template`).
+
+    If the incoming gradient and the input are dense in the same memory format, the input's gradient has the format that
+    `_norm` gives the output; else the format that the input suggests (``suggest_memory_format()``).
+    """
     (gradient, x), (grad_input, *others) = args[:2], results
     last = suggests_channels_last(x)
     dense = all(t.is_contiguous() or _is_channels_last(t) for t in (gradient, x))
     if dense and suggests_channels_last(gradient) == last:
-        last = not x.is_contiguous()
+        last = not x.is_contiguous()  # x is dense: then it is channels last
     return None if grad_input is None else _formatted(grad_input, last=last), *others
 
 
@@ -69,14 +75,19 @@ def _convolution_backward(args: Arguments, kwargs: Keywords, results: Any) -> An
 
 
 def _prelu_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Activation.cpp, `_prelu_kernel_backward`, whose TensorIterator has input, weight and gradient in this order."""
+    """Strides of both gradients: those of an elementwise op over input, weight and gradient, in this order.
+
+    Source: Activation.cpp, `_prelu_kernel_backward`.
+    """
     gradient, x, weight = args[:3]
     return tuple(with_strides(grad, elementwise_strides([x, weight, gradient], grad.shape)) for grad in results)
 
 
 def _group_norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of the results (group_norm.cpp): in the input's memory format; from torch 2.14 on, ``empty_like`` of the
-    input in that format."""
+    """Strides of the results (group_norm.cpp): the input's gradient has the memory format that the input suggests.
+
+    From torch 2.14 on, an input that has this format already passes its strides on (``empty_like``).
+    """
     x = args[1]
     if torch_version() < (2, 14) or copied_to(x, suggests_channels_last(x)):
         return suggested_format(1)(args, kwargs, results)

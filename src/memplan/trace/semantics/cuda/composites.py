@@ -112,7 +112,7 @@ def enabled_now() -> Enabled:
 
 
 class _Table:
-    """The CUDA decompositions, each a kernel with the arguments of its op; tensors on the host take the CPU's."""
+    """The CUDA decompositions: methods with the arguments of their op. For tensors on the host, the CPU's run."""
 
     def __init__(self, on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch]) -> None:
         self._on_card = on_card
@@ -139,8 +139,10 @@ class _Table:
         epsilon: float,
         enabled: bool,
     ) -> torch.Tensor:
-        """Batch norm (native/Normalization.cpp, _batch_norm_impl_index): cuDNN reads and saves its input in a memory
-        format, so that an input in none is copied first."""
+        """Batch norm (native/Normalization.cpp, _batch_norm_impl_index).
+
+        cuDNN reads and saves a contiguous or channels-last input: any other input is copied to such a format first.
+        """
         if self._on_card(x) and uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
             x = in_own_format(x)
         return dispatch.composite(
@@ -442,10 +444,10 @@ def _repeat_heads(heads: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _flattened(weights: list[torch.Tensor]) -> bool:
-    """cudnn/RNN.cpp, try_get_weight_buf: whether the weights of a recurrent network lie in one buffer.
+    """Whether the weights of a recurrent network lie in one buffer (cudnn/RNN.cpp, try_get_weight_buf).
 
     A computed weight (weight drop, weight norm) never does, nor does a parameter that is used twice. Autocast makes the
-    buffer itself, when it casts. `flatten_parameters` leaves bfloat16 alone, which is none of
+    buffer itself, when it casts. `flatten_parameters` leaves bfloat16 weights separate: the dtype is not in
     torch.backends.cudnn.CUDNN_TENSOR_DTYPES.
     """
     if torch.is_autocast_enabled("cuda") and weights[0].dtype is not torch.float16:
@@ -472,10 +474,11 @@ def _cudnn_recurrent(
     """Run cuDNN's recurrent op (cudnn/RNN.cpp, _cudnn_impl). Returns output, last hidden states and last cells."""
     hidden = (hx if cx is None else cx).shape[2]
     projection = 0 if hx.shape[2] == hidden else hx.shape[2]
-    number = (4 if biases else 2) + bool(projection)
+    number = (4 if biases else 2) + bool(projection)  # weights and biases of a layer and direction
+    # bytes at one byte an element: the number of elements
     elements = rnn_weight_bytes(MODES[mode], x.shape[-1], hidden, layers, bidirectional, 1, projection)
     with torch.no_grad():
-        if _flattened(weights):  # views of this buffer already: it allocates nothing
+        if _flattened(weights):  # views of a buffer that exists: expanding one element has its size, allocating nothing
             buffer = weights[0].detach().reshape(-1)[:1].expand(elements)
         else:  # "RNN module weights are not part of single contiguous chunk": saved for the backward pass
             buffer = weights[0].new_empty(elements)

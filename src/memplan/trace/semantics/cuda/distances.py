@@ -44,14 +44,19 @@ def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 
 
 def euclidean_dist(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
-    """Temporaries (Distance.cpp, _euclidean_dist): operands with two more columns, so that one product yields squared
-    distances."""
+    """Temporaries (Distance.cpp, _euclidean_dist): copies of both operands with two more columns.
+
+    One matrix product of the copies yields the squared distances. They are allocated before the result.
+    """
     sizes = [x.numel() // x.shape[-1] * (x.shape[-1] + 2) * x.element_size() for x in args[:2] if x.shape[-1]]
     return tuple(Temporary(size, first=True) for size in sizes if size)
 
 
 def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (Linear.cpp, _trilinear): a product and its sum at each position of the unrolled dimension."""
+    """Temporaries (Linear.cpp, _trilinear): two intermediate products at each position of the unrolled dimension.
+
+    The first is of the first two operands, summed where the third has size 1; the second is its product with the third.
+    """
     operands, summed = [_with_unit_dims(x, dims) for x, dims in zip(args[:3], args[3:6], strict=True)], args[6]
     unrolled: int = [*args[7:8], kwargs.get("unroll_dim", 1)][0]
     first, second = list[int](), list[int]()

@@ -89,8 +89,10 @@ def _concatenated(first: Formula, second: Formula) -> Formula:
 
 
 def sum_cast(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (ReduceOpsUtils.h, make_reduction): an operand of another dtype is cast first, unless in half
-    precision."""
+    """Temporaries (ReduceOpsUtils.h, make_reduction): a copy of an operand of another dtype, cast to the result's.
+
+    For a float32 result, the kernel itself reads half precision.
+    """
     x = args[0]
     if x.dtype is result.dtype or (x.dtype in _REDUCED and result.dtype is torch.float32):
         return ()
@@ -104,15 +106,19 @@ def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 
 
 def im2col(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (Im2Col.cu and Col2Im.cu): a copy of the operand; the result is first allocated in its size, then
-    resized."""
+    """Temporaries (Im2Col.cu and Col2Im.cu): a contiguous copy of the operand, and the result's first storage.
+
+    The result is allocated by ``empty_like`` of the operand, then resized; if it is larger, it gets a new storage.
+    """
     x = args[0]
     return nonzero(copied(x), bytes_of(x) if result.numel() > x.numel() else 0)
 
 
 def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (TensorTransformations.cu, roll_cuda): a copy of the operand, or the result of each dimension but the
-    last."""
+    """Temporaries (TensorTransformations.cu, roll_cuda): over one dimension, a contiguous copy of the operand.
+
+    Several dimensions are rolled one after the other: each result but the last is a temporary.
+    """
     x, dims = args[0], args[2] if len(args) > 2 else kwargs.get("dims", ())
     return (bytes_of(result),) * (len(dims) - 1) or nonzero(copied(x))
 
@@ -126,10 +132,9 @@ _MOST_CHANNELS = 1024
 
 
 def grid_sample(grid: int) -> Formula:
-    """Formula of grid sampling (GridSampler.cpp): for cuDNN, expanded operands are copied and the grid is made
-    contiguous.
+    """Formula of grid sampling (GridSampler.cpp): cuDNN gets copies of expanded operands, and a contiguous grid.
 
-    ``grid`` is the position of that argument.
+    Other kernels need no copies. ``grid`` is the position of the grid in the op's arguments.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Temporary, ...]:
