@@ -371,8 +371,8 @@ def _data_parallel_without_peers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> Iterator[None]:
-    """Call ``check`` with each list of split sizes passed to `all_to_all_single` and the number of rows that it splits,
-    -1 if unknown; ``check`` returns the sizes to use."""
+    """Call ``check`` with each list of split sizes passed to `all_to_all_single`, and with the number of rows of the
+    tensor that it splits, -1 if unknown. The exchange uses the sizes that ``check`` returns."""
 
     def checked(exchange: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(exchange)
@@ -382,6 +382,7 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
             values = named.arguments
             for name, sizes in list(values.items()):
                 if isinstance(sizes, (list, tuple)):
+                    # the tensor that they split; functional ops call the input `self`, and have no argument `output`
                     tensors = ("input", "self") if name.startswith("input") else ("output",)
                     rows = next((len(values[tensor]) for tensor in tensors if tensor in values), -1)
                     values[name] = check(sizes, rows)
@@ -400,10 +401,10 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
         if functional is not None and hasattr(functional, "all_to_all_single"):
             op = functional.all_to_all_single
 
-            def exchange(self: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
+            def op_with_signature(self: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
                 return op(self, output_split_sizes, input_split_sizes, group_name)
 
-            stack.enter_context(patched(functional, all_to_all_single=checked(exchange)))
+            stack.enter_context(patched(functional, all_to_all_single=checked(op_with_signature)))
         yield
 
 

@@ -19,8 +19,8 @@ def forget_ranks() -> None:
 
 
 def unanswered_collectives() -> tuple[str, ...]:
-    """Return the names of the collective operations so far that should have received an object from another rank, and
-    left this rank's own object in place."""
+    """Return the names of the operations so far that waited for an object of another rank. They left this rank's own
+    object unchanged."""
     return tuple(_unanswered)
 
 
@@ -97,8 +97,11 @@ if dist.is_available():
             return True
 
 
-def _is_sender(rank: int | None, group: Any, group_rank: int | None) -> bool:
-    """Return whether this rank is the source (or the destination) of a collective operation in ``group``."""
+def _is_root(rank: int | None, group: Any, group_rank: int | None) -> bool:
+    """Return whether this rank is the root of a collective operation: the only rank that sends, or that gathers.
+
+    ``rank`` and ``group_rank`` name the root, as ``src``/``dst`` and ``group_src``/``group_dst`` of torch.distributed.
+    """
     if group_rank is not None:
         return dist.get_rank(group) == group_rank
     return dist.get_rank() == (rank or 0)
@@ -113,14 +116,14 @@ def _gather_object(
     obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None, group: Any = None,
     group_dst: int | None = None,
 ) -> None:  # fmt: skip
-    if object_gather_list is not None and _is_sender(dst, group, group_dst):
+    if object_gather_list is not None and _is_root(dst, group, group_dst):
         _all_gather_object(object_gather_list, obj)
 
 
 def _broadcast_object_list(
     object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
 ) -> None:
-    if not _is_sender(src, group, group_src):
+    if not _is_root(src, group, group_src):
         _unanswered.append("broadcast_object_list")
 
 
@@ -128,7 +131,7 @@ def _scatter_object_list(
     scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, src: int | None = None,
     group: Any = None, group_src: int | None = None,
 ) -> None:  # fmt: skip
-    if _is_sender(src, group, group_src) and scatter_object_input_list is not None:
+    if _is_root(src, group, group_src) and scatter_object_input_list is not None:
         scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
     else:
         _unanswered.append("scatter_object_list")
@@ -145,4 +148,5 @@ OBJECT_COLLECTIVES: dict[str, Any] = {
     "recv_object_list": _recv_object_list, "send_object_list": lambda *_, **__: None,
 }  # fmt: skip
 """Replacements for the collective operations on objects. Where all ranks send, the others are assumed to send the same
-object as this rank; where another rank sends to this rank, objects stay unchanged, and the operation is noted."""
+object as this rank. Where another rank sends to this rank, objects stay unchanged, and `unanswered_collectives` has the
+operation's name."""

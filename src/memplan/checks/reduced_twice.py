@@ -13,7 +13,7 @@ ID = "reduced-twice"
 TITLE = "Gradients are reduced across the ranks more than once before an update"
 
 _MOST = 0.5
-"""A finding is about at least this share of the gradients' bytes."""
+"""Least share of the gradients' bytes that must be reduced again for a finding."""
 
 
 def find(subject: Subject) -> list[Finding]:
@@ -23,7 +23,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _by_hand(use: _torch.DataParallelUse) -> Iterator[Finding]:
-    """Yield a finding for each line that reduces most gradients again by all_reduce."""
+    """Yield a finding for each line of code that reduces most gradients again by all_reduce."""
     for where, keys in use.by_hand.items():
         size = sum(use.sizes[key] for key in keys)
         if size < _MOST * sum(use.sizes.values()):
@@ -39,7 +39,7 @@ def _by_hand(use: _torch.DataParallelUse) -> Iterator[Finding]:
 
 
 def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
-    """Yield a finding if every micro-batch reduces most gradients, instead of the last alone."""
+    """Yield a finding if every micro-batch's backward pass reduces most gradients, instead of only the last one's."""
     times = _least_often(use.updates, _MOST * sum(use.sizes.values()), use)
     if times < 2:
         return
@@ -56,10 +56,13 @@ def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
 
 
 def _least_often(updates: Sequence[dict[int, int]], size: float, use: _torch.DataParallelUse) -> int:
-    """Return how often gradients of at least ``size`` bytes are reduced before every update; 0 without updates."""
-    often: list[int] = []
+    """Return the largest number of reductions that gradients of ``size`` bytes or more have before each update.
+
+    It is the smallest number over the updates; 0 without updates. ``updates``: reductions by gradient, by update.
+    """
+    times: list[int] = []
     for counts in updates:
-        levels = sorted(set(counts.values()), reverse=True)
-        enough = (n for n in levels if sum(use.sizes[key] for key, count in counts.items() if count >= n) >= size)
-        often.append(next(enough, 0))
-    return min(often, default=0)
+        descending = sorted(set(counts.values()), reverse=True)
+        enough = (n for n in descending if sum(use.sizes[key] for key, count in counts.items() if count >= n) >= size)
+        times.append(next(enough, 0))
+    return min(times, default=0)

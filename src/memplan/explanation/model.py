@@ -19,7 +19,7 @@ from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
 
 _EVENTS = ("events", "log", "segments")
-"""Fields of the timeline that are not written: a file has the peaks, but not the events."""
+"""Fields of the timeline that are not saved: reports of a saved explanation need its peaks alone."""
 _BESIDE = ("script", "beside")
 """Keys that commands add: facts about a script, and a comparison of predicted and measured peaks."""
 
@@ -267,6 +267,7 @@ class Explanation(Saved, Displayed):
     """The host's memory, for a recorded step on a card, with workers of loaders, or with a budget."""
 
     def _plain(self) -> dict[str, Any]:
+        """Return the fields to save: without the timeline's `_EVENTS`, and without an empty ``source``."""
         plain = Saved._plain(self)
         if not self.source:
             del plain["source"]
@@ -274,6 +275,7 @@ class Explanation(Saved, Displayed):
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return saved fields as the constructor needs them: without what commands added, and with no events."""
         plain = {key: part for key, part in plain.items() if key not in _BESIDE}
         if isinstance(plain.get("timeline"), dict):
             plain["timeline"] = {"events": [], **plain["timeline"]}

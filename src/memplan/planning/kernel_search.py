@@ -1,4 +1,9 @@
-"""Choose groups of calls that kernels replace, where a step has no plan within its budget without."""
+"""Choose groups of calls that kernels replace, for a step that has no plan within its budget without kernels.
+
+Groups are replaced by kind: all groups of a kernel, or none. Each round looks at the op with the most live bytes in the
+schedule with the smallest peak. If it is in a group, that group's kind is added, and the step is captured and planned
+anew; if it is a kernel that needs more bytes than the calls it replaced, its kind is left out again.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +29,11 @@ from memplan.planning.tile_search import over_budget_ops_of
 _log = logging.getLogger("memplan")
 
 ROUNDS = 4
-"""Captures at most, each with other kinds of kernels."""
-LEAST = 1
-"""Bytes: the budget to which the schedule with the smallest peak comes nearest."""
+"""Most captures, each with other kinds of kernels."""
+_SMALLEST_PEAK = 1
+"""Budget in bytes that no schedule meets: the nearest to it is the schedule with the smallest peak."""
 STATISTICS = 8
-"""Bytes that a norm's kernel saves of a row, at most."""
+"""Most bytes that a norm's kernel saves for a row."""
 
 
 def planned_with_kernels(
@@ -48,14 +53,14 @@ def planned_with_kernels(
     """
     groups, reasons = offered(study, settings)
     kinds, tried, current = frozenset[str](), {frozenset[str]()}, study
-    kind_of, levels = _kind_of(groups), dict[str, int]()
-    for op in over_budget_ops_of(study, settings, LEAST):
+    kind_of, levels_without = _kind_of(groups), dict[str, int]()
+    for op in over_budget_ops_of(study, settings, _SMALLEST_PEAK):  # the op with the most live bytes first
         if op.call in kind_of:
-            levels.setdefault(kind_of[op.call], op.level)
+            levels_without.setdefault(kind_of[op.call], op.level)
     for _ in range(ROUNDS):
         safe_point()
-        above = over_budget_ops_of(current, settings, LEAST)
-        following = _next_kinds(groups, above, kinds, tried, levels)
+        above = over_budget_ops_of(current, settings, _SMALLEST_PEAK)
+        following = _next_kinds(groups, above, kinds, tried, levels_without)
         if following is None:
             break
         kinds = following
@@ -82,7 +87,7 @@ def planned_with_kernels(
 
 
 def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:
-    """Return the groups that kernels can replace, and the reasons for the others."""
+    """Return the groups that kernels can replace, and the reasons why they cannot replace the others."""
     card, graph = settings.home.card, study.captured.graph
     reasons, groups = [str(refused) for refused in study.captured.refused_groups], list[Group]()
     if card is not None and study.captured.groups:
@@ -100,35 +105,35 @@ def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:
 
 def _next_kinds(
     groups: Sequence[Group], above: Sequence[OverBudgetOp], kinds: frozenset[str], tried: Collection[frozenset[str]],
-    plain: Mapping[str, int],
+    levels_without: Mapping[str, int],
 ) -> frozenset[str] | None:  # fmt: skip
     """Return the kinds of kernels to try next; None if there is no other choice.
 
-    They are those tried last with the kind whose group has the highest op; or without the kind whose own op that is, if
-    the step without kernels takes less there; or all. No budget matters, so that the smallest that an error names has a
-    plan.
+    The first of these that was not tried yet: the last choice, with the kind in whose group the highest op is; the last
+    choice without that kind, if its groups need fewer bytes without kernels; all kinds. The choice does not depend on
+    the budget. So the smallest budget that an error names has a plan.
 
     Args:
-        groups: that kernels can replace.
-        above: ops of the schedule with the smallest peak, the highest first.
-        kinds: tried last.
-        tried: all that were tried.
-        plain: live bytes of the step without kernels, by kind, at the highest op of its groups.
+        groups: groups that kernels can replace.
+        above: ops of the schedule with the smallest peak, the one with the most live bytes first.
+        kinds: kinds of the last capture.
+        tried: all choices that were tried.
+        levels_without: most live bytes during the groups of each kind, in the step without kernels.
     """
     present, kind_of = frozenset(group.kernel for group in groups), _kind_of(groups)
     top = frozenset(kind_of[op.call] for op in above[:1] if op.call in kind_of)
-    worse = frozenset(kind for kind in top & kinds if plain.get(kind, 0) < above[0].level)
+    worse = frozenset(kind for kind in top & kinds if levels_without.get(kind, 0) < above[0].level)
     candidates = [kinds | top, kinds - worse, present]
     return next((candidate & present for candidate in candidates if candidate & present not in tried), None)
 
 
 def _kind_of(groups: Sequence[Group]) -> dict[int, str]:
-    """Return the kernel by number of the call that it replaces."""
+    """Return the kind of kernel that replaces each call, by the call's number."""
     return {call: group.kernel for group in groups for call in group.calls}
 
 
 def _failures(study: Study, settings: Settings) -> dict[str, str]:
-    """Return the kernels that do not run on the step's card, with the reason: one that does not compile is dropped."""
+    """Return the kinds of kernels that do not run on the step's card (most fail to compile), with the reason."""
     if settings.home.card is None or is_fake(study.model):
         return {}
     graph, kernel_at = study.captured.graph, {group.last: group.kernel for group in study.kernels}

@@ -343,13 +343,16 @@ class _Planning:
     def _plan(self, planned: Schedule, bounds: _Bounds) -> Plan:
         """Return the plan of a schedule: its decisions and choices, predicted memory and time."""
         study, settings, graph, outside_memory = self._study, self._settings, self._graph, self._outside_memory
-        precision, course = settings.fixed_precision, None
+        precision, timeline = settings.fixed_precision, None
         plain = graph if study.plain is None else study.plain.captured.graph
-        eager_peak, eager_course = study.step(settings).without_plan
-        in_pieces = max(0.0, step_seconds(graph) - step_seconds(plain)) if study.tiles or study.kernels else 0.0
+        eager_peak, eager_timeline = study.step(settings).without_plan
+        # pieces and kernels are choices of the plan: their seconds count as added to the step, not as the step's own
+        piece_seconds = max(0.0, step_seconds(graph) - step_seconds(plain)) if study.tiles or study.kernels else 0.0
         if not planned.choices.fused:
-            course = memory_timeline_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
-            course = replace(course, alive=(), segments=())
+            timeline = memory_timeline_of(trace_of(planned, outside_memory), bounds.predicted, moments=_MOMENTS)
+            timeline = _without_storages(timeline)
+        # precision and memory format, in contrast, change the seconds that the plan adds to
+        is_other_step = precision.compute or (_is_slower(graph, plain) and not piece_seconds)
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
@@ -367,23 +370,21 @@ class _Planning:
             eager_peak=eager_peak,
             floor=bounds.floor,
             lower_bound=bounds.lower,
-            seconds=planned.seconds + in_pieces,
+            seconds=planned.seconds + piece_seconds,
             tiles=study.tiles,
             kernels=study.kernels,
             step_seconds=step_seconds(plain) or None,
-            lower_bound_seconds=bounds.seconds + in_pieces,
+            lower_bound_seconds=bounds.seconds + piece_seconds,
             resident=_resident(graph, settings, outside_memory),
             program=program(planned),
             notes=self._notes(planned, bounds),
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),
             precision=precision,
-            base_seconds=(step_seconds(graph) or None)
-            if precision.compute or (_is_slower(graph, plain) and not in_pieces)
-            else None,
+            base_seconds=(step_seconds(graph) or None) if is_other_step else None,
             cast_copies=cast_copies(planned) if precision.compute else 0,
-            course=course,
-            eager_course=replace(eager_course, alive=(), segments=()),
+            course=timeline,
+            eager_course=_without_storages(eager_timeline),
         )
 
     def _notes(self, planned: Schedule, bounds: _Bounds) -> tuple[str, ...]:
@@ -419,6 +420,11 @@ def _expected_workspaces(count: int, peak: int, ends: tuple[int, int] | None, bu
         return note
     needs = f"the plan needs about {format_bytes(peak)} (95 %: {format_bytes(ends[0])} to {format_bytes(ends[1])})"
     return f"{note}: {needs}" + (", whose upper end is above the budget" if ends[1] > budget else "")
+
+
+def _without_storages(timeline: MemoryTimeline) -> MemoryTimeline:
+    """Return the memory timeline without the storages and segments at its peak, which a plan does not save."""
+    return replace(timeline, alive=(), segments=())
 
 
 def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:

@@ -63,7 +63,11 @@ def report(
 
 
 def _facts(facts: Facts, top: int) -> Iterator[Part]:
-    """Yield how the script ended, its batches, and the number of output lines that are not shown."""
+    """Yield how the script ended, its batches, and the number of output lines that are not shown.
+
+    Data sets whose data are missing on this machine are named: their batches are those that the user described. What
+    the sandbox could not hold back is noted, unless the script ran for real.
+    """
     yield _ending(facts)
     yield from (_batch_line(batch, follows_phases=bool(facts.parts)) for batch in facts.batches[: top or None])
     for name in facts.absent:

@@ -12,9 +12,9 @@ from memplan.checks.fields.spans import IDENTITY, Span
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Positions of the input that an op lost before the first and after the last output; negative after a pad.
+    """Positions of the input that an op lost before its first and after its last output; negative if it pads.
 
-    The sum over the chain of ``parent`` is the loss of the whole path.
+    ``op`` is the op's index. The sum over the chain of ``parent`` is the loss of the whole path.
     """
 
     op: int
@@ -27,8 +27,9 @@ class Loss:
 class Field:
     """What the positions of a tensor's dimension see of a dimension of an input.
 
-    ``spans`` are those of the paths between the two, one for each stride: paths of equal stride are joined.
-    ``variance`` is that of the positions seen, for equal weights. ``extent`` is the size of the input's dimension.
+    ``source`` is the number of that dimension (see `Followed.sources`), and ``extent`` its size. ``spans`` has the
+    receptive fields by path from the input, a span for each stride: paths of equal stride are joined. ``variance`` is
+    that of the positions seen, for equal weights.
     """
 
     source: int
@@ -40,13 +41,19 @@ class Field:
     losses: Loss | None = None
 
     def centre(self, position: int) -> Fraction:
-        """Return the centre of a position's field, by the lines fitted through lows and highs."""
+        """Return the middle between the lowest and the highest input position that an output position sees.
+
+        Both are on the lines fitted through each span's lows and highs, so the centre can be a fraction of a position.
+        """
         low = min(span.first_low + span.stride * position for span in self.spans)
         high = max(span.first_high + span.stride * position for span in self.spans)
         return (low + high) / 2
 
     def stride(self, size: int) -> Fraction:
-        """Return the distance of the fields of neighbouring outputs, for a dimension of ``size`` outputs."""
+        """Return the distance between the receptive fields of neighbouring outputs, in positions of the input.
+
+        Spans of different strides have no common one: then it is the average over a dimension of ``size`` outputs.
+        """
         if len(self.spans) == 1 or size < 2:
             return self.spans[0].stride
         return (self.centre(size - 1) - self.centre(0)) / (size - 1)

@@ -41,11 +41,12 @@ class Output:
     def spatial(self) -> tuple[tuple[int, Field], ...]:
         """Size and field of each dimension that a kernel slid along, in the order of the input's dimensions.
 
-        Of several inputs only the first is returned.
+        Of an output of several inputs, only dimensions of the first input are returned.
         """
         by_source = {
             field.source: (size_of(dim), field) for dim in self.fields for field in resolved(dim) if field.windowed
         }
+        # sources are numbered dimension by dimension: `end` is the same dimension of the next input of this rank
         end = min(by_source, default=0) + len(self.fields)
         return tuple(by_source[source] for source in sorted(by_source) if source < end)
 

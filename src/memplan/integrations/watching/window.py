@@ -63,8 +63,8 @@ def _with_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[str, t
             yield "parameter_gradient", parameter.grad
 
 
-class _ResultDevice:
-    """The device of the running op's results (`memplan.trace.recording.observer.Residence`), from its arguments."""
+class _ResultResidence:
+    """Device of the running op's results, from its arguments (a `Residence`, as `Observer.card` expects)."""
 
     everything = False
 
@@ -101,11 +101,12 @@ class Window:
         """Ops and storages, once recording has stopped without an error."""
         self._subject = subject
         self._place = Place()
+        """Tracks the running module, optimizer and phase."""
         card = subject.card
         self.observer = Observer(self._place, real=True, semantics=_semantics(card), on_card=card is not None)
-        self._result_device = _ResultDevice()
+        self._residence = _ResultResidence()
         if card is not None:
-            self.observer.card = self._result_device
+            self.observer.card = self._residence
         self._mode = _torch.GuestMode(self._dispatch)
         self._is_entered = self._is_recording = False
         self._hooks, self._callbacks = ExitStack(), ExitStack()
@@ -206,7 +207,7 @@ class Window:
             return results[0]
 
         try:
-            self._result_device.follow(args, kwargs)
+            self._residence.follow(args, kwargs)
             self.observer.dispatch(func, args, kwargs, as_called)
         except Exception as error:
             if failed:

@@ -447,13 +447,13 @@ def _saved_positions(
 ) -> tuple[int, ...]:
     """Return the positions of the arguments and results whose storage a call still references after it returned.
 
-    Such a storage has more references than before the call, and its results account for. ``before``: the references
-    to the arguments' storages before the call.
+    The call references a storage if it has more references than before the call and those of the results together.
+    Positions count the arguments first, then the results. ``before``: the references to the arguments' storages.
     """
     (references_of_new,) = _reference_counts([torch.empty(0)]).values()
     storages = [_storage(tensor) for tensor in (*tensors, *results)]
     by_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
-    overhead = references_of_new - 1  # references by the counting itself, not by the one tensor
+    overhead = references_of_new - 1  # counted for any storage, without those of tensors: a new one has one tensor
     saved = {key for key in storages if now[key] > before.get(key, overhead) + by_results[key]}
     return tuple(position for position, key in enumerate(storages) if key in saved)
 

@@ -57,7 +57,7 @@ def _recorded(step: _Step, kernels: Kernels) -> Trace:
 
 
 class _Step:
-    """A step that runs generated code on tensors without data and allocates what surrounds it, to be recorded."""
+    """A step to be recorded: it runs generated code on tensors without data, and allocates the memory outside of it."""
 
     def __init__(self, fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> None:
         self.graph, self.choices, self.outside_memory = fused.schedule.graph, fused.schedule.choices, outside_memory
@@ -65,6 +65,7 @@ class _Step:
             fused, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text)
         )
         self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
+        """Gradients of the step's outputs."""
         self.outside_tensors: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
@@ -98,16 +99,22 @@ class _Step:
         del outputs, live, loss
 
     def _default_loss(self) -> list[Tensor]:
-        """Return the scalars of the default loss, the sum of all outputs: the sum of each output and the gradient of
-        the loss. Empty for a step with a loss of its own."""
-        if any(value.held for value in self.tangents):
+        """Return the 0-d tensors that computing the default loss allocates; none if the step has a loss of its own.
+
+        The default loss adds up the sum of each output. So there is a 0-d tensor for each output that gets a gradient,
+        and another for the gradient of the loss.
+        """
+        has_own_loss = any(value.held for value in self.tangents)  # an output is a scalar
+        if has_own_loss:
             return []
         sums = [_scalar(value) for value in self.tangents]
-        return [*sums, _scalar(self.tangents[0])] if sums else []
+        return [*sums, _scalar(self.tangents[0])] if sums else []  # the loss has the dtype of the first sum
 
     def _is_freed_at_once(self, value: int) -> bool:
-        """Return whether a gradient is freed as soon as it is complete, and allocate the workspace of its update if the
-        parameter is updated in the backward pass."""
+        """Return whether a gradient is freed as soon as it is complete.
+
+        If the backward pass itself updates the parameter with it, the workspace of that update is allocated.
+        """
         if not frees_gradient(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:
@@ -124,4 +131,5 @@ def _empty(value: Value) -> Tensor:
 
 
 def _scalar(value: Value) -> Tensor:
+    """Return a 0-d tensor of the value's dtype and device."""
     return _empty(replace(value, shape=(), stride=()))

@@ -175,7 +175,7 @@ class _Search:
     def next(self) -> int | None:
         """Return the position to record next; None when the search is over."""
         result, step = self.result, self.step or 1
-        low, high = result.floor // step, result.following  # low and last are multiples of the step, high is a position
+        low, high = result.floor // step, result.following  # low and last count steps, high is a position
         last = self.most // step if high is None else -(-high // step) - 1
         if low >= last:
             return None
@@ -194,10 +194,15 @@ class _Search:
         return step * min(_FAR * low, last) if low * step < _FAR**2 * result.samples[0].position else None
 
     def _between(self, low: int, high: int, guess: int | None, fails: bool) -> int:
-        """Return a position between two bounds: the guess if it can be trusted, else the middle or a round number.
+        """Return a position between two bounds: the guess if it can be trusted, else one that divides the interval.
 
-        A guess is not trusted if the last two recordings left more than a third of the interval, or if it is next to an
-        upper bound whose recording ``fails``, about which bytes say nothing.
+        The guess is not trusted if the last two recordings left more than a third of the interval. Nor is a guess next
+        to an upper bound that could not be recorded (``fails``): bytes do not tell where recordings fail.
+
+        A wide interval is divided at a power of two near its geometric mean, a narrow one at its roundest position. If
+        the lower bound is at least as round, it is likely the answer: the position after it is recorded to prove that.
+
+        Positions are in units of the step.
         """
         self.widths.append(high - low)
         stalled = len(self.widths) > 2 and 3 * self.widths[-1] > self.widths[-3]

@@ -25,15 +25,16 @@ _PROJECTIONS = (
 """Names of the linear layers that make queries, keys and values: transformers, diffusers, torchtitan, torchtune."""
 _HEADS = ("n_heads", "num_heads", "n_head", "num_attention_heads", "heads", "n_kv_heads", "num_kv_heads",
           "num_key_value_heads")  # fmt: skip
-"""Names of numbers of heads, of an attention module or its configuration."""
+"""Attributes with a number of heads, of an attention module or its configuration."""
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None, loss_parallel: bool = False) -> None:
-    """Make a transformer tensor parallel, as torch's tutorial does: products by heads and hidden features,
-    `SequenceParallel` norms in its blocks, embedding and head by the vocabulary.
+    """Make a transformer tensor parallel, as torch's tutorial does.
 
-    Between the embedding and the first block, and from the last one on, each rank has the whole sequence. With
-    ``loss_parallel`` the last head's results stay sharded, for `losses_of_shards`.
+    Linear layers of the blocks are sharded: those of attention by heads, those of feed-forward layers by hidden
+    features. Norms in the blocks are `SequenceParallel`. Embedding and output head are sharded by the vocabulary.
+    Before the first block and after the last, each rank has the whole sequence. With ``loss_parallel`` the logits stay
+    sharded, for `losses_of_shards`.
 
     Raises:
         InputError: the module is no such transformer, or its heads do not divide.
@@ -46,20 +47,20 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None
     tied = [name for name in planned.heads if table and _weight(model, name) is _weight(model, table)]
     parallelize_module(model, mesh, planned.styles)
     for name in tied:
-        assert table is not None, "heads are tied to it"
+        assert table is not None, "only heads with the embedding's weight are in the list"
         model.get_submodule(name).register_parameter("weight", _weight(model, table))
-    for name in planned.whole:
+    for name in planned.replicated:
         distribute_module(
             model.get_submodule(name), mesh, None,
             lambda _, inputs, mesh: tuple(_distributed(x, mesh, Replicate()) for x in inputs),  # pyright: ignore[reportArgumentType]
             lambda _, output, __: output.to_local(),
         )  # fmt: skip
-    for attention, name in planned.numbers:
+    for attention, name in planned.head_counts:
         module = model.get_submodule(attention)
         setattr(module, name, getattr(module, name) // mesh.size())
     for name in planned.gathered:
         model.get_submodule(name).register_forward_pre_hook(functools.partial(_gather, mesh), with_kwargs=True)
-    assert blocks is not None, "else there is no plan"
+    assert blocks is not None, "_Planned refuses a model without blocks"
     first, *_, last = blocks.of(model)
     first.register_forward_pre_hook(functools.partial(_enter, mesh), with_kwargs=True)
     last.register_forward_hook(functools.partial(_leave, mesh))
@@ -78,7 +79,11 @@ def losses_of_shards() -> AbstractContextManager[None]:
 
 
 class _Planned:
-    """What becomes of each layer of a transformer. Names are those of `nn.Module.get_submodule`."""
+    """How each layer of a transformer is made parallel. Names are those of `nn.Module.get_submodule`.
+
+    Raises:
+        InputError: the module is no such transformer, or its heads do not divide.
+    """
 
     def __init__(self, model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool) -> None:
         if blocks is None or len(blocks.paths) != 1:
@@ -86,15 +91,15 @@ class _Planned:
         self.styles: dict[str, Any] = {}
         """Styles of `torch.distributed.tensor.parallel.parallelize_module`, by layer."""
         self.gathered: list[str] = []
-        """Modules that take the whole sequence."""
-        self.numbers: list[tuple[str, str]] = []
-        """Attention modules, and the names of their numbers of heads."""
+        """Modules before whose call the sequence is gathered."""
+        self.head_counts: list[tuple[str, str]] = []
+        """(attention module, its attribute with a number of heads, to be divided by the number of ranks)."""
         self.embedding: str | None = None
         """The largest embedding outside of the blocks."""
         self.heads: list[str] = []
         """Linear layers outside of the blocks."""
-        self.whole: list[str] = []
-        """Other layers outside of the blocks."""
+        self.replicated: list[str] = []
+        """Other layers outside of the blocks: every rank has all of their parameters."""
         self._model, self._ranks = model, ranks
         path = blocks.paths[0]
         for name, _ in model.get_submodule(path).named_children():
@@ -148,7 +153,11 @@ class _Planned:
             self.styles[name] = SequenceParallel(sequence_dim=2 if per_head else 1, use_local_output=True)
 
     def _spread(self, block: str, parent: str, names: list[str]) -> None:
-        """Shard the outputs of layers, whose common input is gathered once where their module has a call of its own."""
+        """Plan to shard the output features of the layers ``names`` of a module ``parent``.
+
+        They share an input, a shard of the sequence. It is gathered once, before the parent's call. A parent that is
+        never called itself (the block, or a list of modules) leaves the gathering to each layer.
+        """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -165,7 +174,7 @@ class _Planned:
             number = getattr(config, name, None) if own is None else own
             if isinstance(number, int) and number % self._ranks:
                 raise _refused(f"{number} heads ({name} of {attention}) do not divide by {self._ranks}")
-            self.numbers += [(attention, name)] if isinstance(own, int) else []
+            self.head_counts += [(attention, name)] if isinstance(own, int) else []
         size = getattr(module, "head_dim", 1)
         for number in features:
             heads = number // size if isinstance(size, int) and size > 0 else number
@@ -186,7 +195,7 @@ class _Planned:
                 self.styles[name] = ColwiseParallel(output_layouts=Replicate())
                 self.heads.append(name)
             elif any(True for _ in layer.parameters()):
-                self.whole.append(name)
+                self.replicated.append(name)
 
     def _keep_logits_sharded(self) -> None:
         from torch.distributed.tensor import Shard
@@ -227,7 +236,7 @@ def _weight(model: nn.Module, name: str) -> Any:
 
 
 def _distributed(x: Any, mesh: DeviceMesh, placement: Any) -> Any:
-    """Return a tensor as a `DTensor` of these placements, other values as they are."""
+    """Return a tensor as a `DTensor` with this placement. Other values are returned unchanged."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
@@ -247,7 +256,7 @@ def _first_changed(args: Any, kwargs: dict[str, Any], change: Callable[[Any], An
 
 
 def _gather(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Gather the sequence, of which each rank has a shard, once for all products of a module."""
+    """Pre-hook that gathers the sequence, of which each rank has a shard, once for all linear layers of a module."""
     from torch.distributed.tensor import Replicate, Shard
 
     def whole(x: Any) -> Any:
@@ -257,7 +266,7 @@ def _gather(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: dict[str, Any]) -
 
 
 def _enter(mesh: DeviceMesh, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Keep a rank's shard of the sequence."""
+    """Pre-hook of the first block: pass on this rank's shard of the sequence."""
     from torch.distributed.tensor import Replicate, Shard
 
     def own(x: Any) -> Any:
@@ -271,7 +280,7 @@ def _enter(mesh: DeviceMesh, block: nn.Module, args: Any, kwargs: dict[str, Any]
 
 
 def _leave(mesh: DeviceMesh, _: nn.Module, __: Any, output: Any) -> Any:
-    """Gather the sequence after the last block."""
+    """Hook of the last block: gather the sequence of its output."""
     from torch.distributed.tensor import Replicate, Shard
 
     def whole(x: Any) -> Any:

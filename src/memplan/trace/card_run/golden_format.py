@@ -44,7 +44,7 @@ _LISTED = 8
 
 
 class Numbers:
-    """Numbers streams or pools in order of appearance; 0 is the default stream or pool."""
+    """Gives streams or pools numbers in order of appearance; 0 is the default stream or pool."""
 
     def __init__(self, default: Any) -> None:
         self.known: dict[Any, int] = {default: 0}
@@ -59,9 +59,9 @@ def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], 
 
     Events: ``actions`` has a letter per event, ``places`` a number: for a free, the age of its block in allocations (1:
     the last allocation); for ``o`` the free bytes of the card; else the address, relative to the lowest, in units of
-    ``unit`` bytes. ``sizes`` has the requested bytes of each event other than such a free. Frees of blocks that were
-    not allocated within the events, or with another size, are ``R`` and ``C``, with address and size. ``streams`` and
-    ``pools`` have a number per event, or are None if all events are on the default stream and in the default pool;
+    ``unit`` bytes. ``sizes`` has the requested bytes of each event other than such a free. A free of a block whose
+    allocation is not among the events, or had another size, is ``R`` or ``C``, with address and size. ``streams`` and
+    ``pools`` have a number per event, or are None if all events are on the default stream and in the default pool.
     ``pool_ids`` are torch's ids of the pools.
 
     Segments, in order of address: [place, size, stream, small, pool, expandable, blocks] each; a block is
@@ -113,14 +113,17 @@ def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, A
 
 
 def _letters_of_events(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any], int | None]]:
-    """Yield (letter, event, age) for each event; a free that the next event completes is a single event ``f``.
+    """Yield (letter, event, age) for each event. Letters are those of `CODES`.
 
-    ``age``: for the free of a block that was allocated within the events, with that size: the number of allocations
-    since. None for any other event, which is saved with address and size.
+    A requested free whose completion is the next event is a single event ``f``. For the free of a block whose
+    allocation, of the same size, is among the events, ``age`` is the number of allocations since (1: the last one).
+
+    Any other event has no age (None), and is saved with address and size. A free without an age has its letter in upper
+    case, ``R`` or ``C``; instead of an ``f`` there are both.
     """
     count = 0
-    live: dict[int, tuple[int, int]] = {}
-    skip = False
+    live: dict[int, tuple[int, int]] = {}  # address of a block -> (number of its allocation, bytes)
+    skip = False  # whether the event is the completion of the free before it, which was yielded with that free
     for index, row in enumerate(rows):
         if skip:
             skip = False

@@ -32,7 +32,9 @@ class Shares:
 
     def __init__(self, assumed: Mapping[str, float]) -> None:
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
+        """(file, line number, share)."""
         self._used: set[str] = set()
+        """``FILE:LINE`` of the shares that applied to an op."""
 
     def of(self, line: Line | None) -> float:
         """Return the share assumed for a line; 1 by default."""
@@ -47,7 +49,7 @@ class Shares:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return a note for each line with a share at which nothing selects."""
+        """Return a note for each line that has a share, but at which no op has selected by value."""
         places = [f"{file}:{line}" for file, line, _ in self._shares]
         return tuple(
             f"a share was assumed for {place}, where nothing selects by value"

@@ -29,7 +29,7 @@ _NAMES = {
     "cudnn": "cuDNN's attention",
     "math": "the math path",
 }
-_RECENT = (2, 14)
+_TORCH_2_14 = (2, 14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,9 @@ class _Call:
         return self.query, self.key, self.value
 
     @property
-    def recent(self) -> bool:
-        return self.enabled.torch >= _RECENT
+    def is_2_14(self) -> bool:
+        """Whether torch is 2.14 or later, whose kernels have other conditions."""
+        return self.enabled.torch >= _TORCH_2_14
 
 
 def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
@@ -131,7 +132,7 @@ def choose(
     """
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     call = _Call(query, key, value, mask, dropout_p, is_causal, enable_gqa, arch, enabled, training)
-    if call.recent and all(t.dim() == 3 for t in call.all):
+    if call.is_2_14 and all(t.dim() == 3 for t in call.all):
         call = _batched(call)
     objections: list[str] = []
     for kernel in enabled.order:
@@ -152,7 +153,7 @@ def _reason(kernel: Kernel, objections: list[str]) -> str:
 
 
 def _batched(call: _Call) -> _Call:
-    """Add a batch dimension, as torch does since 2.14."""
+    """Return the call with a batch dimension of size 1, which torch adds since 2.14."""
     query, key, value = (t.unsqueeze(0) for t in call.all)
     mask = call.mask
     while mask is not None and mask.dim() < 4:
@@ -197,11 +198,11 @@ def _efficient_objections(call: _Call) -> Iterator[str]:
         yield f"queries and keys of unequal head sizes ({_heads(call)}), which {name} does not take"
     if head % multiple or value_head % multiple or not head or not value_head:
         yield f"heads of {head}, and {name} takes multiples of {multiple} in {_short(call.query.dtype)}"
-    if call.recent and call.arch >= (8, 0) and any(_misaligned(t, multiple) for t in call.all):
+    if call.is_2_14 and call.arch >= (8, 0) and any(_misaligned(t, multiple) for t in call.all):
         yield f"a query, key or value that starts inside its storage at no multiple of {multiple} elements"
     yield from _empty_objections(call)
     yield from _stride_objections(call, name, size_one=False)
-    yield from _head_count_objections(call, name, gqa=call.recent)
+    yield from _head_count_objections(call, name, gqa=call.is_2_14)
     dtypes = (_HALF, _FLOAT, _BF16) if call.arch >= (8, 0) else (_HALF, _FLOAT)
     yield from _dtype_objections(call, name, dtypes)
 
@@ -218,7 +219,7 @@ def _cudnn_objections(call: _Call) -> Iterator[str]:
     yield from _mask_objections(call, name)
     if not (8, 0) <= call.arch <= (12, 1):
         yield f"{name} needs sm_80 or later, and this is {_sm(call.arch)}"
-    if call.recent and (call.dropout * 16) % 1:
+    if call.is_2_14 and (call.dropout * 16) % 1:
         yield f"dropout {call.dropout:g}, and {name} takes multiples of 1/16"
     yield from _empty_objections(call)
     yield from _stride_objections(call, name, size_one=True)
@@ -227,9 +228,9 @@ def _cudnn_objections(call: _Call) -> Iterator[str]:
 
 
 def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
-    """Yield the objections of cuDNN's attention to sizes: of heads, batch and sequences."""
+    """Yield each size (of heads, batch or sequences) that cuDNN's attention does not take."""
     batch, heads, length = call.query.shape[:3]
-    if call.recent and max(batch, heads) > 65535:
+    if call.is_2_14 and max(batch, heads) > 65535:
         yield f"{max(batch, heads)} batch entries or heads, and {name} takes up to 65535"
     head, value_head = call.query.shape[-1], call.value.shape[-1]
     limit = _cudnn_head_limit(call)
@@ -241,25 +242,28 @@ def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
         yield f"a single key, which {name} does not take"
     if call.dropout and length == 1:
         yield f"a single query with dropout, which {name} does not take"
-    if call.recent and call.training and limit == 256:
+    if call.is_2_14 and call.training and limit == 256:
         both = (head, value_head)
         if max(both) > 128 and both not in ((192, 128), (256, 256)):
             yield f"heads of {head} and {value_head}, for which {name} has no backward"
 
 
 def _cudnn_head_limit(call: _Call) -> int:
-    """Return the largest head size that cuDNN's attention takes, by card and cuDNN's version."""
+    """Return the largest head size that cuDNN's attention takes, by torch, card and cuDNN's version.
+
+    Larger heads of queries and keys than of values (192 and 128) have a limit of their own, from cuDNN 9.11 on.
+    """
     version, major = call.enabled.cudnn_version, call.arch[0]
-    special = version >= 91100 and call.query.shape[-1] == 192 and call.value.shape[-1] == 128
-    if not call.recent:
+    is_192_by_128 = version >= 91100 and call.query.shape[-1] == 192 and call.value.shape[-1] == 128
+    if not call.is_2_14:
         if call.arch == (9, 0):
             return 256 if version >= 91000 else 128
-        return 192 if major == 10 and special else 128
+        return 192 if major == 10 and is_192_by_128 else 128
     if call.arch != (9, 0) and major != 10:
         return 128
     if version > 92200 and not (call.arch == (10, 7) and version <= 92500):
         return 256
-    return 192 if special else 128
+    return 192 if is_192_by_128 else 128
 
 
 def _math_objections(call: _Call) -> Iterator[str]:
@@ -292,9 +296,9 @@ def _dtype_objections(call: _Call, name: str, supported: tuple[torch.dtype, ...]
 
 
 def _head_count_objections(call: _Call, name: str, *, gqa: bool, equal_kv: bool = True) -> Iterator[str]:
-    """Yield the objections of a kernel to batch sizes and numbers of heads that differ.
+    """Yield each difference in batch sizes or numbers of heads that a kernel does not take.
 
-    ``gqa``: whether it takes grouped queries; ``equal_kv``: whether keys and values need as many heads then.
+    ``gqa``: whether the kernel takes grouped queries. ``equal_kv``: whether keys and values then need as many heads.
     """
     if len({t.shape[0] for t in call.all}) > 1:
         yield "query, key and value of different batch sizes, which no fused kernel takes"
@@ -304,7 +308,7 @@ def _head_count_objections(call: _Call, name: str, *, gqa: bool, equal_kv: bool 
             yield f"key and value of different numbers of heads, which {name} does not take"
         if not key or not value or query % key or query % value:
             yield f"{query} query heads are no multiple of {key} key heads"
-    elif not query == key == value and not (call.recent and query and key == value == 1):
+    elif not query == key == value and not (call.is_2_14 and query and key == value == 1):
         grouped = " (grouped queries)" if call.gqa else ""
         yield f"{query} query heads and {key} key heads{grouped}, which {name} does not take"
 
