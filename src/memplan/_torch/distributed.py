@@ -345,8 +345,8 @@ def _fake_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _data_parallel_without_peers() -> Iterator[None]:
-    """Let `DistributedDataParallel` be constructed without the other ranks, and complete its reductions at once: the
-    fake backend's work has no results."""
+    """Let `DistributedDataParallel` be constructed without the other ranks. Its reductions complete at once: the fake
+    backend's work has no results."""
     from torch._C._distributed_c10d import Reducer
     from torch.nn.parallel import distributed
 
@@ -419,8 +419,8 @@ class _IndexOfCard(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _flat_parameters_without_card() -> Iterator[None]:
-    """Let `FullyShardedDataParallel` be constructed with the index of a card, and compare fake storages, which have no
-    address, by identity."""
+    """Let `FullyShardedDataParallel` be constructed with the index of a card. Fake storages, which have no address, are
+    compared by identity."""
     from torch.distributed.fsdp import _flat_param as flat
     from torch.distributed.fsdp import fully_sharded_data_parallel as sharded
 

@@ -19,8 +19,8 @@ def forget_ranks() -> None:
 
 
 def unanswered_collectives() -> tuple[str, ...]:
-    """Return the names of the operations so far that waited for an object of another rank. They left this rank's own
-    object unchanged."""
+    """Return the names of the operations so far that should have received another rank's object. They left this rank's
+    own object in place."""
     return tuple(_unanswered)
 
 

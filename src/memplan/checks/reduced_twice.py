@@ -56,9 +56,9 @@ def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
 
 
 def _least_often(updates: Sequence[dict[int, int]], size: float, use: _torch.DataParallelUse) -> int:
-    """Return the largest number of reductions that gradients of ``size`` bytes or more have before each update.
+    """Return the largest n for which gradients of at least ``size`` bytes are reduced n times before every update.
 
-    It is the smallest number over the updates; 0 without updates. ``updates``: reductions by gradient, by update.
+    0 without updates. ``updates``: for each update, the number of reductions by gradient.
     """
     times: list[int] = []
     for counts in updates:

@@ -39,8 +39,8 @@ class _Size:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return findings for ops whose stride drops rows that it could read, for upsampling that misses the size before
-    the downsampling, and for crops before skip connections."""
+    """Return findings for strides that leave the last rows of an input unread, for upsampling that does not give back
+    the size before the downsampling, and for crops before skip connections."""
     trace, followed = subject.trace, follow(subject.trace)
     dense = any(output.spatial for output in followed.outputs)
     sizes = _sizes(trace, followed)

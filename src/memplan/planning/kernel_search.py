@@ -133,7 +133,7 @@ def _kind_of(groups: Sequence[Group]) -> dict[int, str]:
 
 
 def _failures(study: Study, settings: Settings) -> dict[str, str]:
-    """Return the kinds of kernels that do not run on the step's card (most fail to compile), with the reason."""
+    """Return the kinds of kernels that fail to run on the step's card, by kind with the error."""
     if settings.home.card is None or is_fake(study.model):
         return {}
     graph, kernel_at = study.captured.graph, {group.last: group.kernel for group in study.kernels}

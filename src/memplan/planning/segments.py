@@ -195,8 +195,10 @@ class Segments:
         return tuple(axes)
 
     def token_axes(self, call: int) -> tuple[Axis, ...]:
-        """Axes to try for a call: tokens of a batch, by the step's integer inputs and the call's results of three
-        dimensions, and rows of its matrices."""
+        """Axes to try for a call: the tokens of a batch, and the rows of the call's matrices.
+
+        Tokens are the second dimension of the step's 2-d integer inputs and of the call's 3-d results.
+        """
         values, batch = self._graph.values, [axis.samples for axis in self.axes if axis.dim == 0]
         made = [values[v].shape for op in self._data if op.call == call for v in op.outputs if v is not None]
         shapes = [value.shape for value in values if value.kind == "input" and value.dtype in _INTEGERS]
@@ -213,7 +215,7 @@ class Segments:
         return self._segments[key]
 
     def _build(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
-        """Return `segment`, computed anew; note why a single call cannot run piece by piece."""
+        """Build the result of `segment`. If a single call cannot run piece by piece, the reason is noted."""
         inside = self._between(first, last)
         if (first, last) in self._refused:
             return None
@@ -256,11 +258,11 @@ class Segments:
         return Program(nodes, inputs, static, tuple(outputs), self._likes, fixed)
 
     def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile], premium: float) -> Tile | None:
-        """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that the op's level comes
-        nearer to ``target`` bytes; None if no segment is expected to lower it by much.
+        """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that the op's live bytes
+        come nearer to ``target``; None if no segment is expected to lower them by much.
 
-        ``premium``: how many times as many bytes per second a segment has to save that does not reach the target by
-        itself, and so needs others beside.
+        ``premium``: a segment that does not reach the target by itself is chosen only if it saves more than this many
+        times the bytes per second of the best segment that does.
         """
         needed = op.level - target
         fitting, others = ((0.0, 0), None), ((0.0, 0), None)
@@ -372,8 +374,8 @@ def _cuts(tile: Tile, first: int, last: int) -> bool:
 def over_budget_ops(
     graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory, target: int
 ) -> list[OverBudgetOp]:  # fmt: skip
-    """Return the ops of a schedule at which more than ``target`` bytes are live, the highest level first; of the ops of
-    a call, the highest."""
+    """Return the ops of a schedule at which more than ``target`` bytes are live, the most first. Of a call's ops, only
+    the one with the most live bytes is returned."""
     counted, live, highest = levels(schedule, outside_memory), set[int](), dict[int, OverBudgetOp]()
     values = {
         value: _live_value(graph, value)

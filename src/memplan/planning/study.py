@@ -124,8 +124,11 @@ class Study:
         raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
 
     def layouts(self, settings: Settings) -> list[Study]:
-        """Return the studies for fused kernels in the order to try: with convolutions in channels last, if equivalent,
-        and as written. A layout that takes much longer comes last."""
+        """Return the studies for fused kernels, in the order to try them.
+
+        The step with convolutions in channels last, if that is equivalent, comes before the step as written, unless it
+        takes much longer.
+        """
         if not settings.channels_last:
             return [self]
         if not self._channels_last_tried:
@@ -188,8 +191,11 @@ class _Step:
 
     @cached_property
     def search(self) -> Search:
-        """Search that all budgets share. With the engine ``graph``, in the order of backward ops that needs the least
-        memory of those looked at; Inductor orders the kernels of a pass by itself."""
+        """Search that all budgets share.
+
+        With the engine ``graph``, backward ops are in the order that needs the least memory of those tried. Inductor
+        orders the kernels of a pass by itself.
+        """
         settings = self._settings
         if settings.engine != "graph" or not settings.heuristics.order:
             return self.search_as_captured
@@ -197,7 +203,7 @@ class _Step:
 
     @cached_property
     def search_as_captured(self) -> Search:
-        """The same with the backward ops in the captured order."""
+        """Like `search`, with the backward ops in the order in which they were captured."""
         study, settings, graph = self._study, self._settings, self._study.captured.graph
         steady = None  # the graph with seconds that are the same on every machine, if these are not
         if settings.device is None and not isinstance(settings.costs, str):
@@ -414,7 +420,8 @@ class _Planning:
 
 
 def _expected_workspaces(count: int, peak: int, ends: tuple[int, int] | None, budget: int) -> str:
-    """Return the note on ``count`` ops with expected workspaces; ``ends``: of the band of the plan's peak."""
+    """Return the note on ``count`` ops with expected workspaces. ``ends``: bounds in bytes that hold the plan's peak in
+    95 % of steps."""
     note = f"the workspaces of {count} ops are those that cuDNN is expected to choose"
     if ends is None:
         return note

@@ -146,7 +146,10 @@ def _most_elements(named: Keywords, range_of: RangeOf) -> int:
 
 
 def _nonzero_result(named: Keywords, count: int) -> torch.Tensor:
-    """TensorAdvancedIndexing.cpp, nonzero_out_cpu: a row for each dimension, seen as a column."""
+    """Return indices of shape (elements, dimensions), as the transpose of a contiguous tensor.
+
+    Source: TensorAdvancedIndexing.cpp, nonzero_out_cpu.
+    """
     x = named["self"]
     return x.new_empty((x.dim(), count), dtype=_INDEX).t()
 
@@ -216,7 +219,7 @@ def _lengths_of_steps(steps: int, batch: int, longest: int) -> list[int]:
 
 
 def _most_bins(named: Keywords, range_of: RangeOf) -> int | None:
-    """SummaryOps.cpp, bincount: a bin for each number up to the largest."""
+    """Return the largest number of bins (SummaryOps.cpp, bincount): one for each number up to the largest."""
     values = range_of(named["self"])
     return None if values is None else max(int(named["minlength"]), int(values[1]) + 1)
 
@@ -228,20 +231,23 @@ def _bincount_result(named: Keywords, count: int) -> torch.Tensor:
 
 
 def _most_repeats(named: Keywords, range_of: RangeOf) -> int | None:
-    """Repeat.cpp: each index as often as its number says."""
+    """Return the largest number of repeated indices (Repeat.cpp): each index as often as the largest of ``repeats``."""
     values = range_of(named["repeats"])
     return None if values is None else int(values[1]) * named["repeats"].numel()
 
 
 def _longest_target(named: Keywords, range_of: RangeOf) -> int:
-    """No target is longer than its padded row, or than all targets concatenated."""
+    """Return the longest possible target. It is at most a padded row, or all targets if they are concatenated."""
     lengths, most = named["target_lengths"], named["targets"].shape[-1]
     values = range_of(lengths) if isinstance(lengths, torch.Tensor) else None
     return most if values is None else min(most, int(values[1]))
 
 
 def _ctc_result(named: Keywords, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """LossCTC.cpp, ctc_loss_cpu_template: losses, and (batch, steps, 2 * target length + 1) alphas."""
+    """Return losses of shape (batch,), and alphas of shape (batch, steps, 2 * target length + 1).
+
+    Source: LossCTC.cpp, ctc_loss_cpu_template. ``count`` is the target length.
+    """
     x = named["log_probs"]
     return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * count + 1))
 

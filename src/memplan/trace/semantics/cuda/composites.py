@@ -386,14 +386,14 @@ _KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a bool mask to a mask to add to the scores: 0 where true, -inf elsewhere."""
+    """Return a mask to add to the scores. A bool mask becomes 0 where it is true, -inf elsewhere."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, mask.new_full((), 0.0, dtype=dtype), -math.inf)
 
 
 def _aligned_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask whose rows begin at multiples of 8 elements: a view of a padded copy, unless it has such rows."""
+    """Return a mask whose rows begin at multiples of 8 elements: the mask itself, or a view of a padded copy."""
     if mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]

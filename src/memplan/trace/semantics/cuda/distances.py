@@ -46,7 +46,7 @@ def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 def euclidean_dist(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (Distance.cpp, _euclidean_dist): copies of both operands with two more columns.
 
-    One matrix product of the copies yields the squared distances. They are allocated before the result.
+    One matrix product of the copies yields the squared distances. So they are allocated before the result.
     """
     sizes = [x.numel() // x.shape[-1] * (x.shape[-1] + 2) * x.element_size() for x in args[:2] if x.shape[-1]]
     return tuple(Temporary(size, first=True) for size in sizes if size)

@@ -47,9 +47,10 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> 
 
 
 def reduced_loss(position: int) -> Formula:
-    """Formula of a loss (Loss.cpp, mse_loss, smooth_l1_loss, huber_loss): the unreduced loss, unless it is the result.
+    """Formula of a loss (Loss.cpp, mse_loss, smooth_l1_loss, huber_loss): the unreduced loss, if it is then reduced.
 
-    ``position`` is that of the reduction. The first two use another unreduced loss as the storage of the result.
+    ``position`` is that of the argument ``reduction``. In mse_loss and smooth_l1_loss, the reduced result has the
+    storage of another unreduced loss.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -62,8 +63,10 @@ def reduced_loss(position: int) -> Formula:
 
 
 def soft_margin(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (Loss.cpp, soft_margin_loss_out): the reduced loss, before it is copied into the storage of the
-    unreduced one."""
+    """Temporaries (Loss.cpp, soft_margin_loss_out): the reduced loss, which is then copied into the result.
+
+    The result's storage is that of the unreduced loss.
+    """
     return () if _reduction(args, kwargs, 2) == _NO_REDUCTION else (result.element_size(),)
 
 
@@ -84,7 +87,7 @@ def binary_cross_entropy_with_logits(
 
 
 def _concatenated(first: Formula, second: Formula) -> Formula:
-    """Return the formula with the allocations of both."""
+    """Return a formula with the allocations of two."""
     return lambda args, kwargs, result, arch: (*first(args, kwargs, result, arch), *second(args, kwargs, result, arch))
 
 

@@ -319,9 +319,9 @@ def _empty_objections(call: _Call) -> Iterator[str]:
 
 
 def _stride_objections(call: _Call, name: str, *, size_one: bool) -> Iterator[str]:
-    """Yield the objections of a kernel to heads whose elements are not contiguous, and to such masks.
+    """Yield an objection if the last dimension of heads or mask is not contiguous.
 
-    ``size_one``: heads of size 1 may have any stride.
+    ``size_one``: whether the kernel takes heads of size 1 with any stride.
     """
     if any(t.stride(-1) != 1 for t in call.all) and not (size_one and call.query.shape[-1] == 1):
         yield f"the elements of a head are not contiguous, which {name} does not take"
@@ -330,7 +330,7 @@ def _stride_objections(call: _Call, name: str, *, size_one: bool) -> Iterator[st
 
 
 def _mask_objections(call: _Call, name: str) -> Iterator[str]:
-    """Yield the objections of a kernel to a mask: its gradient, its shape."""
+    """Yield an objection if a mask needs a gradient, or has a shape that the kernel does not take."""
     mask = call.mask
     if mask is None:
         return
