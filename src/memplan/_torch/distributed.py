@@ -447,8 +447,11 @@ def _flat_parameters_without_card() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _shapes_propagated_unseen() -> Iterator[None]:
-    """Keep the shape propagation of `DTensor` out of the recording: it gets a fake mode of its own instead of the
-    active mode, which would count the tensors; indices of strided shards are computed on real tensors."""
+    """Keep the shape propagation of `DTensor` out of the recording.
+
+    It runs in a fake mode of its own, since the active mode would count its tensors. Indices of strided shards are
+    computed on real tensors.
+    """
     from torch.distributed.tensor import _sharding_prop as propagation
     from torch.distributed.tensor import placement_types
 

@@ -19,7 +19,7 @@ from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
 
 _EVENTS = ("events", "log", "segments")
-"""Fields of the timeline that are not saved: reports of a saved explanation need its peaks alone."""
+"""Fields of the timeline that are not saved: reports of a saved explanation need only its peaks."""
 _BESIDE = ("script", "beside")
 """Keys that commands add: facts about a script, and a comparison of predicted and measured peaks."""
 

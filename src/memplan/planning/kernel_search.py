@@ -2,7 +2,8 @@
 
 Groups are replaced by kind: all groups of a kernel, or none. Each round looks at the op with the most live bytes in the
 schedule with the smallest peak. If it is in a group, that group's kind is added, and the step is captured and planned
-anew; if it is a kernel that needs more bytes than the calls it replaced, its kind is left out again.
+anew. If it is a kernel that needs more bytes than the calls it replaced, its kind is left out again. If neither gives
+a choice that was not tried yet, all kinds are.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _kind_of(groups: Sequence[Group]) -> dict[int, str]:
 
 
 def _failures(study: Study, settings: Settings) -> dict[str, str]:
-    """Return the kinds of kernels that fail to run on the step's card, by kind with the error."""
+    """Return the error of each kind of kernel that fails to run on the step's card."""
     if settings.home.card is None or is_fake(study.model):
         return {}
     graph, kernel_at = study.captured.graph, {group.last: group.kernel for group in study.kernels}

@@ -453,7 +453,7 @@ def _saved_positions(
     (references_of_new,) = _reference_counts([torch.empty(0)]).values()
     storages = [_storage(tensor) for tensor in (*tensors, *results)]
     by_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
-    overhead = references_of_new - 1  # counted for any storage, without those of tensors: a new one has one tensor
+    overhead = references_of_new - 1  # references that the counting adds: a new storage has a single tensor
     saved = {key for key in storages if now[key] > before.get(key, overhead) + by_results[key]}
     return tuple(position for position, key in enumerate(storages) if key in saved)
 

@@ -104,11 +104,12 @@ class _Step:
         The default loss adds up the sum of each output. So there is a 0-d tensor for each output that gets a gradient,
         and another for the gradient of the loss.
         """
-        has_own_loss = any(value.held for value in self.tangents)  # an output is a scalar
+        has_own_loss = any(value.held for value in self.tangents)  # a 0-d output is a loss
         if has_own_loss:
             return []
         sums = [_scalar(value) for value in self.tangents]
-        return [*sums, _scalar(self.tangents[0])] if sums else []  # the loss has the dtype of the first sum
+        loss_gradient = [_scalar(self.tangents[0])] if sums else []  # in the dtype of the first sum
+        return sums + loss_gradient
 
     def _is_freed_at_once(self, value: int) -> bool:
         """Return whether a gradient is freed as soon as it is complete.

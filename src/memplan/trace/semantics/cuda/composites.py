@@ -478,7 +478,7 @@ def _cudnn_recurrent(
     # bytes at one byte an element: the number of elements
     elements = rnn_weight_bytes(MODES[mode], x.shape[-1], hidden, layers, bidirectional, 1, projection)
     with torch.no_grad():
-        if _flattened(weights):  # views of a buffer that exists: expanding one element has its size, allocating nothing
+        if _flattened(weights):  # the buffer exists already: an expanded element has its size, and allocates nothing
             buffer = weights[0].detach().reshape(-1)[:1].expand(elements)
         else:  # "RNN module weights are not part of single contiguous chunk": saved for the backward pass
             buffer = weights[0].new_empty(elements)

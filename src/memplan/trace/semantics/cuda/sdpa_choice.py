@@ -78,7 +78,7 @@ class _Call:
         return self.query, self.key, self.value
 
     @property
-    def is_2_14(self) -> bool:
+    def since_2_14(self) -> bool:
         """Whether torch is 2.14 or later, whose kernels have other conditions."""
         return self.enabled.torch >= _TORCH_2_14
 
@@ -132,7 +132,7 @@ def choose(
     """
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     call = _Call(query, key, value, mask, dropout_p, is_causal, enable_gqa, arch, enabled, training)
-    if call.is_2_14 and all(t.dim() == 3 for t in call.all):
+    if call.since_2_14 and all(t.dim() == 3 for t in call.all):
         call = _batched(call)
     objections: list[str] = []
     for kernel in enabled.order:
@@ -198,11 +198,11 @@ def _efficient_objections(call: _Call) -> Iterator[str]:
         yield f"queries and keys of unequal head sizes ({_heads(call)}), which {name} does not take"
     if head % multiple or value_head % multiple or not head or not value_head:
         yield f"heads of {head}, and {name} takes multiples of {multiple} in {_short(call.query.dtype)}"
-    if call.is_2_14 and call.arch >= (8, 0) and any(_misaligned(t, multiple) for t in call.all):
+    if call.since_2_14 and call.arch >= (8, 0) and any(_misaligned(t, multiple) for t in call.all):
         yield f"a query, key or value that starts inside its storage at no multiple of {multiple} elements"
     yield from _empty_objections(call)
     yield from _stride_objections(call, name, size_one=False)
-    yield from _head_count_objections(call, name, gqa=call.is_2_14)
+    yield from _head_count_objections(call, name, gqa=call.since_2_14)
     dtypes = (_HALF, _FLOAT, _BF16) if call.arch >= (8, 0) else (_HALF, _FLOAT)
     yield from _dtype_objections(call, name, dtypes)
 
@@ -219,7 +219,7 @@ def _cudnn_objections(call: _Call) -> Iterator[str]:
     yield from _mask_objections(call, name)
     if not (8, 0) <= call.arch <= (12, 1):
         yield f"{name} needs sm_80 or later, and this is {_sm(call.arch)}"
-    if call.is_2_14 and (call.dropout * 16) % 1:
+    if call.since_2_14 and (call.dropout * 16) % 1:
         yield f"dropout {call.dropout:g}, and {name} takes multiples of 1/16"
     yield from _empty_objections(call)
     yield from _stride_objections(call, name, size_one=True)
@@ -230,7 +230,7 @@ def _cudnn_objections(call: _Call) -> Iterator[str]:
 def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
     """Yield each size (of heads, batch or sequences) that cuDNN's attention does not take."""
     batch, heads, length = call.query.shape[:3]
-    if call.is_2_14 and max(batch, heads) > 65535:
+    if call.since_2_14 and max(batch, heads) > 65535:
         yield f"{max(batch, heads)} batch entries or heads, and {name} takes up to 65535"
     head, value_head = call.query.shape[-1], call.value.shape[-1]
     limit = _cudnn_head_limit(call)
@@ -242,7 +242,7 @@ def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
         yield f"a single key, which {name} does not take"
     if call.dropout and length == 1:
         yield f"a single query with dropout, which {name} does not take"
-    if call.is_2_14 and call.training and limit == 256:
+    if call.since_2_14 and call.training and limit == 256:
         both = (head, value_head)
         if max(both) > 128 and both not in ((192, 128), (256, 256)):
             yield f"heads of {head} and {value_head}, for which {name} has no backward"
@@ -251,11 +251,11 @@ def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
 def _cudnn_head_limit(call: _Call) -> int:
     """Return the largest head size that cuDNN's attention takes, by torch, card and cuDNN's version.
 
-    Larger heads of queries and keys than of values (192 and 128) have a limit of their own, from cuDNN 9.11 on.
+    Heads of 192 for queries and 128 for values have a limit of their own, from cuDNN 9.11 on.
     """
     version, major = call.enabled.cudnn_version, call.arch[0]
     is_192_by_128 = version >= 91100 and call.query.shape[-1] == 192 and call.value.shape[-1] == 128
-    if not call.is_2_14:
+    if not call.since_2_14:
         if call.arch == (9, 0):
             return 256 if version >= 91000 else 128
         return 192 if major == 10 and is_192_by_128 else 128
@@ -308,7 +308,7 @@ def _head_count_objections(call: _Call, name: str, *, gqa: bool, equal_kv: bool 
             yield f"key and value of different numbers of heads, which {name} does not take"
         if not key or not value or query % key or query % value:
             yield f"{query} query heads are no multiple of {key} key heads"
-    elif not query == key == value and not (call.is_2_14 and query and key == value == 1):
+    elif not query == key == value and not (call.since_2_14 and query and key == value == 1):
         grouped = " (grouped queries)" if call.gqa else ""
         yield f"{query} query heads and {key} key heads{grouped}, which {name} does not take"
 
