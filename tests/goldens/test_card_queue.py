@@ -6,9 +6,10 @@ import ast
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,12 @@ class Fake(entries.Entry):
         return [sys.executable, "-c", f"folder = {str(place.own)!r}\n{self.code}"]
 
 
-def fake(name: str, code: str, minutes: float = 0.01) -> Fake:
-    return Fake(name, "why", minutes, "none", lambda place: [], entries.figures_of, code=code)
+def fake(name: str, code: str, minutes: float = 0.01, **options: Any) -> Fake:
+    return Fake(name, "why", minutes, "none", lambda place: [], entries.figures_of, code=code, **options)
+
+
+def entry_of(name: str) -> Any:
+    return next(entry for entry in entries.ENTRIES if entry.name == name)
 
 
 def writes(figures: dict[str, Any]) -> str:
@@ -137,6 +142,73 @@ def test_what_the_minutes_do_not_suffice_for_is_left(tmp_path: Path, monkeypatch
     assert [entry.name for entry in queue.pending()] == ["parts", "slow"]
 
 
+def test_what_hangs_comes_last_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_queue, "LEAST_SECONDS", 0.1)
+    count = "import glob, time\nn = len(glob.glob(folder + '/call*'))\nopen(f'{folder}/call{n}', 'w')\n"
+    steady = count + "open(folder + '/figures.json', 'w').write('{\"a%d\": {}}' % n)\ntime.sleep(99)"
+    hangs, goes_on = fake("hangs", "import time; time.sleep(99)", 0.001), fake("steady", steady, 0.001)
+    queue = card_queue.Queue(tmp_path, [hangs, fake("quick", "pass", 0.001)])
+    queue.run(0.5 / 60, CARD)
+    assert queue.states == {"hangs": "stopped"}  # it took all there was
+    assert [entry.name for entry in queue.pending()] == ["quick", "hangs"]
+    queue.run(1 / 60, CARD)
+    assert queue.states == {"hangs": "timed out", "quick": "done"}
+    assert results(tmp_path)["hangs"]["error"].startswith("no new figure in 2 calls")
+    queue = card_queue.Queue(tmp_path, [goes_on])
+    for _ in range(3):
+        queue.run(0.5 / 60, CARD)
+        assert queue.states["steady"] == "stopped"  # another figure each time
+
+
+def test_nearly_all_the_minutes_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describing the card takes some of a call's minutes."""
+    monkeypatch.setattr(card_queue, "LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(card_queue, "MOST_MINUTES", 1 / 60)
+    queue = card_queue.Queue(tmp_path, [fake("slow", "import time; time.sleep(99)")])
+    queue.run(0.9 / 60, CARD)
+    assert queue.states == {"slow": "timed out"}
+
+
+def test_an_import_that_fails_is_no_measurement(tmp_path: Path) -> None:
+    """Python ends with exit code 1."""
+    bad = "raise ImportError('no module of that name')"
+    given = [fake(name, bad, codes=entry_of(name).codes) for name in ("fit-gpt", "goldens-rest")]
+    queue = card_queue.Queue(tmp_path, given)
+    queue.run(2, CARD)
+    assert set(queue.states.values()) == {"failed"}
+    assert "ImportError: no module of that name" in results(tmp_path)["fit-gpt"]["error"]
+
+
+def test_again_takes_what_failed(tmp_path: Path) -> None:
+    given = [fake(name, "pass") for name in ("failed", "crashed", "late", "parts", "whole", "new")]
+    queue = card_queue.Queue(tmp_path, given)
+    for name, state in (("failed", "failed"), ("crashed", "crashed"), ("late", "timed out")):
+        queue.enter(name, state)
+    put(tmp_path, result("parts", figures={"a": {"error": "no"}, "b": {"bytes": 1}}), result("whole"))
+    queue.enter("parts", "done")
+    queue.enter("whole", "done")
+    assert [entry.name for entry in queue.pending()] == ["new"]
+    queue.run(2, CARD, again=True)
+    assert set(queue.states.values()) == {"done"}
+    assert sorted(path.name for path in (tmp_path / "entries").iterdir()) == [
+        "crashed",
+        "failed",
+        "late",
+        "new",
+        "parts",
+    ]
+
+
+def test_a_card_that_cannot_be_described_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def hangs(command: Any, timeout: float, **_: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(card_queue.subprocess, "run", hangs)
+    with pytest.raises(SystemExit, match="2"):
+        card_queue.describe(None)
+    assert "the card cannot be described within 300 s" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -191,7 +263,7 @@ def test_no_script_of_the_folder_hides_a_module_of_python() -> None:
 
 
 def test_only_steps_without_a_golden_file_are_recorded(tmp_path: Path) -> None:
-    entry = next(entry for entry in entries.ENTRIES if entry.name == "goldens-benchmark")
+    entry = entry_of("goldens-benchmark")
     first, *rest = more.GROUPS["benchmark"]
     place = entries.Place(tmp_path, tmp_path, 100.0, "nvidia-none/2.13.0")
     known = tmp_path / "goldens" / "nvidia-none" / "2.13.0"
@@ -210,6 +282,73 @@ def test_only_steps_without_a_golden_file_are_recorded(tmp_path: Path) -> None:
     for one in rest:
         (known / f"{one}.json.gz").touch()
     assert entry.command(place) is None
+
+
+def test_a_case_that_had_nearly_all_the_time_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(command: Any, timeout: float, **_: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(fit.subprocess, "run", hangs)
+
+    def ended(left: float, total: float) -> dict[str, Any]:
+        return fit.case("gpt", "eager", None, 1, None, time.monotonic() + left, total)
+
+    assert ended(450.4, 465)["error"] == "not done within 450 s"
+    assert fit.was_stopped(ended(200, 465))
+    assert fit.was_stopped(ended(100, 100))  # a call of few minutes says nothing
+    assert ended(float("inf"), float("inf"))["error"] == "not done within 1800 s"
+
+
+HERE = {"gpu": "NVIDIA H200", "memory": 1, "torch": "2.13.0+cu130", "cuda": "13.0"}
+
+
+def measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str, row: dict[str, Any]
+) -> tuple[int, list[str]]:
+    """The exit code, and the methods that are measured, each with this result."""
+    ran: list[str] = []
+
+    def case(step: str, method: str, budget: int | None, *_: Any) -> dict[str, Any]:
+        ran.append(method)
+        return {"step": step, "method": method, "budget": budget} | row
+
+    monkeypatch.setattr(fit, "case", case)
+    monkeypatch.setattr(fit, "described", lambda dry: HERE)
+    monkeypatch.setattr(fit.golden, "no_gpu", lambda: None)
+    arguments = ["--only", "gpt", "--methods", "eager,per_block,compile", "--missing", "--output", str(folder)]
+    return fit.main([*arguments, *options]), ran
+
+
+GOOD = {"reserved": 5, "ratio": 1.0, "eager_seconds": 0.5}
+
+
+def test_what_is_missing_is_missing_of_this_card_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"step": "gpt", "method": method, "budget": None, **GOOD} for method in ("eager", "per_block", "compile")]
+    fit.write(tmp_path, [row | HERE | {"gpu": "NVIDIA H100"} for row in rows])
+    fit.write(tmp_path, [row | HERE | {"torch": "2.14.0"} for row in rows])
+    fit.write(tmp_path, [rows[0] | HERE])
+    assert measured_again(tmp_path, monkeypatch, row=GOOD) == (0, ["per_block", "compile"])
+
+
+def test_cases_that_failed_are_measured_again_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = {"step": "gpt", "budget": None}
+    over = head | {"method": "compile", "error": f"not started: {fit.STOPPED}"}
+    fit.write(tmp_path, [head | HERE | GOOD | {"method": "eager"}, head | {"method": "per_block", "error": "no"}, over])
+    place = entries.Place(tmp_path, tmp_path, 400.0, "nvidia-h200/2.13.0-cu130")
+    figures = entry_of("fit-gpt").read(place)
+    assert figures["failed"] == {"per_block": "no"}
+    assert "compile" in figures["left"]
+    assert "per_block" not in figures["left"]
+    assert "--again" in entry_of("fit-gpt").arguments(replace(place, again=True))
+    assert "--again" not in entry_of("fit-gpt").arguments(place)
+    boom = {"error": "boom"}
+    assert measured_again(tmp_path, monkeypatch, row=boom) == (fit.SOME_MISSING, ["compile"])
+    assert measured_again(tmp_path, monkeypatch, "--again", row=boom) == (fit.SOME_MISSING, ["per_block", "compile"])
+    assert measured_again(tmp_path / "new", monkeypatch, row=boom) == (1, ["eager", "per_block", "compile"])
+    other = replace(place, card="nvidia-h100/2.13.0-cu130")
+    assert entry_of("fit-gpt").read(other)["cases"] == []
 
 
 @pytest.mark.parametrize("group", [*more.GROUPS])
@@ -263,13 +402,29 @@ def test_a_kernel_that_fails_is_an_entry_and_the_others_stand() -> None:
     assert "seconds" in found["good, float32"]
 
 
+def test_a_copy_that_fails_is_not_the_end_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fit, "copy_rate", refused)
+    kernel = functions.Kernel(torch.relu, torch.relu, lambda rows: [(rows, 8)], 5)
+    found: dict[str, Any] = {}
+    functions.kernels(lambda name, row: found.update({name: row}), functions.Setting(), of={"relu": kernel})
+    assert found["copy"]["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert len(found) == 1 + 3
+
+
 def test_forms_equal_themselves() -> None:
-    found = noted(functions.encodings, elements=1 << 12, checked=(1 << 10) + 3)
+    found = noted(functions.encodings, elements=1 << 12, checked=1 << 12)
     assert len(found) == 8
     assert all(set(row["differing"]) == {0} and row["bytes_per_second"] > 0 for row in found.values())
+    smaller = {name: row["value_bytes"] / row["bytes"] for name, row in found.items()}
+    # flags of a byte, float32 and int64 in bits, and in one or two bytes
+    assert (smaller["bits"], smaller["sign"], smaller["positive"]) == (8, 32, 32)
+    assert (smaller["uint8 indices"], smaller["bfloat16"], smaller["host memory"]) == (8, 2, 1)
+    assert 3 < smaller["int8"] < 4  # with the scales
 
 
-@pytest.mark.skipif(not hasattr(memplan, "PackedMasters"), reason="this memplan has none")
 def test_packed_masters_are_masters() -> None:
     found = noted(functions.packed, elements=1 << 12, updates=3)
     assert all(row["differing"] == 0 and row["state_bytes"] < row["plain_bytes"] for row in found.values())
@@ -293,10 +448,13 @@ def test_a_watch_is_timed() -> None:
 # Keeping
 
 
+SECONDS = {"seconds": 0.5, "took": 3.0, "ratio": 0.9, "quartiles": [0.8, 1.0]}
+
+
 def result(entry: str = "kernels", **options: Any) -> dict[str, Any]:
     head = {name: value for name, value in CARD.items() if name != "folder"}
     row = {"format": "memplan-gpu-result", "version": 1, "entry": entry, "state": "done", "emulated": False}
-    return row | head | {"seconds": 3.0, "figures": {"rms_norm": {"seconds": 0.5}}, "error": ""} | options
+    return row | head | {"seconds": 3.0, "figures": {"rms_norm": {"bytes": 5, **SECONDS}}, "error": ""} | options
 
 
 def put(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -321,15 +479,20 @@ def test_figures_are_kept_once_and_known_ones_stay(tmp_path: Path) -> None:
     once = contents(root)
     stored = json.loads(once["results/gpu.json"])["results"]
     assert [row["entry"] for row in stored] == ["kernels", "watch"]
-    assert stored[0]["figures"] == {"rms_norm": {"seconds": 0.5}}
+    assert stored[0]["figures"] == {"rms_norm": {"bytes": 5, **SECONDS}}
     assert kept(out, root) == (0, [])
     assert contents(root) == once
-    put(out, result("kernels", figures={"rms_norm": {"seconds": 0.75}}))
-    told = "kernels: differs, and the known one stays: figures.rms_norm.seconds 0.5 -> 0.75"
+    later = {"seconds": 0.75, "took": 4.0, "ratio": 1.0, "quartiles": [0.9, 1.1]}  # no run is as long as another
+    put(out, result("kernels", seconds=9.0, figures={"rms_norm": {"bytes": 5, **later}}))
+    assert kept(out, root) == (0, [])
+    put(out, result("kernels", figures={"rms_norm": {"bytes": 6, **later}}))
+    told = "kernels: differs, and the known one stays: figures.rms_norm.bytes 5 -> 6"
     assert kept(out, root) == (1, [told])
     assert contents(root) == once
     assert kept(out, root, "--replace") == (0, ["kernels: replaced"])
-    assert json.loads(contents(root)["results/gpu.json"])["results"][0]["figures"] == {"rms_norm": {"seconds": 0.75}}
+    assert json.loads(contents(root)["results/gpu.json"])["results"][0]["figures"] == {
+        "rms_norm": {"bytes": 6, **later}
+    }
     assert keeping.known(CARD, root / "results") == ["kernels", "watch"]
     assert keeping.known(CARD | {"torch": "2.14.0"}, root / "results") == []
 
@@ -341,6 +504,40 @@ def test_errors_give_way_and_are_measured_again(tmp_path: Path) -> None:
     assert keeping.known(CARD, root / "results") == []
     put(out, result())
     assert kept(out, root) == (0, ["kernels: replaced"])
+
+
+@pytest.mark.parametrize("options", [(), ("--replace",)])
+def test_no_error_takes_the_place_of_a_figure(tmp_path: Path, options: tuple[str, ...]) -> None:
+    out, root = tmp_path / "out", tmp_path / "root"
+    no = {"error": "OutOfMemoryError: no"}
+    put(out, result(figures={"rms_norm": {"bytes": 5}, "swiglu": no, "geglu": {"bytes": 7, "liger": {"bytes": 1}}}))
+    kept(out, root)
+    put(out, result(figures={"rms_norm": no, "swiglu": {"bytes": 6}, "geglu": {"bytes": 7, "liger": no}, "new": no}))
+    assert kept(out, root, *options) == (
+        0, ["kernels: figures.geglu.liger failed, and the known figures stay: OutOfMemoryError: no",
+            "kernels: figures.rms_norm failed, and the known figures stay: OutOfMemoryError: no",
+            "kernels: replaced"],
+    )  # fmt: skip
+    assert json.loads(contents(root)["results/gpu.json"])["results"][0]["figures"] == {
+        "rms_norm": {"bytes": 5}, "swiglu": {"bytes": 6}, "geglu": {"bytes": 7, "liger": {"bytes": 1}}, "new": no,
+    }  # fmt: skip
+
+
+def test_entries_of_which_parts_failed_are_not_done(tmp_path: Path) -> None:
+    out, root = tmp_path / "out", tmp_path / "root"
+    compiled = {"step": "gpt", "method": "compile", "budget": None, "error": "boom"}
+    figures = {"cases": [case("eager", 1.0), compiled], "left": [], "failed": {"compile": "boom"}}
+    goldens = {"files": ["gelu"], "left": [], "failed": {"rnn": "no golden file was written"}}
+    put(out, result("fit-gpt", figures=figures), result("goldens-recurrent", figures=goldens), result("watch"))
+    kept(out, root)
+    assert keeping.known(CARD, root / "results") == ["watch"]
+    now = figures | {"cases": [case("eager", 1.0), case("compile", 0.7)], "failed": {}}
+    put(out, result("fit-gpt", figures=now), result("goldens-recurrent", figures=goldens | {"failed": {}}))
+    kept(out, root)
+    assert keeping.known(CARD, root / "results") == ["fit-gpt", "goldens-recurrent", "watch"]
+    put(out, result("fit-gpt", figures=figures))  # another machine, without a compiler: it is known after all
+    kept(out, root)
+    assert keeping.known(CARD, root / "results") == ["fit-gpt", "goldens-recurrent", "watch"]
 
 
 def test_what_is_emulated_or_failed_is_not_kept(tmp_path: Path) -> None:
@@ -368,10 +565,10 @@ def test_budgets_go_into_the_file_of_the_card(tmp_path: Path) -> None:
     stored = json.loads(once[name])
     assert (stored["gpu"], [row["method"] for row in stored["cases"]]) == ("NVIDIA H200", ["compile", "eager"])
     failed = {"step": "gpt", "method": "compile", "budget": None, "error": "boom"}
-    put(out, result("fit-gpt", figures={"cases": [case("eager", 2.0), failed]}, state="stopped"))
+    put(out, result("fit-gpt", figures={"cases": [case("eager", 2.0, reserved=6), failed]}, state="stopped"))
     assert kept(out, root) == (
         1, [lines[0], "gpt compile: failed, and the known figures stay: boom",
-            "gpt eager: differs, and the known one stays: ratio 1.0 -> 2.0"],
+            "gpt eager: differs, and the known one stays: reserved 5 -> 6"],
     )  # fmt: skip
     assert contents(root) == once
     code, _ = kept(out, root, "--replace")
@@ -438,7 +635,7 @@ def test_the_whole_queue_runs_on_an_emulated_card(tmp_path: Path, monkeypatch: p
     assert found["proof"]["error"].startswith("skipped: needs values")
     assert all(row["emulated"] for row in found.values())
     for name, row in found.items():
-        assert not keeping._failed(row["figures"]), (name, row["figures"])
+        assert not keeping.failed(row["figures"]), (name, row["figures"])
     for name in (
         "gpt",
         "gpt_dropout",

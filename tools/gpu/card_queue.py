@@ -30,7 +30,8 @@ for _path in (str(HERE), str(ROOT)):
         sys.path.insert(0, _path)
 if str(ROOT / "src") not in sys.path:
     sys.path.append(str(ROOT / "src"))  # where memplan is not installed
-import golden  # noqa: E402  # of this folder, as all that follow
+import fit  # noqa: E402  # of this folder, as all that follow
+import golden  # noqa: E402
 import queue_entries  # noqa: E402
 import queue_keep  # noqa: E402
 from queue_entries import MOST_MINUTES, Entry, Place, Row  # noqa: E402
@@ -44,11 +45,17 @@ SPARE_SECONDS = 15.0
 """Of the minutes, what an entry is not given: it ends itself first, and writes what it has."""
 LEAST_SECONDS = 60.0
 """With less than this left no entry is started."""
+DESCRIBE_SECONDS = 300.0
 TAIL = 2000
 State = Literal["running", "done", "stopped", "failed", "crashed", "timed out", "skipped"]
 """Of an entry. ``running`` in a state file: the machine went away meanwhile. ``stopped``: the minutes were over, and a
 later call goes on."""
 OPEN = ("running", "stopped")
+WRONG = ("failed", "crashed", "timed out")
+ENOUGH = 0.8
+"""An entry that is ended after this share of its most minutes is not given them once more."""
+MOST_IN_VAIN = 2
+"""Calls without a new figure after which an entry counts as timed out."""
 
 
 class Queue:
@@ -60,20 +67,40 @@ class Queue:
     @property
     def states(self) -> dict[str, State]:
         """By entry; one that was never started is not there."""
+        return {name: row["state"] for name, row in self._rows().items()}
+
+    def calls_in_vain(self, name: str) -> int:
+        """How many calls in a row have run an entry without a new figure."""
+        return self._rows().get(name, {}).get("calls_in_vain", 0)
+
+    def _rows(self) -> dict[str, Row]:
         path = self.folder / STATE
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
-    def enter(self, name: str, state: State) -> None:
+    def enter(self, name: str, state: State, calls_in_vain: int = 0) -> None:
         """Write down how it is with an entry."""
-        _write(self.folder / STATE, dict(sorted({**self.states, name: state}.items())))
+        row = {"state": state, "calls_in_vain": calls_in_vain}
+        _write(self.folder / STATE, dict(sorted({**self._rows(), name: row}.items())))
 
-    def pending(self) -> list[Entry]:
-        """What is to be run, in order; last what was running when a machine went away: it may be why."""
-        states = self.states
-        waiting = [entry for entry in self.entries if states.get(entry.name) in (None, *OPEN)]
-        return sorted(waiting, key=lambda entry: states.get(entry.name) == "running")
+    def pending(self, again: bool = False) -> list[Entry]:
+        """What is to be run, in order. Last what may take all the minutes once more: what was running when a machine
+        went away, or had no new figure; and with ``again`` what failed, as a whole or in part."""
+        fresh, late = list[Entry](), list[Entry]()
+        for entry in self.entries:
+            state = self.states.get(entry.name)
+            if state in (None, *OPEN):
+                (late if state == "running" or self.calls_in_vain(entry.name) else fresh).append(entry)
+            elif again and (state in WRONG or (state == "done" and self._failed_in_part(entry.name))):
+                late.append(entry)
+        return fresh + late
 
-    def run(self, minutes: float, card: Mapping[str, Any], dry: Any = None, only: Sequence[str] = ()) -> None:
+    def _failed_in_part(self, name: str) -> bool:
+        path = self.folder / RESULTS / f"{name}.json"
+        return path.exists() and queue_keep.failed(json.loads(path.read_text(encoding="utf-8"))["figures"])
+
+    def run(
+        self, minutes: float, card: Mapping[str, Any], dry: Any = None, only: Sequence[str] = (), again: bool = False
+    ) -> None:
         """Run entries until the minutes are over: of those pending, or of those named, whatever is known of them.
 
         Args:
@@ -81,25 +108,28 @@ class Queue:
             card: what results say of the machine, with ``folder``, that of its golden files.
             dry: the emulated card, None for this machine's GPU.
             only: names of entries.
+            again: also what failed, and within an entry the parts that did.
         """
         stop = time.monotonic() + 60 * minutes
-        entries = [entry for entry in self.entries if entry.name in only] if only else self.pending()
+        entries = [entry for entry in self.entries if entry.name in only] if only else self.pending(again)
         for entry in entries:
             left = stop - time.monotonic()
             if left < LEAST_SECONDS or (60 * entry.minutes > left and entry is not entries[0] and dry is None):
                 continue  # a shorter one may fit
-            self._run(entry, card, dry, left)
+            self._run(entry, card, dry, left, again)
 
-    def _run(self, entry: Entry, card: Mapping[str, Any], dry: Any, left: float) -> None:
+    def _run(self, entry: Entry, card: Mapping[str, Any], dry: Any, left: float, again: bool) -> None:
         begun, seconds = time.monotonic(), min(60 * MOST_MINUTES, left) - SPARE_SECONDS
         own = self.folder / "entries" / entry.name
         own.mkdir(parents=True, exist_ok=True)
-        place = Place(self.folder, own, seconds, str(card["folder"]), dry)
+        place = Place(self.folder, own, seconds, str(card["folder"]), dry, again)
+        before = _measured(_figures(entry, place))
+        in_vain = self.calls_in_vain(entry.name) if self.states.get(entry.name) in OPEN else 0
         skip = entry.dry_skip if dry is not None else ""
         state: State = "skipped"
         error = f"skipped: {skip}" if skip else ""
         if not skip:
-            self.enter(entry.name, "running")
+            self.enter(entry.name, "running", in_vain)
             command = entry.command(place)
             if command is None:
                 state = "done"
@@ -112,15 +142,19 @@ class Queue:
         figures = {} if skip else _figures(entry, place)
         if figures.get("left") and state == "done":
             state = "stopped"
-        if state == "timed out" and left < 60 * MOST_MINUTES:
+        if state == "timed out" and left < ENOUGH * 60 * MOST_MINUTES:
             state = "stopped"
+        if state == "stopped":
+            in_vain = 0 if _measured(figures) - before else in_vain + 1
+            if in_vain == MOST_IN_VAIN:
+                state, error = "timed out", f"no new figure in {MOST_IN_VAIN} calls\n{error}".strip()
         row = {
             "format": FORMAT, "version": VERSION, "entry": entry.name, "state": state,
             **{name: value for name, value in card.items() if name != "folder"}, "emulated": dry is not None,
             "seconds": round(time.monotonic() - begun, 1), "figures": figures, "error": error,
         }  # fmt: skip
         _write(self.folder / RESULTS / f"{entry.name}.json", row)
-        self.enter(entry.name, state)
+        self.enter(entry.name, state, in_vain if state == "stopped" else 0)
         print(line(entry, state, row), flush=True)
 
 
@@ -166,6 +200,13 @@ def _figures(entry: Entry, place: Place) -> Row:
         return {"unreadable": f"{type(error).__name__}: {error}"}
 
 
+def _measured(figures: Row) -> set[str]:
+    """The names of what has figures, or has failed for good."""
+    cases = {case["method"] for case in figures.get("cases", ()) if not fit.was_stopped(case)}
+    rows = {name for name, part in figures.items() if name != "failed" and isinstance(part, dict)}
+    return cases | rows | {*figures.get("files", ())}
+
+
 def _write(path: Path, content: Row) -> None:
     """Write a file as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,14 +233,19 @@ def describe(dry: Any) -> Row:
     """The card, as a process that sees it says: names for results, and the folder of golden files.
 
     Raises:
-        SystemExit: that process fails (exit code 2).
+        SystemExit: that process fails, or hangs (exit code 2).
     """
     arguments = ["--describe", *(["--emulated", dry.name] if dry is not None else [])]
     command = [sys.executable, str(HERE / f"{queue_entries.FUNCTIONS}.py"), *arguments]
     environment = dict(os.environ)
     if dry is not None:
         command, environment = dry.command(queue_entries.FUNCTIONS, arguments), dry.variables(environment, "describe")
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=DESCRIBE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        refuse(f"the card cannot be described within {DESCRIBE_SECONDS:.0f} s")
     if done.returncode:
         refuse(f"the card cannot be described: {done.stderr.strip()[-TAIL:] or f'exit code {done.returncode}'}")
     found: Row = json.loads(done.stdout.strip().splitlines()[-1])
@@ -224,7 +270,7 @@ def run(options: argparse.Namespace) -> int:
         for entry in queue_keep.known(card, options.kept):
             if entry in {one.name for one in queue.entries} and entry not in queue.states and dry is None:
                 queue.enter(entry, "done")
-    queue.run(options.minutes - (time.monotonic() - begun) / 60, card, dry, options.only or ())
+    queue.run(options.minutes - (time.monotonic() - begun) / 60, card, dry, options.only or (), options.again)
     states = queue.states
     wanted = options.only or [entry.name for entry in queue.entries]
     waiting = [name for name in wanted if states.get(name) in (None, *OPEN)]
@@ -261,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = commands.add_parser("run", help="run what is not done yet")
     runs.add_argument("--minutes", type=float, default=9.0, help="for this call (default 9)")
     runs.add_argument("--only", action="append", metavar="NAME", help="this entry, done or not; may be repeated")
-    runs.add_argument("--again", action="store_true", help="also what benchmarks/results/gpu.json has of this card")
+    runs.add_argument("--again", action="store_true", help="also what failed, or is in benchmarks/results/gpu.json")
     runs.add_argument("--dry", metavar="CARD", help="on this card, emulated: no GPU is needed")
     runs.add_argument("--torch", metavar="PATH", help="with --dry: environment with the CUDA build of torch")
     runs.add_argument("--out", **out)

@@ -6,7 +6,8 @@
     python benchmarks/fit_gpu.py                    # the table, without a GPU
 
 Needs a CUDA GPU. Each case has a process of its own, one at a time; one that fails, or that memplan refuses, is an
-entry with the reason. Exit code: 0 all measured; 1 some are missing, or a budget was exceeded; 2 bad usage, or no GPU.
+entry with the reason. Exit code: 0 all measured; 3 some are missing, or a budget was exceeded; 1 nothing could be
+measured; 2 bad usage, or no GPU.
 
 Measured of each: `max_memory_allocated` and `max_memory_reserved` over two steps, after two others and with an emptied
 cache; seconds in alternating pairs with eager mode; bytes that its ops read and write (of what torch.compile makes: as
@@ -50,7 +51,15 @@ SHARES = (0.8, 0.6)
 BESIDE = ("per_block", "compile")
 """Peers whose peaks are budgets, too."""
 LIMIT_SECONDS = 1800
+DESCRIBE_SECONDS = 120
 STOPPED = "the seconds for all cases were over"
+ENOUGH_SECONDS, NEARLY_ALL = 300.0, 0.8
+"""A case that had so long, and this share of the seconds for all, has failed if it is not done: another run would not
+give it more."""
+REFUSED = ("BudgetError", "LookupError: Liger")
+"""Errors that are answers: memplan has no such plan, Liger no such layers."""
+SOME_MISSING = 3
+"""Exit code. An exception is exit code 1, so that is no sign that anything was measured."""
 PAIRS = 5
 COPY = 1 << 30
 METRICS = {"TORCH_LOGS": "inductor_metrics", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
@@ -239,33 +248,67 @@ def card() -> Row:
     }
 
 
+def _child(arguments: Sequence[Any], emulated: bool = False) -> Row:
+    return measured(*arguments, emulated=emulated) if arguments else card()
+
+
 # -- the command
 
 
 def case(
-    step: str, method: str, budget: int | None, pairs: int, dry: DryCard | None = None, stop: float = float("inf")
-) -> Row:
-    """A case's result from a process of its own, which is ended at ``stop``, of `time.monotonic`."""
+    step: str, method: str, budget: int | None, pairs: int, dry: DryCard | None = None, stop: float = float("inf"),
+    total: float = float("inf"),
+) -> Row:  # fmt: skip
+    """A case's result from a process of its own.
+
+    Args:
+        step, method, budget, pairs: as of `measured`.
+        dry: the emulated card.
+        stop: when the process is ended, of `time.monotonic`.
+        total: seconds that all cases together have.
+    """
     head: Row = {"step": step, "method": method, "budget": budget}
-    child = ["--child", json.dumps([step, method, budget, pairs]), *(["--dry", dry.name] if dry else [])]
-    command, environment = [sys.executable, str(Path(__file__).resolve()), *child], dict(os.environ)
-    if dry is not None:
-        command, environment = dry.command("fit", child), dry.variables(environment, f"{step}-{method}")
+    command, environment = _process([step, method, budget, pairs], f"{step}-{method}", dry)
     environment |= METRICS if "compile" in method or "inductor" in method else {}
     left = stop - time.monotonic()
     if left <= 0:
         return head | {"error": f"not started: {STOPPED}"}
+    limit = min(left, LIMIT_SECONDS)
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-            timeout=min(left, LIMIT_SECONDS),
-        )  # fmt: skip
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=limit
+        )
     except subprocess.TimeoutExpired:
-        return head | {"error": f"ended: {STOPPED}" if left < LIMIT_SECONDS else f"not done within {LIMIT_SECONDS} s"}
+        enough = min(LIMIT_SECONDS, max(ENOUGH_SECONDS, NEARLY_ALL * total))
+        return head | {"error": f"not done within {limit:.0f} s" if left >= enough else f"ended: {STOPPED}"}
     if done.returncode == 0:
         return head | json.loads(done.stdout.strip().splitlines()[-1])
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
     return head | {"error": (lines[-1] if lines else f"exit code {done.returncode}")[:2000]}
+
+
+def _process(arguments: Sequence[Any], name: str, dry: DryCard | None) -> tuple[list[str], dict[str, str]]:
+    """The command and the variables of a process that sees the card: it measures a case, or without arguments only
+    describes the card."""
+    child = ["--child", json.dumps(arguments), *(["--dry", dry.name] if dry else [])]
+    if dry is not None:
+        return dry.command("fit", child), dry.variables(os.environ, name)
+    return [sys.executable, str(Path(__file__).resolve()), *child], dict(os.environ)
+
+
+def described(dry: DryCard | None) -> Row:
+    """The card and the versions, from a process of its own, so that this one takes nothing of the card.
+
+    Raises:
+        RuntimeError: that process fails.
+    """
+    command, environment = _process([], "describe", dry)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=DESCRIBE_SECONDS
+    )
+    if done.returncode:
+        raise RuntimeError(f"the card cannot be described: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def cases_of_ours(rows: Sequence[Row]) -> list[tuple[str, int | None]]:
@@ -284,27 +327,34 @@ def record(options: argparse.Namespace) -> int:
     stop = time.monotonic() + (options.seconds or float("inf"))
     dry = golden.dry_card(options)
     found: list[Row] = []
-    known = {(row["step"], row["method"]): row for row in stored(options.output)} if options.missing else {}
+    here, known = None, dict[tuple[str, str], Row]()
+    if options.missing:
+        here = described(dry)
+        for row in stored(path_of(options.output, here["gpu"], here["torch"])):
+            if not (was_stopped(row) or (options.again and "error" in row)):
+                known[row["step"], row["method"]] = row
 
     def take(step: str, method: str, budget: int | None) -> Row | None:
         if not any(fnmatch.fnmatchcase(method, pattern) for pattern in patterns):
             return None
-        if (step, method) in known and not was_stopped(known[step, method]):
+        if (step, method) in known:
             return known[step, method]
-        row = case(step, method, budget, options.pairs, dry, stop)
+        row = case(step, method, budget, options.pairs, dry, stop, options.seconds or float("inf"))
         found.append(row)
         print(line(row), flush=True)
-        write(options.output, found)  # each: the machine may be taken away
+        write(options.output, found, here)  # each: the machine may be taken away
         return row
 
     for step in steps:
         rows = [row for method in PEERS if (row := take(step, method, None)) is not None]
         for method, budget in cases_of_ours(rows):
             take(step, method, budget)
-    path = write(options.output, found)
+    path = write(options.output, found, here)
     print(f"written: {path}" if path else "nothing was measured: no file was written")
     failed = [row for row in found if "error" in row or row["reserved"] > (row.get("given") or row["reserved"])]
-    return 1 if failed or path is None else 0
+    if not failed:
+        return 0 if found or options.missing else 1
+    return SOME_MISSING if any("error" not in row or was_stopped(row) for row in (*known.values(), *found)) else 1
 
 
 def was_stopped(row: Row) -> bool:
@@ -312,9 +362,14 @@ def was_stopped(row: Row) -> bool:
     return STOPPED in row.get("error", "")
 
 
-def stored(folder: Path) -> list[Row]:
-    """The cases in a folder, of all cards."""
-    return [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text("utf-8"))["cases"]]
+def has_failed(row: Row) -> bool:
+    """Whether a case has an error that is neither an answer nor due to the seconds for all."""
+    return "error" in row and not was_stopped(row) and not any(one in row["error"] for one in REFUSED)
+
+
+def stored(path: Path) -> list[Row]:
+    """The cases in a file; none where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
 
 
 def path_of(folder: Path, gpu: str, torch_version: str) -> Path:
@@ -322,20 +377,22 @@ def path_of(folder: Path, gpu: str, torch_version: str) -> Path:
     return folder / f"{golden_format.slug(gpu)}.{golden_format.slug(torch_version)}.json"
 
 
-def write(folder: Path, rows: Sequence[Row]) -> Path | None:
+def write(folder: Path, rows: Sequence[Row], here: Row | None = None) -> Path | None:
     """Store the results; those of earlier runs on the same card and torch stay where nothing new was measured. None
-    where nothing could be measured at all."""
-    good = next((row for row in rows if "gpu" in row), None)
-    if good is None:
+    where there are none, or it is not known of which card they are: none was measured, and ``here`` is None."""
+    good = next((row for row in rows if "gpu" in row), here)
+    if good is None or not rows:
         return None
     path = path_of(folder, good["gpu"], good["torch"])
-    before = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
+    before = stored(path)
     new = {(row["step"], row["method"]) for row in rows}
     kept = [row for row in before if (row["step"], row["method"]) not in new]
     shared = {name: good[name] for name in ("gpu", "memory", "torch", "cuda")}
     own = [{name: value for name, value in row.items() if name not in shared} for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(shared | {"cases": [*kept, *own]}, indent=1) + "\n", encoding="utf-8")
+    part = path.with_suffix(".part")  # a process that is ended leaves the whole file or the one before
+    part.write_text(json.dumps(shared | {"cases": [*kept, *own]}, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
     return path
 
 
@@ -359,6 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results/fit_gpu"
     )
     parser.add_argument("--missing", action="store_true", help="those alone that the file has no result of")
+    parser.add_argument("--again", action="store_true", help="with --missing: those that failed, too")
     parser.add_argument("--seconds", type=float, metavar="S", help="for all cases: then the rest is named as missing")
     parser.add_argument("--dry", metavar="CARD", help="on this card, emulated: no GPU is needed, and no time is one")
     parser.add_argument("--torch", metavar="PATH", help="with --dry: environment with the CUDA build of torch")
@@ -372,10 +430,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from golden_dry import emulated
 
         with emulated(options.dry):
-            print(json.dumps(measured(*json.loads(options.child), emulated=True)))
+            print(json.dumps(_child(json.loads(options.child), emulated=True)))
         return 0
     if options.child:
-        print(json.dumps(measured(*json.loads(options.child))))
+        print(json.dumps(_child(json.loads(options.child))))
         return 0
     return record(options)
 

@@ -47,6 +47,8 @@ class Place:
     """Folder of the card's golden files: ``nvidia-h200/2.11.0-cu130``."""
     dry: DryCard | None = None
     """The emulated card; None: this machine's GPU."""
+    again: bool = False
+    """Whether what failed is to be run again."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Entry:
     arguments: Callable[[Place], list[str] | None]
     """Its arguments; None: nothing is left to do."""
     read: Callable[[Place], Row]
-    """Its figures: what it has left so far. ``left``: what another run can still measure."""
+    """Its figures: what it has left so far. ``left``: what another run can still measure; ``failed``: by name why there
+    are no figures."""
     codes: tuple[int, ...] = (0,)
     """Exit codes with which it has measured what it could."""
     dry_skip: str = ""
@@ -123,28 +126,31 @@ def fitted(step: str, minutes: float) -> Entry:
     """`memplan.fit` by both engines on a step, beside what people do today."""
 
     def arguments(place: Place) -> list[str] | None:
-        if not _left(step, place):
+        if not _left(step, place, again=place.again):
             return None
         chosen = ",".join(methods(step, place.dry is not None))
-        return ["--only", step, "--methods", chosen, "--output", str(place.own), "--missing",
+        again = ["--again"] if place.again else []
+        return ["--only", step, "--methods", chosen, "--output", str(place.own), "--missing", *again,
                 "--seconds", str(int(place.seconds)), *dry_options(place)]  # fmt: skip
 
     def read(place: Place) -> Row:
         cases = _cases(place)
-        failed = [case["error"] for case in cases if "error" in case and not fit.was_stopped(case)]
-        figures: Row = {"cases": cases, "left": _left(step, place)}
-        return figures | ({"error": failed[0]} if failed and len(failed) == len(cases) else {})
+        failed = {case["method"]: case["error"][:300] for case in cases if fit.has_failed(case)}
+        return {"cases": cases, "left": _left(step, place), "failed": failed}
 
     why = f"{fit_steps.TITLES[step]}: memory and seconds of both engines, by turns with eager mode, beside its peers"
-    return Entry(f"fit-{step}", why, minutes, "fit", arguments, read, codes=(0, 1), starts_card=True)
+    return Entry(f"fit-{step}", why, minutes, "fit", arguments, read, codes=(0, fit.SOME_MISSING),
+                 starts_card=True)  # fmt: skip
 
 
 def _cases(place: Place) -> list[Row]:
-    return [case for path in sorted(place.own.glob("*.json")) for case in json.loads(path.read_text("utf-8"))["cases"]]
+    """Of this card and torch."""
+    return fit.stored(place.own / f"{place.card.replace('/', '.')}.json")
 
 
-def _left(step: str, place: Place) -> list[str]:
-    done = {case["method"] for case in _cases(place) if not fit.was_stopped(case)}
+def _left(step: str, place: Place, again: bool = False) -> list[str]:
+    cases = _cases(place)
+    done = {case["method"] for case in cases if not fit.was_stopped(case) and not (again and "error" in case)}
     return [one for one in methods(step, place.dry is not None) if one not in done]
 
 
@@ -185,7 +191,8 @@ def goldens(group: str, why: str, minutes: float, **options: Any) -> Entry:
             "failed": {one: why for one, why in failed.items() if one not in stopped},
         }  # fmt: skip
 
-    return Entry(f"goldens-{group}", why, minutes, "golden", arguments, read, codes=(0, 1), starts_card=True, **options)
+    return Entry(f"goldens-{group}", why, minutes, "golden", arguments, read, codes=(0, golden.SOME_MISSING),
+                 starts_card=True, **options)  # fmt: skip
 
 
 def names_of(group: str) -> list[str]:

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -270,7 +271,15 @@ def kernels(
     import fit
     import torch
 
-    copies = fit.copy_rate() if setting.device == "cuda" else None
+    rates: list[float] = []
+
+    def copied() -> Row:
+        rates.append(fit.copy_rate())
+        return {"bytes_per_second": rates[0]}
+
+    if setting.device == "cuda":
+        attempt(note, "copy", copied)
+    copies = rates[0] if rates else None
 
     def measured(kernel: Kernel, dtype: Any) -> Row:
         return _errors(kernel, dtype, checked_rows, setting) | _times(kernel, dtype, rows, setting, copies, rivals)
@@ -365,20 +374,27 @@ def _both_passes(function: Callable[..., Any], operands: Sequence[Any]) -> Calla
 
 
 def encodings(note: Note, setting: Setting, *, elements: int = 1 << 26, checked: int = (1 << 20) + 3) -> None:
-    """Encodings of saved values: those of the card equal the CPU's, and bytes a second."""
+    """Encodings of saved values, by the calls of plans: those of the card equal the CPU's, and bytes a second."""
     import fit
     import torch
 
-    from memplan.planning.ops import host_copies, int8, piecewise  # registers the ops
+    from memplan.planning.graph.joint_graph import SavedForm
+    from memplan.planning.levers.encode import NAME, Encode
+    from memplan.planning.ops import host_copies, int8, piecewise  # noqa: F401  # registers the ops
 
-    def bits(kind: str, x: Any) -> Any:
-        form = piecewise.pack_bits(x.gt(0) if kind == "bits" else x, kind)
-        return form, piecewise.unpack_bits(form, x.shape, x.stride())
+    lever = Encode()
 
-    def eight(signed: bool, x: Any) -> Any:
-        x = x if signed else x.abs()
-        form = int8.quantize(x, signed)
-        return form, int8.dequantize(form, x.shape, x.stride(), x.dtype, signed)
+    def called(call: Any, x: Any) -> Any:
+        """The result of a planned call that reads ``x``."""
+        target, (_, *rest), options = call
+        return functools.reduce(getattr, target.split("."), torch.ops)(x, *rest, **options)
+
+    def encoded(codec: str, dtype: str, x: Any) -> Any:
+        value = SimpleNamespace(shape=x.shape, stride=x.stride(), dtype=str(x.dtype).removeprefix("torch."))
+        graph: Any = SimpleNamespace(values=[value, SimpleNamespace(dtype=dtype)])
+        saved = SavedForm(NAME, 0, 1, codec)
+        form = called(lever.store(graph, saved), x)
+        return form, called(lever.fetch(graph, saved), form)
 
     def in_host(x: Any) -> Any:
         host, copy = host_copies.store(x)
@@ -387,29 +403,32 @@ def encodings(note: Note, setting: Setting, *, elements: int = 1 << 26, checked:
         copy.wait()
         return host, value
 
-    ways: dict[str, Callable[[Any], Any]] = {
-        **{kind: functools.partial(bits, kind) for kind in ("bits", "sign", "positive")},
-        "uint8 indices": lambda x: (small := (x * 100).byte(), small.long()),
-        "int8": functools.partial(eight, True), "uint8": functools.partial(eight, False),
-        "bfloat16": lambda x: (small := x.bfloat16(), small.float()), "host memory": in_host,
+    ways: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+        "bits": (functools.partial(encoded, "bits", "uint8"), lambda x: x.gt(0)),
+        **{codec: (functools.partial(encoded, codec, "uint8"), torch.clone) for codec in ("sign", "positive", "int8")},
+        "uint8": (functools.partial(encoded, "uint8", "uint8"), torch.abs),
+        "uint8 indices": (functools.partial(encoded, "index", "uint8"), lambda x: x.mul(40).long() & 255),
+        "bfloat16": (functools.partial(encoded, "bfloat16", "bfloat16"), torch.clone),
+        "host memory": (in_host, torch.clone),
     }  # fmt: skip
+    """By name: what encodes and decodes a value, and what makes such a value of normally distributed numbers."""
 
-    def way(run: Callable[[Any], Any]) -> Row:
+    def way(run: Callable[[Any], Any], of_kind: Callable[[Any], Any]) -> Row:
         torch.manual_seed(0)
-        row: Row = {}
-        x = torch.randn(checked)
+        x = of_kind(torch.randn(checked))
         on_card = [one.cpu() for one in run(x.to(setting.device))]
+        row: Row = {"bytes": on_card[0].nbytes, "value_bytes": x.nbytes}
         if setting.has_values:
             row["differing"] = [int((a != b).sum()) for a, b in zip(run(x), on_card, strict=True)]
-        big = torch.empty(elements, device=setting.device).normal_()
+        big = of_kind(torch.empty(elements, device=setting.device).normal_())
         form, value = run(big)
         moved = big.nbytes + 2 * form.nbytes + value.nbytes
         del form, value
         seconds = min(fit.seconds(lambda: run(big)) for _ in range(3))
         return row | {"seconds": seconds, "bytes_per_second": moved / seconds}
 
-    for name, run in ways.items():
-        attempt(note, name, functools.partial(way, run))
+    for name, (run, of_kind) in ways.items():
+        attempt(note, name, functools.partial(way, run, of_kind))
 
 
 def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: int = 5) -> None:
@@ -419,10 +438,6 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: in
 
     import memplan
 
-    optimizer_of = getattr(memplan, "PackedMasters", None)
-    if optimizer_of is None:
-        return note("PackedMasters", {"skipped": "this memplan has none"})
-
     def kind(optimizer_class: Any, **options: Any) -> Row:
         torch.manual_seed(0)
         weights = [torch.randn(elements, device=setting.device).bfloat16()]
@@ -430,7 +445,10 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: in
         given = torch.randn(elements, device=setting.device).bfloat16()
         ours, plain = (torch.nn.Parameter(one) for one in weights)
         master = torch.nn.Parameter(plain.detach().float())
-        optimizer, of_master = optimizer_of([ours], optimizer_class, **options), optimizer_class([master], **options)
+        optimizer, of_master = (
+            memplan.PackedMasters([ours], optimizer_class, **options),
+            optimizer_class([master], **options),
+        )
 
         def packed_step() -> None:
             ours.grad = given

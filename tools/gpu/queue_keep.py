@@ -24,6 +24,8 @@ FORMAT = "memplan-gpu-results"
 MOST_DIFFERENCES = 6
 ELSEWHERE = ("cases", "files", "left")
 """Figures that have a file of their own: budgets and golden files."""
+TIMES = ("took", "ratio", "quartiles", "of_copy", "ours_over_it", "overhead", "seconds", "per_second")
+"""Ends of the names of seconds and of what is computed from them: they differ in every run."""
 Row = dict[str, Any]
 
 
@@ -49,7 +51,7 @@ def keep(folder: Path, *, goldens: Path, results: Path, replace: bool = False) -
     Args:
         folder: what ``card_queue.py run`` wrote.
         goldens, results: the folders to merge into.
-        replace: also replace what is known and differs.
+        replace: also replace what is known and differs, but no figure by an error.
     """
     report = Report()
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("results/*.json"))]
@@ -59,8 +61,8 @@ def keep(folder: Path, *, goldens: Path, results: Path, replace: bool = False) -
     for row in real:
         if row["state"] != "done":
             report.lines.append(f"{row['entry']}: {row['state']}, not kept as a whole: {_last_line(row['error'])}")
-    _keep_figures([row for row in real if row["state"] == "done"], results / FILE, replace, report)
     _keep_cases(real, results / "fit_gpu", replace, report)
+    _keep_figures([row for row in real if row["state"] == "done"], results, replace, report)
     if real:
         _keep_goldens(folder / "goldens", goldens, replace, report)
     return report
@@ -69,7 +71,7 @@ def keep(folder: Path, *, goldens: Path, results: Path, replace: bool = False) -
 def known(card: Mapping[str, Any], results: Path) -> list[str]:
     """Entries that are done on this card with this torch, without any figure that failed."""
     here = (row for row in _stored(results / FILE) if _key(row)[:2] == (card["card"], card["torch"]))
-    return [row["entry"] for row in here if not _failed(row["figures"])]
+    return [row["entry"] for row in here if not failed(row["figures"])]
 
 
 # Figures
@@ -83,26 +85,76 @@ def _key(row: Row) -> tuple[str, str, str]:
     return row["card"], row["torch"], row["entry"]
 
 
-def _failed(figures: Any) -> bool:
-    """Whether there is an error among figures."""
-    if isinstance(figures, dict):
-        return "error" in figures or any(map(_failed, figures.values()))
-    return isinstance(figures, list) and any(map(_failed, figures))
+def failed(figures: Row) -> bool:
+    """Whether there is an error among the figures of an entry, or a part of it failed."""
+    return bool(figures.get("failed")) or any(
+        _has_error(part) for name, part in figures.items() if name not in ELSEWHERE
+    )
 
 
-def _keep_figures(rows: Iterable[Row], path: Path, replace: bool, report: Report) -> None:
-    """Figures of whole entries; those with an error among them give way to any others."""
+def _has_error(part: Any) -> bool:
+    if isinstance(part, dict):
+        return _is_error(part) or any(map(_has_error, part.values()))
+    return isinstance(part, list) and any(map(_has_error, part))
+
+
+def _is_error(part: Any) -> bool:
+    return isinstance(part, dict) and "error" in part
+
+
+@dataclass
+class _Merge:
+    """Merges figures by name: an error gives way to any figure, a figure only to another one, if ``replace`` is set."""
+
+    replace: bool
+    differences: list[str] = field(default_factory=list)
+    """What differs, and stays."""
+    failures: list[str] = field(default_factory=list)
+    """What failed now, and stays as it was."""
+
+    def merged(self, old: Any, new: Any, where: str) -> Any:
+        """Of figures that are called ``where``."""
+        if _is_error(new) and not _is_error(old):
+            self.failures.append(f"{where} failed, and the known figures stay: {_last_line(new['error'])}")
+            return old
+        if _is_error(old):
+            return new
+        if isinstance(old, dict) and isinstance(new, dict):
+            both = {name: self.merged(old[name], new[name], f"{where}.{name}") for name in old if name in new}
+            return old | new | both
+        if self.replace:
+            return new
+        self.differences += _differences(old, new, where)
+        return old
+
+
+def _keep_figures(rows: Iterable[Row], folder: Path, replace: bool, report: Report) -> None:
+    """Figures of whole entries, and the names of the parts that failed and are not known."""
+    path = folder / FILE
     of = {_key(row): row for row in _stored(path)}
     for row in rows:
         new = {name: value for name, value in row.items() if name not in ("format", "version", "state", "emulated")}
         new["figures"] = {name: value for name, value in row["figures"].items() if name not in ELSEWHERE}
+        if row["figures"].get("cases"):
+            steps = {case["step"] for case in row["figures"]["cases"]}
+            cases = fit.stored(fit.path_of(folder / "fit_gpu", row["card"], row["torch"]))
+            known = {case["method"] for case in cases if case["step"] in steps and "error" not in case}
+            parts = row["figures"].get("failed", {})
+            new["figures"]["failed"] = {one: why for one, why in parts.items() if one not in known}
         old = of.get(_key(row))
-        differences = [] if old is None else list(_differences(old, new))
-        if old is not None and differences and not (replace or _failed(old["figures"])):
-            report.stays(row["entry"], differences)
-        elif old is None or differences:
+        if old is None:
             of[_key(row)] = new
-            report.lines.append(f"{row['entry']}: {'kept' if old is None else 'replaced'}")
+            report.lines.append(f"{row['entry']}: kept")
+            continue
+        merge = _Merge(replace)
+        before = {name: value for name, value in old["figures"].items() if name != "failed"}  # as it is now
+        figures = merge.merged(before, new["figures"], "figures")
+        report.lines += [f"{row['entry']}: {one}" for one in merge.failures]
+        if merge.differences:
+            report.stays(row["entry"], merge.differences)
+        if figures != old["figures"]:
+            of[_key(row)] = new | {"figures": figures}
+            report.lines.append(f"{row['entry']}: replaced")
     if of:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "version": 1, "results": [of[key] for key in sorted(of)]}
@@ -110,7 +162,9 @@ def _keep_figures(rows: Iterable[Row], path: Path, replace: bool, report: Report
 
 
 def _differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
-    """Each leaf of plain data that differs, by its path."""
+    """Each leaf of plain data that differs, by its path: no times."""
+    if where.endswith(TIMES):
+        return
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted({*old, *new}):
             path = f"{where}.{name}" if where else str(name)
@@ -149,7 +203,9 @@ def _keep_cases(rows: Iterable[Row], folder: Path, replace: bool, report: Report
             if old is not None and "error" in case and "error" not in old:
                 report.lines.append(f"{name}: failed, and the known figures stay: {_last_line(case['error'])}")
             elif old is not None and "error" not in old and not replace:
-                report.stays(name, _differences(old, case))
+                differences = list(_differences(old, case))
+                if differences:
+                    report.stays(name, differences)
             else:
                 new.append(case)
                 report.lines.append(f"{name}: {'kept' if old is None else 'replaced'}")
