@@ -142,22 +142,19 @@ def test_what_the_minutes_do_not_suffice_for_is_left(tmp_path: Path, monkeypatch
     assert [entry.name for entry in queue.pending()] == ["parts", "slow"]
 
 
-def test_what_hangs_comes_last_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card_queue, "LEAST_SECONDS", 0.1)
-    count = "import glob, time\nn = len(glob.glob(folder + '/call*'))\nopen(f'{folder}/call{n}', 'w')\n"
-    steady = count + "open(folder + '/figures.json', 'w').write('{\"a%d\": {}}' % n)\ntime.sleep(99)"
-    hangs, goes_on = fake("hangs", "import time; time.sleep(99)", 0.001), fake("steady", steady, 0.001)
-    queue = card_queue.Queue(tmp_path, [hangs, fake("quick", "pass", 0.001)])
-    queue.run(0.5 / 60, CARD)
-    assert queue.states == {"hangs": "stopped"}  # it took all there was
-    assert [entry.name for entry in queue.pending()] == ["quick", "hangs"]
-    queue.run(1 / 60, CARD)
-    assert queue.states == {"hangs": "timed out", "quick": "done"}
-    assert results(tmp_path)["hangs"]["error"].startswith("no new figure in 2 calls")
-    queue = card_queue.Queue(tmp_path, [goes_on])
-    for _ in range(3):
-        queue.run(0.5 / 60, CARD)
-        assert queue.states["steady"] == "stopped"  # another figure each time
+def test_what_has_no_new_figure_comes_last_and_ends(tmp_path: Path) -> None:
+    count = "import glob\nn = len(glob.glob(folder + '/call*'))\nopen(f'{folder}/call{n}', 'w')\n"
+    another = count + "open(folder + '/figures.json', 'w').write('{\"left\": [1], \"a%d\": {}}' % n)"
+    vain, steady = fake("vain", writes({"left": ["all"]})), fake("steady", another)
+    queue = card_queue.Queue(tmp_path, [vain, steady, fake("long", "pass", 20)])
+    queue.run(2, CARD)
+    assert queue.states == {"vain": "stopped", "steady": "stopped"}
+    assert [entry.name for entry in queue.pending()] == ["steady", "long", "vain"]
+    queue.run(2, CARD)
+    assert queue.states == {"vain": "timed out", "steady": "stopped"}
+    assert results(tmp_path)["vain"]["error"] == "no new figure in 2 calls"
+    queue.run(2, CARD)
+    assert queue.states["steady"] == "stopped"  # another figure each time
 
 
 def test_nearly_all_the_minutes_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

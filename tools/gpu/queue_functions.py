@@ -387,7 +387,8 @@ def encodings(note: Note, setting: Setting, *, elements: int = 1 << 26, checked:
     def called(call: Any, x: Any) -> Any:
         """The result of a planned call that reads ``x``."""
         target, (_, *rest), options = call
-        return functools.reduce(getattr, target.split("."), torch.ops)(x, *rest, **options)
+        ops: Any = torch.ops
+        return functools.reduce(getattr, target.split("."), ops)(x, *rest, **options)
 
     def encoded(codec: str, dtype: str, x: Any) -> Any:
         value = SimpleNamespace(shape=x.shape, stride=x.stride(), dtype=str(x.dtype).removeprefix("torch."))
