@@ -201,7 +201,7 @@ def _figures(entry: Entry, place: Place) -> Row:
 
 
 def _measured(figures: Row) -> set[str]:
-    """The names of what has figures. A case that hangs has none, so that an entry of many such cases comes last, too."""
+    """The names of what has figures. A case that failed has none: an entry whose cases hang in turn comes last, too."""
     cases = {case["method"] for case in figures.get("cases", ()) if not (fit.was_stopped(case) or fit.has_failed(case))}
     rows = {name for name, part in figures.items() if name != "failed" and isinstance(part, dict)}
     return cases | rows | {*figures.get("files", ())}
