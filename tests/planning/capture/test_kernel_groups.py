@@ -252,6 +252,50 @@ def changed(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
     return last(activated * x)
 
 
+def changed_by_argument(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """``inplace`` without its name."""
+    x, activated = x + 0, F.silu(x)
+    F.threshold(x, 0.5, 0.0, True)
+    return last(activated * x)
+
+
+def changed_by_index(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    x, activated = x + 0, F.silu(x)
+    x[..., 3:] = 0
+    return last(activated * x)
+
+
+def changed_by_out(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    buffer = torch.zeros_like(x)
+    activated = F.silu(x)
+    with torch.no_grad():
+        torch.add(weight, 1, out=buffer[0, 0])
+    return last(activated * buffer)
+
+
+def without_gradient(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """The root is a constant of the derivative."""
+    with torch.no_grad():
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return last(x * root * weight)
+
+
+def without_gradient_of_the_gate(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    with torch.no_grad():
+        activated = F.silu(x)
+    return last(activated * (x * weight))
+
+
+def through_float64(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    h = x.double()
+    return last((h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) * weight)
+
+
+def mean_in_float64(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    mean = x.pow(2).mean(-1, keepdim=True, dtype=torch.float64)
+    return last(x * torch.rsqrt(mean + EPS).to(x.dtype) * weight)
+
+
 def widened(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
     h = x.float()
     return last((h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()).tanh().to(x.dtype))
@@ -267,6 +311,13 @@ def unscaled(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
         (read_too, torch.float32, "rms_norm: tanh reads the result of mul inside of it, too"),
         (hooked, torch.float32, "swiglu: register_hook reads the result of silu inside of it, too"),
         (changed, torch.float32, "swiglu: a call in between changes a tensor in place"),
+        (changed_by_argument, torch.float32, "swiglu: a call in between changes a tensor in place"),
+        (changed_by_index, torch.float32, "swiglu: a call in between changes a tensor in place"),
+        (changed_by_out, torch.float32, "swiglu: a call in between changes a tensor in place"),
+        (without_gradient, torch.float32, "rms_norm: a gradient stops inside of it"),
+        (without_gradient_of_the_gate, torch.float32, "swiglu: a gradient stops inside of it"),
+        (through_float64, torch.float32, "rms_norm: it computes in float64"),
+        (mean_in_float64, torch.float32, "rms_norm: it computes in float64"),
         (widened, torch.bfloat16, "rms_norm: its result is float32, of bfloat16"),
         (unscaled, torch.float32, "rms_norm: it has no weight"),
         (swiglu, torch.float64, "swiglu: it reads float64"),
@@ -279,18 +330,22 @@ def test_a_group_that_a_kernel_does_not_take_has_a_reason(function: Function, dt
 
 
 def looks_like_a_norm(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
-    """Means of cubes, of another tensor, over another dimension, and with the weight of each token."""
+    """Means of cubes, of another tensor, over another dimension, with the weight of each token, and with 8 bits."""
     a = weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS))
     b = weight * (x * torch.rsqrt(x.tanh().pow(2).mean(-1, keepdim=True) + EPS))
     c = weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS))
     d = x.detach() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
     e = weight * (torch.sqrt(x.pow(2).mean(-1, keepdim=True) + EPS) / x)
-    return last(a + b + c + d + e)
+    f = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True, dtype=torch.bfloat16) + EPS))
+    return last(a + b + c + d + e + f)
 
 
 def looks_gated(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
-    """Another argument in the sigmoid, a number in the place of a tensor, a sum in the place of a product."""
-    return last(x * torch.sigmoid(x + 1) + F.silu(x) * 2 + (F.silu(x) + x))
+    """Another argument in the sigmoid, a number in the place of a tensor, a sum in the place of a product,
+    a result of which a part is written."""
+    written = F.silu(x)
+    written[..., 3:] = 0
+    return last(x * torch.sigmoid(x + 1) + F.silu(x) * 2 + (F.silu(x) + x) + written * x)
 
 
 @pytest.mark.parametrize("function", [looks_like_a_norm, looks_gated])
@@ -328,6 +383,12 @@ def normalized(scores: Tensor, targets: Tensor) -> Tensor:
     return plain(F.normalize(scores, dim=-1), targets)
 
 
+def masked(scores: Tensor, targets: Tensor) -> Tensor:
+    """Classes that pad the vocabulary."""
+    scores[..., -4:] = -torch.inf
+    return plain(scores, targets.clamp(max=CLASSES - 5))
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
@@ -337,6 +398,7 @@ def normalized(scores: Tensor, targets: Tensor) -> Tensor:
         (scaled, "its scores are scaled"),
         (with_probabilities, "its targets are no class indices"),
         (some_classes, "its scores come from getitem, not straight from a linear layer"),
+        (masked, "its scores come from setitem, not straight from a linear layer"),
         (normalized, "its scores come from normalize, not straight from a linear layer"),
     ],
 )
@@ -344,6 +406,15 @@ def test_a_loss_that_the_kernel_does_not_take_has_a_reason(loss: Function, reaso
     captured = capture(Scores(loss), call_of(tokens(), {}))
     assert not captured.groups
     assert [(refused.kernel, refused.reason) for refused in captured.refused_groups] == [("cross_entropy", reason)]
+
+
+def test_classes_of_a_loss_are_the_second_dimension() -> None:
+    """Here as many as tokens, so that the shapes fit."""
+    torch.manual_seed(1)
+    model = Scores(lambda scores, targets: F.cross_entropy(scores, targets))
+    captured = capture(model, call_of((torch.randn(2, CLASSES, WIDTH), torch.randint(CLASSES, (2, CLASSES))), {}))
+    assert not captured.groups
+    assert [one.reason for one in captured.refused_groups] == ["its classes are not the linear layer's"]
 
 
 def test_autocast_around_the_head_alone() -> None:

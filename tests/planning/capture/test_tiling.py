@@ -116,12 +116,23 @@ def test_what_a_segment_cannot_hold_is_refused(function: Callable[[Tensor, Tenso
 
 
 def test_calls_in_place_are_known() -> None:
-    """By their function's name, and by ``inplace``."""
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(inplace=True), nn.ReLU())
+    """By their function's name, by ``inplace``, and by what an index writes. A batch norm writes its statistics, and
+    may begin a segment."""
+
+    class Clipped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x[:, :1] = 0
+            return x
+
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(inplace=True), nn.ReLU(), nn.BatchNorm2d(2), Clipped())
     found = capture(model, call_of((torch.randn(1, 2, 4, 4),), {}))
+    calls = {op.target: op.call for op in found.graph.forward_ops}
     relus = [op.call for op in found.graph.forward_ops if op.target == "aten.relu.default"]
+    (norm,) = (call for target, call in calls.items() if "batch_norm" in target)
     assert relus[0] in found.in_place_calls
     assert relus[1] not in found.in_place_calls
+    assert norm not in found.in_place_calls
+    assert max(call for call in calls.values() if call is not None) in found.in_place_calls
 
 
 class Stem(nn.Module):
@@ -205,16 +216,29 @@ def test_results_with_memory_of_others_are_refused(function: Callable[[Stem, Ten
         captured(Stem(function), torch.randn(4, 2, 8, 8), "aten.relu.default")
 
 
-def written_buffer(m: Stem, x: Tensor) -> Tensor:
-    scale = m.norm.running_var
-    assert scale is not None
-    scaled = F.relu(x.exp() * scale[:2].view(2, 1, 1) + 1)
-    scale.mul_(0.5)
-    return m.last(m.first(F.relu(scaled)))
+def halved(buffer: Tensor) -> None:
+    buffer.mul_(0.5)
 
 
-def test_a_buffer_written_behind_its_reader_is_refused() -> None:
+def halved_by_index(buffer: Tensor) -> None:
+    buffer[:] = 0.5 * buffer
+
+
+def halved_into(buffer: Tensor) -> None:
+    torch.mul(buffer, 0.5, out=buffer)
+
+
+@pytest.mark.parametrize("write", [halved, halved_by_index, halved_into])
+def test_a_buffer_written_behind_its_reader_is_refused(write: Callable[[Tensor], None]) -> None:
     """The segment runs as a whole behind the write."""
+
+    def written_buffer(m: Stem, x: Tensor) -> Tensor:
+        scale = m.norm.running_var
+        assert scale is not None
+        scaled = F.relu(x.exp() * scale[:2].view(2, 1, 1) + 1)
+        write(scale)
+        return m.last(m.first(F.relu(scaled)))
+
     model, x = Stem(written_buffer), torch.randn(4, 2, 8, 8)
     relus = [op.call for op in capture(model, call_of((x,), {})).graph.forward_ops if op.target == "aten.relu.default"]
     assert relus[0] is not None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memplan import _torch
+from memplan.planning.capture.changed_tensors import ChangedTensors
 from memplan.planning.graph.joint_graph import Ref, refs
 from memplan.planning.graph.tensor_like import Like
 
@@ -46,7 +47,7 @@ class LoggedCall:
     """Its arguments, with a Ref to the tensor's number in the log in place of tensors."""
     kwargs: Mapping[str, Any]
     results: tuple[int, ...]
-    """Numbers of the tensors that it returns and that are new."""
+    """Numbers of the tensors that it changes in place, then of those that it returns and that are new."""
     in_place: bool
     autocast: tuple[bool, torch.dtype | None]
     """Whether autocast is on, and its dtype."""
@@ -79,18 +80,17 @@ class CallLog:
         """By id() of a tensor: the tensor, and its number."""
 
     def call(
-        self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool, layer: str,
-        run: Callable[[], Any],
-    ) -> Any:  # fmt: skip
+        self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, layer: str, run: Callable[[], Any]
+    ) -> Any:
         """Run a call of a torch function and log it. ``run``: returns the result of the function."""
         arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
+        before = ChangedTensors(func, args, kwargs)
         result = run()
-        name, results = name_of(func), list[int]()
-        changed = next((leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        changed = before.after()
+        name, in_place = name_of(func), bool(changed)
+        results = [self._add(tensor, number) for tensor in changed]
         for leaf in _torch.tree_leaves(result):
-            if not isinstance(leaf, Tensor):
-                continue
-            if self._number(leaf) is None or (in_place and leaf is changed):
+            if isinstance(leaf, Tensor) and self._number(leaf) is None:
                 results.append(self._add(leaf, number))
         reads = dict.fromkeys(refs((arguments, keywords)))
         if results or in_place or name in _HOOKS:  # a cast to the same dtype returns what it is given

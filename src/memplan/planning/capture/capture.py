@@ -38,7 +38,7 @@ from memplan.planning.capture.side_effects import (
     refuse_surroundings,
     refuse_tensors,
 )
-from memplan.planning.capture.tiling import Tiling, changes_operand
+from memplan.planning.capture.tiling import Tiling
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
@@ -509,12 +509,11 @@ class _Calls:
             return self.kernels.call(number, func, args, kwargs)
         if self.tiling.tiles:
             return self.tiling.call(number, func, args, kwargs)
-        in_place = changes_operand(func, args, kwargs)
 
         def run() -> Any:
             return self.tiling.call(number, func, args, kwargs)
 
-        return self.log.call(number, func, args, kwargs, in_place, layer, run)
+        return self.log.call(number, func, args, kwargs, layer, run)
 
     def returned(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what the traced model returns, with the results of segments in place of those of their calls."""

@@ -102,11 +102,23 @@ def _checked(log: CallLog, match: _Match) -> Group:
         raise _Unfit("it has no gradient")
     if not _is_contiguous(log.tensors[result].like):
         raise _Unfit("its result is not contiguous")
+    for call in calls[:-1]:
+        if any(log.tensors[tensor].requires_grad for tensor in call.reads) and _has_no_gradient(log, call):
+            raise _Unfit("a gradient stops inside of it")
     dtypes = {log.tensors[tensor].like.dtype for _, tensor in match.operands.values()} - {torch.int64}
     if not dtypes <= set(DTYPES):
         raise _Unfit(f"it reads {' and '.join(sorted(map(_name_of, dtypes - set(DTYPES))))}")
+    inner = (tensor for call in calls for tensor in (*call.reads, *call.results))
+    if any(log.tensors[tensor].like.dtype == torch.float64 for tensor in inner):
+        raise _Unfit("it computes in float64")
     operands = (Operand(name, call.number, call.reads.index(tensor)) for name, (call, tensor) in match.operands.items())
     return Group(match.kernel, tuple(sorted(numbers)), last.name, tuple(operands), match.options, match.reshapes)
+
+
+def _has_no_gradient(log: CallLog, call: LoggedCall) -> bool:
+    """Return whether a call returns floating-point numbers through which no gradient flows."""
+    results = (log.tensors[tensor] for tensor in call.results)
+    return any(result.like.dtype.is_floating_point and not result.requires_grad for result in results)
 
 
 def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:
@@ -131,7 +143,7 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> _Match | None:
         return None
     calls, reshapes, scaled = [call], list[int](), list[tuple[str, float]]()
     match = _Match("cross_entropy", calls, {}, {})
-    tensor, reason = scores.value, ""
+    tensor, reason, transposed = scores.value, "", False
     while True:
         made = log.maker(tensor)
         if made is None:
@@ -145,6 +157,7 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> _Match | None:
             break
         calls.append(made)
         reshapes += [made.number] if step == "reshape" else []
+        transposed |= step == "transpose"
         scaled += [step] if isinstance(step, tuple) else []
         tensor = source
     if reason:
@@ -166,6 +179,8 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> _Match | None:
     }  # fmt: skip
     if not classes:
         return replace(match, reason="its weight is no matrix")
+    if len(log.tensors[scores.value].like.shape) > 2 and not transposed:
+        return replace(match, reason="its classes are not the linear layer's")  # but the second dimension
     if named.get("weight") is not None:
         return replace(match, reason="it weighs classes")
     if named.get("size_average") is not None or named.get("reduce") is not None:
@@ -264,6 +279,8 @@ def _own_rms_norm(log: CallLog, call: LoggedCall) -> _Match | None:
         return replace(match, reason="it is over more than the last dimension")
     if eps is None and like.dtype not in (torch.float32, torch.float64):
         return replace(match, reason=f"its eps is that of {_name_of(like.dtype)}")
+    if (after := log.tensors[call.results[0]].like.dtype) != like.dtype:
+        return replace(match, reason=f"its result is {_name_of(after)}, of {_name_of(like.dtype)}")
     match.options["eps"] = float(torch.finfo(like.dtype).eps if eps is None else eps)
     return match
 
@@ -324,6 +341,8 @@ def _is_mean_of_rows(log: CallLog, call: LoggedCall) -> bool:
     named = {**dict(zip(("input", "dim", "keepdim"), call.args, strict=False)), **call.kwargs}
     dim = named.get("dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if named.get("dtype") not in (None, torch.float32, torch.float64):  # float64 is refused with a reason
+        return False
     return dim in (-1, dims - 1) and named.get("keepdim") is True
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
+from memplan.planning.capture.changed_tensors import ChangedTensors
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.tile import (
     TILE,
@@ -50,7 +51,7 @@ class Tiling:
         """Results (tile, position among those of its calls) that something behind read in the pass before."""
         self._first_pass = True
         self.in_place = set[int]()
-        """Numbers of the calls that change an operand."""
+        """Numbers of the calls outside of segments that change an operand that depends on data."""
         self.begin()
 
     def begin(self) -> None:
@@ -69,8 +70,6 @@ class Tiling:
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a torch function of the traced model, or record it as part of a segment."""
-        if changes_operand(func, args, kwargs):
-            self.in_place.add(number)
         index = next((index for index, tile in enumerate(self.tiles) if tile.first <= number <= tile.last), None)
         try:
             return self._call_or_replace(index, number, func, args, kwargs)
@@ -82,14 +81,16 @@ class Tiling:
         """Run a call that belongs to the segment at a position; None: to none."""
         self._refuse_questions_of_autograd(func, args)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
+        before, static = ChangedTensors(func, args, kwargs), self._static_tensors()
         if index is None:
-            return func(*args, **kwargs)
-        tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        static = self._static_tensors()
-        if all(id(tensor) in static for tensor in tensors):
-            if self._recorder is not None and number in self.in_place and self._recorder.reads(tensors[0]):
-                raise NotTileable("the segment changes a buffer that it read before")
             result = func(*args, **kwargs)
+            if any(id(tensor) not in static for tensor in before.after()):
+                self.in_place.add(number)
+            return result
+        if all(id(tensor) in static for tensor in before.tensors):
+            result = func(*args, **kwargs)
+            if self._recorder is not None and any(map(self._recorder.reads, before.after())):
+                raise NotTileable("the segment changes a buffer that it read before")
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
             result = self._run_recorded(func, args, kwargs)
@@ -203,11 +204,3 @@ def _measured_scratch(target: str, args: Sequence[Any]) -> int:
             results = run(*arguments[:-1], pieces)  # pyright: ignore[reportCallIssue]
         del results
     return allocations.most("op") - allocations.left("op")
-
-
-def changes_operand(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a torch function changes its first tensor: ``relu_``, ``+=``, or with ``inplace=True``."""
-    name = getattr(func, "__name__", "")
-    if (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__"):
-        return True
-    return kwargs.get("inplace") is True

@@ -1,0 +1,48 @@
+"""Which of its arguments a call of a torch function changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from memplan import _torch
+
+
+class ChangedTensors:
+    """The tensors among the arguments of a call, before it runs.
+
+    The name of a function tells little of it (an ``inplace`` by position, an operator of another library, what a
+    function calls inside), so the versions that autograd counts are compared, too.
+    """
+
+    def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._versions = list(map(_version, self.tensors))
+        self._by_name = self.tensors[:1] if _changes_first(func, kwargs) else []
+        self._by_name += [leaf for leaf in _torch.tree_leaves(kwargs.get("out")) if isinstance(leaf, Tensor)]
+
+    def after(self) -> list[Tensor]:
+        """Return the tensors that the call changed in place, now that it ran."""
+        changed = [
+            tensor
+            for tensor, version in zip(self.tensors, self._versions, strict=True)
+            if _version(tensor) != version
+        ]
+        return list({id(tensor): tensor for tensor in (*self._by_name, *changed)}.values())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else _torch.version_of(tensor)  # such a tensor has no version, and no gradient
+
+
+def _changes_first(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the name of a torch function says that it changes its first tensor: ``relu_``, ``+=``,
+    ``x[0] = y``, ``x.data = y``, or with ``inplace=True``."""
+    name = getattr(func, "__name__", "")
+    if name in ("__setitem__", "__delitem__", "__set__"):
+        return True
+    if (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__"):
+        return True
+    return kwargs.get("inplace") is True
