@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import memplan
 from memplan import _torch
 from memplan.devices import find
-from memplan.errors import BudgetError, UsageError
+from memplan.errors import BudgetError, InputError, RecordingError, UsageError
 from memplan.kernels import norms
 from memplan.planning import planner as planning
 from memplan.planning.graph.placement import Home
-from memplan.planning.kernel_search import offered, planned_with_kernels
+from memplan.planning.kernel_search import offered, planned_with_kernels, with_kernel_remedy
 from memplan.planning.planner import Planner
 from memplan.planning.request import request
 from memplan.planning.search.search import Heuristics
@@ -144,17 +144,24 @@ def study_on(card: str | None) -> tuple[Planner, Study, Any, Any]:
     return planner, study, checked, settings
 
 
-def test_a_kernel_that_does_not_run_on_the_card_is_dropped_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands for a card here has the CPU's kernels, of which one raises as a compiler does."""
-
+def failing_norms(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """What stands for a card here has the CPU's kernels, of which that of norms raises an error."""
     backward = norms._backward
 
     def fail(*args: Any) -> Any:
         if isinstance(args[0], _torch.FakeTensor):  # what it allocates is known
             return backward(*args)
-        raise RuntimeError("PTXAS error: out of registers\nand more")
+        raise error
 
     monkeypatch.setattr(norms, "_backward", fail)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
+def test_a_kernel_that_does_not_run_on_the_card_is_dropped_with_a_line(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a compiler raises, or the allocator."""
+    failing_norms(monkeypatch, kind("PTXAS error: out of registers\nand more"))
     planner, study, checked, settings = study_on("h100")
     tried = list[set[str]]()
 
@@ -164,11 +171,90 @@ def test_a_kernel_that_does_not_run_on_the_card_is_dropped_with_a_line(monkeypat
 
     with pytest.raises(BudgetError) as caught:
         planned_with_kernels(study, settings, 1, captured, BudgetError("", smallest_budget=1 << 60))
-    assert "rms_norm: RuntimeError: PTXAS error: out of registers" in str(caught.value)
+    assert f"rms_norm: {kind.__name__}: PTXAS error: out of registers" in str(caught.value)
     assert "and more" not in str(caught.value)
     (failed,) = [index for index, kinds in enumerate(tried) if "rms_norm" in kinds]
     assert tried[failed + 1 :]
     assert caught.value.smallest_budget < 1 << 60
+
+
+def test_an_error_behind_which_nothing_runs_on_the_card_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_norms(monkeypatch, torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    planner, study, checked, settings = study_on("h100")
+
+    def captured(groups: Any) -> Study:
+        return planner._rewritten(study, checked.call, replace(settings, home=Home()), kernels=groups)
+
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        planned_with_kernels(study, settings, 1, captured, BudgetError("", smallest_budget=1 << 60))
+
+
+@pytest.mark.usefixtures("without_tiles")
+def test_a_kernel_that_does_not_take_its_operands_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms, of which no group can be replaced; the loss still is."""
+
+    def rms_norm(**operands: Any) -> Any:
+        raise InputError("These do not fit", expected="others")
+
+    monkeypatch.setattr("memplan.kernels.rms_norm", rms_norm)
+    planner, study, checked, settings = study_on(None)
+    tried = list[list[str]]()
+
+    def captured(groups: Any) -> Study:
+        tried.append([group.kernel for group in groups])
+        return planner._rewritten(study, checked.call, settings, kernels=groups)
+
+    with pytest.raises(BudgetError) as caught:
+        planned_with_kernels(study, settings, 1, captured, BudgetError("", smallest_budget=1 << 60))
+    norm_counts = [kinds.count("rms_norm") for kinds in tried if "rms_norm" in kinds]
+    assert norm_counts == [3, 2]  # a group, then the kind
+    assert tried[-1].count("cross_entropy") == 1
+    assert "rms_norm" not in tried[-1]
+    assert "rms_norm: rms_norm does not take its operands: These do not fit" in str(caught.value)
+    assert caught.value.smallest_budget < 1 << 60
+
+
+def test_kinds_with_which_the_step_is_not_traced_are_left_out() -> None:
+    planner, study, checked, settings = study_on(None)
+
+    def captured(groups: Any) -> Study:
+        if any(group.kernel == "swiglu" for group in groups):
+            raise RecordingError("No trace", expected="a trace", do="Nothing")
+        return planner._rewritten(study, checked.call, settings, kernels=groups)
+
+    with pytest.raises(BudgetError) as caught:
+        planned_with_kernels(study, settings, 1, captured, BudgetError("", smallest_budget=1 << 60))
+    assert "swiglu: No trace" in str(caught.value)
+    budget = caught.value.smallest_budget
+    planned = planned_with_kernels(study, settings, budget, captured, BudgetError("", smallest_budget=1 << 60))
+    assert {group.kernel for group in planned.plan.kernels} >= {"cross_entropy"}
+
+
+@pytest.mark.parametrize("card", [None, "h100"])
+def test_an_exact_plan_that_does_not_fit_names_kernels(card: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the logits are above the budget; not for less than what stays between the passes, nor without Triton on a
+    card."""
+    _, study, _, settings = study_on(card)
+    exact, error = replace(settings, allow="exact"), BudgetError("", do="More", smallest_budget=1 << 60)
+    with pytest.raises(BudgetError) as caught:
+        study.planned(exact, 1)
+    budget = caught.value.smallest_budget - 1
+
+    def advice(budget: int = budget, **options: Any) -> str | None:
+        return with_kernel_remedy(error, study, replace(exact, **options), budget).do
+
+    assert "kernels" in str(advice())
+    assert "allow='reordered'" in str(advice())
+    assert advice(budget=1) == advice(allow="lossy") == "More"
+    monkeypatch.setattr("memplan.kernels.launch.triton", None)
+    assert (advice() == "More") == (card is not None)
+
+
+def test_an_exact_plan_names_kernels_where_no_segment_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "with_tile_remedy", lambda error, *_: error)
+    budget = floor_of() - 1
+    with pytest.raises(BudgetError, match=r"kernels replace groups of ops.*--allow reordered"):
+        memplan.plan(Decoder(), tokens(), budget=budget, **QUICK)
 
 
 @pytest.mark.parametrize(

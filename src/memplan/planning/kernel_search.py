@@ -30,7 +30,7 @@ from memplan.planning.tile_search import over_budget_ops_of
 _log = logging.getLogger("memplan")
 
 ROUNDS = 4
-"""Most captures, each with other kinds of kernels."""
+"""Most captures, each with other kinds of kernels; those with a kernel or group that fails do not count."""
 _SMALLEST_PEAK = 1
 """Budget in bytes that no schedule meets: the nearest to it is the schedule with the smallest peak."""
 STATISTICS = 8
@@ -58,33 +58,57 @@ def planned_with_kernels(
     for op in over_budget_ops_of(study, settings, _SMALLEST_PEAK):  # the op with the most live bytes first
         if op.call in kind_of:
             levels_without.setdefault(kind_of[op.call], op.level)
-    for _ in range(ROUNDS):
+    gone, rounds = set[str](), 0  # kinds of which a group could not be replaced: after a second, all of that kind
+    while rounds < ROUNDS:
         safe_point()
         above = over_budget_ops_of(current, settings, _SMALLEST_PEAK)
         following = _next_kinds(groups, above, kinds, tried, levels_without)
         if following is None:
             break
-        kinds = following
-        tried.add(kinds)
-        _log.info("trying kernels: %s", ", ".join(sorted(kinds)))
+        tried.add(following)
+        _log.info("trying kernels: %s", ", ".join(sorted(following)))
         try:
-            current = captured([group for group in groups if group.kernel in kinds])
-            failures = _failures(current, settings)
+            replaced = captured([group for group in groups if group.kernel in following])
+            failures = _failures(replaced, settings)
             if failures:
                 reasons += [f"{kernel}: {failure}" for kernel, failure in failures.items()]
                 groups = [group for group in groups if group.kernel not in failures]
-                kinds, current = frozenset(), study
                 continue
+            kinds, current, rounds = following, replaced, rounds + 1
             planned = current.planned(settings, budget)
-        except (GroupGone, RecordingError) as reason:
+        except GroupGone as reason:
+            _log.info("a group cannot be replaced: %s", reason)
+            kind = reason.group.kernel
+            reasons.append(f"{kind}: {reason}")
+            without = [group for group in groups if group != reason.group]
+            groups = [group for group in without if group.kernel != kind] if kind in gone else without
+            gone.add(kind)
+            tried.discard(following)  # there are fewer groups of these kinds now
+        except RecordingError as reason:
             _log.info("the step cannot be traced with kernels: %s", reason)
-            reasons.append(str(reason))
-            break
+            new = following - kinds or following
+            reasons.append(f"{', '.join(sorted(new))}: {reason}")
+            groups = [group for group in groups if group.kernel not in new]
         except BudgetError as lower:
             error = min(error, lower, key=lambda known: known.smallest_budget)
         else:
             return planned.noting(_notes(reasons))
     raise error.but(do="; ".join(filter(None, (error.do, *_notes(reasons))))) if reasons else error
+
+
+def with_kernel_remedy(error: BudgetError, study: Study, settings: Settings, budget: int) -> BudgetError:
+    """Return the error of an exact plan, with the advice to allow kernels if one replaces calls at which the step is
+    above its budget."""
+    if settings.allow != "exact" or budget < study.least_peak(settings):
+        return error
+    kind_of = _kind_of(offered(study, settings)[0])
+    above = over_budget_ops_of(study, settings, budget) if kind_of else []
+    if kind_of and not above:  # on a card the allocator's reserved bytes are above the budget, live bytes need not be
+        above = over_budget_ops_of(study, settings, _SMALLEST_PEAK)[:1]
+    if not any(op.call in kind_of for op in above):
+        return error
+    return error.but(do=f"{error.do}; or let kernels replace groups of ops, which add in another order: "
+                     "allow='reordered' (--allow reordered)")  # fmt: skip
 
 
 def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:

@@ -15,7 +15,7 @@ from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.replaced_calls import GroupGone
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.kernel_search import planned_with_kernels
+from memplan.planning.kernel_search import planned_with_kernels, with_kernel_remedy
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import with_forms
 from memplan.planning.ops.kernel_group import Group
@@ -92,9 +92,10 @@ class Planner:
             if settings.plan is not None or settings.engine != "graph":
                 raise
             if settings.allow != "reordered":
-                if settings.home.card is not None:
-                    raise
-                raise with_tile_remedy(error, study, settings, budget) from None
+                remedied = with_tile_remedy(error, study, settings, budget) if settings.home.card is None else error
+                if remedied is error:  # else it names the same setting already
+                    remedied = with_kernel_remedy(error, study, settings, budget)
+                raise remedied from None
             # without a plan in the settings, the study has no tiles yet
             if settings.home.card is None:
                 try:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memplan.planning.capture.call_log import CallLog
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.kernel_groups import kernel_groups
 from memplan.planning.capture.replaced_calls import GroupGone
 from memplan.planning.graph.joint_graph import map_refs
 from memplan.planning.graph.op_schema import overload
@@ -429,6 +431,18 @@ def test_autocast_around_the_head_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         captured = capture(Scores(plain), call_of(tokens(), {}))
     assert [group.kernel for group in captured.groups] == ["cross_entropy"]
+
+
+def test_a_norm_of_another_dtype_than_its_input() -> None:
+    """A weight of float32 need not widen the result of ``F.rms_norm``: versions of torch differ."""
+    x, weight = torch.randn(2, WIDTH, dtype=torch.bfloat16), torch.rand(WIDTH, requires_grad=True)
+    for widens in (False, True):
+        log = CallLog("cpu")
+        result = F.rms_norm(x, (WIDTH,), weight.to(x.dtype), EPS)
+        log.call(0, F.rms_norm, (x, (WIDTH,), weight, EPS), {}, "", lambda: result.float() if widens else result)  # noqa: B023
+        groups, refused = kernel_groups(log)
+        assert len(groups) == (not widens)
+        assert [one.reason for one in refused] == ["its result is float32, of bfloat16"] * widens
 
 
 def test_groups_of_another_model_are_refused() -> None:

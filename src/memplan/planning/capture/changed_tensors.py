@@ -14,7 +14,8 @@ class ChangedTensors:
     """The tensors among the arguments of a call, before it runs.
 
     The name of a function tells little of it (an ``inplace`` by position, an operator of another library, what a
-    function calls inside), so the versions that autograd counts are compared, too.
+    function calls inside), so the versions that autograd counts are compared, too. Of a batch norm's running statistics
+    it counts none.
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -26,9 +27,7 @@ class ChangedTensors:
     def after(self) -> list[Tensor]:
         """Return the tensors that the call changed in place, now that it ran."""
         changed = [
-            tensor
-            for tensor, version in zip(self.tensors, self._versions, strict=True)
-            if _version(tensor) != version
+            tensor for tensor, version in zip(self.tensors, self._versions, strict=True) if _version(tensor) != version
         ]
         return list({id(tensor): tensor for tensor in (*self._by_name, *changed)}.values())
 

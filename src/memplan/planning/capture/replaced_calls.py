@@ -19,6 +19,10 @@ from memplan.planning.ops.kernel_group import Group, Operand
 class GroupGone(Exception):
     """The calls of a group are others than when it was recognized; the message says where."""
 
+    def __init__(self, reason: str, group: Group) -> None:
+        super().__init__(reason)
+        self.group = group
+
 
 class ReplacedCalls:
     """The groups of a trace, in each of its passes."""
@@ -42,8 +46,9 @@ class ReplacedCalls:
 
     def check(self) -> None:
         """Check that every group was replaced in the last pass. Raises GroupGone."""
-        if len(self._replaced) < len(self.groups):
-            raise GroupGone("some of the calls are missing")
+        for group in self.groups:
+            if group.last not in self._replaced:
+                raise GroupGone("some of the calls are missing", group)
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a torch function of the traced model, or the kernel in its place."""
@@ -51,7 +56,7 @@ class ReplacedCalls:
             leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             for group, operand in self._operands[number]:
                 if operand.leaf >= len(leaves):
-                    raise GroupGone(f"call {number} reads fewer tensors")
+                    raise GroupGone(f"call {number} reads fewer tensors", group)
                 self._tensors.setdefault(group.last, {})[operand.name] = leaves[operand.leaf]
         if number in self._reshapes:
             self._reshape(self._reshapes[number], func, args, kwargs)
@@ -59,15 +64,15 @@ class ReplacedCalls:
         if group is None:
             return func(*args, **kwargs)
         if name_of(func) != group.function:
-            raise GroupGone(f"{name_of(func)} is in the place of {group.function}")
+            raise GroupGone(f"{name_of(func)} is in the place of {group.function}", group)
         self._replaced.add(number)
         expected = func(*args, **kwargs)
         try:
             result = group.run(self._tensors.pop(group.last, {}))
         except Exception as error:
-            raise GroupGone(f"{group.kernel} does not take its operands: {error}") from error
+            raise GroupGone(f"{group.kernel} does not take its operands: {error}", group) from error
         if not isinstance(expected, Tensor) or result.shape != expected.shape:
-            raise GroupGone(f"{group.kernel} returns another shape")
+            raise GroupGone(f"{group.kernel} returns another shape", group)
         return result.to(expected.dtype)
 
     def _reshape(self, group: Group, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -75,7 +80,7 @@ class ReplacedCalls:
         tensors = self._tensors.get(group.last, {})
         hidden = tensors.get("hidden")
         if hidden is None:
-            raise GroupGone("a linear layer is missing")
+            raise GroupGone("a linear layer is missing", group)
         try:
             if name_of(func) in ("view", "reshape"):
                 sizes = list(args[1:]) or list(kwargs.values())
@@ -84,4 +89,4 @@ class ReplacedCalls:
             else:
                 tensors["hidden"] = func(hidden, *args[1:], **kwargs)
         except Exception as error:
-            raise GroupGone(f"{name_of(func)} does not take a linear layer's input: {error}") from error
+            raise GroupGone(f"{name_of(func)} does not take a linear layer's input: {error}", group) from error

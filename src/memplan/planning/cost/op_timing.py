@@ -116,9 +116,9 @@ def failing(graph: JointGraph, targets: Collection[str], on: str) -> dict[str, s
         try:
             with isolated(on):
                 _synthetic_call(graph, (op.target, op.args, op.kwargs), on)()
-        except torch.OutOfMemoryError:
-            continue
-        except Exception as error:  # any error of a compiler or a driver
+        except torch.AcceleratorError:  # sticky: nothing runs on the card any more
+            raise
+        except Exception as error:  # any error of a compiler or a driver, and out of memory
             reasons[op.target] = f"{type(error).__name__}: {error}".partition("\n")[0]
     return reasons
 

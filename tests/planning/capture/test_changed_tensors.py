@@ -1,0 +1,44 @@
+"""Which tensors a call changes, beside their values before and behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from memplan import _torch
+from memplan.planning.capture.changed_tensors import ChangedTensors
+
+CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+    (torch.Tensor.mul_, (torch.ones(3), torch.full((3,), 2.0)), {}),
+    (torch.Tensor.__setitem__, (torch.ones(3), 0, torch.tensor(2.0)), {}),
+    (torch.add, (torch.ones(3), torch.ones(3)), {"out": torch.zeros(3)}),
+    (torch.frexp, (torch.ones(3),), {"out": (torch.zeros(3), torch.zeros(3, dtype=torch.int32))}),
+    (F.leaky_relu, (-torch.ones(3), 0.5, True), {}),
+    (F.relu, (-torch.ones(3),), {"inplace": True}),
+    (F.dropout, (torch.ones(64), 0.5, True, True), {}),
+    (torch.ops.aten.mul_.Tensor, (torch.ones(3), torch.full((3,), 2.0)), {}),
+    (torch.add, (torch.ones(3), torch.ones(3)), {}),
+    (F.leaky_relu, (-torch.ones(3), 0.5), {}),
+]
+
+
+@pytest.mark.parametrize(("func", "args", "kwargs"), CALLS, ids=lambda part: getattr(part, "__name__", ""))
+def test_tensors_whose_values_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    values = [tensor.clone() for tensor in tensors]
+    before = ChangedTensors(func, args, kwargs)
+    func(*args, **kwargs)
+    changed = {id(tensor) for tensor, value in zip(tensors, values, strict=True) if not torch.equal(tensor, value)}
+    assert {id(tensor) for tensor in before.after()} == changed
+
+
+def test_tensors_of_inference_mode_have_no_version() -> None:
+    with torch.inference_mode():
+        x = torch.ones(3)
+        before = ChangedTensors(torch.Tensor.mul_, (x, 2), {})
+        x.mul_(2)
+        assert before.after() == [x]
