@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -143,6 +143,25 @@ def test_a_training_goes_on_from_its_saved_state(how: str) -> None:
         same(held, model, optimizer)
 
 
+def test_hooks_of_load_state_dict_replace_the_state_and_see_the_loaded_one() -> None:
+    model = pair()[1]
+    optimizer = memplan.PackedMasters(model.parameters(), OPTIM.AdamW)
+    step(model, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    wanted = {number: {**state, "exp_avg": state["exp_avg"] + 1 / 3} for number, state in saved["state"].items()}
+    seen = list[torch.Tensor]()
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: {**given, "state": wanted})
+    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.append(loaded.state[model.up.weight]["exp_avg"]))
+    optimizer.load_state_dict(saved)
+    up = number(model, "up.weight")
+    assert torch.equal(optimizer.state[model.up.weight]["exp_avg"], wanted[up]["exp_avg"])
+    assert torch.equal(seen[0], wanted[up]["exp_avg"])
+    assert optimizer.state[model.up.weight]["master_low"].dtype == torch.int16
+    optimizer.load_state_dict(saved)
+    assert len(seen) == 2
+
+
 @pytest.mark.usefixtures("_small_pieces")
 def test_updates_in_the_backward_pass_are_the_same() -> None:
     reference, model = pair()
@@ -155,6 +174,86 @@ def test_updates_in_the_backward_pass_are_the_same() -> None:
             updated.step()
         same(held, model, optimizer)
     early.undo()
+
+
+@pytest.mark.usefixtures("_threads_restored")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum"])
+def test_pieces_are_updated_as_the_whole(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other chunks of threads, and other remainders of vectors, than the whole parameter has."""
+    monkeypatch.setattr(packed_masters, "_PIECE", 1 << 17)
+    torch.set_num_threads(threads)
+    kind, options = CASES[name]
+    draws = torch.Generator().manual_seed(0)
+    layer = nn.Linear(3 * 2**17 + 7, 1, bias=False, dtype=BF16)
+    reference = copy.deepcopy(layer)
+    held, optimizer = Held(reference, kind, **options), memplan.PackedMasters(layer.parameters(), kind, **options)
+    for _ in range(3):
+        layer.weight.grad = torch.randn(layer.weight.shape, generator=draws).bfloat16()
+        reference.weight.grad = layer.weight.grad.clone()
+        held.step()
+        optimizer.step()
+    same(held, layer, optimizer)
+
+
+@pytest.fixture
+def _threads_restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+class Failing(OPTIM.AdamW):
+    """Runs out of memory in one of its updates of pieces."""
+
+    left = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Failing.left -= 1
+        if Failing.left == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("updates", [0, 2])
+def test_an_error_amid_the_pieces_leaves_master_weights_that_fit_the_weights(
+    updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces before it are updated as without the error, the others and the number of updates are as before; and the
+    training goes on."""
+    monkeypatch.setattr(packed_masters, "_PIECE", 1 << 10)
+    monkeypatch.setattr(packed_masters, "_ELEMENTWISE", (Failing,))
+    draws = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(3 << 10, generator=draws).bfloat16())
+    optimizer = memplan.PackedMasters([weight], Failing, lr=1e-2)
+
+    def ties() -> torch.Tensor:
+        """Master weights in the middle between two bfloat16 numbers, the odd one above."""
+        bits = (weight.detach().float().view(torch.int32) & ~0x1FFFF) + 0x8000
+        return bits.view(torch.float32)
+
+    def update() -> None:
+        weight.grad = torch.randn(weight.shape, generator=draws).bfloat16()
+        optimizer.step()
+
+    for _ in range(updates):
+        update()
+    optimizer.set_master(weight, ties())
+    assert len(optimizer.state[weight]["master_ties"]) == 3 << 10
+    before, twin = optimizer.master(weight), copy.deepcopy((weight, optimizer))
+    Failing.left = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        update()
+    twin[0].grad = weight.grad
+    twin[1].step()
+    after, piece = optimizer.master(weight), slice(1 << 10)
+    assert torch.equal(after[piece], twin[1].master(twin[0])[piece])
+    assert torch.equal(after[1 << 10 :], before[1 << 10 :])
+    assert torch.equal(after.bfloat16(), weight)
+    assert float(optimizer.state[weight].get("step", 0)) == updates
+    update()
+    assert float(optimizer.state[weight]["step"]) == updates + 1
+    assert all(value.isfinite().all() for value in optimizer.state[weight].values())
 
 
 def test_all_low_halves_of_many_high_halves_are_restored() -> None:
@@ -272,7 +371,31 @@ def test_tensors_that_wrap_others_are_refused() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half(), requires_grad=False)]})  # never updated
 
 
+def test_what_was_frozen_is_refused_once_it_is_trained() -> None:
+    """Before anything is updated."""
+    trained, frozen = nn.Parameter(torch.ones(2, dtype=BF16)), nn.Parameter(torch.ones(2).half(), requires_grad=False)
+    optimizer = memplan.PackedMasters([trained, frozen], OPTIM.SGD, lr=1.0)
+    frozen.requires_grad_()
+    trained.grad, frozen.grad = torch.ones_like(trained), torch.ones_like(frozen)
+    with pytest.raises(UsageError, match=r"shape \(2,\) and type float16\. Expected a plain tensor in bfloat16"):
+        optimizer.step()
+    assert trained.tolist() == frozen.tolist() == [1.0, 1.0]
+
+
 # -- bytes
+
+
+def test_frozen_weights_have_no_low_halves() -> None:
+    """All parameters of a model are given, of which an adapter alone is trained."""
+    base, adapter = nn.Linear(64, 64, dtype=BF16).requires_grad_(False), nn.Linear(64, 2, dtype=BF16)
+    optimizer = memplan.PackedMasters([*base.parameters(), *adapter.parameters()])
+    assert optimizer.packed_bytes == 2 * 2 * 65
+    adapter(base(torch.ones(1, 64, dtype=BF16))).sum().backward()
+    optimizer.step()
+    low = [state["master_low"] for state in optimizer.state.values()]
+    assert sum(each.nbytes for each in low) == optimizer.packed_bytes
+    adapter.requires_grad_(False)
+    assert optimizer.packed_bytes == 2 * 2 * 65
 
 
 def training(packed: bool, kind: type[OPTIM.Optimizer] = OPTIM.AdamW) -> Callable[[], Callable[[], None]]:

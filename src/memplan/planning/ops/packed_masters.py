@@ -31,10 +31,11 @@ class PackedMasters(torch.optim.Optimizer):
     """Train bfloat16 weights by float32 master weights that take 2 bytes a parameter instead of 4.
 
     A bfloat16 weight is its master weight, rounded: the high half of its bits. So the low half is all that is stored,
-    in the optimizer's state. ``step()`` restores up to 4 million master weights at a time, casts their gradients to
-    float32, lets ``optimizer_class`` update them with its states in float32, and rounds. Weights and states are bit
-    for bit those of a training that holds the master weights: float32 copies of the parameters, updated by
-    ``optimizer_class``, and copied back after each update. It also does without that training's float32 gradients.
+    in the optimizer's state. ``step()`` restores up to 4 million master weights at a time (of a parameter that is not
+    contiguous, and with ``fused=True``, all), casts their gradients to float32, lets ``optimizer_class`` update them
+    with its states in float32, and rounds. Weights and states are bit for bit those of a training that holds the
+    master weights: float32 copies of the parameters, updated by ``optimizer_class``, and copied back after each update.
+    It also does without that training's float32 gradients.
 
     The first master weights are the weights as they are before the first update; `set_master` sets others, such as
     those of a float32 checkpoint. A weight that is changed by hand between updates stays so, to within half of a
@@ -52,6 +53,7 @@ class PackedMasters(torch.optim.Optimizer):
 
     Raises:
         UsageError: another optimizer, or parameters in float16, which is no part of float32, or DTensors (of FSDP2).
+            Frozen ones are refused by ``step()``, once they have a gradient.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64).bfloat16()
@@ -86,38 +88,47 @@ class PackedMasters(torch.optim.Optimizer):
             UsageError: there are parameters in float16, or tensors that wrap others.
         """
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            is_plain = "" in _torch.inner_tensors(parameter)
-            known = is_plain and parameter.dtype in (torch.bfloat16, torch.float32, torch.float64)
-            if known or not parameter.requires_grad:
-                continue
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad:
+                    _check(parameter)
+        except UsageError:
             self.param_groups.pop()
-            kind = str(parameter.dtype).removeprefix("torch.") if is_plain else type(parameter.data).__name__
-            raise UsageError(
-                f"PackedMasters of a parameter of shape {tuple(parameter.shape)} and type {kind}",
-                expected="a plain tensor in bfloat16, whose bits are the high half of a float32 number, or in float32 "
-                "or float64",
-                do="Train in bfloat16, or hold the master weights in float32",
-            )
+            raise
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the low halves: 2 for each element of a bfloat16 parameter."""
+        """Bytes of the low halves: 2 for each element of a bfloat16 parameter that is trained."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return sum(2 * parameter.numel() for parameter in parameters if parameter.dtype == torch.bfloat16)
+        return sum(
+            2 * parameter.numel()
+            for parameter in parameters
+            if parameter.dtype == torch.bfloat16 and (parameter.requires_grad or _LOW in self.state.get(parameter, {}))
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient. ``closure`` is called first, and its result returned."""
+        """Update all parameters that have a gradient. ``closure`` is called first, and its result returned.
+
+        Raises:
+            UsageError: a gradient of a parameter that was frozen before, and is of a type that is refused. Nothing is
+                updated then.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        trained = [
+            (parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for parameter, _ in trained:
+            _check(parameter)
         try:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
+            for parameter, group in trained:
+                self._update(parameter, group)
         finally:
             self._release()
         return loss
@@ -139,17 +150,29 @@ class PackedMasters(torch.optim.Optimizer):
             return
         copy = torch.empty_like(weight, dtype=torch.float32).copy_(master)
         state = self._packed_state(parameter)
-        state[_TIES] = _pack(copy, weight, state[_LOW])
+        rest, ties = _rounded(copy, weight)
+        state[_LOW].copy_(rest)
+        state[_TIES] = ties
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as `torch.optim.Optimizer.load_state_dict`, but in the dtypes that it has."""
-        super().load_state_dict(state_dict)  # casts states to the dtype of their parameter
+        loaded: list[dict[str, Any]] = []
+        last = self.register_load_state_dict_pre_hook(lambda _, replaced: loaded.append(replaced))  # by other hooks
+        first = self.register_load_state_dict_post_hook(lambda _: self._restore_dtypes(*loaded), prepend=True)
+        try:
+            super().load_state_dict(state_dict)  # casts states to the dtype of their parameter
+        finally:
+            last.remove()
+            first.remove()
+
+    def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
+        """Set the states to those of a state_dict that was loaded, in its dtypes."""
         saved, own = (
             chain.from_iterable(group["params"] for group in groups)
-            for groups in (state_dict["param_groups"], self.param_groups)
+            for groups in (loaded["param_groups"], self.param_groups)
         )
         for number, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
+            for name, value in loaded["state"].get(number, {}).items():
                 if name == "step" or not isinstance(value, torch.Tensor):
                     continue
                 if value.shape == parameter.shape:
@@ -167,22 +190,29 @@ class PackedMasters(torch.optim.Optimizer):
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         """Update a parameter, piece by piece where that cannot change a bit: not by fused kernels, whose arithmetic may
-        depend on the place in a tensor."""
+        depend on the place in a tensor.
+
+        After an error, as of memory, the pieces before are updated, with low halves that fit their weights. What
+        counts updates does not count this one.
+        """
         weight, gradient = parameter.detach(), parameter.grad
         assert gradient is not None
         packed = weight.dtype == torch.bfloat16
         state = self._packed_state(parameter) if packed else self.state[parameter]
         known = {name: value for name, value in state.items() if name not in (_LOW, _TIES)}
-        ties: Any = state.get(_TIES)
-        ties_after = list[torch.Tensor]()
+        made = dict[str, Any]()
+        """New states, and those that are not by element."""
         elements = _PIECE if weight.device.type == "cpu" else _PIECE_ON_CARD
         if group.get("fused") or not (_is_flat(weight) and _is_flat(gradient)):
             elements = weight.numel()
         for start, piece in _pieces(weight.numel(), elements):
-            master = piece(weight)
+            master, others = piece(weight), None
             if packed:
-                ties_here = ties[(ties >= start) & (ties < start + elements)] - start if len(ties) else ties
-                master = _unpacked(master, piece(state[_LOW]), ties_here)
+                here = others = state[_TIES]
+                if len(here):
+                    inside = (here >= start) & (here < start + elements)
+                    here, others = here[inside] - start, here[~inside]
+                master = _unpacked(master, piece(state[_LOW]), here)
             master.grad = piece(gradient).to(master.dtype)
             before = {
                 name: piece(value) if _is_elementwise(value, weight) else _copied(value)
@@ -192,15 +222,18 @@ class PackedMasters(torch.optim.Optimizer):
             master.grad = None
             for name, value in after.items():
                 if not _is_elementwise(value, master) or value.shape == weight.shape:
-                    state[name] = value  # what is not by element is the same after each piece
+                    made[name] = value  # what is not by element is the same after each piece
                 elif value is not before.get(name):
-                    if name not in state:
-                        state[name] = torch.empty_like(weight, dtype=value.dtype)
-                    piece(state[name]).copy_(value)
-            if packed:
-                ties_after.append(_pack(master, piece(weight), piece(state[_LOW])) + start)
-        if packed:
-            state[_TIES] = torch.cat(ties_after)
+                    whole = known if _is_elementwise(known.get(name), weight) else made
+                    if name not in whole:
+                        whole[name] = torch.empty_like(weight, dtype=value.dtype)
+                    piece(whole[name]).copy_(value)
+            if others is not None:
+                rest, ties = _rounded(master, piece(weight))
+                ties = torch.cat([others, ties + start])
+                piece(state[_LOW]).copy_(rest)
+                state[_TIES] = ties
+        state.update(made)
 
     def _updated(self, master: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
         """Update a tensor with the options of a group, and return its state, which may be changed in place."""
@@ -222,6 +255,20 @@ def _pieces(count: int, elements: int) -> list[tuple[int, Callable[[torch.Tensor
         (start, lambda tensor, start=start: tensor.view(-1)[start : start + elements])
         for start in range(0, count, elements)
     ]
+
+
+def _check(parameter: torch.Tensor) -> None:
+    """Raise UsageError if a parameter cannot be updated here."""
+    is_plain = "" in _torch.inner_tensors(parameter)
+    if is_plain and parameter.dtype in (torch.bfloat16, torch.float32, torch.float64):
+        return
+    kind = str(parameter.dtype).removeprefix("torch.") if is_plain else type(parameter.data).__name__
+    raise UsageError(
+        f"PackedMasters of a parameter of shape {tuple(parameter.shape)} and type {kind}",
+        expected="a plain tensor in bfloat16, whose bits are the high half of a float32 number, or in float32 "
+        "or float64",
+        do="Train in bfloat16, or hold the master weights in float32",
+    )
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
@@ -259,17 +306,19 @@ def _unpacked(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> to
     return master
 
 
-def _pack(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Write bfloat16 weights and low halves of master weights, which are overwritten, and return the positions of low
-    halves of 2^15."""
+def _rounded(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round master weights, which are overwritten, to bfloat16 weights, and return the low halves in int32, and the
+    positions where they are 2^15.
+
+    What can fail for want of memory is done here, and not between writing the low halves and the positions.
+    """
     weight.copy_(master)
     rest = master.view(torch.int32).sub_(weight.float().view(torch.int32))
-    low.copy_(rest)
     if _torch.is_fake(rest):  # a recording knows no values
-        return rest.new_empty(0, dtype=torch.int64)
-    rest = rest.reshape(-1)
-    end = rest.numel() // _ROW * _ROW
-    table = rest[:end].view(-1, _ROW)
+        return rest, rest.new_empty(0, dtype=torch.int64)
+    flat = rest.reshape(-1)
+    end = flat.numel() // _ROW * _ROW
+    table = flat[:end].view(-1, _ROW)
     rows = (table.amax(1) >= _HALF).nonzero().squeeze(1)
     row, column = (table[rows] == _HALF).nonzero(as_tuple=True)
-    return torch.cat([rows[row] * _ROW + column, (rest[end:] == _HALF).nonzero().squeeze(1) + end])
+    return rest, torch.cat([rows[row] * _ROW + column, (flat[end:] == _HALF).nonzero().squeeze(1) + end])
