@@ -21,7 +21,8 @@ _CAST = "aten._to_copy.default"
 def find(subject: Subject) -> list[Finding]:
     """Return at most one finding, about all master weights of a step."""
     trace = subject.trace
-    masters = [trace.storages[number] for number in _masters(trace)]
+    summed = _summed_shapes(trace)
+    masters = [trace.storages[number] for number in _masters(trace) if trace.storages[number].shape not in summed]
     size = saving(trace, {master.id: replace(master, bytes=master.bytes // 2) for master in masters})
     if not matters(trace, size):
         return []
@@ -32,8 +33,8 @@ def find(subject: Subject) -> list[Finding]:
     )
     advice = (
         "Give the bfloat16 parameters to memplan.PackedMasters(model.parameters(), torch.optim.AdamW, lr=...), or with "
-        "another optimizer of torch.optim that works element by element: weights and states are the same bit for bit, "
-        "and gradients in float32 are not stored either",
+        "another optimizer of torch.optim that works element by element: weights and states are the same bit for bit "
+        "if gradients are cast to float32 for each update alone, and gradients in float32 are not stored either",
     )
     return [Finding(ID, "info", "", None, size, message, advice, {"weights": len(masters), "stored": stored})]
 
@@ -47,9 +48,9 @@ def _masters(trace: Trace) -> list[int]:
     for op in trace.ops:
         if op.step < 0:
             continue
-        if op.name == _CAST and trace.storages[op.writes[0]].dtype == "bfloat16":
+        if op.name == _CAST and op.reads and op.writes and trace.storages[op.writes[0]].dtype == "bfloat16":
             casts[op.writes[0]] = op.reads[0].storage
-        if not op.name.split(".")[1].endswith("_"):  # views of a weight are results in its storage
+        if not _overload_packet(op).endswith("_"):  # views of a weight are results in its storage
             continue
         copied = dict(_copies(op))
         for number in in_layers.intersection((*op.writes, *copied)):
@@ -73,3 +74,23 @@ def _copies(op: Op) -> Iterator[tuple[int, int]]:
         written, read = ([operand.storage for operand in op.reads if operand.name == name] for name in ("self", "src"))
         if len(written) == len(read):
             yield from zip(written, read, strict=True)
+
+
+def _overload_packet(op: Op) -> str:
+    """Return the name of an op without namespace and overload."""
+    return op.name.partition(".")[2].partition(".")[0] or op.name
+
+
+def _summed_shapes(trace: Trace) -> set[tuple[int, ...]]:
+    """Return the shapes of float32 gradients of other tensors than the models' parameters to which something is added:
+    the bfloat16 gradients of several backward passes, of which the sum in bfloat16 would not be the same."""
+    shapes = set[tuple[int, ...]]()
+    for op in trace.ops:
+        if op.step < 0 or base_name(op.name) not in ("add", "_foreach_add"):
+            continue
+        sums, added = ([trace.storages[each.storage] for each in op.reads if each.name == n] for n in ("self", "other"))
+        for gradient, other in zip(sums, added, strict=False):  # a number may be added instead
+            mine = gradient.cause == "parameter_gradient" and not gradient.name and gradient.dtype == "float32"
+            if mine and other.cause not in ("weight", "optimizer_state"):  # added by optimizers
+                shapes.add(gradient.shape)
+    return shapes
