@@ -373,7 +373,7 @@ def test_a_card_is_a_budget(net: str, engine: Engine) -> None:
         (["--no-train"], "no budget. Expected one: --budget 400MiB, or a share"),
         (
             ["--budget", "1GiB", "--no-train", "--allow", "lossy", "--early"],
-            "--allow, --early with --no-train. Expected TARGET, --input and --budget alone",
+            "--allow, --early with --no-train. Expected TARGET, --arg, --input, --dtype, --budget and --json alone",
         ),
         (["--budget", "1GiB", "--settings", "expandable_segments:True"], "--settings. Expected"),
         (["--budget", "1GiB", "--peers"], "--peers without --frontier. Expected a frontier to draw them beside"),

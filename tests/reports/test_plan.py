@@ -20,9 +20,9 @@ def test_the_whole_report() -> None:
 Plan for a step on cpu, torch 2.13.0
 budget          260.0 MiB
 predicted peak  381.0 MiB before, 252.0 MiB after, 34 % less
-floor           188.0 MiB; no schedule of these ops is below 180.0 MiB
+floor           188.0 MiB; its order of ops needs at least 180.0 MiB
 added time      4.5 ms of 100 ms (4.5 %)
-gap             1.5 ms: no plan in this budget adds less than 3.0 ms
+gap             1.5 ms: no plan in this order and budget adds less than 3.0 ms
 always there    weight 44.0 MiB, input 9.0 MiB
 
 value       layer      bytes  decision      cost

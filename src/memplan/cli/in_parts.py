@@ -62,7 +62,8 @@ def check_options(arguments: StepArguments, budget: str | None, given: dict[str,
     if wrong:
         raise InputError(
             f"{', '.join(wrong)} with --no-train",
-            expected="TARGET, --input and --budget alone: inference runs here, in parts, to the same result",
+            expected="TARGET, --arg, --input, --dtype, --budget and --json alone: inference runs here, in parts, "
+            "to the same result",
             do="Leave out the others",
         )
     if budget is None:

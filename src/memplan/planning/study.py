@@ -278,39 +278,53 @@ class _Planning:
         outside_memory, budget, earlier = self._outside_memory, self._budget, self._settings.plan
         if earlier is not None:
             self._check_graph(earlier)
-            planned, bound = schedule(self._graph, earlier.choices), earlier.lower_bound_seconds
+            planned, bound, search = schedule(self._graph, earlier.choices), earlier.lower_bound_seconds, self._search
             self._check_settings(earlier, timeline_of(planned, outside_memory).peak_reserved)
             planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=budget))
         else:
-            planned, bound = self._within_budget()
+            planned, bound, search = self._within_budget()
         validate(self._graph, planned, budget=budget, outside_memory=outside_memory)
-        timeline, floor = timeline_of(planned, outside_memory), self._search.floor_peak
+        timeline, floor = timeline_of(planned, outside_memory), search.floor_peak
         if self._settings.home.card is not None:
-            floor = timeline_of(schedule(self._graph, self._search.floor().choices), outside_memory).peak_reserved
-        bounds = _Bounds(timeline, min(floor, timeline.peak_reserved), self._search.lower_bound, bound)
+            floor = timeline_of(schedule(self._graph, search.floor().choices), outside_memory).peak_reserved
+        bounds = _Bounds(timeline, min(floor, timeline.peak_reserved), search.lower_bound, bound)
         return Planned(self._study.captured, planned, outside_memory, self._plan(planned, bounds))
 
-    def _within_budget(self) -> tuple[Schedule, float]:
-        """Return the schedule for the budget, and a lower bound of the seconds that any schedule adds.
+    def _within_budget(self) -> tuple[Schedule, float, Search]:
+        """Return the schedule for the budget, a lower bound of the seconds that any schedule adds, and the search that
+        has the floor.
 
         On a card the allocator reserves more than the live bytes. The search is repeated with a budget that is smaller
         by the difference.
         """
         outside_memory, budget, target = self._outside_memory, self._budget, self._budget
-        captured = self._study.step(self._settings).search_as_captured
         while True:
-            search = captured if captured.save_all.peak <= target else self._search
-            result = search.within(target)
+            result, search = self._searched(target)
             planned = schedule(self._graph, result.choices)
             if isinstance(result, Infeasible):
                 if timeline_of(planned, outside_memory).peak_reserved <= budget:
-                    return planned, 0.0
+                    return planned, 0.0, search
                 raise budget_error(planned, outside_memory, budget)
             planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=target))
             excess = timeline_of(planned, outside_memory).peak_reserved - budget
             if excess <= 0:
-                return planned, result.lower_bound_seconds
+                return planned, result.lower_bound_seconds, search
             target = min(target, levels(planned, outside_memory).peak) - excess
+
+    def _searched(self, budget: int) -> tuple[Solution | Infeasible, Search]:
+        """Return the result for a budget and the search that has the floor: in the captured order if all values can be
+        saved, else in the order that needs less; or in the captured order after all if only that meets the budget, as
+        the other order is chosen by a peak near the floor and not by the floor."""
+        captured, ordered = self._study.step(self._settings).search_as_captured, self._search
+        if captured.save_all.peak <= budget:
+            return captured.within(budget), ordered
+        result = ordered.within(budget)
+        if ordered is captured or not isinstance(result, Infeasible) or budget < captured.lower_bound:
+            return result, ordered
+        other = captured.within(budget)
+        if isinstance(other, Infeasible) and result.smallest <= other.smallest:
+            return result, ordered
+        return other, captured
 
     def fused(self) -> Planned:
         """Plan for the engine ``inductor``."""

@@ -41,13 +41,12 @@ def _facts(plan: Plan) -> dict[str, str]:
     share = f", {100 * reduction / plan.eager_peak:.0f} % less" if reduction > 0 and plan.eager_peak else ""
     base = plan.step_seconds if plan.base_seconds is None else plan.base_seconds
     of = f" of {format_seconds(base)} ({100 * plan.seconds / base:.1f} %)" if base else ""
-    these = "these ops in this order" if plan.choices.order else "these ops"
     facts = {
         "budget": format_bytes(plan.budget),
         "predicted peak": f"{format_bytes(plan.eager_peak)} before, {format_bytes(plan.peak)} after{share}",
-        "floor": f"{format_bytes(plan.floor)}; no schedule of {these} is below {format_bytes(plan.lower_bound)}",
+        "floor": f"{format_bytes(plan.floor)}; its order of ops needs at least {format_bytes(plan.lower_bound)}",
         "added time": format_seconds(plan.seconds) + of,
-        "gap": f"{format_seconds(plan.gap)}: no plan in this budget adds less than "
+        "gap": f"{format_seconds(plan.gap)}: no plan in this order and budget adds less than "
         + format_seconds(plan.lower_bound_seconds),
     }
     if plan.choices.fused:

@@ -323,8 +323,8 @@ def test_names_are_those_of_what_the_forward_pass_makes() -> None:
 def test_what_it_says_in_a_paragraph() -> None:
     assert PLAN.summary == (
         "A step on cpu in the budget of 260.0 MiB: predicted peak 381.0 MiB -> 252.0 MiB, 250 ms added (25.0 %), "
-        "1 value recomputed, 1 encoded. No plan in this budget adds less than 200 ms (gap 50 ms). The least found to "
-        "be enough is 188.0 MiB, no less than 180.0 MiB can be."
+        "1 value recomputed, 1 encoded. No plan in this order of ops and budget adds less than 200 ms (gap 50 ms). The "
+        "least budget found is 188.0 MiB; its order needs at least 180.0 MiB."
     )
     fused = replace(PLAN, choices=replace(PLAN.choices, fused=True))  # where others were not lowered
     assert fused.summary.endswith("The least looked at is 188.0 MiB, no less than 180.0 MiB can be.")
@@ -336,6 +336,7 @@ def test_what_it_says_in_a_paragraph() -> None:
     assert not PLAN.changes_nothing
     assert not replace(PLAN, choices=Choices()).changes_nothing  # only because results lie in place
     assert fits.summary.startswith("A step on cpu fits the budget of 260.0 MiB as it is: predicted peak 259.0 MiB.")
+    assert fits.summary.endswith("The least budget found is 188.0 MiB; its order of ops needs at least 180.0 MiB.")
     assert "(25" not in replace(PLAN, step_seconds=None).summary
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from verification.fitting.quick import QUICK, fit, plan
 
 import memplan
 from memplan.errors import UsageError
+from memplan.planning import study
+from memplan.planning.graph.dependencies import must_precede
 from memplan.planning.plan.plan import Plan
+from memplan.planning.search.search import Search
 
 
 class LateWeights(nn.Module):
@@ -78,7 +82,10 @@ def test_what_fits_is_not_moved_and_what_does_not_is_moved_before_anything_is_re
     assert decision.bytes > 0
     assert "ops of the backward pass run earlier or later than autograd runs them, such as mm of " in decision.reason
     assert ", ops of the backward pass moved. " in moved.summary
-    assert moved.summary.endswith(" in this order of ops.")
+    assert "No plan in this order of ops and budget adds less than" in moved.summary
+    assert "; its order needs at least " in moved.summary
+    assert decision.reason.endswith(" higher")
+    assert "in autograd's order the same decisions have a peak that is " in decision.reason
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -159,6 +166,30 @@ def test_smaller_inputs_run_in_the_order_of_the_plan(highest: tuple[Plan, Plan])
         assert one is not None
         assert other.grad is not None
         assert torch.equal(one, other.grad)
+
+
+def in_higher_order(search: Search) -> Search:
+    """Ops whose results no other op reads run last: the gradients of weights, whose operands live until then."""
+    before = must_precede(search.graph)
+    read = set[int]().union(*before.values())
+    order = [op.index for op in search.graph.backward_ops]
+    return search.in_order((*(op for op in order if op in read), *(op for op in order if op not in read)))
+
+
+def test_a_budget_that_the_captured_order_alone_meets_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is chosen by the peak near the floor: a floor itself can be higher."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    x, given = torch.randn(2048, 64), {"targets": torch.randn(2048, 64), "loss": F.mse_loss}
+    alone = plan(model, x, budget="1 GiB", heuristics=replace(QUICK, order=False), **given)
+    monkeypatch.setattr(study, "in_lower_order", in_higher_order)
+    assert plan(model, x, budget="1 GiB", **given).floor > alone.floor
+    made = plan(model, x, budget=alone.floor, **given)
+    assert made.choices.order == ()
+    assert made.choices.recompute
+    assert made.lower_bound <= made.peak <= made.floor == alone.floor
+    with pytest.raises(memplan.BudgetError) as error:
+        plan(model, x, budget=alone.floor - 1, **given)
+    assert error.value.smallest_budget == alone.floor
 
 
 def test_the_search_for_an_order_can_be_turned_off(highest: tuple[Plan, Plan]) -> None:

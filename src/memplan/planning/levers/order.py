@@ -24,7 +24,7 @@ class Order(Lever):
         text = f"{len(moved)} of {len(planned.graph.backward_ops)} ops of the backward pass run earlier or later than "
         text += f"autograd runs them, such as {short(largest.target)}{f' of {layer}' if layer else ''}; "
         text += (
-            f"in autograd's order the peak is {format_bytes(freed)} higher"
+            f"in autograd's order the same decisions have a peak that is {format_bytes(freed)} higher"
             if freed > 0
             else "this lowers the least budget"
         )

@@ -62,7 +62,7 @@ class Plan(Saved, Displayed):
     step_seconds: float | None
     """Predicted time of the step without a plan; None if the ops' costs are unknown."""
     lower_bound_seconds: float
-    """No plan within the budget adds fewer seconds."""
+    """No plan within the budget, with the ops in this order, adds fewer seconds."""
     resident: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Bytes that are live throughout the step, by cause."""
     program: str = ""
@@ -122,7 +122,7 @@ class Plan(Saved, Displayed):
 
     @property
     def gap(self) -> float:
-        """Most seconds that a better plan within the same budget could save."""
+        """Most seconds that a better plan within the same budget, with the ops in the same order, could save."""
         return max(0.0, self.seconds - self.lower_bound_seconds)
 
     @property
@@ -174,10 +174,13 @@ class Plan(Saved, Displayed):
         """A summary in a paragraph."""
         before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
         budget = f"the budget of {format_bytes(self.budget)}"
-        least = "The least looked at" if self.choices.fused else "The least found to be enough"
-        floor = f"{least} is {format_bytes(self.floor)}, no less than {format_bytes(self.lower_bound)} can be"
-        floor += " with these pieces" if self.tiles else " with these kernels" if self.kernels else ""
-        floor += " in this order of ops." if self.choices.order else "."
+        floor, lower_bound = format_bytes(self.floor), format_bytes(self.lower_bound)
+        if self.choices.fused:
+            floor = f"The least looked at is {floor}, no less than {lower_bound} can be."
+        else:
+            order = "order of ops" if self.changes_nothing else "order"  # then the order is not mentioned before
+            floor = f"The least budget found is {floor}; its {order} needs at least {lower_bound}"
+            floor += " with these pieces." if self.tiles else " with these kernels." if self.kernels else "."
         if self.changes_nothing:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
@@ -195,7 +198,9 @@ class Plan(Saved, Displayed):
             which = (
                 "No plan of these pieces" if self.tiles else "No plan of these kernels" if self.kernels else "No plan"
             )
-            bound = f"{which} in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
+            bound = (
+                f"{which} in this order of ops and budget adds less than {format_seconds(self.lower_bound_seconds)} "
+            )
             bound += f"(gap {format_seconds(self.gap)}). "
         return (
             f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
