@@ -79,7 +79,7 @@ def test_events_replay_to_every_address_and_segment(path: Path) -> None:
 
 def test_every_run_compares_each_card() -> None:
     assert {path.parts[-3] for path in FILES if quick(path)} == set(CARDS)
-    assert {path.name for path in FILES if quick(path)} == set(STEPS)
+    assert {path.name for path in FILES if quick(path)} == set(STEPS[::2])
 
 
 LT_WORKSPACE, COUNTER = 1 << 20, 4

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memplan._display import Printed
 from memplan.exporting.int8.layers import (
     Activation,
     Add,
@@ -30,7 +31,7 @@ BYTES = ("uint8", "int8")
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Printed):
     """An op without a trained weight that stays in float32, although it reads layers in eight bits."""
 
     op: GraphOp

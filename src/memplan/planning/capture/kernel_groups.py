@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memplan._display import Printed
 from memplan.kernels.launch import DTYPES
 from memplan.planning.capture.call_log import OUTPUT, CallLog, LoggedCall
 from memplan.planning.graph.joint_graph import Ref
@@ -28,7 +29,7 @@ _CROSS_ENTROPY = (
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Printed):
     """A group that no kernel replaces."""
 
     kernel: str

@@ -22,6 +22,8 @@ def to_plain(choices: Choices, names: Mapping[str, int]) -> dict[str, Any]:
     plain = _json.to_plain(choices)
     use = plain.pop("gradients")
     del plain["saved_forms"]
+    if not choices.order:  # as in plans that are older than orders
+        del plain["order"]
     levers = sorted({*_ALWAYS, "offload", *dict(choices.saved_forms)})
     lists = {lever: choices.saved_by(lever) for lever in levers} | {"recompute": choices.recompute}
     for lever, values in lists.items():
