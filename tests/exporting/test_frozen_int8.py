@@ -342,12 +342,65 @@ def test_the_head_of_a_mobilenet_is_trained_in_less_than_100_kb(tmp_path: Path) 
         ({"calibrate": [(torch.zeros(1, 7), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 1x7, 1"),
         ({"calibrate": [(torch.zeros(1, 6),)]}, "batch 0 of calibrate: tensors of 1x6"),
         ({"calibrate": [(torch.zeros(3, 6), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 3x6, 1"),
+        ({"calibrate": [(torch.full((1, 6), math.nan), torch.tensor([0]))]}, "batch 0 of calibrate: .*not finite"),
+        (
+            {"calibrate": [(torch.ones(1, 6), torch.tensor([0])), (torch.full((1, 6), math.inf), torch.tensor([0]))]},
+            "batch 1 of calibrate: .*not finite",
+        ),
+        (
+            {"calibrate": [(torch.full((1, 6), 1e300, dtype=torch.float64), torch.tensor([0]))]},
+            "batch 0 of calibrate: .*not finite",
+        ),
     ],
 )
 def test_wrong_data_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     model = Features(nn.Sequential(nn.Linear(6, 4), nn.ReLU()).requires_grad_(False), 4)
     with pytest.raises((UsageError, InputError), match=said.replace("(", "\\(")):
         exported(model, torch.zeros(1, 6), tmp_path, verify=False, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8])
+def test_integers_that_wrap_around_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, x = Features(series().eval().requires_grad_(False), 5), torch.zeros(1, 3, 40, dtype=torch.int8)
+    batch = torch.full((1, 3, 40), 200, dtype=dtype)
+    with pytest.raises(InputError, match="batch 0 of calibrate: integers from 200 to 200") as error:
+        exported(model, x, tmp_path, verify=False, calibrate=[(batch, torch.tensor([0]))])
+    assert "-128 to 127" in str(error.value)
+
+
+def test_a_smaller_last_batch_is_to_be_dropped(tmp_path: Path) -> None:
+    model, x = Features(nn.Sequential(nn.Linear(6, 4)).requires_grad_(False), 4), torch.zeros(4, 6)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(10, 6), torch.arange(10) % 3), 4)
+    with pytest.raises(InputError, match="batch 2 of calibrate: tensors of 2x6, 2") as error:
+        exported(model, x, tmp_path, verify=False, calibrate=loader)
+    assert "Drop the last, smaller batch" in str(error.value)
+
+
+class Logarithm(nn.Module):
+    """Not finite for negative numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.log(self.first(x)))
+
+
+def test_a_layer_that_is_not_finite_on_the_data_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Features(nn.Sequential(Logarithm()).requires_grad_(False), 4)
+    batch = (torch.randn(1, 6), torch.tensor([0]))
+    with pytest.raises(InputError, match=r"body\.0: results that are not finite on the data of calibrate"):
+        exported(model, torch.zeros(1, 6), tmp_path, verify=False, calibrate=[batch])
+
+
+def test_a_layer_with_a_tiny_range_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(6, 4), nn.Hardtanh(0.0, 1e-12))
+    model, batch = Features(body.requires_grad_(False), 4), (torch.randn(1, 6), torch.tensor([0]))
+    with pytest.raises(InputError, match=r"body\.1: results from 0 to 1e-12 on the data of calibrate"):
+        exported(model, torch.zeros(1, 6), tmp_path, verify=False, calibrate=[batch])
 
 
 # -- a small training

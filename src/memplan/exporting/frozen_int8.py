@@ -168,7 +168,7 @@ def int8_step(request: Request, passes: tuple[CapturedStep, CapturedStep], batch
     Returns None if there is no layer before the first trained one.
 
     Raises:
-        InputError: a batch does not fit the step.
+        InputError: a batch does not fit the step, or the range of a layer on the data does not fit eight bits.
     """
     data = _samples(request, batches)
     changed = {target for captured in passes for target in _changed(captured.graph)}
@@ -210,14 +210,47 @@ def _samples(request: Request, batches: Any) -> list[tuple[torch.Tensor, ...]]:
             raise InputError(
                 f"batch {at} of calibrate: tensors of {shapes}",
                 expected="inputs and targets in shapes and types of the step, or several of them one behind another",
-                do="Give each batch as a tuple: inputs, then targets",
-            )  # fmt: skip
-        parts = [x.detach().to(like.dtype).chunk(pieces) if like.dim() else [x] * pieces
-                 for x, like in zip(given, wanted, strict=True)]  # fmt: skip
+                do="Drop the last, smaller batch: drop_last=True of a DataLoader"
+                if samples and _is_incomplete(given, wanted)
+                else "Give each batch as a tuple: inputs, then targets",
+            )
+        tensors = [_converted(x.detach(), like.dtype, at) for x, like in zip(given, wanted, strict=True)]
+        parts = [x.chunk(pieces) if like.dim() else [x] * pieces for x, like in zip(tensors, wanted, strict=True)]
         samples += list(zip(*parts, strict=True))
     if not samples:
         raise InputError("calibrate has no batch", expected="batches of inputs and targets", do="Give some data")
     return samples
+
+
+def _is_incomplete(given: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Return whether a batch has shapes of the step but for the number of samples."""
+    return len(given) == len(wanted) and all(
+        x.dim() == like.dim() and x.shape[1:] == like.shape[1:] for x, like in zip(given, wanted, strict=True)
+    )
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype, at: int) -> torch.Tensor:
+    """Return a tensor of batch ``at`` in the step's dtype.
+
+    Raises:
+        InputError: the dtype does not hold an element, or an element is not finite.
+    """
+    if not dtype.is_floating_point and dtype != torch.bool and tensor.numel():
+        bounds, low, high = torch.iinfo(dtype), int(tensor.min()), int(tensor.max())
+        if low < bounds.min or high > bounds.max:
+            raise InputError(
+                f"batch {at} of calibrate: integers from {low} to {high}",
+                expected=f"those of the step's {str(dtype).removeprefix('torch.')}: {bounds.min} to {bounds.max}",
+                do="Give the data as the device reads it",
+            )
+    converted = tensor.to(dtype)
+    if not converted.isfinite().all():
+        raise InputError(
+            f"batch {at} of calibrate: elements that are not finite",
+            expected="numbers, which have a range",
+            do="Leave such samples out",
+        )
+    return converted
 
 
 def _part(request: Request, captured: CapturedStep, unfrozen: set[str], among: Any) -> FrozenPart:
@@ -242,7 +275,8 @@ def _quantized(
         for value, tensor in (*((v, t) for v, t in read if t is not None), *plain.floats(named, inputs)):
             if tensor.is_floating_point() and tensor.numel():
                 low, high = ranges.get(value, (0.0, 0.0))
-                ranges[value] = (min(low, float(tensor.min())), max(high, float(tensor.max())))
+                least, most = tensor.aminmax()  # not a number if an element is, as what NumPy makes of it
+                ranges[value] = (float(np.minimum(low, float(least))), float(np.maximum(high, float(most))))
     known = {
         v.id: t
         for v in part.graph.values

@@ -62,6 +62,9 @@ class Affine:
 def multiplier(real: float) -> tuple[int, int]:
     """Return (m, shift) with ``m / 2 ** shift`` near a non-negative number below 2 ** 30; m < 2 ** 31, 0 < shift < 63.
 
+    Raises:
+        OverflowError: the number is larger.
+
     Example:
         >>> multiplier(0.75)
         (1610612736, 31)
@@ -74,7 +77,8 @@ def multiplier(real: float) -> tuple[int, int]:
         number, shift = 2**30, shift - 1
     if shift > 62:
         number, shift = number >> min(shift - 62, 31), 62
-    assert shift > 0, "scales of activations differ by less than 2 ** 30"
+    if shift <= 0:
+        raise OverflowError(f"{real} is not below 2 ** 30")
     return number, shift
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from memplan.errors import InputError
 from memplan.exporting.int8.arithmetic import HIGHEST, LARGEST_WEIGHT, LOWEST, Affine, multiplier, shifted
 from memplan.exporting.int8.layers import (
     Activation,
@@ -63,6 +64,9 @@ def integer_layers(
         layers: in order.
         ranges: smallest and largest element of each value of the graph on the user's data.
         known: numbers that activations read as tensors.
+
+    Raises:
+        InputError: the range of a layer is not finite, or too small beside what the layer reads.
     """
     types: dict[int, Affine] = {}
 
@@ -73,27 +77,47 @@ def integer_layers(
 
     done = list[Integers]()
     for layer in layers:
-        if isinstance(layer, Convolution):
-            done.append(_convolution(layer, type_of, known))
-            continue
-        reads = tuple(map(type_of, layer.reads))
+        before = layer.before if isinstance(layer, Convolution) else None
+        used = [ranges[value] for value in (*layer.reads, before, layer.out) if value is not None and value in ranges]
+        if not np.isfinite(used).all():
+            raise _unfit(layer, "results that are not finite", "numbers, which have a range")
         if isinstance(layer, (View, Largest)):
-            types[layer.out] = reads[0]
-        result = type_of(layer.out)
-        low, high = result.bound(layer.low), result.bound(layer.high)
-        table, factors = None, ()
-        if isinstance(layer, Activation):
-            table = _table(layer.ops[-1], layer.reads[0], reads[0], result, known)
-        elif isinstance(layer, Add):
-            real = [reads[0].scale / result.scale, layer.factor * reads[1].scale / result.scale]
-            _, shift = multiplier(max(map(abs, real)))
-            factors = (*(round(number * 2.0**shift) for number in real), shift)
-        elif isinstance(layer, Multiply):
-            factors = multiplier(reads[0].scale * reads[1].scale / result.scale)
-        elif isinstance(layer, Average):
-            factors = multiplier(reads[0].scale / (result.scale * layer.divisor))
-        done.append(Integers(layer, reads, result, result, low, high, table=table, factors=factors))
+            types[layer.out] = type_of(layer.reads[0])
+        try:
+            done.append(_integers(layer, type_of, known))
+        except OverflowError:
+            low, high = ranges[layer.out if before is None else before]
+            raise _unfit(
+                layer, f"results from {low:.3g} to {high:.3g}", "a range above a billionth of what the layer adds up"
+            ) from None
     return done
+
+
+def _unfit(layer: Layer, found: str, expected: str) -> InputError:
+    return InputError(
+        f"{layer.ops[-1].layer or 'the model'}: {found} on the data of calibrate", expected=expected,
+        do="Give data as the device will see it, or leave out frozen_layers='int8'",
+    )  # fmt: skip
+
+
+def _integers(layer: Layer, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:
+    """Return the integers of a layer. Raises OverflowError if its scale is too small beside what it reads."""
+    if isinstance(layer, Convolution):
+        return _convolution(layer, type_of, known)
+    reads, result = tuple(map(type_of, layer.reads)), type_of(layer.out)
+    low, high = result.bound(layer.low), result.bound(layer.high)
+    table, factors = None, ()
+    if isinstance(layer, Activation):
+        table = _table(layer.ops[-1], layer.reads[0], reads[0], result, known)
+    elif isinstance(layer, Add):
+        real = [reads[0].scale / result.scale, layer.factor * reads[1].scale / result.scale]
+        _, shift = multiplier(max(map(abs, real)))
+        factors = (*(round(number * 2.0**shift) for number in real), shift)
+    elif isinstance(layer, Multiply):
+        factors = multiplier(reads[0].scale * reads[1].scale / result.scale)
+    elif isinstance(layer, Average):
+        factors = multiplier(reads[0].scale / (result.scale * layer.divisor))
+    return Integers(layer, reads, result, result, low, high, table=table, factors=factors)
 
 
 def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:
