@@ -126,6 +126,26 @@ def test_the_flags_of_the_makefile_suit_cross_compilers(core: str, tmp_path: Pat
     subprocess.run(["make", "net.o", f"CC={compiler}"], cwd=folder, check=True, capture_output=True)
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("columns", [2, 6, 32])
+def test_a_width_without_tiles_is_refused(columns: int, tmp_path: Path) -> None:
+    said = warnings_of(["cc", "-std=c99", f"-DWIDE={columns}"], exported("mlp", tmp_path))
+    assert "WIDE is 4, 8 or 16" in said
+
+
+def frames(command: list[str], folder: Path) -> list[int]:
+    """Bytes of each function's stack, as the compiler reports them."""
+    assert warnings_of([*command, "-std=c99", "-fstack-usage"], folder) == ""
+    return [int(line.split("\t")[1]) for file in folder.glob("*.su") for line in file.read_text().splitlines()]
+
+
+def test_an_avr_has_stack_for_a_panel(tmp_path: Path) -> None:
+    if shutil.which("avr-gcc") is None:
+        pytest.skip("no avr-gcc")
+    found = frames(["avr-gcc", "-mmcu=atmega328p", "-Os"], exported("mlp", tmp_path))
+    assert max(found) < 512, "of 2048 bytes of SRAM"
+
+
 def test_a_program_in_cpp_links(tmp_path: Path) -> None:
     if shutil.which("g++") is None or shutil.which("cc") is None:
         pytest.skip("no C++ compiler")

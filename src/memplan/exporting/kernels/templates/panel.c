@@ -8,8 +8,22 @@
 #else
 #define WIDE 4
 #endif
+#if WIDE != 4 && WIDE != 8 && WIDE != 16
+#error "WIDE is 4, 8 or 16"
+#endif
+/* SHARING: rows of sums that use a panel; DEEP: rows of a panel. An AVR has 2 KB of SRAM, or a few more. */
+#ifdef __AVR__
+#define SHARING 8
+#else
+#define SHARING (WIDE == 4 ? 32 : 64)
+#endif
+#ifndef DEEP
+#ifdef __AVR__
+#define DEEP 8
+#else
 #define DEEP (16 * WIDE)
-#define SHARING (WIDE == 4 ? 32 : 64) /* rows of sums that use a panel */
+#endif
+#endif
 
 typedef struct {
     int at[DEEP + 1];
