@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,13 @@ def run(name: str, core: str, folder: Path) -> CortexRun:
         pytest.skip(missing(core))
     make, inputs, targets, loss = NETWORKS[name]
     torch.manual_seed(0)
-    step = {"targets": targets, "loss": getattr(F, loss), "optimizer": torch.optim.SGD, "budget": "4 MiB"}
+    step = {
+        "targets": targets,
+        "loss": getattr(F, loss),
+        "optimizer": torch.optim.SGD,
+        "budget": "4 MiB",
+        "name": "net",
+    }
     done = memplan.export(make(), *inputs, folder=folder, verify=False, device=core, **step)
     assert done.core is not None
     return done.core
@@ -32,6 +39,12 @@ def test_a_step_runs_on_an_emulated_core(tmp_path: Path) -> None:
     assert found.data == 0, "all that changes is the caller's"
     assert found.rodata >= 4 * (12 * 16 + 16 + 16 * 8 + 8 + 8 * 4 + 4), "the weights"
     assert found.instructions > 3 * (12 * 16 + 16 * 8 + 8 * 4), "each product takes one"
+    hard = ["-mcpu=cortex-m4", "-mthumb", "-mfpu=fpv4-sp-d16", "-mfloat-abi=hard"]
+    build = ["arm-none-eabi-gcc", *hard, "-std=c99", "-ffp-contract=fast", "-O2", "-c", "net.c", "-o", "net.o"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    sizes = subprocess.run(["arm-none-eabi-size", "net.o"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert found.text + found.rodata == int(sizes.stdout.splitlines()[1].split()[0]), "with the flags of the page"
+    assert str(found).startswith("cortex-m4 at -O2: ")
 
 
 def test_a_step_runs_on_another_core(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ CORES: Mapping[str, tuple[str, str, str]] = {
 }
 """By core: the emulated board, its floating-point unit, and the address of 16 MiB of memory, from Arm's application
 notes 386 and 500."""
+LEVEL = "-O2"
+"""Of optimization, in all figures of a core: the one that docs/export.md recommends there."""
 PER_TICK = 40
 """Instructions per tick of SysTick: the emulator counts a nanosecond for each, and the boards run at 25 MHz."""
 LIMIT = 900
@@ -37,7 +39,7 @@ LIMIT = 900
 
 @dataclass(frozen=True, slots=True)
 class CortexRun(Printed):
-    """Memory, instructions and results of an export on an emulated core."""
+    """Memory, instructions and results of an export on an emulated core, compiled with ``-O2``."""
 
     core: str
     text: int
@@ -54,7 +56,7 @@ class CortexRun(Printed):
 
     def __str__(self) -> str:
         return (
-            f"{self.core}: {self.text} bytes of code, {self.rodata} of constants, {self.data} of static memory, "
+            f"{self.core} at {LEVEL}: {self.text} bytes of code, {self.rodata} of constants, {self.data} of static memory, "
             f"{self.stack} of stack, about {self.instructions:,} instructions a step; {self.verdict}"
         )
 
@@ -68,7 +70,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 
 
 def flash_bytes(core: str, layout: StepLayout) -> int | None:
-    """Return the bytes of code, weights and tables of an export compiled for a core with ``-Os``, without libm.
+    """Return the bytes of code, weights and tables of an export compiled for a core with ``-O2``, without libm.
 
     None if the cross compiler is missing, or does not know the core.
 
@@ -82,7 +84,7 @@ def flash_bytes(core: str, layout: StepLayout) -> int | None:
         texts = {".c": program_text(layout), ".h": header_text(layout), "_weights.h": weights_text(layout)}
         for ending, text in texts.items():
             (build / f"{name}{ending}").write_text(text, encoding="utf-8")
-        flags = [f"-mcpu={core}", "-mthumb", *FLAGS[core], *STRICT, "-Os"]
+        flags = [f"-mcpu={core}", "-mthumb", *FLAGS[core], *STRICT, LEVEL]
         _run([COMPILER, *flags, "-c", f"{name}.c", "-o", "export.o"], build)
         sizes = _section_sizes(build / "export.o")
     return sizes[".text"] + sizes.get(".rodata", 0)
@@ -110,7 +112,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
             "libnewlib-arm-none-eabi, qemu-system-arm), or leave device out"
         )  # fmt: skip
     (board, unit, ram), name = CORES[core], layout.name
-    flags = [f"-mcpu={core}", "-mthumb", f"-mfpu={unit}", "-mfloat-abi=hard", *STRICT, "-Os", f"-I{folder}"]
+    flags = [f"-mcpu={core}", "-mthumb", f"-mfpu={unit}", "-mfloat-abi=hard", *STRICT, LEVEL, f"-I{folder}"]
     with tempfile.TemporaryDirectory() as scratch:
         build = Path(scratch)
         for file in ("cortex_startup.c", "cortex.ld"):
