@@ -1,21 +1,18 @@
-"""How little memory training steps take as C for small devices, and how long they take here.
+"""How little memory training steps take as C for small devices.
 
-    python benchmarks/export_arenas.py [--models lenet,resnet8] [--times]
+    python benchmarks/export_arenas.py [--models lenet,resnet8]
 
 For each model, batch 1 and SGD: the smallest budget that is found, and a step exported within it, which is compiled and
-compared with PyTorch for 20 steps. With --times, a step exported with room for everything is compiled with ``cc -O3``
-and timed beside eager PyTorch with one thread: processor time, the fastest of many runs, by turns. Writes
-benchmarks/results/export_arenas.json and export_arenas.md.
+compared with PyTorch for 20 steps. Writes benchmarks/results/export_arenas.json and export_arenas.md. Times of steps
+are those of export_speed.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +34,6 @@ import memplan  # noqa: E402
 from memplan.errors import BudgetError  # noqa: E402
 from memplan.exporting.exported import Exported  # noqa: E402
 
-ROUNDS = 8
-RUN_SECONDS = 0.3
 Row = dict[str, Any]
 
 
@@ -104,96 +99,6 @@ def memory(subject: Subject, folder: Path) -> Row:
     return {**row, "levers": [{"what": what, "live": live} for what, live in done.levers]}
 
 
-# -- times
-
-
-def times(subject: Subject, folder: Path) -> Row:
-    """Time a step of the C code beside one of PyTorch."""
-    exported(subject, folder, budget="100 MiB", verify=False)
-    make, inputs, targets, loss = NETWORKS[subject.network]
-    (folder / "timed.c").write_text(_TIMED.replace("ARGUMENTS", _arguments(inputs, targets)))
-    flags = ["-std=gnu99", "-O3"]
-    files = [str(folder / "timed.c"), str(folder / "net.c")]
-    subprocess.run(["cc", *flags, *files, "-lm", "-o", str(folder / "timed")], check=True)
-    torch.manual_seed(0)
-    model = make()
-    subject.trained(model)
-    step = eager(model, [_tensor(one) for one in inputs], [_tensor(one) for one in targets], getattr(F, loss))
-    compiled, torchs = list[float](), list[float]()
-    for _ in range(ROUNDS):
-        compiled.append(float(subprocess.run([str(folder / "timed")], check=True, capture_output=True).stdout))
-        torchs.append(fastest(step))
-    return {"c_seconds": min(compiled), "torch_seconds": min(torchs)}
-
-
-def eager(model: nn.Module, inputs: list[Any], targets: list[Any], loss: Callable[..., Any]) -> Callable[[], None]:
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model(*inputs), *targets).backward()
-        optimizer.step()
-
-    return step
-
-
-def fastest(step: Callable[[], None]) -> float:
-    best, until = float("inf"), time.perf_counter() + RUN_SECONDS
-    while time.perf_counter() < until:
-        before = time.process_time()
-        step()
-        best = min(best, time.process_time() - before)
-    return best
-
-
-def _sizes(text: str) -> tuple[list[int], bool]:
-    shape, _, dtype = text.partition(":")
-    return [int(one) for one in shape.split("x")], dtype.startswith("int")
-
-
-def _tensor(text: str) -> torch.Tensor:
-    shape, integers = _sizes(text)
-    return torch.zeros(shape, dtype=torch.int64) if integers else torch.randn(shape)
-
-
-def _arguments(inputs: tuple[str, ...], targets: tuple[str, ...]) -> str:
-    return ", ".join("labels" if _sizes(one)[1] else "numbers" for one in (*inputs, *targets))
-
-
-_TIMED = """#include "net.h"
-#include <stdio.h>
-#include <time.h>
-
-static net_state state;
-float numbers[1 << 16];
-int32_t labels[1 << 10];
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-int main(void)
-{
-    double best = 1, until = now() + 0.3;
-    for (int k = 0; k < 1 << 16; k++)
-        numbers[k] = (float)(k * 37 % 101) / 50 - 1;
-    net_init(&state);
-    state.rate = 0.001f;
-    while (now() < until) {
-        double before = now();
-        net_step(&state, ARGUMENTS);
-        double taken = now() - before;
-        best = taken < best ? taken : best;
-    }
-    printf("%.9f\\n", best);
-    return 0;
-}
-"""
-
-
 # -- the table
 
 
@@ -213,27 +118,19 @@ def table(rows: dict[str, Row]) -> str:
         counts = (row["trained"], row["levers"][0]["live"], row["arena"], row["live"], row["state"], row["inputs"])
         numbers = " | ".join(f"{one:,}" for one in (*counts, row["ram"]))
         lines.append(f"| {SUBJECTS[name].title} | {numbers} |")
-    timed = [(name, rows[name]) for name in SUBJECTS if "c_seconds" in rows.get(name, {})]
-    if timed:
-        lines += ["", "| a step, everything kept | C, `cc -O3`, ms | PyTorch, eager, one thread, ms | C / PyTorch |",
-                  "|---|--:|--:|--:|"]  # fmt: skip
-    for name, row in timed:
-        ours, theirs = 1e3 * row["c_seconds"], 1e3 * row["torch_seconds"]
-        lines.append(f"| {SUBJECTS[name].title} | {ours:.3f} | {theirs:.3f} | {ours / theirs:.2f} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SUBJECTS), metavar="A,B", help="these only")
-    parser.add_argument("--times", action="store_true", help="time steps, instead of looking for the smallest budget")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "export_arenas.json"
     rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
     for name in options.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            row = (times if options.times else memory)(SUBJECTS[name], Path(folder))
+            row = memory(SUBJECTS[name], Path(folder))
         rows[name] = rows.get(name, {}) | row
         print(name, {key: value for key, value in row.items() if key != "levers"}, flush=True)
         kept = {one: rows[one] for one in SUBJECTS if one in rows}

@@ -21,7 +21,7 @@ from truth.c_program import array, floats_of, printed_by
 from truth.integer_layers import Gate, Integer, Network, Plus
 
 import memplan
-from memplan.errors import InputError, UsageError
+from memplan.errors import BudgetError, InputError, UsageError
 from memplan.exporting.exported import Exported
 from memplan.exporting.int8.arithmetic import Affine, multiplier, shifted
 
@@ -324,10 +324,16 @@ def test_the_head_of_a_mobilenet_is_trained_in_less_than_100_kb(tmp_path: Path) 
         model, x, tmp_path, targets=torch.tensor([1]), loss="cross_entropy", normalize=(127.5, 58.0), budget="100 KB",
         calibrate=[(drawn((4, 3, 128, 128), torch.uint8, 1), torch.arange(4) % 2)], verify=False,
     )  # fmt: skip
-    assert done.ram == done.arena + done.state + done.inputs <= 100_000
+    assert done.ram == done.arena + done.state + done.inputs == 82_968, "as docs/export.md says"
     assert done.inputs >= 3 * 128 * 128
     assert done.int8 is not None
     assert done.int8.worst < 0.02
+    with pytest.raises(BudgetError) as error:
+        exported(
+            model, x, tmp_path, targets=torch.tensor([1]), loss="cross_entropy", normalize=(127.5, 58.0), budget=0,
+            frozen_layers="float32", calibrate=None, verify=False, force=True,
+        )  # fmt: skip
+    assert error.value.smallest_budget == 243_736, "as docs/export.md says"
 
 
 @pytest.mark.parametrize(
