@@ -125,7 +125,7 @@ def _of_script(
     launcher = launcher_of(script)
     if launcher is None:
         raise InputError(
-            f"--script {script.place}, which makes its own mesh and shards by itself",
+            f"--script {script.place}: nothing sets its layout from outside that memplan knows",
             expected="a TARGET that makes the module, which is sharded here; torchtitan.train; or a script of "
             "Accelerate or a Trainer, whose layout its launcher sets",
             do="Only its micro-batch and world can vary: the largest micro-batch by memplan largest --world "

@@ -28,6 +28,7 @@ class ByReplicas:
     """Sets the layout of fsdp_mesh.py, which has a flag for it, and shards in no other way."""
 
     batch_by_loader = True
+    notes = ("float32: no mixed precision was given",)
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
         if layout.shards == 1 or layout.checkpoint or not layout.reshard:
@@ -57,7 +58,8 @@ def test_rows_are_the_runs_with_those_flags(tmp_path: Path, monkeypatch: pytest.
     within, between = 3 * 4 * parameters / 2 / result.links[0], 2 * 4 * parameters / 2 / 2 / result.links[1]
     assert rows["HSDP 2 x 2"].sending == pytest.approx(within + between, rel=0.02)
     assert result.best is not None
-    assert result.notes[0] == f"{result.best.layout.title}: --replicas {result.best.layout.replicas}"
+    title = result.best.layout.title
+    assert result.notes[:2] == (f"{title}: --replicas {result.best.layout.replicas}", *ByReplicas.notes)
 
 
 def test_an_error_of_all_layouts_is_the_scripts(tmp_path: Path) -> None:
@@ -96,6 +98,9 @@ def test_a_script_of_a_trainer_is_started_as_accelerate_launch_does(
         ("from transformers import AutoModel, Trainer", Accelerate),
         ("from trl import SFTTrainer", Accelerate),
         ("from transformers import Trainer, TrainingArguments\nTrainingArguments('out', fsdp='full_shard')", None),
+        ("from transformers import Trainer, TrainingArguments\nTrainingArguments('out', deepspeed='ds.json')", None),
+        ("from transformers import Trainer\noptions = {'deepspeed': 'ds.json'}", None),
+        ("from transformers import Trainer\nfrom transformers.integrations import deepspeed", Accelerate),
         ("import torch\nfrom torch.distributed.fsdp import fully_shard", None),
         ("import torch", None),
         ("not python", None),
@@ -128,3 +133,48 @@ def test_what_accelerate_cannot_set_is_left_out() -> None:
     assert launch.variables["FSDP_RESHARD_AFTER_FORWARD"] == "true"
     assert Accelerate().launch(Layout(1, 4, 0, tensor=2), None) is None
     assert Accelerate().launch(Layout(8, 1, 0, checkpoint=True), None) is None
+
+
+TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
+
+
+def launcher_of_trainer(folder: Path, *arguments: str, text: str = TRAINER) -> Accelerate | None:
+    (folder / "train.py").write_text(text)
+    launcher = launcher_of(Command(str(folder / "train.py"), arguments))
+    assert launcher is None or isinstance(launcher, Accelerate)
+    return launcher
+
+
+def test_arguments_of_a_script_that_shard_it_are_seen(tmp_path: Path) -> None:
+    for arguments in (["--fsdp", "full_shard auto_wrap"], ["--deepspeed", "ds.json"], ["--deepspeed=ds.json"]):
+        assert launcher_of_trainer(tmp_path, *arguments) is None
+    assert launcher_of_trainer(tmp_path, "--output_dir", "runs/fsdp") is not None
+
+
+def test_variables_of_the_calling_process_shard_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the state of Accelerate reads them."""
+    state = pytest.importorskip("accelerate.state")
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        monkeypatch.setenv(name, "true")
+    launch = Accelerate().launch(Layout(8, 1, 0), None)
+    assert launch is not None
+    for name, value in launch.variables.items():
+        monkeypatch.setenv(name, value)
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        assert state.parse_flag_from_env(name) is False
+    sharded = Accelerate().launch(SHARDED, None)
+    assert sharded is not None
+    assert sharded.variables["ACCELERATE_USE_DEEPSPEED"] == "false"
+    assert sharded.variables["ACCELERATE_USE_FSDP"] == "true"
+
+
+def test_float32_is_said_where_nothing_gives_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    said = ("float32: no mixed precision was given",)
+    unsaid = [launcher_of_trainer(tmp_path, "--bf16"), launcher_of_trainer(tmp_path, text=f"{TRAINER}bf16 = True")]
+    plain = launcher_of_trainer(tmp_path)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    unsaid.append(launcher_of_trainer(tmp_path))
+    assert plain is not None
+    assert plain.notes == said
+    assert [one.notes for one in unsaid if one is not None] == [(), (), ()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class Launcher(Protocol):
 
     batch_by_loader: bool
     """Whether a micro-batch is set in the script's loader; else by `Launch.arguments`."""
+    notes: tuple[str, ...]
+    """What a user should know of all layouts of the script."""
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
         """Return how to start the script in a layout, with its own micro-batch for None; None if it cannot be set."""
@@ -37,7 +40,7 @@ class Launcher(Protocol):
 
 
 def launcher_of(command: Command) -> Launcher | None:
-    """Return what sets a script's layout from outside; None if it shards by itself in its own way."""
+    """Return what sets a script's layout from outside; None if nothing does that memplan knows."""
     if command.is_module:
         return Torchtitan() if re.fullmatch(r"torchtitan(\.\w+)*\.train", command.place) else None
     try:
@@ -45,11 +48,22 @@ def launcher_of(command: Command) -> Launcher | None:
         imported = _imported(ast.parse(text))
     except (OSError, ValueError, SyntaxError):
         return None
-    shards = re.search(r"\bfsdp|fully_shard|FullySharded|DeepSpeed|ParallelismConfig|parallelize_module", text)
+    shards = _SHARDS.search(text) or any(map(_SHARDING_FLAG.match, command.arguments))
     uses = any(
         name == "accelerate.Accelerator" or re.fullmatch(r"(transformers|trl)\.\w*Trainer", name) for name in imported
     )
-    return Accelerate() if uses and not shards else None
+    if not uses or shards:
+        return None
+    precise = _MIXED.search(" ".join((text, *command.arguments))) or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    return Accelerate(() if precise else ("float32: no mixed precision was given",))
+
+
+_SHARDS = re.compile(
+    r"""\bfsdp|fully_shard|FullySharded|DeepSpeed|\bdeepspeed(\s*=|["']\s*:)(?!\s*None)|ParallelismConfig"""
+    "|parallelize_module"
+)
+_SHARDING_FLAG = re.compile("--?(fsdp|deepspeed)")
+_MIXED = re.compile("bf16|fp16|fp8|mixed_precision")
 
 
 def _imported(tree: ast.Module) -> set[str]:
@@ -62,6 +76,7 @@ class Torchtitan:
     """torchtitan's own trainer, by flags that override its configuration. Seen in 0.2.2."""
 
     batch_by_loader = False
+    notes = ()
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
         """See `Launcher`. Blocks are recomputed whole, or not at all: its selective checkpoints are neither."""
@@ -80,10 +95,12 @@ class Torchtitan:
         return Launch(tuple(arguments), text=" ".join(arguments))
 
 
+@dataclass(frozen=True)
 class Accelerate:
     """Scripts of Accelerate and of the trainers of transformers and trl, by the variables that ``accelerate launch``
     sets. Seen in Accelerate 1.15."""
 
+    notes: tuple[str, ...] = ()
     batch_by_loader = True
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
@@ -91,13 +108,13 @@ class Accelerate:
         if layout.tensor > 1:
             return None
         if layout.shards == 1:
-            return None if layout.checkpoint else Launch(text="accelerate launch --multi_gpu")
+            return None if layout.checkpoint else Launch((), _UNSHARDED, "accelerate launch --multi_gpu")
         options = {
             "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_reshard_after_forward": str(layout.reshard).lower(),
-            "fsdp_activation_checkpointing": str(layout.checkpoint).lower(),
+            "fsdp_activation_checkpointing": str(layout.checkpoint).lower(), "fsdp_offload_params": "false",
         }  # fmt: skip
-        variables, uses = {"ACCELERATE_USE_FSDP": "true"}, ["--use_fsdp"]
+        variables, uses = {**_UNSHARDED, "ACCELERATE_USE_FSDP": "true"}, ["--use_fsdp"]
         if layout.replicas > 1:
             options |= {
                 "parallelism_config_dp_replicate_size": str(layout.replicas),
@@ -108,3 +125,7 @@ class Accelerate:
         variables |= {name.upper(): value for name, value in options.items()}
         flags = [f"--{name} {value}" for name, value in options.items()]
         return Launch((), variables, " ".join(["accelerate launch", *uses, *flags]))
+
+
+_UNSHARDED = {f"ACCELERATE_USE_{kind}": "false" for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")}
+"""Variables that the calling process may have set otherwise."""

@@ -70,7 +70,7 @@ def script_layouts(
     started = [f"{row.layout.title}: {launches[row.layout].text}" for row in rows[:1] if row.fits]
     return Layouts(
         str(request.command), card.name, request.world, per_node, card.capacity, 0, links, tuple(rows),
-        (*started, *run.notes),
+        (*started, *launcher.notes, *run.notes),
     )  # fmt: skip
 
 
