@@ -178,3 +178,11 @@ def test_float32_is_said_where_nothing_gives_mixed_precision(tmp_path: Path, mon
     assert plain is not None
     assert plain.notes == said
     assert [one.notes for one in unsaid if one is not None] == [(), (), ()]
+
+
+def test_a_script_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    line = ["layouts", "--script", str(tmp_path / "train.py"), "--world", "2", "--device", "h100"]
+    done = CliRunner().invoke(main, line)
+    assert done.exit_code == 2
+    assert "nothing sets its layout from outside that memplan knows" in re.sub(r"\s+", " ", done.output)

@@ -15,14 +15,17 @@ from models.sharded_steps import WIDTH, Block, Feedforward, Transformer, in_tens
 from models.tensor_ranks import compared, step_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from truth.rank_peak import measured_peak_of_rank
 
 import memplan
+from memplan._torch.distributed import one_rank_of
 from memplan.cli import main
 from memplan.errors import InputError
 from memplan.simulation.simulate import simulate
 from memplan.studies.layouts.layout import layouts_of
+from memplan.studies.layouts.tensor_parallel import losses_of_shards
 
 pytestmark = [  # torch's own, in a real run, too
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
@@ -123,6 +126,35 @@ def test_without_logits_there_are_no_shards_of_them() -> None:
     reason = "no tensor parallelism: no linear layer after the blocks makes logits, whose shards a loss could take"
     assert {row.reason for row in rows} == {"", reason}
     assert all(bool(row.reason) == row.layout.loss_parallel for row in rows)
+
+
+def test_losses_of_shards_need_ranks_that_share_layers() -> None:
+    with pytest.raises(InputError, match="losses of shards of the logits, where no ranks share a layer"):
+        list(layouts_of(8, 8, (1,), (1,), (False, True)))
+    assert any(layout.loss_parallel for layout in layouts_of(8, 8, (1,), (1, 2), (False, True)))
+
+
+def test_an_error_leaves_no_losses_of_shards_behind() -> None:
+    dispatcher: Any = vars(DTensor)["_op_dispatcher"]
+    before = set(dispatcher._custom_op_handlers)
+    within: set[Any] = set()
+
+    def step() -> None:
+        with losses_of_shards():
+            within.update(dispatcher._custom_op_handlers)
+            raise ValueError("in the step")
+
+    with pytest.raises(ValueError, match="in the step"):
+        step()
+    assert within > before
+    assert set(dispatcher._custom_op_handlers) == before
+
+
+def test_ranks_end_with_a_torch_that_names_its_caches_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.tensor.debug._clear_sharding_prop_cache")
+    with one_rank_of(2, 0):
+        pass
+    assert not dist.is_initialized()
 
 
 def test_what_ranks_of_a_layer_exchange_is_waited_for() -> None:

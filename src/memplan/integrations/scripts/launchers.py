@@ -31,8 +31,11 @@ class Launcher(Protocol):
 
     batch_by_loader: bool
     """Whether a micro-batch is set in the script's loader; else by `Launch.arguments`."""
-    notes: tuple[str, ...]
-    """What a user should know of all layouts of the script."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of all layouts of the script."""
+        ...
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
         """Return how to start the script in a layout, with its own micro-batch for None; None if it cannot be set."""

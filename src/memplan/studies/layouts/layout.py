@@ -76,8 +76,14 @@ def layouts_of(
     ``losses`` (`Layout.loss_parallel`). Each with and without checkpoints, and with gathered weights kept or not.
 
     Raises:
-        InputError: the world is no multiple of a machine's ranks, or these none of a layer's.
+        InputError: the world is no multiple of a machine's ranks, or these none of a layer's; or there are losses of
+            shards, and no layers in shards.
     """
+    if True in losses and max(tensor) == 1:
+        raise InputError(
+            "losses of shards of the logits, where no ranks share a layer", expected="several ranks of a layer",
+            do="Say how many, --tensor 1,2, or leave out --loss-parallel",
+        )  # fmt: skip
     if world > per_node and world % per_node:
         raise InputError(
             f"{world} ranks in machines of {per_node}", expected="a multiple of a machine's cards",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -71,11 +71,17 @@ def check_plan(model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_para
     _Planned(model, blocks, ranks, loss_parallel=loss_parallel)
 
 
-def losses_of_shards() -> AbstractContextManager[None]:
-    """Return a context in which cross-entropy, and its backward pass, run on shards of logits."""
+@contextmanager
+def losses_of_shards() -> Iterator[None]:
+    """Within this context cross-entropy, and its backward pass, run on shards of logits."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    return loss_parallel()
+    context = loss_parallel()
+    context.__enter__()
+    try:
+        yield
+    finally:  # not told of an error: torch 2.13 would leave its ops of losses in DTensor's dispatcher
+        context.__exit__(None, None, None)
 
 
 class _Planned:
