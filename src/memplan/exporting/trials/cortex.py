@@ -57,7 +57,8 @@ class CortexRun(Printed):
     def __str__(self) -> str:
         return (
             f"{self.core} at {LEVEL}: {self.text} bytes of code, {self.rodata} of constants, "
-            f"{self.data} of static memory, {self.stack} of stack, about {self.instructions:,} instructions a step; {self.verdict}"
+            f"{self.data} of static memory, {self.stack} of stack, about {self.instructions:,} instructions a step; "
+            f"{self.verdict}"
         )
 
 
