@@ -404,7 +404,9 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
             def op_with_signature(self: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
                 return op(self, output_split_sizes, input_split_sizes, group_name)
 
-            stack.enter_context(patched(functional, all_to_all_single=checked(op_with_signature)))
+            exchange: Any = checked(op_with_signature)
+            exchange.default = op.default  # modules that a script imports now may name the overload
+            stack.enter_context(patched(functional, all_to_all_single=exchange))
         yield
 
 
