@@ -404,10 +404,23 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
             def op_with_signature(self: Any, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
                 return op(self, output_split_sizes, input_split_sizes, group_name)
 
-            exchange: Any = checked(op_with_signature)
-            exchange.default = op.default  # modules that a script imports now may name the overload
-            stack.enter_context(patched(functional, all_to_all_single=exchange))
+            replaced = _OpCalledBy(checked(op_with_signature), op)
+            stack.enter_context(patched(functional, all_to_all_single=replaced))
         yield
+
+
+class _OpCalledBy:
+    """An op that is called through a function of ours. Its overloads and other attributes stay its own: modules that a
+    script imports meanwhile go through all ops, as torch's table of decompositions does."""
+
+    def __init__(self, call: Callable[..., Any], op: Any) -> None:
+        self._call, self._op = call, op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
 
 
 class _IndexOfCard(TorchFunctionMode):
