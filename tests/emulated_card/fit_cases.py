@@ -410,7 +410,8 @@ def capacity(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], in
     return of
 
 
-@pytest.mark.parametrize("share", [1.5, *slow(2.2, 8.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [1.5, 2.2, 8.0])
 def test_a_proof_takes_no_more_than_there_is(share: float, capacity: Callable[[int], Callable[[], int]]) -> None:
     """Bits differ, so that further runs beside the first two say whether they may: one more, and then in float64."""
     torch.manual_seed(0)
