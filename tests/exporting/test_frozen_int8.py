@@ -334,7 +334,7 @@ def test_the_head_of_a_mobilenet_is_trained_in_less_than_100_kb(tmp_path: Path) 
             frozen_layers="float32", calibrate=None, verify=False, force=True,
         )  # fmt: skip
     assert error.value.smallest_budget == 243_736, "as docs/export.md says"
-    for block in model[14:]:
+    for block in list(model)[14:]:
         block.requires_grad_(True)
     assert 4 * sum(one.numel() for one in model.parameters() if one.requires_grad) == 1_253_000, (
         "as docs/export.md says"
