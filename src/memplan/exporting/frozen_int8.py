@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -90,9 +91,9 @@ class Int8Pass:
     def integers(self, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Integers, np.ndarray]]:
         """Yield each layer with its result in int8, for tensors of the step's call."""
         values = self.part.graph.values
-        read = {value: self.input_of(value, inputs) for one in self.layers for value in one.layer.reads}
+        read = {value: self.input_of(value, inputs) for integers in self.layers for value in integers.layer.reads}
         arrays = {value: tensor.detach().contiguous().numpy() for value, tensor in read.items() if tensor is not None}
-        shapes = {one.layer.out: values[one.layer.out].shape for one in self.layers}
+        shapes = {integers.layer.out: values[integers.layer.out].shape for integers in self.layers}
         return integer_values(self.layers, arrays, shapes)
 
     def input_of(self, value: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -116,10 +117,10 @@ class Int8Pass:
 
         def tensor(value: Value) -> torch.Tensor:
             if value.kind == "input":
-                found = inputs[int(value.path)]
+                known = inputs[int(value.path)]
             else:
-                found = self.constants[value.id] if value.kind == "constant" else named[value.path]
-            return found.detach().to(dtype) if found.is_floating_point() else found
+                known = self.constants[value.id] if value.kind == "constant" else named[value.path]
+            return known.detach().to(dtype) if known.is_floating_point() else known
 
         with torch.no_grad():
             yield from float_values(self.part, tensor, dtype, replaced)
@@ -134,13 +135,13 @@ class Int8Pass:
             VerificationError: PyTorch computes no such value.
         """
         borders = {
-            one.layer.out: torch.from_numpy(one.type.floats(array)).to(dtype)
-            for one, array in self.integers(inputs)
-            if one.layer.out in self.part.borders
+            integers.layer.out: torch.from_numpy(integers.type.floats(array)).to(dtype)
+            for integers, array in self.integers(inputs)
+            if integers.layer.out in self.part.borders
         }
-        found = self.floats(named, inputs, dtype, borders)
+        computed = self.floats(named, inputs, dtype, borders)
         # what is a view of another border is replaced with it
-        pairs = [(tensor.clone(), other) for value, tensor in found
+        pairs = [(tensor.clone(), other) for value, tensor in computed
                  if (other := borders.get(value)) is not None and not torch.equal(tensor, other)]  # fmt: skip
         with _torch.ResultsReplaced(pairs) as mode:
             yield
@@ -290,29 +291,29 @@ def _quantized(
 def _report(request: Request, step: Int8Pass, data: Sequence[tuple[torch.Tensor, ...]]) -> Int8Frozen:
     """Measure the error of each layer and of the loss on the calibration data."""
     named = tensors_of(request)
-    errors, norms = dict.fromkeys(step.layers and [id(one) for one in step.layers], 0.0), dict[int, float]()
+    errors, norms = defaultdict[int, float](float), defaultdict[int, float](float)
     for inputs in data:
         wanted = dict(step.floats(named, inputs))
-        for one, array in step.integers(inputs):
-            exact = wanted[one.layer.out].double().numpy()
-            errors[id(one)] += float(np.square(one.type.floats(array).astype(np.float64) - exact).sum())
-            norms[id(one)] = norms.get(id(one), 0.0) + float(np.square(exact).sum())
+        for integers, array in step.integers(inputs):
+            exact = wanted[integers.layer.out].double().numpy()
+            errors[integers.layer.out] += float(np.square(integers.type.floats(array).astype(np.float64) - exact).sum())
+            norms[integers.layer.out] += float(np.square(exact).sum())
     rows = {
-        one.layer.out: Int8Layer(
-            one.layer.ops[-1].layer if one.layer.ops else "(input)",
-            tuple(short(op.target).strip("_") for op in one.layer.ops),
-            one.type.scale, one.type.zero,
-            None if one.before is one.type else (one.before.scale, one.before.zero),
-            (errors[id(one)] / norms[id(one)]) ** 0.5 if norms[id(one)] else 0.0,
+        integers.layer.out: Int8Layer(
+            integers.layer.ops[-1].layer if integers.layer.ops else "(input)",
+            tuple(short(op.target).strip("_") for op in integers.layer.ops),
+            integers.type.scale, integers.type.zero,
+            None if integers.before is integers.type else (integers.before.scale, integers.before.zero),
+            (errors[integers.layer.out] / norms[integers.layer.out]) ** 0.5 if norms[integers.layer.out] else 0.0,
         )
-        for one in step.layers
+        for integers in step.layers
     }  # fmt: skip
-    views = {one.layer.out for one in step.layers if isinstance(one.layer, View)}
+    views = {integers.layer.out for integers in step.layers if isinstance(integers.layer, View)}
     return Int8Frozen(
         tuple(row for value, row in rows.items() if value not in views),
         tuple(rows[value] for value in step.part.borders),
         tuple(dict.fromkeys(map(str, step.part.stops))),
-        sum(one.layer.weight.size for one in step.layers if isinstance(one.layer, Convolution)),
+        sum(integers.layer.weight.size for integers in step.layers if isinstance(integers.layer, Convolution)),
         *_losses(request, step, data),
     )
 

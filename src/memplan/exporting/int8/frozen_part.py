@@ -201,8 +201,8 @@ class _Finder:
         if x in self.byte_inputs:
             if op.target != "aten._to_copy.default" or self.graph.values[output].dtype != "float32":
                 return False
-            one = torch.ones((), dtype=torch.float64)
-            self.bytes[output] = (x, one, 0 * one)
+            unit = torch.ones((), dtype=torch.float64)
+            self.bytes[output] = (x, unit, 0 * unit)
             return True
         change = self._affine(op, x)
         if change is None:
@@ -226,15 +226,15 @@ class _Finder:
         other = self._by_channel(right, self.graph.values[x].shape)
         if other is None or left != Ref(x):
             return None
-        one = torch.ones((), dtype=torch.float64)
+        unit = torch.ones((), dtype=torch.float64)
         if name in ("mul", "div"):
-            return (other if name == "mul" else 1 / other), 0 * one
+            return (other if name == "mul" else 1 / other), 0 * unit
         alpha = float(arguments.get("alpha", 1))
         if sign < 0:
-            return -alpha * one, other
+            return -alpha * unit, other
         if arguments["self"] != Ref(x) and alpha != 1:
-            return alpha * one, other
-        return one, alpha * other * (1 if name == "add" else -1)
+            return alpha * unit, other
+        return unit, alpha * other * (1 if name == "add" else -1)
 
     def _by_channel(self, other: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Return a number as a scalar, a constant of one number for each channel as a vector; else None."""
@@ -397,7 +397,9 @@ class _Finder:
         addend = (0.0 if read["bias"] is None else read["bias"]) - mean * factor
         layer = self._absorbing(x)
         if isinstance(layer, Convolution) and layer.scalable:
-            self._change(op, x, lambda one: one.scale(op, factor, addend) if isinstance(one, Convolution) else None)
+            self._change(
+                op, x, lambda layer: layer.scale(op, factor, addend) if isinstance(layer, Convolution) else None
+            )
         else:
             self._by_channel_alone(op, x, torch.from_numpy(factor), torch.from_numpy(addend))
 

@@ -203,43 +203,51 @@ def integer_values(
         yield layer, out
 
 
-def _computed(one: Integers, read: list[np.ndarray]) -> np.ndarray:
-    layer = one.layer
+def _computed(integers: Integers, read: list[np.ndarray]) -> np.ndarray:
+    layer = integers.layer
     if isinstance(layer, Convolution):
-        return _convolved(one, layer, read[0])
+        return _convolved(integers, layer, read[0])
     if isinstance(layer, View):
         return read[0]
     if isinstance(layer, Activation):
-        assert one.table is not None
-        return one.table[read[0].astype(np.int64) - LOWEST]
+        assert integers.table is not None
+        return integers.table[read[0].astype(np.int64) - LOWEST]
     if isinstance(layer, Largest):
         return _windows(layer, read[0], LOWEST).max(axis=0)
-    centred = [x.astype(np.int64) - type.zero for x, type in zip(read, one.reads, strict=True) if type is not None]
+    centred = [x.astype(np.int64) - type.zero for x, type in zip(read, integers.reads, strict=True) if type is not None]
     if isinstance(layer, Add):
-        products = centred[0] * one.factors[0] + centred[1] * one.factors[1]
+        products = centred[0] * integers.factors[0] + centred[1] * integers.factors[1]
     elif isinstance(layer, Multiply):
-        products = centred[0].reshape(-1, layer.inner) * centred[1].reshape(-1, 1) * one.factors[0]
+        products = centred[0].reshape(-1, layer.inner) * centred[1].reshape(-1, 1) * integers.factors[0]
     else:
         assert isinstance(layer, Average), "there are no others"
-        products = _windows(layer, centred[0], 0).sum(axis=0) * one.factors[0]
-    return np.clip(shifted(products, one.factors[-1]) + one.type.zero, one.low, one.high).astype(np.int8)
+        products = _windows(layer, centred[0], 0).sum(axis=0) * integers.factors[0]
+    return np.clip(shifted(products, integers.factors[-1]) + integers.type.zero, integers.low, integers.high).astype(
+        np.int8
+    )
 
 
-def _convolved(one: Integers, layer: Convolution, x: np.ndarray) -> np.ndarray:
+def _convolved(integers: Integers, layer: Convolution, x: np.ndarray) -> np.ndarray:
     """Convolve in float64, which holds all sums exactly."""
-    assert one.weight is not None, "a convolution has one"
-    assert one.rescale is not None, "a convolution has them"
-    channels = one.weight.shape[1] * layer.groups
+    assert integers.weight is not None, "a convolution has one"
+    assert integers.rescale is not None, "a convolution has them"
+    channels = integers.weight.shape[1] * layer.groups
     planes = x.reshape(-1, channels, *layer.plane).astype(np.float64)
-    planes -= one.zeros.reshape(-1, 1, 1) if one.zeros is not None else one.reads[0].zero if one.reads[0] else 0
-    weight = torch.from_numpy(one.weight.astype(np.float64))
+    planes -= (
+        integers.zeros.reshape(-1, 1, 1)
+        if integers.zeros is not None
+        else integers.reads[0].zero
+        if integers.reads[0]
+        else 0
+    )
+    weight = torch.from_numpy(integers.weight.astype(np.float64))
     sums = F.conv2d(
         torch.from_numpy(planes), weight, None, layer.stride, layer.padding, layer.dilation, layer.groups
     ).numpy()  # fmt: skip
-    bias, factors, shifts = (one.rescale[:, k].astype(np.int64).reshape(-1, 1, 1) for k in range(3))
+    bias, factors, shifts = (integers.rescale[:, k].astype(np.int64).reshape(-1, 1, 1) for k in range(3))
     products = (np.rint(sums).astype(np.int64) + bias) * factors
-    result = np.clip(shifted(products, shifts) + one.before.zero, one.low, one.high)
-    return (result if one.table is None else one.table[result - LOWEST]).astype(np.int8)
+    result = np.clip(shifted(products, shifts) + integers.before.zero, integers.low, integers.high)
+    return (result if integers.table is None else integers.table[result - LOWEST]).astype(np.int8)
 
 
 def _windows(layer: Window, x: np.ndarray, padding: int) -> np.ndarray:

@@ -55,62 +55,65 @@ class _Rewriting(Rebuild):
         self.floats: dict[int, int] = {}
         """By integers: the value of their floats."""
         self.read_by: dict[int, list[Integers]] = {}
-        for one in layers:
-            for value in one.layer.reads:
-                self.read_by.setdefault(value, []).append(one)
+        for integers in layers:
+            for value in integers.layer.reads:
+                self.read_by.setdefault(value, []).append(integers)
 
     def done(self) -> tuple[JointGraph, dict[int, torch.Tensor]]:
         pipelines = {id(chain[-1]): chain for chain in self._pipelines()}
-        inside = {op.index for one in self.layers for op in one.layer.ops}
-        last = {(one.layer.ops[-1].index if one.layer.ops else self._before(one)): [] for one in self.layers}
-        for one in self.layers:
-            last[one.layer.ops[-1].index if one.layer.ops else self._before(one)].append(one)
+        inside = {op.index for integers in self.layers for op in integers.layer.ops}
+        last = {
+            (integers.layer.ops[-1].index if integers.layer.ops else self._before(integers)): []
+            for integers in self.layers
+        }
+        for integers in self.layers:
+            last[integers.layer.ops[-1].index if integers.layer.ops else self._before(integers)].append(integers)
         for op in self.graph.ops:
             if op.index not in inside:
                 known = op.gradient_of is None or op.gradient_of not in inside
                 self.add(op if known else replace(op, gradient_of=None))
-            for one in last.get(op.index, ()):
-                if id(one) in pipelines:
-                    self._convolutions(op, pipelines[id(one)])
-                elif not isinstance(one.layer, Convolution):
-                    self._other(op, one)
-                if one.layer.out in self.part.borders:
-                    self._dequantize(op, one)
+            for integers in last.get(op.index, ()):
+                if id(integers) in pipelines:
+                    self._convolutions(op, pipelines[id(integers)])
+                elif not isinstance(integers.layer, Convolution):
+                    self._other(op, integers)
+                if integers.layer.out in self.part.borders:
+                    self._dequantize(op, integers)
         return self.finished(), self.constants
 
-    def _dequantize(self, op: GraphOp, one: Integers) -> None:
+    def _dequantize(self, op: GraphOp, integers: Integers) -> None:
         """Add the op that computes the floats of a layer's result, or a view of them where they are there already."""
-        out, read = self.values[one.layer.out], self.integers[one.layer.out]
+        out, read = self.values[integers.layer.out], self.integers[integers.layer.out]
         if read.value in self.floats:
             base = self.values[self.floats[read.value]].base
             self.values[out.id] = replace(out, base=base, bytes=0)
             self._call(op, "aten.alias.default", (Ref(self.floats[read.value]),), (out.id,), makes=())
             return
         self.values[out.id] = replace(out, base=out.id, bytes=out.own_bytes)  # it may have been a view
-        self._call(op, ops.DEQUANTIZE, (read, one.type.scale, one.type.zero), (out.id,))
+        self._call(op, ops.DEQUANTIZE, (read, integers.type.scale, integers.type.zero), (out.id,))
         self.floats[read.value] = out.id
 
-    def _before(self, one: Integers) -> int:
+    def _before(self, integers: Integers) -> int:
         """Return the op behind which a layer without ops of its own is computed: that whose value it is."""
-        return next(op.index for op in self.graph.ops if one.layer.out in op.outputs)
+        return next(op.index for op in self.graph.ops if integers.layer.out in op.outputs)
 
     # -- pipelines
 
     def _pipelines(self) -> Iterator[list[Integers]]:
         """Yield convolutions one behind another: each but the last is large, and read by the next one alone."""
         taken = set[int]()
-        for one in self.layers:
-            if not isinstance(one.layer, Convolution) or id(one) in taken:
+        for integers in self.layers:
+            if not isinstance(integers.layer, Convolution) or id(integers) in taken:
                 continue
-            chain = [one]
+            chain = [integers]
             while len(chain) < MOST_STAGES and (behind := self._next(chain[-1])) is not None:
                 chain.append(behind)
             taken |= set(map(id, chain))
             yield chain
 
-    def _next(self, one: Integers) -> Integers | None:
+    def _next(self, integers: Integers) -> Integers | None:
         """Return the convolution that reads the result of one row by row; None without one."""
-        layer, readers = one.layer, self.read_by.get(one.layer.out, [])
+        layer, readers = integers.layer, self.read_by.get(integers.layer.out, [])
         if len(readers) != 1 or layer.out in self.part.borders or not isinstance(layer, Convolution):
             return None
         behind = readers[0].layer
@@ -123,12 +126,12 @@ class _Rewriting(Rebuild):
     def _convolutions(self, op: GraphOp, chain: list[Integers]) -> None:
         """Add the op of a pipeline."""
         stages, start = list[tuple[Any, ...]](), 0
-        for k, one in enumerate(chain):
-            layer = one.layer
+        for k, integers in enumerate(chain):
+            layer = integers.layer
             assert isinstance(layer, Convolution), "of nothing else"
-            assert one.weight is not None, "it has one"
-            assert one.rescale is not None, "it has them"
-            stage = _stage(one, layer)
+            assert integers.weight is not None, "it has one"
+            assert integers.rescale is not None, "it has them"
+            stage = _stage(integers, layer)
             if len(chain) == 1 and _is_pointwise(layer):  # one long row
                 size = math.prod(layer.plane)
                 stage = replace(stage, height=1, width=size, rows=1, columns=size)
@@ -138,7 +141,7 @@ class _Rewriting(Rebuild):
                 kept = (behind.weight.shape[2] - 1) * behind.dilation[0] + 1
                 stage = replace(stage, kept=kept, start=start)
                 start += stage.wide * stage.columns * kept
-            arrays = (one.weight, _folded(one, layer), one.zeros, one.table)
+            arrays = (integers.weight, _folded(integers, layer), integers.zeros, integers.table)
             refs = (None if array is None else self._constant(op, array) for array in arrays)
             stages.append((*refs, stage))
         first, final = chain[0].layer, chain[-1].layer
@@ -150,25 +153,25 @@ class _Rewriting(Rebuild):
 
     # -- others
 
-    def _other(self, op: GraphOp, one: Integers) -> None:
+    def _other(self, op: GraphOp, integers: Integers) -> None:
         """Add the op of a layer that is no convolution."""
-        layer = one.layer
-        reads = [self._read(op, value, type) for value, type in zip(layer.reads, one.reads, strict=True)]
-        zeros = [type.zero for type in one.reads if type is not None]
+        layer = integers.layer
+        reads = [self._read(op, value, type) for value, type in zip(layer.reads, integers.reads, strict=True)]
+        zeros = [type.zero for type in integers.reads if type is not None]
         if isinstance(layer, View):
             self.integers[layer.out] = self._view(layer.ops[0], layer, reads[0])
             return
-        bounds = (one.type.zero, one.low, one.high)
+        bounds = (integers.type.zero, integers.low, integers.high)
         if isinstance(layer, Activation):
-            assert one.table is not None, "it has one"
-            target, args = ops.LOOKUP, (*reads, self._constant(op, one.table))
+            assert integers.table is not None, "it has one"
+            target, args = ops.LOOKUP, (*reads, self._constant(op, integers.table))
         elif isinstance(layer, Add):
-            first, second, shift = one.factors
+            first, second, shift = integers.factors
             target, args = ops.ADD, (*reads, zeros[0], first, zeros[1], second, shift, *bounds)
         elif isinstance(layer, Multiply):
-            target, args = ops.MULTIPLY, (*reads, *zeros, *one.factors, *bounds, layer.inner)
+            target, args = ops.MULTIPLY, (*reads, *zeros, *integers.factors, *bounds, layer.inner)
         elif isinstance(layer, Average):
-            target, args = ops.AVERAGE, (*reads, _sizes(layer), zeros[0], *one.factors, *bounds)
+            target, args = ops.AVERAGE, (*reads, _sizes(layer), zeros[0], *integers.factors, *bounds)
         else:
             assert isinstance(layer, Largest), "there are no others"
             target, args = ops.LARGEST, (*reads, _sizes(layer))
@@ -237,27 +240,27 @@ class _Rewriting(Rebuild):
         self.add(replace(op, **{**fields, **changes}))
 
 
-def _stage(one: Integers, layer: Convolution) -> Stage:
+def _stage(integers: Integers, layer: Convolution) -> Stage:
     """Return the sizes of a convolution."""
     wide, narrow, *kernel = layer.weight.shape
     return Stage(
         channels=narrow * layer.groups, height=layer.plane[0], width=layer.plane[1], wide=wide, rows=layer.result[0],
         columns=layer.result[1], groups=layer.groups, kernel=(kernel[0], kernel[1]), stride=layer.stride,
-        padding=layer.padding, dilation=layer.dilation, zero=0 if one.reads[0] is None else one.reads[0].zero,
-        result_zero=one.before.zero, low=one.low, high=one.high,
+        padding=layer.padding, dilation=layer.dilation, zero=0 if integers.reads[0] is None else integers.reads[0].zero,
+        result_zero=integers.before.zero, low=integers.low, high=integers.high,
     )  # fmt: skip
 
 
-def _folded(one: Integers, layer: Convolution) -> np.ndarray:
+def _folded(integers: Integers, layer: Convolution) -> np.ndarray:
     """Return bias, multiplier and shift. The products of all weights with the zero of what they read are in it."""
-    assert one.weight is not None, "a convolution has one"
-    assert one.rescale is not None, "a convolution has them"
-    wide, narrow = one.weight.shape[:2]
+    assert integers.weight is not None, "a convolution has one"
+    assert integers.rescale is not None, "a convolution has them"
+    wide, narrow = integers.weight.shape[:2]
     channels = (np.arange(wide) // (wide // layer.groups))[:, None] * narrow + np.arange(narrow)
-    zero = 0 if one.reads[0] is None else one.reads[0].zero
-    zeros = np.full(narrow * layer.groups, zero) if one.zeros is None else one.zeros
-    folded = one.rescale.copy()
-    folded[:, 0] -= (one.weight.astype(np.int64).sum(axis=(2, 3)) * zeros[channels]).sum(axis=1).astype(np.int32)
+    zero = 0 if integers.reads[0] is None else integers.reads[0].zero
+    zeros = np.full(narrow * layer.groups, zero) if integers.zeros is None else integers.zeros
+    folded = integers.rescale.copy()
+    folded[:, 0] -= (integers.weight.astype(np.int64).sum(axis=(2, 3)) * zeros[channels]).sum(axis=1).astype(np.int32)
     return folded
 
 
