@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import memplan
@@ -69,3 +69,35 @@ def test_early_updates_of_what_shares_memory_are_refused(make: Callable[[], nn.M
 @pytest.mark.parametrize("make", [slices, tied])
 def test_early_updates_of_parts_of_one_vector_and_of_one_parameter_are_not(make: Callable[[], nn.Module]) -> None:
     planned(make(), early=True)
+
+
+class _DropPath(nn.Module):
+    """As ViTs are made: weights by rejection sampling, which reads values, and a rate per layer read from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+        self.scales = [1 - rate.item() for rate in torch.linspace(0, 0.5, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = x + scale * layer(x).relu()
+        return x.sum()
+
+
+def test_a_callable_may_read_values_while_it_constructs_the_model() -> None:
+    without_memory = memplan.plan(_DropPath, memplan.spec("1024x64"), budget="80%")
+    real = memplan.plan(_DropPath(), torch.ones(1024, 64), budget="80%")
+    assert without_memory.predicted == real.predicted
+    assert without_memory.decisions == real.decisions
+
+
+def test_an_error_of_the_callable_is_raised_unchanged() -> None:
+    def make() -> nn.Module:
+        raise LookupError("no such configuration")
+
+    with pytest.raises(LookupError, match=r"^'?no such configuration'?$"):
+        memplan.plan(make, memplan.spec("1024x64"), budget="80%")

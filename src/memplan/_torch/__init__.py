@@ -150,7 +150,6 @@ from memplan._torch.modules import (
     copy_hooks,
     count_hooks,
     fake_mode,
-    fake_tensors,
     has_shape,
     lazy_layers_with_fake_parameters,
     modules_converted_as_real,

@@ -244,11 +244,3 @@ def modules_converted_as_real() -> Iterator[None]:
 def fake_mode() -> FakeTensorMode:
     """Return a mode whose tensors have no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Make all new tensors fake, so that a model can be constructed for a capture without memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with modules_converted_as_real(), lazy_layers_with_fake_parameters(mode), mode:
-        yield

@@ -159,7 +159,7 @@ def _peaks(
     if use.updates:
         yield "each weight updated as its gradient is made", peak(device, gradients=use)
     yield "element by element, where that takes less", peak(tiles[0].device, gradients=use)
-    yield "results made again, signs as bits: at most", tiles[0].live
+    yield "results recomputed, signs as bits: at most", tiles[0].live
     if tiles[1:]:
         yield "a few channels of large values at a time: at most", tiles[-1].live
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.devices import Device, find
-from memplan.errors import DeviceError, InputError, TargetError, UsageError
+from memplan.errors import DeviceError, InputError, StepError, TargetError, UsageError
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.side_effects import is_fake
@@ -22,6 +22,8 @@ from memplan.planning.graph.placement import Home, home_of
 from memplan.planning.graph.precision import UNSCALED
 from memplan.planning.relative_budget import Relative, read_any_budget
 from memplan.planning.settings import Allow, Engine, PlanOptions, Settings
+from memplan.trace.record import construct
+from memplan.trace.recording.session import choose_target
 from memplan.trace.records import HOST
 from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions
@@ -84,10 +86,14 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     budget, budget_card = _parse_budget(options.budget)
     is_card = options.device is not None and str(options.device).lower() != HOST
     card, step = find(str(options.device)) if is_card else budget_card, step.checked()
-    with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
+
+    def model_and_call() -> tuple[nn.Module, Any, Any]:
         built = _build_model(model)
         _check_data(built, fake)
-        args, keywords = _specs_to_tensors((*step.inputs, *step.targets)), _specs_to_tensors(dict(step.kwargs))
+        return built, _specs_to_tensors((*step.inputs, *step.targets)), _specs_to_tensors(dict(step.kwargs))
+
+    constructs_fakes = fake and not isinstance(model, nn.Module)
+    built, args, keywords = _on_fake_tensors(model_and_call) if constructs_fakes else model_and_call()
     module = _with_loss(built, step)
     if options.gradients.updates:
         _check_shared_memory(module)
@@ -247,6 +253,17 @@ def _build_model(model: Any) -> nn.Module:
             f"{type(built).__name__} {built!r:.60}", expected="a module, or a callable that makes one", do="Pass one"
         )
     return built
+
+
+_Constructed = TypeVar("_Constructed")
+
+
+def _on_fake_tensors(make: Callable[[], _Constructed]) -> _Constructed:
+    """Return what ``make`` constructs, on fake tensors of the CPU. Its exceptions are raised unchanged."""
+    try:
+        return construct(make, choose_target(HOST))
+    except StepError as error:
+        raise error.__cause__ or error from None
 
 
 def _check_data(model: nn.Module, fake: bool) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -135,6 +135,26 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         groups = tuple(RankGroup(*group) for group in _torch.rank_groups())
         notes = (*trace.notes, rank_note(target.world, target.rank, len(groups)))
         return replace(trace, notes=notes, groups=groups)
+
+
+_Constructed = TypeVar("_Constructed")
+
+
+def construct(make: Callable[[], _Constructed], target: Target) -> _Constructed:
+    """Return what ``make`` constructs, on fake tensors, as `record` runs a ``build``: it may read values of tensors,
+    create device meshes, and move tensors to the target's device.
+
+    Raises:
+        StepError: ``make`` raised.
+    """
+    constructed: list[_Constructed] = []
+
+    def build() -> Callable[[], None]:
+        constructed.append(make())
+        return lambda: None
+
+    record_for(build, target, steps=1)
+    return constructed[0]  # later ones are of further recordings, with branches in their other direction
 
 
 def _record_compiled(target: Target, known: Known, build: Runs, steps: int) -> Trace:

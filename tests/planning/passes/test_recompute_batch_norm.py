@@ -274,7 +274,7 @@ def test_what_is_decided_says_so() -> None:
         {one.scope.names: one.reason for one in decide(graph, schedule(graph, Choices(recompute)))}
         for recompute in (frozenset[int](), recomputable(graph))
     )
-    assert dropped[names[0],].startswith("making it again by batch_norm_again takes")
+    assert dropped[names[0],].startswith("recomputing it by batch_norm_again takes")
     for reasons in (all_kept, dropped):
         assert reasons[names[1],].endswith(f"; with it batch_norm_again can make {names[0]} again")
 

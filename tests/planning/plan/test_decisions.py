@@ -53,12 +53,12 @@ def decided(**choices: Any) -> dict[tuple[str, ...], Decision]:
 def test_all_kept() -> None:
     found = decided(in_place=False)
     assert {key: (d.bytes, d.reason) for key, d in found.items()} == {
-        ("keep", "v4"): (2048, "needed by mul of gate and 1 more op; making it again would take 20 ms"),
+        ("keep", "v4"): (2048, "needed by mul of gate and 1 more op; recomputing it would take 20 ms"),
         ("keep", "v5"): (2048, "random: never drawn again; needed by mul of gate"),
         ("keep", "v6"): (512, "random: never drawn again; needed by native_dropout"),
         ("keep", "v7"): (
             2048,
-            "needed by mm of down; making it again would take 100 ms, the most per byte of all that is kept",
+            "needed by mm of down; recomputing it would take 100 ms, the most per byte of all that is kept",
         ),
         ("keep", "v9"): (4, "returned by the model"),
     }
@@ -69,14 +69,14 @@ def test_all_kept() -> None:
 def test_recomputed() -> None:
     found = decided(recompute=frozenset({H, R, M}), in_place=False)
     assert {key: (d.bytes, d.seconds, d.reason) for key, d in found.items() if key[0] == "recompute"} == {
-        ("recompute", "v3"): (2048, 0.3, "making it again takes 300 ms for 2.0 KiB; needed to make v4 again"),
+        ("recompute", "v3"): (2048, 0.3, "recomputing it takes 300 ms for 2.0 KiB; needed to recompute v4"),
         ("recompute", "v4"): (
-            2048, 0.02, "making it again takes 20 ms for 2.0 KiB; needed by mul of gate and 1 more op",
+            2048, 0.02, "recomputing it takes 20 ms for 2.0 KiB; needed by mul of gate and 1 more op",
         ),
-        ("recompute", "v7"): (2048, 0.1, "making it again takes 100 ms for 2.0 KiB; needed by mm of down"),
+        ("recompute", "v7"): (2048, 0.1, "recomputing it takes 100 ms for 2.0 KiB; needed by mm of down"),
     }  # fmt: skip
     found = decided(recompute=frozenset({R}), in_place=False)
-    assert found["keep", "v3"].reason.startswith("needed to make v4 again; making it again would take 300 ms")
+    assert found["keep", "v3"].reason.startswith("needed to recompute v4; recomputing it would take 300 ms")
 
 
 def test_encoded() -> None:
@@ -87,7 +87,7 @@ def test_encoded() -> None:
     assert bits.details == {"codec": "bits", "encoded_bytes": 64}
     assert (signs.bytes, signs.seconds) == (2048 - 64, 0.125 + 0.02)
     assert (
-        signs.reason == "64 B instead of 2.0 KiB (sign); read as it is by relu of act; for the rest made again in 20 ms"
+        signs.reason == "64 B instead of 2.0 KiB (sign); read as it is by relu of act; for the rest recomputed in 20 ms"
     )
 
 

@@ -78,7 +78,7 @@ def test_norms_are_made_again_by_the_cheaper_op(early: bool) -> None:
         assert fitted.proof.peak == pytest.approx(fitted.plan.peak, rel=0.001)
         used = "torch.ops.memplan.batch_norm_again" in fitted.plan.as_python()
         reasons = [one.reason for one in fitted.plan.decisions]
-        assert used == any(one.startswith("making it again by batch_norm_again takes") for one in reasons)
+        assert used == any(one.startswith("recomputing it by batch_norm_again takes") for one in reasons)
         assert used or share == 0.6
         fitted.undo()
 

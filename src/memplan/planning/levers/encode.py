@@ -195,7 +195,7 @@ class Encode(Lever):
         needed = planned.needed(form.value)
         if planned.is_recomputed(form.value):
             seconds = planned.graph.maker[form.value].recompute_op.seconds
-            parts.append(f"for the rest made again in {format_seconds(seconds)}")
+            parts.append(f"for the rest recomputed in {format_seconds(seconds)}")
         elif needed:
             parts.append(needed)
         details = {"codec": form.how, "encoded_bytes": smaller}

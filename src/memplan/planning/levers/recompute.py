@@ -45,10 +45,10 @@ class Recompute(Lever):
         op, size = graph.maker[value], graph.values[value].bytes
         if value in seconds:
             by = "" if op.cheaper_recompute is None else f" by {short(op.cheaper_recompute.target)}"
-            cost = f"making it again{by} takes {format_seconds(seconds[value])}"
+            cost = f"recomputing it{by} takes {format_seconds(seconds[value])}"
         else:
             others = [graph.values[other].name for other in op.makes if other in seconds]
-            cost = f"made again together with {others[0]}" if others else "made again"
+            cost = f"recomputed together with {others[0]}" if others else "recomputed"
         return Reason(size, f"{cost} for {format_bytes(size)}; {planned.needed(value)}")
 
     def saved(self, planned: PlannedStep, value: int, *, costs_most: bool) -> Reason:
@@ -64,4 +64,4 @@ class Recompute(Lever):
         if obstacle:
             return Reason(size, f"{obstacle}; {needed}" if needed else obstacle)
         most = ", the most per byte of all that is kept" if costs_most else ""
-        return Reason(size, f"{needed}; making it again would take {format_seconds(op.recompute_op.seconds)}{most}")
+        return Reason(size, f"{needed}; recomputing it would take {format_seconds(op.recompute_op.seconds)}{most}")

@@ -277,7 +277,7 @@ class _Decider:
             return f"needed by {self._describe_ops(plain)}"
         if readers:
             recomputed = self._name(readers[0].makes[0])
-            return f"needed to make {recomputed} again" + _and_more(len(readers) - 1, "other")
+            return f"needed to recompute {recomputed}" + _and_more(len(readers) - 1, "other")
         return ""
 
     def _describe_ops(self, actions: Sequence[Action]) -> str:

@@ -50,7 +50,7 @@ def _facts(exported: Exported) -> dict[str, str]:
         **({} if exported.int8 is None else {"before what is trained": str(exported.int8)}),
         **({} if exported.rounding is None else {"in eight bits": str(exported.rounding)}),
         "smallest budget": format_bytes(exported.smallest_budget),
-        "in the backward pass": f"{exported.recomputed} results made again",
+        "in the backward pass": f"{exported.recomputed} results recomputed",
         "updated element by element": f"{exported.fused} parameters",
     }
 

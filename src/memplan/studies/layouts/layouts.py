@@ -26,7 +26,7 @@ from memplan.studies.layouts.wrapped import Wrapped, rank_options
 from memplan.studies.step_time import exchanged_bytes, step_time
 from memplan.studies.sweeps.points import record_point
 from memplan.trace.naming.step_parts import Loss, Optimizer
-from memplan.trace.record import record_for
+from memplan.trace.record import construct
 from memplan.trace.recording.session import Environment, Target, choose_target, public
 from memplan.trace.step import StepOptions
 
@@ -275,7 +275,7 @@ class _Study:
         self._subject, self._target, self._card = subject, target, card
         self._settings = settings
         self._make = Maker(subject.what, subject.arguments, subject.changes)
-        model = _made(self._make, target)
+        model = _construct(self._make, target)
         if not isinstance(model, nn.Module):
             raise TargetError(
                 f"{subject.title} makes {type(model).__name__}",
@@ -378,17 +378,10 @@ class _Study:
         return seconds
 
 
-def _made(make: Maker, target: Target) -> Any:
-    """Return what a callable makes, without memory, as it is made in a recording: where it reads values, moves tensors
-    to a card or makes meshes, the recording answers."""
-    made: list[Any] = []
-
-    def build() -> Callable[[], None]:
-        made[:] = [make()]
-        return lambda: None
-
+def _construct(make: Maker, target: Target) -> Any:
+    """Return what a callable constructs, on fake tensors. Its exceptions become errors that name it."""
     try:
-        record_for(build, target, steps=1)
+        return construct(make, target)
     except StepError as error:
         if not error.found.startswith("build raised "):
             raise
@@ -396,7 +389,6 @@ def _made(make: Maker, target: Target) -> Any:
             make.title + error.found.removeprefix("build"), expected="a callable that makes a module",
             do="Mend it where it raises the same without memplan", where=error.where,
         ) from error.__cause__  # fmt: skip
-    return made[0]
 
 
 def _why_not(model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool) -> MemplanError | None:
