@@ -62,7 +62,7 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
 def launches(call: Callable[[], Tensor]) -> list[Launch]:
     """The kernels that a call and its backward pass start."""
     started: list[Launch] = []
-    with without_data("cuda", started):
+    with without_data("cuda", started.append):
         call().sum().backward()
     return started
 

@@ -112,10 +112,10 @@ def in_tensors(model: Transformer, mesh: DeviceMesh, *, whole_logits: bool = Tru
     })  # fmt: skip
 
 
-def in_two(model: Transformer) -> Any:
+def in_two(model: Transformer, **options: Any) -> Any:
     """Sharded data parallel across tensor parallel."""
     mesh = mesh_of(dist.get_world_size() // 2, 2, names=("data", "tensor"))
-    return sharded(in_tensors(model, mesh["tensor"]), mesh=mesh["data"])
+    return sharded(in_tensors(model, mesh["tensor"]), mesh=mesh["data"], **options)
 
 
 def made_late() -> Any:
@@ -173,6 +173,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "tensor": lambda: in_tensors(Transformer(), mesh_of(dist.get_world_size(), names=("tensor",))),
     "tensor loss": lambda: in_tensors(Transformer(), one_dimension(), whole_logits=False),
     "two dimensions": lambda: in_two(Transformer()),
+    "two dimensions bf16": lambda: in_two(Transformer(), mp_policy=LOWER),
 }
 
 

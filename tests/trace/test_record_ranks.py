@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from environment import slow
-from models.sharded_steps import Block, Transformer, step_of
+from models.sharded_steps import VOCABULARY, WIDTH, Block, Transformer, step_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, fully_shard
@@ -50,6 +50,7 @@ pytestmark = [
             ("fsdp1 kept", 2), ("fsdp1 copied", 2), ("fsdp1 bf16", 4), ("fsdp1 bf16, own parameters", 2),
             ("fsdp1 from meta", 2), ("tensor loss", 4), ("ddp, states sharded", 2), ("fsdp on the host", 2),
             ("fsdp, twice", 2), ("fsdp bf16, twice", 2), ("fsdp1, twice", 2), ("fsdp1 bf16, twice", 4),
+            ("two dimensions, twice", 4), ("two dimensions bf16, twice", 4),
         ),
     ],
 )  # fmt: skip
@@ -119,6 +120,22 @@ def test_weights_that_are_gathered_are_no_shards() -> None:
     whole = PARAMETERS - 2 * BLOCK  # the root's, and those of a block at a time
     assert freed["gathered_weight"] == whole
     assert _by_cause("fsdp bf16", 2)["gathered_weight"] == whole // 2
+
+
+def test_the_gradient_of_a_whole_embedding_is_a_gradient() -> None:
+    """Sharded by its vocabulary, an embedding gets a gradient of the whole table, which is reduced to a shard."""
+    trace = memplan.record(step_of("two dimensions bf16, twice"), world=4)
+    whole = [s for s in trace.storages if s.shape == (VOCABULARY, WIDTH) and trace.ops[s.op or 0].phase == "backward"]
+    assert {s.dtype for s in whole} == {"bfloat16", "float32"}
+    assert {s.cause for s in whole} == {"parameter_gradient"}
+
+
+def test_tensor_parallel_layers_save_what_their_gradients_read() -> None:
+    trace = memplan.record(step_of("tensor"), world=2)
+    saving = {row.name: row for row in memplan.explain(trace).layers if row.kind == "Linear" and row.saved_bytes}
+    assert all("weight_gradient" in row.needed_for for row in saving.values())
+    assert "blocks.0.mlp.down" in saving
+    assert not [finding for finding in memplan.check(trace) if finding.id == "kept-for-nothing"]
 
 
 def test_gradients_are_sent_in_buckets_unless_they_are_views_of_them() -> None:

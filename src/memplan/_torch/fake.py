@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -346,6 +346,16 @@ class Replacements(Protocol):
         ...
 
 
+def _names_requiring_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    values = zip(func._schema.arguments, args, strict=False)
+    named = {**{argument.name: value for argument, value in values}, **kwargs}
+    return tuple(
+        name
+        for name, value in named.items()
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
+    )
+
+
 _STATE_OF_HOST, _STATE_OF_CARD = 5056, 16
 """Bytes of the tensors that `torch.get_rng_state` and `torch.cuda.get_rng_state` return, both on the host."""
 
@@ -371,6 +381,10 @@ class FakeMode(FakeTensorMode):
         self._fakes_of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
         self.replacements: Replacements | None = None
+        self._wrapped: tuple[Any, tuple[str, ...]] = None, ()
+        """The last op that a wrapper subclass dispatched, and the names of its arguments that require a gradient."""
+        self.launched: Callable[[str, Sequence[torch.Tensor]], None] | None = None
+        """Called with each kernel that an op of `memplan.kernels` launches: its name and its tensors."""
         self.placing: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Context around an op with ``device="cuda"``, which marks its result as on the card; it runs on the CPU."""
         self._bound: Dispatched = bound or _not_bounded
@@ -391,6 +405,8 @@ class FakeMode(FakeTensorMode):
         if func is _DEVICE:
             return args[0].fake_device
         if any(map(wraps_tensors, types)):  # its own dispatch runs the op on the tensors inside
+            if not isinstance(func, HigherOrderOperator):
+                self._wrapped = func, _names_requiring_gradients(func, args, kwargs or {})
             return NotImplemented
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs or {})
@@ -504,6 +520,12 @@ class FakeMode(FakeTensorMode):
         if arg.layout != torch.strided or arg.device != _CPU or arg.is_complex():
             return arg
         return self.fake_tensor_converter.from_real_tensor(self, arg, make_constant=True)
+
+    def needs_of_wrapped(self, func: Any) -> tuple[str, ...]:
+        """Return the names of the arguments for which an op computes gradients, if a wrapper subclass, such as
+        `DTensor`, runs it on the tensors inside, which require no gradient themselves; else ()."""
+        wrapped, names = self._wrapped
+        return names if func is wrapped else ()
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a fake tensor of this mode."""

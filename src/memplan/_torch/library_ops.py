@@ -94,8 +94,14 @@ def _kernels_of_ours(name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         without_data: Any = sys.modules["memplan.kernels.launch"].without_data
-        device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-        with without_data(device):
+        tensor = next(arg for arg in args if isinstance(arg, Tensor))
+        note_launch = getattr(getattr(tensor, "fake_mode", None), "launched", None)  # of a recording
+
+        def launched(launch: Any) -> None:
+            if note_launch is not None:
+                note_launch(f"triton.{launch.kernel.__name__}", [arg for arg in launch.args if isinstance(arg, Tensor)])
+
+        with without_data(tensor.device.type, launched):
             return run_kernel_of_ours(name, args, kwargs)
 
     return call

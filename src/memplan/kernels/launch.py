@@ -57,7 +57,7 @@ class _WithoutData:
     """Arguments of `without_data`."""
 
     device: str
-    launched: list[Launch] | None
+    launched: Callable[[Launch], None] | None
     programs: int | None
 
 
@@ -66,12 +66,12 @@ _without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", def
 
 
 @contextmanager
-def without_data(device: str, launched: list[Launch] | None = None, programs: int | None = None) -> Iterator[None]:
+def without_data(device: str, launched: Callable[[Launch], None] | None = None, programs: int | None = None) -> Iterator[None]:
     """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run.
 
     Args:
         device: type of the simulated device.
-        launched: list to which kernels are appended instead; it keeps their tensors alive.
+        launched: called with each kernel that would have been launched.
         programs: number of programs that the function `programs` returns; by default that of the tensors' own device.
     """
     token = _without_data.set(_WithoutData(device, launched, programs))
@@ -102,7 +102,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """Run a kernel on the device of its tensors; within `without_data`, only note it."""
     if (simulated := _without_data.get()) is not None:
         if simulated.launched is not None:
-            simulated.launched.append(Launch(kernel, args, constants))
+            simulated.launched(Launch(kernel, args, constants))
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

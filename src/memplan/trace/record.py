@@ -371,6 +371,8 @@ class _Recording(ObservedRun):
             self.observer.dispatch, lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         )
         self.observer.fake_of = self._mode.fake_of
+        self.observer.needs_of_wrapped = self._mode.needs_of_wrapped
+        self._mode.launched = self.observer.launched
         self._card: Card | None = None
         self._other_kernels: set[tuple[int, int]] = set()
         self._differing: set[str] = set()
@@ -459,7 +461,9 @@ class _Recording(ObservedRun):
             if self._card is not None and self._target.card is not None:
                 chosen = self._scalars.assumed.kernel_chosen
                 composites = stack.enter_context(
-                    fake_cuda.installed(self._card, self._target.card, chosen, self._differing)
+                    fake_cuda.installed(
+                        self._card, self._target.card, chosen, self._differing, self.observer.launched
+                    )
                 )
                 self._mode.replacements, self._other_kernels = composites, composites.differing
             stack.enter_context(self._scalars.making_tensors(observer))

@@ -111,6 +111,9 @@ def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int])
     return [{"layer": layer, "where": where, "bytes": size} for (layer, where), size in ordered]
 
 
+_COPIES = ("aten._to_copy.", "aten.copy_.", "aten.clone.", "aten.div.")
+
+
 def writers_of_whole_gradients(ops: Sequence[Op]) -> dict[int, list[int]]:
     """Map each storage that is reduced to shards of the ranks, itself or a copy of it, to the ticks at which ops of the
     backward pass change it."""
@@ -121,7 +124,7 @@ def writers_of_whole_gradients(ops: Sequence[Op]) -> dict[int, list[int]]:
         if op.name.startswith("fsdp.chunk_cat") or "reduce_scatter" in op.name:
             whole = reads - writes
             reduced |= whole.union(*(sources.get(number, set()) for number in whole))
-        elif op.phase == "backward" and op.name.startswith(("aten._to_copy.", "aten.copy_.", "aten.div.")):
+        elif op.phase == "backward" and op.name.startswith(_COPIES):
             for number in writes:
                 sources.setdefault(number, set()).update(reads - writes)
     changes: dict[int, list[int]] = {number: [] for number in reduced}

@@ -31,19 +31,24 @@ class Composites:
 
 @contextmanager
 def installed(
-    card: Card, device: Device, chosen: Callable[[str, str], None], differing: set[str]
+    card: Card,
+    device: Device,
+    chosen: Callable[[str, str], None],
+    differing: set[str],
+    launched: triton_kernels.Launched,
 ) -> Iterator[Composites]:
     """Within this context, a step that was written for CUDA runs on fake CPU tensors: `torch.cuda` answers for
     ``device``, tensors say where they would be, and ops are cast and decomposed as on the card.
 
     ``chosen(op, reason)`` is called with the kernel choice of an op that could run several. ``differing`` gets the
-    names of the catalogue's cards for which a function of `torch.cuda` that was called answers otherwise.
+    names of the catalogue's cards for which a function of `torch.cuda` that was called answers otherwise. ``launched`` is
+    called with each launch of a Triton kernel.
     """
     others = frozenset(other.architecture for other in catalogue()) - {device.architecture}
     with ExitStack() as stack:
         stack.enter_context(functions.installed(card, device, differing))
         stack.enter_context(tensors.installed(card))
-        stack.enter_context(triton_kernels.installed())
+        stack.enter_context(triton_kernels.installed(launched))
         stack.enter_context(_torch.managed_memory(partial(_managed, card, chosen)))
         cast = stack.enter_context(autocast.installed(card.holds))
         replaced = stack.enter_context(composites.installed(card.holds, device.architecture, chosen, others))

@@ -107,7 +107,7 @@ class _Signature:
 
     @classmethod
     def of_kernel(cls, name: str, tensors: int) -> _Signature:
-        """Return the signature of a kernel that Inductor generated, with this number of tensor arguments."""
+        """Return the signature of a kernel of Triton or Inductor, with this number of tensor arguments."""
         signature = cls.__new__(cls)
         signature.name, signature.positions = name, [(at, f"tensor {at + 1}") for at in range(tensors)]
         signature.mutable, signature.writes, signature.unrecorded, signature.from_library = False, [], False, False
@@ -138,6 +138,7 @@ class Observer:
         self._events = events
         self._on_assumption = None if events is None else events.result_assumed
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+        self.needs_of_wrapped: Callable[[Any], tuple[str, ...]] = lambda func: ()
         """Returns the fake tensor for a real tensor from outside of the recording."""
         self.most_ops: int | None = None
         """Number of ops after which the recording is given up."""
@@ -222,6 +223,7 @@ class Observer:
             raise EndlessError(f"the step runs more than {self.most_ops:,} ops")
         ledger = self.ledger
         reads, needs, on_card = self._operands(signature, args, kwargs)
+        needs = needs or self.needs_of_wrapped(func)
         if signature.name == _UNSCALE:
             self.ownership.found_inf.add(ledger.entry(args[1], None).id)
         note = self._begin_note(signature, reads, needs, index, args)
@@ -274,8 +276,8 @@ class Observer:
         return result
 
     def launched(self, kernel: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Record a kernel of Inductor's generated code, which allocates its buffers before. The allocation of a buffer
-        gets the name of the first kernel that uses the buffer."""
+        """Record a launch of a Triton kernel or of a kernel of Inductor's generated code, whose buffers were allocated
+        before. The allocation of a buffer gets the name of the first kernel that uses the buffer."""
         for tensor in tensors:
             birth = self.ledger.entry(tensor, None).op
             if birth is not None and self.notes[birth].name == _EMPTY_STRIDED:
