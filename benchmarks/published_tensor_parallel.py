@@ -13,7 +13,6 @@ hold weights (2 bytes a parameter), float32 gradients of all micro-batches (4) a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -221,12 +220,11 @@ def row_of(shape: Shape, ranks: int, published: float) -> Row:
     trace = memplan.record(build_for(shape, ranks), device="b200", world=WORLD, cudnn=False)
     timeline = memplan.simulate(trace)
     tick = timeline.peak_tick
-    logits = TOKENS * VOCABULARY // ranks
     loss = sum(
         storage.bytes
         for storage in trace.counted
         if storage.born <= tick and (storage.died is None or storage.died > tick)
-        and storage.dtype == "float32" and math.prod(storage.shape) == logits
+        and storage.dtype == "float32" and storage.shape == (TOKENS, VOCABULARY // ranks)
     )  # fmt: skip
     others = 1 - 1 / ranks
     return Row(

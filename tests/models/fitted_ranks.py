@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models.sharded_steps import LOWER, VOCABULARY, WIDTH, Transformer, sharded
+from models.sharded_steps import LOWER, VOCABULARY, WIDTH, Transformer, in_tensors, in_two, mesh_of, sharded
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -57,6 +57,8 @@ WAYS: dict[str, tuple[Fit, Callable[[Transformer], Any]]] = {
     "FSDP kept, then fitted": (fitted_shards, lambda model: sharded(model, reshard_after_forward=False)),
     "FSDP in bfloat16, then fitted": (fitted_shards, lambda model: sharded(model, mp_policy=LOWER)),
     "FSDP of the whole, then fitted": (fitted_shards, lambda model: fully_shard(model)),
+    "tensor parallel, then fitted": (fitted_shards, lambda model: in_tensors(model, mesh_of(2, names=("tensor",)))),
+    "tensor parallel and FSDP, then fitted": (fitted_shards, in_two),
 }
 
 
@@ -75,7 +77,7 @@ def _compared(rank: int, way: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Transformer()
     twin = copy.deepcopy(model)
-    torch.manual_seed(rank + 1)
+    torch.manual_seed(1 if "tensor" in way else rank + 1)  # tensor-parallel ranks share a batch
     tokens, labels = torch.randint(0, VOCABULARY, (2, 8, LENGTH))
     fit, wrap = WAYS[way]
     later = way.endswith("then fitted")

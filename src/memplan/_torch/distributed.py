@@ -203,6 +203,24 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in sharded.items() if id(module) not in outer}
 
 
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks of a tensor-parallel model that `fully_shard` did not wrap, by name: the children, of one
+    class, of the `ModuleList` or `Sequential` whose parameters are most of the model; {} if there is none."""
+    stacks = {
+        name: stack
+        for name, stack in model.named_modules()
+        if isinstance(stack, nn.ModuleList | nn.Sequential)
+        and len(stack) > 1
+        and len({type(child) for child in stack}) == 1
+        and all(any(map(is_distributed, child.parameters())) for child in stack)
+    }
+    if not stacks:
+        return {}
+    largest = max(stacks, key=lambda name: sum(parameter.numel() for parameter in stacks[name].parameters()))
+    prefix = f"{largest}." if largest else ""
+    return {prefix + name: child for name, child in stacks[largest].named_children()}
+
+
 class Group(NamedTuple):
     """A process group of several ranks, and how this rank uses it."""
 

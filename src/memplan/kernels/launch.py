@@ -66,7 +66,9 @@ _without_data: ContextVar[_WithoutData | None] = ContextVar("_without_data", def
 
 
 @contextmanager
-def without_data(device: str, launched: Callable[[Launch], None] | None = None, programs: int | None = None) -> Iterator[None]:
+def without_data(
+    device: str, launched: Callable[[Launch], None] | None = None, programs: int | None = None
+) -> Iterator[None]:
     """Within this context, ops allocate as on this type of device, ``"cpu"`` or ``"cuda"``, and kernels do not run.
 
     Args:

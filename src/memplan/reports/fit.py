@@ -63,7 +63,11 @@ def fitted_report(fitted: Fitted, top: int = 12) -> Document:
     """Report the verdict on a fitted model, its plan, the proof and remarks; tables with ``top`` rows, 0 for all."""
     name = type(fitted.model).__name__
     how = "runs as planned" if fitted.changed else "runs unplanned: nothing is changed"
-    sections = plans.report(fitted.plan, top).sections if fitted.changed else ([fitted.plan.summary],)
+    sections = (
+        plans.report(fitted.plan, top).sections
+        if fitted.changed and isinstance(fitted.plan, Plan)
+        else ([fitted.plan.summary],)
+    )
     return document(f"{name} {how}", [], *sections, _proof_section(fitted.proof), notes(fitted.notes))
 
 

@@ -461,9 +461,7 @@ class _Recording(ObservedRun):
             if self._card is not None and self._target.card is not None:
                 chosen = self._scalars.assumed.kernel_chosen
                 composites = stack.enter_context(
-                    fake_cuda.installed(
-                        self._card, self._target.card, chosen, self._differing, self.observer.launched
-                    )
+                    fake_cuda.installed(self._card, self._target.card, chosen, self._differing, self.observer.launched)
                 )
                 self._mode.replacements, self._other_kernels = composites, composites.differing
             stack.enter_context(self._scalars.making_tensors(observer))

@@ -14,7 +14,7 @@ from models.fitted_ranks import WAYS, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +25,7 @@ from memplan.errors import BudgetError, InputError, UsageError
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
 
 
-QUICK = "DDP", "FSDP of blocks", "FSDP, then fitted"
+QUICK = "DDP", "FSDP of blocks", "FSDP, then fitted", "tensor parallel, then fitted"
 
 
 def trained_by_two(folder: Path, ways: tuple[str, ...]) -> Path:
@@ -75,16 +75,10 @@ def test_a_model_that_ddp_wraps_already_is_refused_with_the_order() -> None:
 
 
 @pytest.mark.usefixtures("_rank")
-def test_tensor_parallel_models_are_refused_by_name() -> None:
+def test_tensor_parallel_models_without_blocks_are_refused_by_name() -> None:
     parallel = parallelize_module(make(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
-    with pytest.raises(UsageError, match=r"0\.weight .*tensor parallelism"):
+    with pytest.raises(UsageError, match=r"0\.weight .*without blocks"):
         memplan.fit(parallel, torch.randn(4, 8), budget="90%")
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
-    both = fully_shard(
-        parallelize_module(make(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}), mesh=mesh["data"]
-    )
-    with pytest.raises(UsageError, match=r"tensor parallelism"):
-        memplan.fit(both, torch.randn(4, 8), budget="90%")
 
 
 @pytest.mark.usefixtures("_rank")

@@ -41,8 +41,8 @@ def installed(
     ``device``, tensors say where they would be, and ops are cast and decomposed as on the card.
 
     ``chosen(op, reason)`` is called with the kernel choice of an op that could run several. ``differing`` gets the
-    names of the catalogue's cards for which a function of `torch.cuda` that was called answers otherwise. ``launched`` is
-    called with each launch of a Triton kernel.
+    names of the catalogue's cards for which a function of `torch.cuda` that was called answers otherwise.
+    ``launched`` is called with each launch of a Triton kernel.
     """
     others = frozenset(other.architecture for other in catalogue()) - {device.architecture}
     with ExitStack() as stack:

@@ -59,8 +59,8 @@ def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
             casts |= writes - weights
     before_backward = {storage for op in ops if op.phase != "backward" for storage in op.writes}
     for op in reversed(ops):  # terms of these gradients, and what tensor parallelism reduces to shards first
-        if op.phase == "backward" and not gradients.isdisjoint(op.writes):
-            if op.name.startswith(_LIBRARIES) or op.name.split(".")[1] in _MOVES | {"add_"}:
-                gradients |= {operand.storage for operand in op.reads} - before_backward
+        moves = op.name.startswith(_LIBRARIES) or op.name.split(".")[1] in _MOVES | {"add_"}
+        if op.phase == "backward" and moves and not gradients.isdisjoint(op.writes):
+            gradients |= {operand.storage for operand in op.reads} - before_backward
     buffers = sent - computed_with
     return Collective(gathered - buffers, buffers, gradients - buffers)

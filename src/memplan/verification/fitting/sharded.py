@@ -1,8 +1,9 @@
 """Fit a model that `fully_shard` sharded: each of its innermost sharded modules (a block) runs by a plan of its own.
 
-A block's plan runs between the hooks of `fully_shard`, on the gathered parameters: it recomputes no collective. The
-other layers and the loss run as written. Blocks are planned to hold less between the passes, until the rank's measured
-peak keeps the budget.
+A block's plan runs between the hooks of `fully_shard`, on the gathered parameters: it recomputes no collective. A block
+whose call has no graph, as under tensor parallelism, gets a selective checkpoint instead, which saves the results of
+collectives. The other layers and the loss run as written. Blocks are planned to hold less between the passes, until the
+rank's measured peak keeps the budget.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.loss_module import default_loss
 from memplan.planning.cost.optimizer_memory import Update, update_of
 from memplan.planning.graph.precision import EXACT
+from memplan.planning.graph.roofline import CPU, rates_of
 from memplan.planning.levers.lever import STAYS
+from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.relative_budget import Relative
 from memplan.planning.request import Request
@@ -36,6 +39,12 @@ from memplan.planning.settings import PlanOptions, Settings
 from memplan.planning.study import Planned, Study
 from memplan.rewriting.calls import Calls
 from memplan.rewriting.install import Installed, install
+from memplan.rewriting.selective_checkpoint import (
+    CheckpointedCall,
+    CheckpointPlan,
+    checkpoint_selectively,
+    logged_calls,
+)
 from memplan.verification.fitting.fitted import Fitted
 from memplan.verification.fitting.plan_cache import Plans, warn
 from memplan.verification.fitting.ranks import fingerprint, refuse_differing, together
@@ -62,7 +71,7 @@ def fit_sharded(request: Request, options: PlanOptions) -> Fitted:
         BudgetError: no plan of the blocks was measured within the budget on every rank.
         VerificationError: a gradient differs from that of the step without a plan.
     """
-    blocks = _torch.sharded_modules(request.model)
+    blocks = _torch.sharded_modules(request.model) or _torch.repeated_blocks(request.model)
     _refuse(request.model, blocks, options)
     fitting = _Fitting(request, blocks)
     try:
@@ -83,7 +92,11 @@ def _refuse(model: nn.Module, blocks: dict[str, nn.Module], options: PlanOptions
         )
     if not blocks:
         name = next(name for name, parameter in model.named_parameters() if _torch.is_distributed(parameter))
-        raise _tensor_parallel(name)
+        raise UsageError(
+            f"{name} is a DTensor of a model without blocks",
+            expected="modules that fully_shard wrapped, or layers of one class in a ModuleList or Sequential",
+            do="Wrap the blocks by fully_shard, or checkpoint parts of the model by torch.utils.checkpoint",
+        )
     unsupported = {
         "early=True": options.gradients.updates,
         f"allow={options.allow!r}": options.allow != "exact",
@@ -93,14 +106,6 @@ def _refuse(model: nn.Module, blocks: dict[str, nn.Module], options: PlanOptions
     used = ", ".join(name for name, is_used in unsupported.items() if is_used)
     if used:
         raise UsageError(f"{used} with a sharded model", expected="an exact plan by torch's kernels", do="Leave it out")
-
-
-def _tensor_parallel(name: str) -> UsageError:
-    return UsageError(
-        f"{name} computes with a DTensor, a shard of a parameter: tensor parallelism",
-        expected="parameters that fully_shard gathers before the step computes with them",
-        do="Checkpoint its blocks by torch.utils.checkpoint instead; a model without tensor parallelism can be fitted",
-    )
 
 
 @dataclass
@@ -114,6 +119,19 @@ class _Kind:
     def saved(self) -> int:
         """Bytes that a block holds between the passes without a plan."""
         return _saved_bytes(schedule(self.study.captured.graph, Choices()))
+
+
+@dataclass
+class _CheckpointedKind:
+    """Blocks without a graph whose calls run the same ops."""
+
+    call: CheckpointedCall
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def saved(self) -> int:
+        """Bytes that a block holds between the passes without a checkpoint."""
+        return self.call.saved
 
 
 @dataclass(frozen=True)
@@ -172,22 +190,26 @@ class _Fitting:
 
     def run(self) -> Fitted:
         """Measure the step without plans, then plan all blocks to hold less, until the measured peak fits."""
-        kinds = self._kinds()
+        kinds, checkpointed = self._kinds()
         reference = self._step(measured=True)
         unplanned = self._peak(reference)
         budget = self._request.budget
         if isinstance(budget, Relative):
             self._notes.append(f"the budget is {format_bytes(budget.of(unplanned))}: {budget.describe(unplanned)}")
             budget = budget.of(unplanned)
-        less, lowest, plan = unplanned - budget, unplanned, None
+        less, lowest = unplanned - budget, unplanned
+        saved = sum(kind.saved * len(kind.names) for kind in (*kinds, *checkpointed))
         for _ in range(_ATTEMPTS):
-            plans = [self._plan(kind, kinds, max(0, less)) for kind in kinds]
-            plan = max(plans, key=lambda plan: plan.planned.plan.eager_peak).planned.plan
+            share = Fraction(max(0, less), saved or 1)
+            plans = [self._plan(kind, int(share * kind.saved)) for kind in kinds]
+            checkpoints = [self._checkpoint(kind, int(share * kind.saved)) for kind in checkpointed]
+            graph_plans = [block_plan.planned.plan for block_plan in plans]
+            plan = max(graph_plans, key=lambda plan: plan.eager_peak) if graph_plans else checkpoints[0]
             if less <= 0:
                 self._notes.append("it fits already: nothing is changed")
                 proof = self._proof(reference, reference, unplanned, unplanned, budget)
                 return Fitted(self._request.model, self._loss, plan, proof, False, None, self._notes)
-            calls = self._install(kinds, plans)
+            calls = self._install(kinds, plans, checkpointed, checkpoints)
             self._step(measured=False)  # captures each block
             ran = self._step(measured=True)
             peak = self._peak(ran)
@@ -195,7 +217,8 @@ class _Fitting:
             self._refuse_differences(proof)
             lowest = min(lowest, peak)
             if peak <= budget:
-                return self._hand_over(kinds, plans, plan, proof, calls)
+                self._note_plans(kinds, plans, checkpointed, checkpoints)
+                return self._hand_over(plan, proof, calls)
             self.undo.close()
             less += peak - budget
         raise BudgetError(
@@ -257,8 +280,9 @@ class _Fitting:
 
     # -- plans
 
-    def _kinds(self) -> list[_Kind]:
-        """Capture every block in a step, on its gathered parameters, and group those with equal graphs."""
+    def _kinds(self) -> tuple[list[_Kind], list[_CheckpointedKind]]:
+        """Capture every block in a step, on its gathered parameters, and group those with equal graphs; the others by
+        their ops."""
         kinds: dict[str, _Kind] = {}
         reasons: dict[str, str] = {}
 
@@ -287,28 +311,57 @@ class _Fitting:
             why = installed.calls.stats().why
             if why:
                 reasons[name] = "; ".join(why)
-        error = next((_tensor_parallel(name) for name, reason in reasons.items() if "DTensor" in reason), None)
-        self._notes += [f"{name} runs as it is written: {reason}" for name, reason in reasons.items()]
-        if not kinds and error is None:
+        checkpointed = self._checkpointed_kinds(reasons)
+        error = None
+        if not kinds and not checkpointed:
             error = UsageError(
-                "No module that fully_shard wrapped can be planned" + "".join(f": {text}" for text in reasons.values()),
+                "No block of the sharded model can be planned" + "".join(f": {text}" for text in reasons.values()),
                 expected="blocks whose call is traced",
                 do="Wrap the blocks by fully_shard, each by itself, and then the model",
             )
         together(None, error)
-        refuse_differing(_torch.gathered(" ".join(graph[:12] for graph in kinds)))
+        graphs = [*kinds, *(kind.call.fingerprint for kind in checkpointed)]
+        refuse_differing(_torch.gathered(" ".join(graph[:12] for graph in graphs)))
+        return list(kinds.values()), checkpointed
+
+    def _checkpointed_kinds(self, reasons: dict[str, str]) -> list[_CheckpointedKind]:
+        """Log the ops of the blocks without a graph in a step, and group those that run the same ops.
+
+        ``reasons``: why the blocks have no graph, by name.
+        """
+        if not reasons:
+            return []
+        card = self._settings.home.card
+        with ExitStack() as stack:
+            logs = {
+                name: stack.enter_context(logged_calls(self._blocks[name], CPU if card is None else rates_of(card)))
+                for name in reasons
+            }
+            self._step(measured=False)
+        kinds: dict[str, _CheckpointedKind] = {}
+        for name, calls in logs.items():
+            obstacle = calls[0].obstacle if len(calls) == 1 else f"it is called {len(calls)} times in a step"
+            if obstacle:
+                self._notes.append(f"{name} runs as it is written: {reasons[name]}; no checkpoint, as {obstacle}")
+            else:
+                kinds.setdefault(calls[0].fingerprint, _CheckpointedKind(calls[0])).names.append(name)
+        for kind in kinds.values():
+            self._notes.append(f"{', '.join(kind.names)}: a checkpoint, as there is no graph: {reasons[kind.names[0]]}")
         return list(kinds.values())
 
-    def _plan(self, kind: _Kind, kinds: list[_Kind], less: int) -> _BlockPlan:
+    def _checkpoint(self, kind: _CheckpointedKind, less: int) -> CheckpointPlan:
+        """Return rank 0's choice of what blocks save, each ``less`` bytes less than without a checkpoint."""
+        return together(kind.call.plan(kind.saved - less), None)[0]
+
+    def _plan(self, kind: _Kind, less: int) -> _BlockPlan:
         """Return rank 0's plan of a kind of block, for all ranks.
 
-        ``less``: bytes that all blocks together are to hold less than without a plan.
+        ``less``: bytes that each block is to hold less than without a plan.
         """
-        share = Fraction(less * kind.saved, sum(other.saved * len(other.names) for other in kinds) or 1)
         result = error = None
         if _torch.ranks()[0] == 0:
             try:
-                planned, budget, ratio = self._plan_alone(kind.study, int(share))
+                planned, budget, ratio = self._plan_alone(kind.study, less)
                 result = planned.plan, budget, ratio
             except MemplanError as failed:
                 error = failed
@@ -338,7 +391,13 @@ class _Fitting:
         budget = error.smallest_budget
         return _with_loss_bytes(study, settings, budget, ratio), budget, ratio
 
-    def _install(self, kinds: list[_Kind], plans: list[_BlockPlan]) -> list[Calls]:
+    def _install(
+        self,
+        kinds: list[_Kind],
+        plans: list[_BlockPlan],
+        checkpointed: list[_CheckpointedKind],
+        checkpoints: list[CheckpointPlan],
+    ) -> list[Calls]:
         """Make the calls of all blocks run as planned, until ``undo`` is closed. Returns their counts."""
         self.undo, calls = ExitStack(), list[Calls]()
         for kind, plan in zip(kinds, plans, strict=True):
@@ -350,6 +409,11 @@ class _Fitting:
                 installed = install(self._blocks[name], planner)
                 self.undo.callback(installed.undo)
                 calls.append(installed.calls)
+        for kind, plan in zip(checkpointed, checkpoints, strict=True):
+            for name in kind.names:
+                counts = Calls()
+                self.undo.callback(checkpoint_selectively(self._blocks[name], plan, counts))
+                calls.append(counts)
         return calls
 
     def _notify(self, text: str) -> None:
@@ -381,11 +445,17 @@ class _Fitting:
             )
         together(None, error)
 
-    def _hand_over(
-        self, kinds: list[_Kind], plans: list[_BlockPlan], plan: Any, proof: Proof, calls: list[Calls]
-    ) -> Fitted:
+    def _note_plans(
+        self,
+        kinds: list[_Kind],
+        plans: list[_BlockPlan],
+        checkpointed: list[_CheckpointedKind],
+        checkpoints: list[CheckpointPlan],
+    ) -> None:
+        """Note each kind's plan, or raise UsageError if ranks differ in one."""
         fingerprints = [fingerprint(block_plan.planned.plan) for block_plan in plans]
-        refuse_differing(_torch.gathered(" ".join(fingerprints)))
+        of_checkpoints = [plan.fingerprint for plan in checkpoints]
+        refuse_differing(_torch.gathered(" ".join((*fingerprints, *of_checkpoints))))
         for kind, block_plan, text in zip(kinds, plans, fingerprints, strict=True):
             names = ", ".join(name or "the model" for name in kind.names)
             saved = format_bytes(_saved_bytes(block_plan.planned.schedule))
@@ -393,6 +463,11 @@ class _Fitting:
                 f"{names}: plan {text} on all ranks, which saves {saved} for backward in each instead of "
                 f"{format_bytes(kind.saved)}; layers outside of them run as they are written"
             )
+        for kind, plan in zip(checkpointed, checkpoints, strict=True):
+            names = ", ".join(name or "the model" for name in kind.names)
+            self._notes.append(f"{names}: plan {plan.fingerprint} on all ranks. {plan.summary}")
+
+    def _hand_over(self, plan: Plan | CheckpointPlan, proof: Proof, calls: list[Calls]) -> Fitted:
         for counts in calls:
             counts.restart()
         self._handed_over = True
