@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memplan
-from memplan.checks.accidental_broadcast import lacks_one
+from memplan.checks.accidental_broadcast import broadcasts_by_mistake
 
 ID = "accidental-broadcast"
 ROWS = 512
@@ -118,7 +118,7 @@ def test_weights_and_what_no_gradient_passes() -> None:
 def test_the_rule_is_that_of_a_squeeze_that_is_missing(other: list[int], place: int) -> None:
     """Whenever it says yes, the pair really broadcasts to more than either has, and a squeeze makes them equal."""
     one = [*other[:place], 1, *other[place:]]
-    told = lacks_one(tuple(one), tuple(other))
+    told = broadcasts_by_mistake(tuple(one), tuple(other))
     try:
         size = (torch.empty(one) + torch.empty(other)).numel()
     except RuntimeError:

@@ -12,7 +12,7 @@ import torch
 import memplan
 from memplan.checks.border_patch import Fix, fix_of
 from memplan.checks.check import check_trace, record_again
-from memplan.checks.mended.changed_step import Remaker
+from memplan.checks.mended.changed_step import StepRecorder
 from memplan.trace.naming.targets import resolve
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
@@ -50,9 +50,9 @@ def positional():
 
 def fix(name: str) -> Fix:
     options = StepOptions(("1x1x48x40",)).checked()
-    remaker = Remaker(resolve(name).what, options, choose_target("cpu"))
-    trace = record_again(remaker)
-    finding = next(f for f in check_trace(trace, remaker=remaker) if f.id == "border-erosion")
+    recorder = StepRecorder(resolve(name).what, options, choose_target("cpu"))
+    trace = record_again(recorder)
+    finding = next(f for f in check_trace(trace, recorder=recorder) if f.id == "border-erosion")
     return fix_of(finding, trace)
 
 
@@ -86,9 +86,9 @@ def test_the_wrapper_keeps_resolution_and_interior() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 5), torch.nn.Conv2d(2, 1, 3))
     options = StepOptions(("1x1x20x24",)).checked()
-    remaker = Remaker(model, options, choose_target("cpu"))  # it is there already: no line tells how it was made
-    trace = record_again(remaker)
-    finding = next(f for f in check_trace(trace, remaker=remaker) if f.id == "border-erosion")
+    recorder = StepRecorder(model, options, choose_target("cpu"))  # it is there already: no line tells how it was made
+    trace = record_again(recorder)
+    finding = next(f for f in check_trace(trace, recorder=recorder) if f.id == "border-erosion")
     found = fix_of(finding, trace)
     assert found.kind == "wrapper"
     names: dict[str, type[torch.nn.Module]] = {"torch": torch}  # pyright: ignore[reportAssignmentType]  # a namespace
@@ -122,9 +122,9 @@ class Several(torch.nn.Module):
 def several(gives: str, kwargs: dict[str, Any]) -> Fix:
     inputs = ("1x1x20x24", "1", "1x1x20x24")
     options = StepOptions(inputs[: 3 - len(kwargs)], kwargs=kwargs, train=False).checked()
-    remaker = Remaker(Several(gives), options, choose_target("cpu"))
-    trace = record_again(remaker)
-    return fix_of(next(f for f in check_trace(trace, remaker=remaker) if f.id == "border-erosion"), trace)
+    recorder = StepRecorder(Several(gives), options, choose_target("cpu"))
+    trace = record_again(recorder)
+    return fix_of(next(f for f in check_trace(trace, recorder=recorder) if f.id == "border-erosion"), trace)
 
 
 @pytest.mark.parametrize("gives", ["tuple", "list", "dict"])
@@ -162,8 +162,8 @@ def test_a_model_that_does_not_run_with_padding_says_why_there_is_no_patch() -> 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(torch.cat([self.one(x), x[:, :, 1:-1, 1:-1]], 1))
 
-    remaker = Remaker(Cropping(), StepOptions(("1x1x20x24",), train=False).checked(), choose_target("cpu"))
-    trace = record_again(remaker)
-    found = fix_of(next(f for f in check_trace(trace, remaker=remaker) if f.id == "border-erosion"), trace)
+    recorder = StepRecorder(Cropping(), StepOptions(("1x1x20x24",), train=False).checked(), choose_target("cpu"))
+    trace = record_again(recorder)
+    found = fix_of(next(f for f in check_trace(trace, recorder=recorder) if f.id == "border-erosion"), trace)
     assert found.kind == "wrapper"
     assert found.why.startswith("padded, the model cannot be recorded (step 1 raised RuntimeError: Sizes of tensors")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import memplan
 from memplan.checks.attention.fused import Fusing
 from memplan.checks.check import record_again
-from memplan.checks.mended.changed_step import Remaker
+from memplan.checks.mended.changed_step import StepRecorder
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
@@ -357,9 +357,9 @@ def test_key_heads_that_a_fused_kernel_takes_once_repeated(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_what_it_does_not_replace_is_recorded_as_ever(device: str) -> None:
     """The kernels that stand above the ops change nothing of a step where nothing is to be replaced."""
-    remaker = Remaker(lambda: Model(dropped), StepOptions((SHAPE,)).checked(), choose_target(device))
-    before = record_again(remaker)
-    again = remaker.record(around=Fusing(before, [], on_card=device != "cpu").installed())
+    recorder = StepRecorder(lambda: Model(dropped), StepOptions((SHAPE,)).checked(), choose_target(device))
+    before = record_again(recorder)
+    again = recorder.record(around=Fusing(before, [], on_card=device != "cpu").installed())
     assert isinstance(again, Trace)
     assert [op.name for op in again.ops] == [op.name for op in before.ops]
     assert [(s.bytes, s.born, s.died) for s in again.storages] == [(s.bytes, s.born, s.died) for s in before.storages]

@@ -31,21 +31,25 @@ class Fix:
 
 def fix_of(finding: Finding, trace: Trace) -> Fix:
     """Return the change that keeps the border, for a finding of border erosion about this trace."""
-    padding: Mapping[str, Any] = finding.details.get("padding", {})
+    details = finding.details
+    padding: Mapping[str, Any] = details.get("padding", {})
     created_at = {layer.name: layer.made for layer in trace.layers}
-    paddings = {layer: (created_at.get(layer), amount) for layer, amount in padding.items()}
-    patch, why = _patch(paddings)
-    if not paddings and "not_padded" in finding.details:
-        why = f"padded, the model cannot be recorded ({finding.details['not_padded']})"
-    output, size = finding.details.get("padded_output"), finding.details["input"]
+    patch, why = _patch(padding, created_at)
     if patch:
-        return Fix("patch", patch, "", _proof(output, size, finding.details["stride"]))
-    return _wrapper(finding, why)
+        return Fix("patch", patch, "", _proof(details.get("padded_output"), details["input"], details["stride"]))
+    if not padding and "not_padded" in details:
+        why = f"padded, the model cannot be recorded ({details['not_padded']})"
+    return _wrapper(details, why)
 
 
 def _proof(output: Sequence[int] | None, size: Sequence[int], stride: Sequence[float]) -> str:
-    """Return what the recording of the changed model shows, as a sentence; ``output`` is None if there is no
-    recording."""
+    """Return what the recording of the changed model shows, as a sentence.
+
+    Args:
+        output: spatial size of its output; None if it could not be recorded.
+        size: spatial size of its input.
+        stride: distance of neighbouring outputs in pixels of the input, by dimension.
+    """
     if output is None:
         return "The padded model could not be recorded: run it before you rely on it."
     shown = " x ".join(map(str, output))
@@ -58,15 +62,18 @@ def _proof(output: Sequence[int] | None, size: Sequence[int], stride: Sequence[f
     )
 
 
-def _patch(paddings: Mapping[str, tuple[str | None, Any]]) -> tuple[str, str]:
+def _patch(padding: Mapping[str, Any], created_at: Mapping[str, str | None]) -> tuple[str, str]:
     """Return the diff and "", or "" and why there is no diff.
 
-    ``paddings`` maps a layer to the ``file:line`` that created it and its padding.
+    Args:
+        padding: layer -> its new padding, a list by dimension or "same".
+        created_at: layer -> ``file:line`` that created it.
     """
-    if not paddings:
+    if not padding:
         return "", "no convolution or pool of the model can be padded from here"
-    edits: dict[str, dict[int, Any]] = {}
-    for layer, (where, amount) in paddings.items():
+    edits: dict[str, dict[int, Any]] = {}  # path -> line -> padding
+    for layer, amount in padding.items():
+        where = created_at.get(layer)
         path, line = located(where)
         if not path:
             return "", f"it is not known where {layer} was made: it existed before, or its source is no file"
@@ -88,16 +95,20 @@ def _patch(paddings: Mapping[str, tuple[str | None, Any]]) -> tuple[str, str]:
 
 
 def _edited(source: str, lines: Mapping[int, Any]) -> str | None:
-    """Return the source with the padding set in the calls at these lines; None if a line has no call to set it in."""
+    """Return the source with ``padding=`` set in the calls that create convolutions or pools at some lines.
+
+    ``lines`` maps a line number to the padding there, a list by dimension or "same". None if a line has no such call,
+    or one whose padding is no keyword argument on a single line.
+    """
     text = source.splitlines(keepends=True)
-    changes: list[tuple[int, int, int, str]] = []
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _creates_layer(node)]
+    changes: list[tuple[int, int, int, str]] = []  # line, first and last column in bytes, new text
     for line, amount in lines.items():
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and node.lineno == line]
-        calls = [call for call in calls if _creates_layer(call)]
-        if not calls:
+        calls_of_line = [call for call in calls if call.lineno == line]
+        if not calls_of_line:
             return None
         value = _literal(amount)
-        for call in calls:
+        for call in calls_of_line:
             padding = next((keyword.value for keyword in call.keywords if keyword.arg == "padding"), None)
             if padding is not None:
                 if padding.lineno != padding.end_lineno or padding.end_col_offset is None:
@@ -120,25 +131,29 @@ def _end(node: ast.expr) -> tuple[int, int]:
 
 
 def _creates_layer(call: ast.Call) -> bool:
+    """Return whether a call is that of a convolution or a pool, by its name: ``nn.Conv2d(...)``, ``MaxPool2d(...)``."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     return name.startswith(("Conv", "MaxPool", "AvgPool")) and "Transpose" not in name
 
 
 def _literal(amount: Any) -> str:
+    """Return a padding as Python source: ``"same"`` with quotes, a number, or a tuple of unequal numbers."""
     if isinstance(amount, str):
         return repr(amount)
     return str(amount[0]) if len(set(amount)) == 1 else repr(tuple(amount))
 
 
-def _wrapper(finding: Finding, why: str) -> Fix:
-    """Return the fix for a model that cannot be patched, ``why`` being the reason: a wrapper that pads, or advice
-    alone."""
-    details = finding.details
-    pads, kind = details.get("mirror_pad"), details.get("mirror_returns")
+def _wrapper(details: Mapping[str, Any], why: str) -> Fix:
+    """Return the fix for a model that cannot be patched: a module that pads the model's input, or advice alone.
+
+    Args:
+        details: those of the finding.
+        why: reason why there is no patch.
+    """
     by_hand = "Pad the input yourself, or cut tiles that overlap."
-    if not pads:
+    if not details.get("mirror_pad"):
         return Fix("none", "", why, by_hand)
-    if kind == "other":
+    if details.get("mirror_returns") == "other":
         why += ", and a printed wrapper cannot crop what the model returns: something else than tensors in a tuple, a "
         return Fix("none", "", why + "list or a dictionary", by_hand)
     output = details.get("mirrored_output")
@@ -146,38 +161,50 @@ def _wrapper(finding: Finding, why: str) -> Fix:
 
 
 def _wrapper_source(details: Mapping[str, Any]) -> str:
-    """Return the source of a module that pads the images among the model's arguments and crops its outputs."""
+    """Return the source of a module that pads the images among the model's arguments and crops its outputs.
+
+    ``details`` are those of the finding. Of them ``mirror_pad`` has the pixels (before, after) each dimension, and
+    ``mirror_given`` the arguments that are images, by position ("0") or name.
+    """
     mode = "reflect" if details["mirror_reflects"] else "replicate"
-    amounts = ", ".join(f"{side}" for pair in reversed(details["mirror_pad"]) for side in pair)
-    pad = f"torch.nn.functional.pad({{}}, ({amounts}), mode={mode!r})"
-    crops = [
+    # torch's pad takes the last dimension first
+    amounts = ", ".join(f"{before}, {after}" for before, after in reversed(details["mirror_pad"]))
+
+    def pad(image: str) -> str:
+        return f"torch.nn.functional.pad({image}, ({amounts}), mode={mode!r})"
+
+    images = details["mirror_given"]
+    if images == ["0"]:
+        forward = ["def forward(self, image, *inputs, **named):",
+                   f"    output = self.model({pad('image')}, *inputs, **named)"]  # fmt: skip
+    else:  # several images, or a keyword argument
+        positions = [name for name in images if name.isdigit()]
+        forward = ["def forward(self, *inputs, **named):"]
+        if positions:
+            forward += ["    inputs = list(inputs)", f"    for number in ({', '.join(positions)},):",
+                        f"        inputs[number] = {pad('inputs[number]')}"]  # fmt: skip
+        names = [name for name in images if not name.isdigit()]
+        forward += [f"    named[{name!r}] = {pad(f'named[{name!r}]')}" for name in names]
+        forward += ["    output = self.model(*inputs, **named)"]
+    lines = ["class Mirrored(torch.nn.Module):", "    def __init__(self, model):", "        super().__init__()",
+             "        self.model = model", ""]  # fmt: skip
+    lines += [f"    {line}" for line in (*forward, *_cropping(details))]
+    return "\n".join(lines) + "\n"
+
+
+def _cropping(details: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the wrapper's forward that crop the model's output and return it, by the output's type.
+
+    Of the finding's details, ``mirror_crops`` has for each returned tensor the first position and the number of
+    positions to keep, by dimension, or None; ``mirror_names`` has its key in the tuple or dictionary.
+    """
+    kind, names = details["mirror_returns"], details["mirror_names"]
+    slices = [
         "" if crop is None else f"[..., {', '.join(f'{first}:{first + count}' for first, count in crop)}]"
         for crop in details["mirror_crops"]
     ]
-    lines = ["class Mirrored(torch.nn.Module):", "    def __init__(self, model):", "        super().__init__()",
-             "        self.model = model", ""]  # fmt: skip
-    padded = details["mirror_given"]
-    if padded == ["0"]:
-        lines += ["    def forward(self, image, *inputs, **named):",
-                  f"        output = self.model({pad.format('image')}, *inputs, **named)"]  # fmt: skip
-    else:  # several images, or a keyword argument
-        inputs = [name for name in padded if name.isdigit()]
-        lines += ["    def forward(self, *inputs, **named):"]
-        if inputs:
-            lines += ["        inputs = list(inputs)", f"        for number in ({', '.join(inputs)},):",
-                      f"            inputs[number] = {pad.format('inputs[number]')}"]  # fmt: skip
-        for name in padded:
-            if not name.isdigit():
-                lines += [f"        named[{name!r}] = {pad.format(f'named[{name!r}]')}"]
-        lines += ["        output = self.model(*inputs, **named)"]
-    return "\n".join([*lines, *_cropping(details, crops)]) + "\n"
-
-
-def _cropping(details: Mapping[str, Any], crops: Sequence[str]) -> list[str]:
-    """Return the wrapper's lines that crop the model's output and return it, by the output's type."""
-    kind, names = details["mirror_returns"], details["mirror_names"]
     if kind == "tensor":
-        return [f"        return output{crops[0]}"]
-    lines = [f"        output[{name}] = output[{name}]{crop}" for name, crop in zip(names, crops, strict=True) if crop]
-    copy, result = {"tuple": ("list", "tuple(output)"), "list": ("list", "output"), "dict": ("dict", "output")}[kind]
-    return [f"        output = {copy}(output)", *lines, f"        return {result}"]
+        return [f"    return output{slices[0]}"]
+    lines = [f"    output[{name}] = output[{name}]{kept}" for name, kept in zip(names, slices, strict=True) if kept]
+    copy = "dict" if kind == "dict" else "list"
+    return [f"    output = {copy}(output)", *lines, f"    return {'tuple(output)' if kind == 'tuple' else 'output'}"]

@@ -14,11 +14,11 @@ TITLE = "A view that a sharded module returned is changed in place: its backward
 def find(subject: Subject) -> list[Finding]:
     """Return at most one finding, about modules whose returned views are changed in place, if their weights are freed
     after the forward pass (reshard_after_forward)."""
-    remaker = subject.remaker
-    if remaker is None or not any(op.name.startswith("fsdp.") for op in subject.trace.ops):
+    recorder = subject.recorder
+    if recorder is None or not any(op.name.startswith("fsdp.") for op in subject.trace.ops):
         return []
     with _torch.sharded_views_observed() as views:
-        trace = remaker.record()
+        trace = recorder.record()
     changed = {id(module): module for view in views if view.is_changed for module in view.modules[:1]}
     if not isinstance(trace, Trace) or not changed:
         return []

@@ -10,7 +10,7 @@ import torch
 
 from memplan.checks.finding import SEVERITIES, Check, Finding, Subject
 from memplan.checks.ignores import Ignore, not_ignored, parse_ignore
-from memplan.checks.mended.changed_step import Remaker
+from memplan.checks.mended.changed_step import StepRecorder
 from memplan.checks.registry import CHECKS, COST_MORE_THAN_BYTES, IDS
 from memplan.devices import find
 from memplan.errors import DeviceError, InputError, MemplanError
@@ -72,24 +72,24 @@ def check(
         options.refuse_with_trace()
         return check_trace(what, context=context, ignores=ignores)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, rank)
-    remaker = Remaker(what, options, target)
-    return check_trace(record_again(remaker), remaker=remaker, context=context, ignores=ignores)
+    recorder = StepRecorder(what, options, target)
+    return check_trace(record_again(recorder), recorder=recorder, context=context, ignores=ignores)
 
 
-def record_again(remaker: Remaker) -> Trace:
+def record_again(recorder: StepRecorder) -> Trace:
     """Return the trace of the step as described, without a change."""
-    on_card = remaker.target.card is not None
-    return record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
+    on_card = recorder.target.card is not None
+    return record_for(build_of(recorder.what, recorder.options, on_card=on_card), recorder.target)
 
 
 def check_trace(
-    trace: Trace, *, remaker: Remaker | None = None, context: int = 0, ignores: Sequence[Ignore] = ()
+    trace: Trace, *, recorder: StepRecorder | None = None, context: int = 0, ignores: Sequence[Ignore] = ()
 ) -> list[Finding]:
     """Return the findings about a recorded step, in the order of `check`.
 
     Args:
         trace: the step.
-        remaker: records it again after a change; without it, costs are only those that follow from the trace.
+        recorder: records it again after a change; without it, costs are only those that follow from the trace.
         context: as for `check`.
         ignores: findings to leave out.
 
@@ -99,14 +99,14 @@ def check_trace(
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")
     card = None
-    if remaker is not None:
-        card = remaker.target.card
+    if recorder is not None:
+        card = recorder.target.card
     elif trace.device != HOST:
         try:
             card = find(trace.device)
         except DeviceError:
             card = None
-    subject = Subject(trace, card, remaker, context)
+    subject = Subject(trace, card, recorder, context)
     findings = [finding for check in CHECKS for finding in _findings_of(check, subject)]
     created_at = {layer.name: layer.made for layer in trace.layers}
     shown = _merged(map(_with_severity, not_ignored(findings, ignores, created_at)))
@@ -123,7 +123,7 @@ def _findings_of(check: Check, subject: Subject) -> list[Finding]:
     try:
         return check.find(subject)
     except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
-        if subject.remaker is not None or isinstance(error, MemplanError):
+        if subject.recorder is not None or isinstance(error, MemplanError):
             raise
         raise InputError(
             f"the check {check.id} cannot follow the trace ({type(error).__name__}: {error})",

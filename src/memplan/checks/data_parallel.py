@@ -13,10 +13,10 @@ def observed(subject: Subject) -> list[_torch.DataParallelUse]:
 
     A step without ranks that reduce in their backward passes is not recorded again.
     """
-    remaker = subject.remaker
+    recorder = subject.recorder
     reduces = any(op.phase == "backward" and "allreduce" in op.name for op in subject.trace.ops)
-    if remaker is None or not subject.trace.groups or not reduces:
+    if recorder is None or not subject.trace.groups or not reduces:
         return []
     with _torch.data_parallel_observed(lambda: format_frame(user_frame())) as uses:
-        trace = remaker.record()
+        trace = recorder.record()
     return uses if isinstance(trace, Trace) else []

@@ -24,16 +24,16 @@ _TO_COPY = _ATEN._to_copy.default
 
 def find(subject: Subject) -> list[Finding]:
     """Return at most one finding, about all casts of expanded tensors in a step."""
-    trace, remaker = subject.trace, subject.remaker
+    trace, recorder = subject.trace, subject.recorder
     results = [
         trace.storages[op.writes[0]]
         for form in trace.forms
         if (op := trace.ops[form.op]).name == _CAST and form.reads and _is_expanded(form.reads[0][1])
         and op.writes and trace.storages[op.writes[0]].op == op.index
     ]  # fmt: skip
-    if not results or remaker is None:
+    if not results or recorder is None:
         return []
-    mended = remaker.record(around=_cast_first())
+    mended = recorder.record(around=_cast_first())
     size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else 0
     if not matters(trace, size):
         return []

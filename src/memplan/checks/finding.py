@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from memplan._display import Displayed
 from memplan._json import Saved, Signed, Unreadable, by_field, read_part
-from memplan.checks.mended.changed_step import Remaker
+from memplan.checks.mended.changed_step import StepRecorder
 from memplan.devices import Device
 from memplan.trace.trace import Trace
 
@@ -89,13 +89,13 @@ class Subject:
     Args:
         trace: the recorded step.
         card: the card that it was recorded for; None for the CPU.
-        remaker: records and plans the step of a changed model; None if there is only a trace.
+        recorder: records and plans the step of a changed model; None if there is only a trace.
         context: pixels on each side of the input that are declared to be context only.
     """
 
     trace: Trace
     card: Device | None = None
-    remaker: Remaker | None = None
+    recorder: StepRecorder | None = None
     context: int = 0
 
 

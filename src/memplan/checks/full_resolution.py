@@ -100,7 +100,7 @@ def _finding(
 ) -> Finding:
     """Return the finding, with the bytes that the recording of the model with a stride in the run saves."""
     trace, first, last = subject.trace, run[0], run[-1]
-    mended = subject.remaker.record(strided(first.name, last.name)) if subject.remaker is not None else None
+    mended = subject.recorder.record(strided(first.name, last.name)) if subject.recorder is not None else None
     size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0
     effect = f"save {format_bytes(size)} at the peak"
     if not isinstance(mended, Trace):

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.mended.changed_step import Remaker
+from memplan.checks.mended.changed_step import StepRecorder
 from memplan.checks.mended.savings import matters, peak_of, saving
 from memplan.trace.records import Storage
 from memplan.trace.trace import Trace
@@ -36,7 +36,7 @@ def find(subject: Subject) -> list[Finding]:
     weights = {trace.storages[number].shape for number in trace.optimized}
     narrow = [state for state in states if _NARROW.fullmatch(state.dtype)]
     wide = [state for state in states if state not in narrow and math.prod(state.shape) > 1 and state.shape in weights]
-    if not narrow and not (subject.remaker is not None and _are_left_out(wide) and _is_8bit_by_name(subject.remaker)):
+    if not narrow and not (subject.recorder is not None and _are_left_out(wide) and _is_8bit_by_name(subject.recorder)):
         return []
     size = saving(trace, {state.id: replace(state, bytes=_in_8_bits(state)) for state in wide})
     narrow_bytes, wide_bytes = sum(state.bytes for state in narrow), sum(state.bytes for state in wide)
@@ -87,7 +87,7 @@ def _are_left_out(states: Sequence[Storage]) -> bool:
     return bool(sizes) and all(size < _SMALLEST or size % _BLOCK for size in sizes)
 
 
-def _is_8bit_by_name(remaker: Remaker) -> bool:
+def _is_8bit_by_name(recorder: StepRecorder) -> bool:
     """Return whether a class of optimizers that a step calls says 8 or 4 bits in its name, from a recording."""
     names = set[str]()
 
@@ -96,5 +96,5 @@ def _is_8bit_by_name(remaker: Remaker) -> bool:
 
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(note).remove)
-        remaker.record()
+        recorder.record()
     return any(map(_BY_NAME.search, names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Severity, Subject
-from memplan.checks.mended.changed_step import Remaker
+from memplan.checks.mended.changed_step import StepRecorder
 from memplan.checks.mended.checkpoint_free import Blockwise, CheckpointFree
 from memplan.checks.mended.savings import matters, peak_of
 from memplan.trace.trace import Trace
@@ -15,17 +15,17 @@ TITLE = "Activation checkpoints do not lower the peak"
 
 def find(subject: Subject) -> list[Finding]:
     """Return at most one finding, from recordings without checkpoints and with a checkpoint for each block."""
-    trace, remaker = subject.trace, subject.remaker
+    trace, recorder = subject.trace, subject.recorder
     recomputed = [op for op in trace.ops if op.recomputed]
-    if not recomputed or remaker is None:
+    if not recomputed or recorder is None:
         return []
     checkpoints = CheckpointFree()
-    plain = remaker.record(around=checkpoints.installed())
+    plain = recorder.record(around=checkpoints.installed())
     if not isinstance(plain, Trace) or not checkpoints.total:
         return []
     if matters(plain, peak_of(plain) - peak_of(trace)):
         return []
-    saved, blocks = _blockwise(remaker, trace)
+    saved, blocks = _blockwise(recorder, trace)
     steps = len(trace.steps)
     per_step = checkpoints.total // steps
     single = per_step <= 1
@@ -45,11 +45,11 @@ def find(subject: Subject) -> list[Finding]:
     return [Finding(ID, severity, first.layer, first.where, saved, message, (advice,), details)]
 
 
-def _blockwise(remaker: Remaker, trace: Trace) -> tuple[int, int]:
+def _blockwise(recorder: StepRecorder, trace: Trace) -> tuple[int, int]:
     """Return the bytes that a checkpoint for each block saves at the peak (0 if they do not matter), and the number of
     blocks."""
     blockwise = Blockwise()
-    mended = remaker.record(around=blockwise.installed())
+    mended = recorder.record(around=blockwise.installed())
     if not isinstance(mended, Trace) or not blockwise.blocks:
         return 0, 0
     saved = peak_of(trace) - peak_of(mended)

@@ -85,9 +85,9 @@ def _math_path(subject: Subject, attention: Sequence[Attention]) -> list[Finding
     severity: Severity = "warning"
     if trace.device == HOST and "dropout" in reasons:
         severity, advice = "info", _FOR_A_CARD
-    elif subject.remaker is not None and subject.card is not None:
+    elif subject.recorder is not None and subject.card is not None:
         with heads_fitted(half=subject.card.architecture < (8, 0)) as applied:
-            fitted = subject.remaker.record()
+            fitted = subject.recorder.record()
         saved = 0 if isinstance(fitted, NotRecorded) else peak_of(trace) - peak_of(fitted)
         if matters(trace, saved):
             size = saved
@@ -99,7 +99,7 @@ def _math_path(subject: Subject, attention: Sequence[Attention]) -> list[Finding
 
 def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _FusedSaving:
     """Record the step with the fused call in place of the attention, and return the difference of the peaks."""
-    trace, remaker = subject.trace, subject.remaker
+    trace, recorder = subject.trace, subject.recorder
     in_layers = [block for block in attention if _in_torch_layer(trace, block)]
     written = [block for block in attention if block not in in_layers]
     reader = _matrix_user(written) or _weights_user(trace, in_layers)
@@ -107,11 +107,11 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
         return _FusedSaving(
             why=f"{reader}, and a fused call never makes them", advice=f"Where nothing needs them, {call}"
         )
-    if remaker is None:
+    if recorder is None:
         why = "what a fused call takes instead is known of a model only, and this is the recording of one"
         return _FusedSaving(None, why, f"Take {call}; check the model itself for the bytes", "warning")
     fusing = Fusing(trace, written, on_card=subject.card is not None, weights=bool(in_layers))
-    recorded = remaker.record(around=fusing.installed())
+    recorded = recorder.record(around=fusing.installed())
     mended = recorded if isinstance(recorded, NotRecorded) else fusing.without_matrices(recorded)
     if mended is None or isinstance(mended, NotRecorded):
         why = mended.why if mended is not None else "something is done to them on the way that it does not do"

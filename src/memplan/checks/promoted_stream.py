@@ -10,7 +10,7 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.mended.changed_step import Change, Remaker, module_at
+from memplan.checks.mended.changed_step import Change, StepRecorder, module_at
 from memplan.checks.mended.growth import HELD_FOR_GOOD
 from memplan.checks.mended.savings import live_at_peak, matters, peak_of, rows_of
 from memplan.checks.op_names import base_name
@@ -30,9 +30,9 @@ def find(subject: Subject) -> list[Finding]:
     trace = subject.trace
     promoting = _promoting(trace)
     dtype = _half_dtype(trace, promoting)
-    if subject.remaker is None or dtype is None:
+    if subject.recorder is None or dtype is None:
         return []
-    lowered, mended = _mended(subject.remaker, trace, promoting, dtype)
+    lowered, mended = _mended(subject.recorder, trace, promoting, dtype)
     size = peak_of(trace) - peak_of(mended) if mended is not None else 0
     if mended is None or not matters(trace, min(size, _activations(trace) - _activations(mended))):
         return []
@@ -106,14 +106,14 @@ def _is_multiplied(storage: Storage, ops: Iterable[Op]) -> bool:
 
 
 def _mended(
-    remaker: Remaker, trace: Trace, promoting: dict[int, list[Op]], dtype: str
+    recorder: StepRecorder, trace: Trace, promoting: dict[int, list[Op]], dtype: str
 ) -> tuple[Sequence[int], Trace | None]:
     """Return the storages that are cast to half precision, and the step with them so: all, or without those that are
     multiplied, before which the model may cast explicitly. No trace if neither step runs."""
     everything = list(promoting)
     others = [number for number in everything if not _is_multiplied(trace.storages[number], promoting[number])]
     for numbers in (everything, others) if len(others) < len(everything) else (everything,):
-        mended = remaker.record(_lowered([trace.storages[number].name for number in numbers], dtype))
+        mended = recorder.record(_lowered([trace.storages[number].name for number in numbers], dtype))
         if isinstance(mended, Trace):
             return numbers, mended
     return everything, None

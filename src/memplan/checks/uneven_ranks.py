@@ -26,16 +26,16 @@ _Owner = tuple[str, str, str | None]
 
 def find(subject: Subject) -> list[Finding]:
     """Return findings about loads onto another card and about the rank with the highest peak; [] for a single rank."""
-    remaker = subject.remaker
-    world = None if remaker is None else remaker.target.world
-    if remaker is None or world is None or not subject.trace.groups:
+    recorder = subject.recorder
+    world = None if recorder is None else recorder.target.world
+    if recorder is None or world is None or not subject.trace.groups:
         return []
-    traces = {remaker.target.rank: subject.trace}
+    traces = {recorder.target.rank: subject.trace}
     loads: dict[int, Sequence[Elsewhere]] = {}
     own_loads = any("torch.load PUTS" in assumption.text for assumption in subject.trace.assumptions)
-    for rank in (*_others(subject.trace, world, remaker.target.rank), *([remaker.target.rank] if own_loads else [])):
+    for rank in (*_others(subject.trace, world, recorder.target.rank), *([recorder.target.rank] if own_loads else [])):
         with loads_elsewhere() as elsewhere:
-            trace = replace(remaker, target=replace(remaker.target, rank=rank)).record()
+            trace = replace(recorder, target=replace(recorder.target, rank=rank)).record()
         if isinstance(trace, Trace):
             traces[rank] = trace
             loads |= {rank: list(elsewhere)} if elsewhere else {}

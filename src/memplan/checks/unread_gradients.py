@@ -48,8 +48,8 @@ def _not_optimized(subject: Subject, gradients: list[Storage]) -> list[Finding]:
     if not names:
         return []
     size = saving(trace, {storage.id: None for storage in gradients})
-    if subject.remaker is not None:
-        mended = subject.remaker.record(_frozen(names))
+    if subject.recorder is not None:
+        mended = subject.recorder.record(_frozen(names))
         size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else size
     if not matters(trace, size):
         return []

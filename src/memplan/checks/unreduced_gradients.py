@@ -27,8 +27,8 @@ def find(subject: Subject) -> list[Finding]:
     changed: dict[int, Storage | None] = {s.id: replace(s, died=reduced) for s, reduced in unreduced.items()}
     added = [replace(s, bytes=-(-s.bytes // shards), born=reduced) for s, reduced in unreduced.items()]
     size = saving(trace, changed, added)
-    if subject.remaker is not None:
-        mended = subject.remaker.record(around=_reduced_each_time())
+    if subject.recorder is not None:
+        mended = subject.recorder.record(around=_reduced_each_time())
         size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else size
     if not matters(trace, size):
         return []

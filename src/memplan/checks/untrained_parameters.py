@@ -40,10 +40,10 @@ def find(subject: Subject) -> list[Finding]:
 def _cause(subject: Subject) -> tuple[str, tuple[str, ...]]:
     """Return the end of the message, about a reentrant checkpoint if it cuts the gradient off, and the advice."""
     unknown = ("Look for no_grad, detach or item between them and the loss; or take them out of the optimizer",)
-    if subject.remaker is None:
+    if subject.recorder is None:
         return "", unknown
     checkpoints = CheckpointFree()
-    plain = subject.remaker.record(around=checkpoints.installed())
+    plain = subject.recorder.record(around=checkpoints.installed())
     if not isinstance(plain, Trace) or not checkpoints.reentrant or len(plain.ungraded) >= len(subject.trace.ungraded):
         return "", unknown
     saved = peak_of(plain) - peak_of(subject.trace)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.checks.mended.changed_step import Change, ChangeError, NotRecorded, Remaker
+from memplan.checks.mended.changed_step import Change, ChangeError, NotRecorded, StepRecorder
 from memplan.cudnn.cudnn_library import find_cudnn, title_of
 from memplan.cudnn.stored_answers import versions
 from memplan.simulation.simulate import simulate
@@ -32,37 +32,37 @@ class Remedy:
     peak: int
 
 
-def remedies(remaker: Remaker, dimensions: int) -> list[Remedy]:
+def remedies(recorder: StepRecorder, dimensions: int) -> list[Remedy]:
     """Return the changes whose peak can be computed, whether they lower it or not.
 
     Args:
-        remaker: records the step again.
+        recorder: records the step again.
         dimensions: of the input of the layer with the largest workspace, 4 or 5 with batch and channels.
     """
     return [
         Remedy(name, do, simulate(trace).peak_allocated)
-        for name, do, trace in _changed_steps(remaker, dimensions)
+        for name, do, trace in _changed_steps(recorder, dimensions)
         if not isinstance(trace, NotRecorded)
         and not any(storage.cause == "workspace" and storage.low is not None for storage in trace.counted)
     ]
 
 
-def _changed_steps(remaker: Remaker, dimensions: int) -> Iterator[tuple[str, str, Trace | NotRecorded]]:
+def _changed_steps(recorder: StepRecorder, dimensions: int) -> Iterator[tuple[str, str, Trace | NotRecorded]]:
     """Yield name, advice and recording of each change: channels last, padded inputs, other versions of cuDNN."""
     if dimensions in _FORMATS:
         name, layout = _FORMATS[dimensions]
         do = f"Lay the model out as {name}, by model.to(memory_format=torch.{name})"
-        yield name, do, remaker.record(_in_format(dimensions, layout))
-    padded = tuple(_padded(value) for value in remaker.options.inputs)
+        yield name, do, recorder.record(_in_format(dimensions, layout))
+    padded = tuple(_padded(value) for value in recorder.options.inputs)
     if any(spec is not None for spec in padded):
-        inputs = tuple(new or old for new, old in zip(padded, remaker.options.inputs, strict=True))
+        inputs = tuple(new or old for new, old in zip(padded, recorder.options.inputs, strict=True))
         sizes = ", ".join("x".join(map(str, spec.shape)) for spec in padded if spec is not None)
-        yield "padded", f"Pad the input to {sizes}", remaker.record(options=replace(remaker.options, inputs=inputs))
-    current = remaker.target.cudnn
+        yield "padded", f"Pad the input to {sizes}", recorder.record(options=replace(recorder.options, inputs=inputs))
+    current = recorder.target.cudnn
     for version in versions():
         if current is not None and version != current.version:
             title = title_of(version)
-            other = replace(remaker, target=replace(remaker.target, cudnn=find_cudnn(title)))
+            other = replace(recorder, target=replace(recorder.target, cudnn=find_cudnn(title)))
             yield f"cuDNN {title}", f"Run with cuDNN {title}", other.record()
 
 

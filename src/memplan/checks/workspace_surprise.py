@@ -58,7 +58,7 @@ def _large_workspaces(subject: Subject) -> list[Finding]:
         message, advice = _of_expected(trace, workspace, layer, tensor_bytes, (low, high))
     else:
         message, advice = _message_and_advice(workspace, plans, layer, tensor_bytes, (low, high), is_3d=is_3d)
-    tried = remedies(subject.remaker, dimensions) if plans and subject.remaker is not None else []
+    tried = remedies(subject.recorder, dimensions) if plans and subject.recorder is not None else []
     rows = [
         {"layer": name, "where": op.where, "bytes": workspace.bytes}
         | ({"engine": plans_of[workspace.id][0].engine} if workspace.id in plans_of else {})

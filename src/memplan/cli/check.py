@@ -117,16 +117,16 @@ def _findings(
 ) -> tuple[Trace, list[Finding]]:
     """Return the step of a target, a script or a trace file, and its findings."""
     from memplan.checks.check import check_trace, record_again
-    from memplan.checks.mended.changed_step import Remaker
+    from memplan.checks.mended.changed_step import StepRecorder
 
     if request is not None or is_trace(arguments.target):
         trace = load_trace(arguments) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {arguments.target}"), contained(arguments.target), input_advice(arguments):
         described = describe(arguments)
-        remaker = Remaker(described.what, described.options, arguments.recorded_for())
-        trace = record_again(remaker)
-        return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
+        recorder = StepRecorder(described.what, described.options, arguments.recorded_for())
+        trace = record_again(recorder)
+        return trace, check_trace(trace, recorder=recorder, context=context, ignores=ignores)
 
 
 remove_parameters(command, "settings")  # findings do not depend on the allocator

@@ -29,7 +29,7 @@ class Pair:
 
     @property
     def flipped(self) -> Pair:
-        """The same product with the operands swapped."""
+        """The same product with the operands swapped: ``b.mT @ a.mT``, whose rows and columns are swapped as well."""
         rank = len(self.order)
         swapped = {rank - 2: rank - 1, rank - 1: rank - 2}
         order = tuple(swapped.get(dim, dim) for dim in self.order)
@@ -37,7 +37,7 @@ class Pair:
 
 
 def arranged(equation: str, tensors: Sequence[torch.Tensor]) -> Pair | None:
-    """Return the operands of an equation that is a single batched product; None for any other equation.
+    """Return the operands of an einsum as those of a batched matrix product; None if it is no such product.
 
     The left operand is the one whose rows come first in the result.
     """
@@ -47,7 +47,7 @@ def arranged(equation: str, tensors: Sequence[torch.Tensor]) -> Pair | None:
         return None
     first, second = operands
     if any(len(set(letters)) != len(letters) for letters in (first, second, output)):
-        return None
+        return None  # a repeated letter is a diagonal
     lead = [letter for letter in output if letter in first and letter in second]
     inner = [letter for letter in first if letter in second and letter not in output]
     rows = [letter for letter in output if letter in first and letter not in second]
@@ -55,7 +55,7 @@ def arranged(equation: str, tensors: Sequence[torch.Tensor]) -> Pair | None:
     if not lead or len(inner) != 1 or len(rows) != 1 or len(columns) != 1:
         return None
     if {*first, *second} != {*lead, *inner, *rows, *columns}:
-        return None
+        return None  # a letter of one operand that is not in the output is summed before the product
     left = tensors[0].permute([first.index(letter) for letter in (*lead, *rows, *inner)])
     right = tensors[1].permute([second.index(letter) for letter in (*lead, *inner, *columns)])
     product = [*lead, *rows, *columns]

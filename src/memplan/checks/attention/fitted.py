@@ -32,7 +32,6 @@ def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
     def fitted_call(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Call attention with heads padded to a multiple of 8, and key and value heads repeated for grouped queries."""
         if kwargs.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
             applied.add(REPEATING)
             key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
@@ -50,11 +49,10 @@ def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
     def half_call(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Call attention in float16 instead of bfloat16."""
         if query.dtype is not torch.bfloat16:
             return fitted_call(query, key, value, *args, **kwargs)
         applied.add(HALF)
-        args, kwargs = _torch.tree_map(_halved, (args, kwargs))  # a mask of the same type
+        args, kwargs = _torch.tree_map(_bfloat16_to_half, (args, kwargs))  # the mask has the dtype of the queries
         with torch.autocast(query.device.type, enabled=False):
             return fitted_call(query.half(), key.half(), value.half(), *args, **kwargs).to(torch.bfloat16)
 
@@ -62,5 +60,5 @@ def heads_fitted(*, half: bool = False) -> Iterator[set[str]]:
         yield applied
 
 
-def _halved(value: Any) -> Any:
+def _bfloat16_to_half(value: Any) -> Any:
     return value.half() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value

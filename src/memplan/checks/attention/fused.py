@@ -64,7 +64,7 @@ class Fusing:
             stack.enter_context(dispatch.overridden(self._kernels(), dispatch.AUTOGRAD_CPU))
             if self._weights:
                 call = F.multi_head_attention_forward
-                without = lambda *args, **kwargs: call(*args, **{**kwargs, "need_weights": False})  # noqa: E731
+                without = lambda *args, **kwargs: call(*args, **(kwargs | {"need_weights": False}))  # noqa: E731
                 stack.enter_context(_torch.patched(F, multi_head_attention_forward=without))
             try:
                 yield
@@ -72,19 +72,19 @@ class Fusing:
                 self._placeholders.clear()
 
     def without_matrices(self, trace: Trace) -> Trace | None:
-        """Return the recording with placeholders, and what is computed from them, at 0 bytes.
+        """Return the recorded step with its placeholders, and what is computed from them, at 0 bytes.
 
-        None if an op used them that a fused call cannot replace, or if no call was replaced.
+        None if no attention was replaced, not all of it, or if another op reads a placeholder.
         """
         if self._started != self._fused or self._unsupported or (self._score_sites and not self._started):
             return None
-        storages, ops = set[int](), set[int]()
+        storages, ops = set[int](), set[int]()  # placeholders and what is computed from them; the ops that do so
         for op in trace.ops:
-            summand = op.name.startswith(EMPTY) and site(trace, op) in self._summand_sites
-            placeholder = op.name == _PLACEHOLDER or summand
-            if placeholder or any(operand.storage in storages for operand in op.reads):
+            is_summand = op.name.startswith(EMPTY) and site(trace, op) in self._summand_sites
+            is_placeholder = op.name == _PLACEHOLDER or is_summand
+            if is_placeholder or any(operand.storage in storages for operand in op.reads):
                 name = base_name(op.name)
-                if not (placeholder or name in VIEWS or name in KEPT_SHAPE or name in SOFTMAX):
+                if not (is_placeholder or name in VIEWS or name in KEPT_SHAPE or name in SOFTMAX):
                     return None
                 ops.add(op.index)
                 storages.update(op.writes)
@@ -96,8 +96,10 @@ class Fusing:
     # -- the kernels
 
     def _kernels(self) -> dict[str, Kernel]:
-        """Return the Python kernels that override torch's, by op: products begin or end attention, the other ops note
-        what they do to a placeholder."""
+        """Return the Python kernels that override torch's, by the op's name.
+
+        Those of matrix products begin and end attention. The others act on the scores between the two products.
+        """
         kernels: dict[str, Kernel] = {
             "matmul": lambda a, b: self._product(_ATEN.matmul.default, a, b),
             "bmm": lambda a, b: self._product(_ATEN.bmm.default, a, b),
@@ -118,48 +120,52 @@ class Fusing:
         return kernels
 
     def _for_scores(self, op: Any, method: Callable[..., Any]) -> Kernel:
-        """Return a kernel that calls a method if an operand is a placeholder, and runs the op unchanged otherwise."""
+        """Return a kernel that calls ``method(scores, op, *args)`` if an operand is a placeholder of scores.
+
+        Otherwise the kernel runs the op unchanged, except for a scaling of queries or keys: it is left out.
+        """
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             pending = self._pending(*args)
             if pending is not None:
                 return method(pending, op, *args, **kwargs)
-            if method == self._scale and self._is_at(self._scaling_sites, _size(args[0])) and _size(args[1]) == 1:
+            scales_heads = method == self._scale and _size(args[1]) == 1
+            if scales_heads and self._is_at(self._scaling_sites, _size(args[0])):
                 return _ATEN.alias.default(args[0])  # the fused call scales by itself
             return dispatch.whole(op, *args, **kwargs)
 
         return kernel
 
     def _pending(self, *operands: Any) -> Pending | None:
-        """Return the scores that the first placeholder among operands stands for."""
-        if not self._placeholders:
-            return None
-        for operand in operands:
+        """Return the scores that the first placeholder among these operands stands for; None without a placeholder."""
+        for operand in operands if self._placeholders else ():
             if isinstance(operand, torch.Tensor):
-                entry = self._placeholders.get(_torch.storage_key(operand.untyped_storage()))
-                if entry is not None:
-                    return entry[1]
+                key = _torch.storage_key(operand.untyped_storage())
+                if key in self._placeholders:
+                    _, pending = self._placeholders[key]
+                    return pending
         return None
 
     def _register(self, pending: Pending, placeholder: torch.Tensor) -> torch.Tensor:
-        """Note that a tensor is a placeholder for these scores."""
+        """Remember that this tensor is a placeholder for these scores, and return it."""
         self._placeholders[_torch.storage_key(placeholder.untyped_storage())] = (placeholder, pending)
         return placeholder
 
     def _run_without_graph(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an op on a placeholder under no_grad, so that nothing of it is saved for backward; its result is a
-        placeholder, too."""
+        """Run an op on a placeholder under no_grad, so that autograd saves nothing; its result is a placeholder."""
         with torch.no_grad():
             return self._register(pending, dispatch.whole(op, *args, **kwargs))
 
     def _is_at(self, sites: set[tuple[str | None, int]], size: int) -> bool:
-        """Return whether the running line of user code, with a result of ``size`` elements, is one of the sites."""
-        if size not in self._sizes or self._calling or (_torch.in_backward() and not torch.is_grad_enabled()):
+        """Return whether the op that runs is at one of the sites: it has the ``file:line`` of one, and ``size``
+        elements in its result."""
+        in_derivative = _torch.in_backward() and not torch.is_grad_enabled()  # recomputed forward ops have grad enabled
+        if size not in self._sizes or self._calling or in_derivative:  # before the frame is looked for, which is slow
             return False
         return (format_frame(user_frame()), size) in sites
 
     def _start(self, left: torch.Tensor, right: torch.Tensor) -> tuple[Pending, torch.Tensor] | None:
-        """Return the scores and their placeholder, if this is a product of queries and keys to replace."""
+        """If ``left @ right`` is a product of queries and keys to replace, return its scores and their placeholder."""
         if left.dim() < 3 or right.dim() < 3:
             return None
         lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -173,7 +179,7 @@ class Fusing:
         return pending, self._register(pending, placeholder)
 
     def _fuse(self, pending: Pending, values: torch.Tensor) -> torch.Tensor:
-        """Run the fused call in place of the product with the values."""
+        """Return what the product of these probabilities with the values would give, by the fused call."""
         self._fused += 1
         self._unsupported |= pending.unsupported
         self._calling = True
@@ -190,13 +196,14 @@ class Fusing:
 
     def _product(self, op: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Kernel of matmul and bmm: the fused call for probabilities times values, a placeholder for queries times
-        keys."""
+        keys, and the unchanged op for other products."""
         pending = self._pending(left)
         if pending is not None and pending.normalized and not self._calling:
             return self._fuse(pending, right)
         started = self._start(left, right)
         if started is not None:
-            return started[1]
+            _, placeholder = started
+            return placeholder
         return dispatch.composite(op, left, right) if _torch.is_composite(op) else dispatch.whole(op, left, right)
 
     def _baddbmm(self, summand: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **kwargs: Any) -> Any:
@@ -219,11 +226,12 @@ class Fusing:
                     return pair.result(self._fuse(pending, pair.right))
             started = self._start(product.left, product.right)
             if started is not None:
-                return product.result(started[1])
+                _, placeholder = started
+                return product.result(placeholder)
         return dispatch.composite(_ATEN.einsum.default, equation, tensors, **kwargs)
 
     def _scale(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Kernel of products with the scores: the fused call can scale by a number, not by a tensor."""
+        """Kernel of products of the scores with a number; the fused call cannot scale by a tensor of more elements."""
         pending.unsupported |= _size(x) > 1 and _size(other) > 1
         return self._run_without_graph(pending, op, x, other)
 
@@ -236,20 +244,23 @@ class Fusing:
         return result
 
     def _masked_fill(self, pending: Pending, op: Any, x: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+        """Kernel of masked_fill on the scores: a mask of the scores to drop."""
         pending.add_mask("drop", mask, x.shape)
         return self._run_without_graph(pending, op, x, mask, value)
 
-    def _where(self, pending: Pending, op: Any, keep: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> Any:
-        result = self._run_without_graph(pending, op, keep, x, other)
-        pending.add_mask("keep" if self._pending(x) is pending else "drop", keep, result.shape)
+    def _where(self, pending: Pending, op: Any, condition: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> Any:
+        """Kernel of ``where(condition, x, other)``, of which ``x`` or ``other`` are the scores: a mask."""
+        result = self._run_without_graph(pending, op, condition, x, other)
+        pending.add_mask("keep" if self._pending(x) is pending else "drop", condition, result.shape)
         return result
 
     def _pass_through(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Kernel of softmax, casts and copies of the scores: notes that the softmax has run."""
+        """Kernel of softmax, casts and copies of the scores."""
         pending.normalized |= op is _ATEN._softmax.default
         return self._run_without_graph(pending, op, *args, **kwargs)
 
     def _native_dropout(self, pending: Pending, op: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:
+        """Kernel of dropout on a card: on probabilities it becomes an argument of the fused call."""
         pending.dropout = max(pending.dropout, p)
         with torch.no_grad():
             result, mask = dispatch.whole(op, x, p, train)
@@ -265,9 +276,11 @@ class Fusing:
 
 
 def _size(value: Any) -> int:
+    """Return the elements of a tensor; 1 for a number."""
     return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
 def _overload(name: str) -> Any:
+    """Return the aten op of a name such as ``add.Tensor`` or ``clone``."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(_ATEN, packet), overload or "default")

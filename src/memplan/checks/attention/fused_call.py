@@ -28,8 +28,9 @@ class Pending:
     """Whether an op was applied that no fused call does."""
 
     def add_mask(self, kind: Literal["add", "keep", "drop"], mask: torch.Tensor, shape: Sequence[int]) -> None:
-        """Note a mask: a summand, or bools of the scores to keep or to drop. ``shape`` is what the scores had then."""
-        self.unsupported |= self.normalized
+        """Append a mask: a summand, or bools of the scores to keep or to drop. ``shape`` is that of the scores when the
+        mask is applied."""
+        self.unsupported |= self.normalized  # a fused call masks before the softmax
         self.masks.append((kind, mask, tuple(shape)))
 
     def release(self) -> None:
@@ -89,16 +90,19 @@ def _as_4d(tensor: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
 def _mask_as_4d(mask: torch.Tensor, shape: tuple[int, ...], scores: tuple[int, ...]) -> torch.Tensor:
     """Return a mask that broadcasts against (batch, heads, queries, keys).
 
-    ``shape`` is what the scores had when the mask was applied, ``scores`` what they had when computed.
+    Args:
+        mask: broadcasts against ``shape``.
+        shape: of the scores when the mask was applied, after views.
+        scores: shape of the scores when they were computed: (..., heads, queries, keys).
     """
-    lead = (1, *scores[:1]) if len(scores) == 3 else (math.prod(scores[:-3]), scores[-3])
     if shape != scores or len(scores) > 4:
-        return mask.expand(shape).reshape(*lead, *scores[-2:])
+        batch, heads = math.prod(scores[:-3]), scores[-3]  # the product of no sizes is 1
+        return mask.expand(shape).reshape(batch, heads, *scores[-2:])
     return mask if mask.dim() == 2 else mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
 
 
 def _combined(masks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return a single mask for masks that are summands or bools of what to keep; None for none."""
+    """Return a single mask for several; None for none. Masks are summands of the scores, or bools of scores to keep."""
     combined: torch.Tensor | None = None
     for mask in masks:
         if combined is None:

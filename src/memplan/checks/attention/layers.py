@@ -19,13 +19,13 @@ from memplan.trace.trace import Trace
 _OP = "_native_multi_head_attention"
 
 
-def weights_for_nothing(subject: Subject, check: str) -> list[Finding]:
-    """Return at most one finding, with the ID of a check, for layers whose attention weights nothing reads."""
-    trace, remaker = subject.trace, subject.remaker
+def weights_for_nothing(subject: Subject, check_id: str) -> list[Finding]:
+    """Return at most one finding of this check: layers return attention weights that nothing reads."""
+    trace, recorder = subject.trace, subject.recorder
     ops = list(_ops_with_unread_weights(trace))
-    if not ops or remaker is None:
+    if not ops or recorder is None:
         return []
-    mended = remaker.record(around=_without_weights())
+    mended = recorder.record(around=_without_weights())
     size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else 0
     if not matters(trace, size):
         return []
@@ -37,10 +37,11 @@ def weights_for_nothing(subject: Subject, check: str) -> list[Finding]:
     rows = [{"layer": op.layer, "where": op.where, "bytes": trace.storages[op.writes[1]].bytes} for op in ops]
     advice = "Call the layer with need_weights=False"
     details = {"kind": "unread weights", "sizes": [list(shape) for shape in shapes], "layers": rows}
-    return [Finding(check, "warning", ops[0].layer, ops[0].where, size, message, (advice,), details)]
+    return [Finding(check_id, "warning", ops[0].layer, ops[0].where, size, message, (advice,), details)]
 
 
 def _ops_with_unread_weights(trace: Trace) -> Iterator[Op]:
+    """Yield the first step's fused attention ops whose second result, the weights, is neither read nor returned."""
     read = {operand.storage for op in trace.ops for operand in op.reads}
     read |= {view.storage for returned in trace.returned for view in returned.tensors}
     for op in trace.ops:

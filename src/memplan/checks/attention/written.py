@@ -87,7 +87,10 @@ class _Search:
                 yield attention
 
     def _scores_of(self, softmax: Op, size: int) -> Op | None:
-        """Return the product whose result a softmax reads, directly or after scales and masks."""
+        """Return the product whose result a softmax reads, directly or after scales and masks.
+
+        All results on the way have as many elements as that of the softmax: ``size``.
+        """
         op = softmax
         for _ in range(12):  # more scales, masks and casts than any attention has
             inputs = [self._trace.storages[operand.storage] for operand in op.reads]
@@ -104,8 +107,12 @@ class _Search:
         return None
 
     def _attention(self, scores: Op, softmax: Op) -> Attention | None:
-        """Return the attention from these scores to the product with the values; None if there is no such product."""
-        matrices, queue = dict.fromkeys(scores.writes), [*scores.writes]
+        """Return the attention from these scores to the product with the values; None if there is no such product.
+
+        Goes forward over the ops that read the scores, or what views, scales, masks, dropout and softmax make of them.
+        """
+        matrices = dict.fromkeys(scores.writes)  # storages, as an ordered set
+        queue = [*scores.writes]
         seen: set[int] = set()
         other_readers, has_values, dropped = list[Op](), False, False
         while queue:
@@ -114,10 +121,11 @@ class _Search:
                     continue
                 seen.add(op.index)
                 name = base_name(op.name)
-                if name in PRODUCTS and op.index > softmax.index and op.reads[-2].storage in matrices:
+                after_softmax = op.index > softmax.index
+                if name in PRODUCTS and after_softmax and op.reads[-2].storage in matrices:
                     has_values = True
                 elif name in VIEWS or name in KEPT_SHAPE or name in SOFTMAX:
-                    dropped = dropped or (name in ("native_dropout", "bernoulli") and op.index > softmax.index)
+                    dropped |= after_softmax and name in ("native_dropout", "bernoulli")
                     new = [storage for storage in op.writes if storage not in matrices]
                     matrices |= dict.fromkeys(new)
                     queue += new
@@ -146,7 +154,7 @@ class _Search:
         """Yield the ops that multiply queries or keys by a number, if only this product reads their results."""
         for operand in scores.reads[-2:]:
             storage = self._trace.storages[operand.storage]
-            while storage.op is not None:
+            while storage.op is not None:  # back over clones
                 maker = self._trace.ops[storage.op]
                 readers = {op.index for op in self._readers.get(storage.id, ()) if base_name(op.name) not in VIEWS}
                 tensors = [self._trace.storages[read.storage] for read in maker.reads]

@@ -11,16 +11,17 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
-from memplan.checks.borders.border_fix import Padding, padded, same_padding
+from memplan.checks.borders.border_fix import Padding, needs_uneven_padding, padded, same_padding
 from memplan.checks.borders.mirror import Mirror, Mirrored, mirrored
 from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.walk import Followed, Output, follow
 from memplan.checks.finding import Subject, number
-from memplan.checks.mended.changed_step import ChangeError, NotRecorded, Remaker
+from memplan.checks.mended.changed_step import Change, ChangeError, NotRecorded, StepRecorder
 from memplan.checks.mended.savings import peak_of
 from memplan.checks.op_names import base_name
 from memplan.checks.rerun.aligned import replayed_with
 from memplan.planning.plan.plan import Plan
+from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
 
@@ -43,17 +44,22 @@ def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence
     The model is padded and its step recorded. If there is no model, or it does not run with padding, the ops of the
     trace are replayed with padding, which gives the same bytes, but no plan.
     """
-    remaker = subject.remaker
-    if remaker is None:
+    recorder = subject.recorder
+    if recorder is None:
         return _costs_by_replay(subject.trace, layers, None)
-    cost = _costs_by_recording(subject.trace, remaker, layers)
+    cost = _costs_by_recording(subject.trace, recorder, layers)
     if isinstance(cost, NotRecorded):
         cost = _costs_by_replay(subject.trace, layers, cost)
     mirror = mirrored(subject.trace, output, followed)
-    return cost if mirror is None else _with_mirror(cost, remaker, mirror)
+    return cost if mirror is None else _with_mirror(cost, recorder, mirror)
 
 
-def _with_mirror(cost: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
+def _without_loss(recorder: StepRecorder) -> StepOptions:
+    """Return the options of the step without its loss, whose targets do not fit a padded model's larger output."""
+    return replace(recorder.options, loss=None, targets=())
+
+
+def _with_mirror(cost: Costs, recorder: StepRecorder, mirror: Mirror) -> Costs:
     """Add the peak with a mirror-padded input, from a recording of the wrapped model."""
     wrapped: list[Mirrored] = []
 
@@ -61,37 +67,39 @@ def _with_mirror(cost: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
         wrapped[:] = [Mirrored(model, mirror)]
         return wrapped[0]
 
-    trace = remaker.record(wrap=wrap)
+    trace = recorder.record(wrap=wrap)
     peak = None if isinstance(trace, NotRecorded) else peak_of(trace)
-    if isinstance(trace, NotRecorded):  # targets have the size of the smaller output: record the model without a loss
-        trace = remaker.record(wrap=wrap, options=replace(remaker.options, loss=None, targets=()))
+    if isinstance(trace, NotRecorded):
+        trace = recorder.record(wrap=wrap, options=_without_loss(recorder))
     if isinstance(trace, NotRecorded) or not wrapped:
         return cost
-    returned = [call for call in trace.returned if call.tensors][-1:]
-    first = next((number for number, crop in enumerate(mirror.crops) if crop is not None), 0)
-    sizes = [list(view.shape[-len(mirror.pads) :]) for call in returned for view in call.tensors]
+    output_shape = None
+    returned = [call.tensors for call in trace.returned if call.tensors]
+    if returned:
+        first_cropped = next((position for position, crop in enumerate(mirror.crops) if crop is not None), 0)
+        output_shape = list(returned[-1][first_cropped].shape[-len(mirror.pads) :])
     details = {
         **cost.details, "mirror_pad": [list(pair) for pair in mirror.pads], "mirrored_peak": peak,
         "mirror_crops": [crop and [list(pair) for pair in crop] for crop in mirror.crops],
-        "mirror_reflects": mirror.reflects, "mirrored_output": sizes[first] if sizes else None,
+        "mirror_reflects": mirror.reflects, "mirrored_output": output_shape,
         "mirror_returns": wrapped[0].kind, "mirror_names": list(wrapped[0].names),
         "mirror_given": list(wrapped[0].padded),
     }  # fmt: skip
     return replace(cost, mirrored=peak, details=details)
 
 
-def _costs_by_recording(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | NotRecorded:
+def _costs_by_recording(trace: Trace, recorder: StepRecorder, layers: Sequence[str]) -> Costs | NotRecorded:
     """Return the cost from a recording of the padded model, or why it cannot be recorded."""
     padding = Padding()
     change = padded(layers, padding)
-    mended = remaker.record(change)
+    mended = recorder.record(change)
     before, remark = peak_of(trace), ""
     unpadded = [layer for layer in layers if layer not in padding.changes and _has_kernel(trace, layer)]
     if unpadded:
         return NotRecorded(f"{unpadded[0] or 'the step'} calls a function, and no module has the padding")
-    if isinstance(mended, NotRecorded):  # targets have the size of the smaller output: record the model without a loss
-        without_loss = replace(remaker.options, loss=None, targets=())
-        plain, mended_plain = remaker.record(options=without_loss), remaker.record(change, options=without_loss)
+    if isinstance(mended, NotRecorded):
+        options = _without_loss(recorder)
+        plain, mended_plain = recorder.record(options=options), recorder.record(change, options=options)
         if isinstance(plain, NotRecorded) or isinstance(mended_plain, NotRecorded):
             return mended
         before, mended = peak_of(plain), mended_plain
@@ -102,23 +110,36 @@ def _costs_by_recording(trace: Trace, remaker: Remaker, layers: Sequence[str]) -
     if output is not None:
         details["padded_output"] = [size for size, _ in output.spatial]
         details["padded_lost"] = [[number(max(Fraction(0), s)) for s in f.lost(size)] for size, f in output.spatial]
-    text, planned = _more(before, after) + remark, remaker.planned(change, before) if after > before else None
+    text, plan_details = _plan_within(recorder, change, before, after)
+    return Costs(_more(before, after) + remark + text, after - before, details=details | plan_details)
+
+
+def _plan_within(recorder: StepRecorder, change: Change, budget: int, peak: int) -> tuple[str, dict[str, Any]]:
+    """Return what an exact plan of the changed step within a budget costs, as the end of a sentence and as details.
+
+    ``peak`` is that of the changed step without a plan. Empty if it is within the budget, or if no plan lowers it.
+    """
+    planned = recorder.planned(change, budget) if peak > budget else None
     if isinstance(planned, Plan):
         share = f" ({100 * planned.seconds / planned.step_seconds:.1f} % of the step)" if planned.step_seconds else ""
-        text += f", or none with a plan that adds an estimated {format_seconds(planned.seconds)}{share}, bit for bit "
-        text += "the same result"
-        details["plan_seconds"], details["plan_peak"] = planned.seconds, planned.peak
-    elif planned is not None and planned < after:
-        text += f", of which an exact plan takes back {format_bytes(after - planned)}: {format_bytes(planned)} is the "
-        text += "least that the padded step can be planned for"
-        details["plan_smallest_budget"] = planned
-    return Costs(text, after - before, details=details)
+        text = (
+            f", or none with a plan that adds an estimated {format_seconds(planned.seconds)}{share}, bit for bit "
+            "the same result"
+        )
+        return text, {"plan_seconds": planned.seconds, "plan_peak": planned.peak}
+    if planned is not None and planned < peak:
+        text = (
+            f", of which an exact plan takes back {format_bytes(peak - planned)}: {format_bytes(planned)} is the "
+            "least that the padded step can be planned for"
+        )
+        return text, {"plan_smallest_budget": planned}
+    return "", {}
 
 
 def _has_kernel(trace: Trace, layer: str) -> bool:
     """Return whether a layer itself runs a convolution or a pool."""
-    ops = trace.ops
-    return any(ops[f.op].layer == layer and kernel_of(base_name(ops[f.op].name), f) is not None for f in trace.forms)
+    forms = [form for form in trace.forms if trace.ops[form.op].layer == layer]
+    return any(kernel_of(base_name(trace.ops[form.op].name), form) is not None for form in forms)
 
 
 def _more(before: int, after: int) -> str:
@@ -142,7 +163,7 @@ def _costs_by_replay(trace: Trace, layers: Sequence[str], failure: NotRecorded |
 
 
 def _paddings(trace: Trace, layers: Sequence[str]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Return the padding arguments that keep the border, by the index of the op.
+    """Map the index of each convolution or pool of these layers to ``{"padding": ...}``, which keeps the border.
 
     Raises:
         ChangeError: the layers have no convolution or pool, or one side would need more padding than the other.
@@ -154,11 +175,12 @@ def _paddings(trace: Trace, layers: Sequence[str]) -> dict[int, dict[str, tuple[
         if window is None or op.layer not in layers:
             continue
         kernel, stride, _, dilation = window
-        if any((k - 1) * d % 2 and s == 1 for k, s, d in zip(kernel, stride, dilation, strict=True)):
+        if needs_uneven_padding(kernel, stride, dilation):
             raise ChangeError(f"{op.layer} has a kernel of even size, which needs more padding on one side")
-        amounts = tuple(map(same_padding, kernel, stride, dilation))
-        pool = form.read("weight") is None
-        paddings[op.index] = {"padding": tuple(map(min, amounts, (k // 2 for k in kernel))) if pool else amounts}
+        padding = tuple(map(same_padding, kernel, stride, dilation))
+        if form.read("weight") is None:  # torch refuses to pad a pool by more than half its kernel
+            padding = tuple(min(amount, size // 2) for amount, size in zip(padding, kernel, strict=True))
+        paddings[op.index] = {"padding": padding}
     if not paddings:
         raise ChangeError("no convolution and no pool among the layers")
     return paddings

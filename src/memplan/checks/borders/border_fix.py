@@ -31,6 +31,12 @@ def same_padding(kernel: int, stride: int, dilation: int) -> int:
     return math.ceil(max(0, (kernel - 1) * dilation - (stride - 1)) / 2)
 
 
+def needs_uneven_padding(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> bool:
+    """Return whether a kernel of stride 1 covers an even number of pixels in a dimension: then padding that keeps the
+    input's size is larger on one side."""
+    return any((k - 1) * d % 2 and s == 1 for k, s, d in zip(kernel, stride, dilation, strict=True))
+
+
 def padded(layers: Sequence[str], applied: Padding) -> Change:
     """Return a change that pads the convolutions and pools among these layers and enters the padding in ``applied``."""
 
@@ -47,29 +53,29 @@ def padded(layers: Sequence[str], applied: Padding) -> Change:
 
 
 def _pad(module: nn.Module) -> list[int] | str:
-    """Set the padding that keeps the border on a convolution or pool and return it; "same" for even kernels, which need
-    more on one side."""
+    """Set the padding that keeps the border on a convolution or pool and return it, by dimension or as "same".
+
+    Convolutions with kernels of even size have "same": they need more padding on one side.
+    """
     count = int(type(module).__name__[-2])  # ...1d, 2d, 3d
     kernel, stride, dilation = (
-        _each(getattr(module, name, 1), count) for name in ("kernel_size", "stride", "dilation")
+        _per_dimension(getattr(module, name, 1), count) for name in ("kernel_size", "stride", "dilation")
     )
-    uneven = any((k - 1) * d % 2 and s == 1 for k, s, d in zip(kernel, stride, dilation, strict=True))
-    if isinstance(module, _CONVOLUTIONS):
-        if uneven and set(stride) == {1}:
-            module.padding = "same"
-            total = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
-            sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
-        else:
-            padding = tuple(map(same_padding, kernel, stride, dilation))
-            module.padding = padding
-            sides = [side for amount in reversed(padding) for side in (amount, amount)]
-        if module.padding_mode != "zeros":
-            module._reversed_padding_repeated_twice = sides  # the layer derives it from its padding when created
-        return module.padding if isinstance(module.padding, str) else list(module.padding)
-    padding = tuple(min(same_padding(k, s, d), k // 2) for k, s, d in zip(kernel, stride, dilation, strict=True))
-    setattr(module, "padding", padding)  # noqa: B010  # the classes of pools declare it with different types
-    return list(padding)
+    padding = tuple(map(same_padding, kernel, stride, dilation))
+    if not isinstance(module, _CONVOLUTIONS):
+        padding = tuple(min(amount, size // 2) for amount, size in zip(padding, kernel, strict=True))  # torch's limit
+        setattr(module, "padding", padding)  # noqa: B010  # the classes of pools declare it with different types
+        return list(padding)
+    same = needs_uneven_padding(kernel, stride, dilation) and set(stride) == {1}
+    module.padding = "same" if same else padding
+    if module.padding_mode != "zeros":
+        # the layer computes it when it is created: before and after the last dimension, then the one before, ...
+        totals = [(k - 1) * d if same else 2 * amount for k, d, amount in zip(kernel, dilation, padding, strict=True)]
+        sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+        module._reversed_padding_repeated_twice = sides
+    return "same" if same else list(padding)
 
 
-def _each(value: object, count: int) -> tuple[int, ...]:
+def _per_dimension(value: object, count: int) -> tuple[int, ...]:
+    """Return an argument such as ``kernel_size``, a number or a number for each dimension, as ``count`` numbers."""
     return tuple(value) if isinstance(value, (tuple, list)) else (int(value),) * count  # pyright: ignore[reportArgumentType]  # a whole number

@@ -38,27 +38,28 @@ class Mirror:
 
 
 def mirrored(trace: Trace, output: Output, followed: Followed) -> Mirror | None:
-    """Return how to pad the input for an output of a model.
+    """Return how to mirror-pad a model's input so that an output (and others of the same call) covers it whole.
 
     The padding is a multiple of the largest stride inside, so that every pixel keeps its place in the grid of each
-    stride. None if outputs have no place on the input's pixels: a flip, or a path on which positions are lost.
+    stride. None if outputs have no place on the input's pixels: after a flip, or where positions cannot be traced.
     """
     spatial = output.spatial
     if followed.sources[spatial[0][1].source].op is not None or output in followed.last_traced.values():
         return None
-    largest_strides = [_largest_stride(followed, field.source) for _, field in spatial]
     returned = _outputs_of_same_call(trace, output, followed)
     of_image = [other for other in returned if other is not None and _sources(other) == _sources(output)]
     if any(field.stride(size) <= 0 for other in of_image for size, field in other.spatial):
-        return None
+        return None  # flipped
     pads: list[tuple[int, int]] = []
-    for dim, multiple in enumerate(largest_strides):
+    for dim, source in enumerate(_sources(output)):
+        multiple = _largest_stride(followed, source)
         lost = [field.lost(size) for size, field in (other.spatial[dim] for other in of_image)]
-        before, after = (max(0, max(math.ceil(sides[end] / multiple) for sides in lost)) * multiple for end in (0, 1))
-        pads.append((before, after))
+        before, after = (max(0, *sides) for sides in zip(*lost, strict=True))
+        pads.append((math.ceil(before / multiple) * multiple, math.ceil(after / multiple) * multiple))
     crops = tuple(_crop(other, pads) if other in of_image else None for other in returned)
-    reflects = all(max(pair) < field.extent for pair, (_, field) in zip(pads, spatial, strict=True))
-    return Mirror(tuple(pads), tuple(field.extent for _, field in spatial), crops, reflects)
+    size = tuple(field.extent for _, field in spatial)
+    reflects = all(max(pair) < extent for pair, extent in zip(pads, size, strict=True))  # as torch's "reflect" requires
+    return Mirror(tuple(pads), size, crops, reflects)
 
 
 def _outputs_of_same_call(trace: Trace, output: Output, followed: Followed) -> list[Output | None]:
@@ -73,15 +74,20 @@ def _outputs_of_same_call(trace: Trace, output: Output, followed: Followed) -> l
 
 
 def _sources(output: Output) -> list[int]:
+    """Return the numbers of the input's dimensions that the output's spatial dimensions see."""
     return [field.source for _, field in output.spatial]
 
 
 def _crop(output: Output, pads: list[tuple[int, int]]) -> Crop:
-    """Return the positions of an output that cover the image itself, without the padding."""
+    """Return the positions of an output that cover the image itself, without the padding.
+
+    ``pads`` are the pixels before and after each spatial dimension.
+    """
     crop: list[tuple[int, int]] = []
-    for (before, _), (size, field) in zip(pads, output.spatial, strict=True):
-        stride = field.stride(size)
-        crop.append((max(0, math.floor((before - field.lost(size)[0]) / stride)), math.ceil(field.extent / stride)))
+    for (pad_before, _), (size, field) in zip(pads, output.spatial, strict=True):
+        stride, (lost_before, _) = field.stride(size), field.lost(size)
+        first = max(0, math.floor((pad_before - lost_before) / stride))
+        crop.append((first, math.ceil(field.extent / stride)))
     return tuple(crop)
 
 
@@ -126,7 +132,7 @@ class Mirrored(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model with padded images, and crop its outputs."""
-        arguments = {**{str(number): value for number, value in enumerate(inputs)}, **named}
+        arguments = {**{str(position): value for position, value in enumerate(inputs)}, **named}
         self.padded = tuple(name for name, value in arguments.items() if any(map(self._is_image, _tensors(value))))
         inputs = tuple(_map_tensors(value, self._pad) for value in inputs)
         output = self.model(*inputs, **{name: _map_tensors(value, self._pad) for name, value in named.items()})
@@ -135,6 +141,7 @@ class Mirrored(nn.Module):
         return _map_tensors(output, lambda tensor: _cropped(tensor, next(crops, None)))
 
     def _is_image(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is floating-point with the image's size in its last dimensions."""
         count = len(self.mirror.size)
         return tensor.is_floating_point() and tensor.dim() > count and tensor.shape[-count:] == self.mirror.size
 
@@ -146,18 +153,24 @@ class Mirrored(nn.Module):
 
 
 def _kind_and_keys(output: Any) -> tuple[Kind, tuple[str, ...]]:
-    """Return the type of an output and the keys of its tensors as Python source; "other" if tensors are nested
-    deeper."""
+    """Return the type of an output and the keys of its tensors as Python source (``'0'``, ``"'logits'"``).
+
+    The type is "other" if tensors are nested deeper, or in a container of another class.
+    """
+    if isinstance(output, torch.Tensor):
+        return "tensor", ()
     kinds: dict[type, Kind] = {tuple: "tuple", list: "list", dict: "dict"}
-    if isinstance(output, torch.Tensor) or type(output) not in kinds:
-        return ("tensor" if isinstance(output, torch.Tensor) else "other"), ()
+    kind = kinds.get(type(output))
+    if kind is None:
+        return "other", ()
     items = output.items() if isinstance(output, dict) else enumerate(output)
-    tensors = [name for name, value in items if isinstance(value, torch.Tensor)]
-    flat = len(tensors) == len(_tensors(output)) and all(isinstance(name, (str, int)) for name in tensors)
-    return (kinds[type(output)] if flat else "other"), tuple(map(repr, tensors))
+    keys = [key for key, value in items if isinstance(value, torch.Tensor)]
+    flat = len(keys) == len(_tensors(output)) and all(isinstance(key, (str, int)) for key in keys)
+    return kind if flat else "other", tuple(map(repr, keys))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples, mappings and dataclasses."""
     tensors: list[torch.Tensor] = []
     _map_tensors(value, lambda tensor: tensors.append(tensor) or tensor)
     return tensors

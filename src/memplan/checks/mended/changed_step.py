@@ -43,7 +43,7 @@ class NotRecorded:
 
 
 @dataclass(frozen=True)
-class Remaker:
+class StepRecorder:
     """The arguments of `memplan.check`, to record and plan their step again with a change."""
 
     what: Any
