@@ -19,28 +19,29 @@ def find(subject: Subject) -> list[Finding]:
         return []
     with _torch.sharded_views_observed() as views:
         trace = recorder.record()
-    changed = {id(module): module for view in views if view.is_changed for module in view.modules[:1]}
-    if not isinstance(trace, Trace) or not changed:
+    modules = {view.modules[0] for view in views if view.is_changed and view.modules}
+    if not isinstance(trace, Trace) or not modules:
         return []
     op = _changing_op(subject.trace)
-    kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in changed.values()})
+    kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in modules})
     message = (
-        f"{len(changed)} modules wrapped by fully_shard ({', '.join(kinds)}) return a view that an op changes in "
+        f"{len(modules)} modules wrapped by fully_shard ({', '.join(kinds)}) return a view that an op changes in "
         "place: autograd then drops the hook that gathers their weights for the backward pass, which fails "
         "(setStorage: ... out of bounds for storage of size 0) or gives wrong gradients"
     )
     advice = "Write y = y + x instead of y += x, or let the module return y.clone()"
-    details = {"modules": len(changed), "classes": kinds}
+    details = {"modules": len(modules), "classes": kinds}
     layer, where = ("", None) if op is None else (op.layer, op.where)
     return [Finding(ID, "warning", layer, where, 0, message, (advice,), details)]
 
 
 def _changing_op(trace: Trace) -> Op | None:
-    """Return the first op of a forward pass that changes in place what a module within its own computed."""
+    """Return the first in-place op of a forward pass on a tensor that a submodule of the op's module computed."""
     roots = {"", *(layer.kind for layer in trace.layers)}  # a root is named by its class
     for op in trace.ops:
-        in_place = op.phase == "forward" and op.name.split(".")[1].endswith("_")
-        for number in op.writes if in_place else ():
+        if op.phase != "forward" or not op.name.split(".")[1].endswith("_"):
+            continue
+        for number in op.writes:
             creator = trace.storages[number].op
             inner = "" if creator is None else trace.ops[creator].layer
             if inner not in roots and (op.layer in roots or inner.startswith(f"{op.layer}.")):

@@ -12,7 +12,7 @@ from memplan.checks.finding import SEVERITIES, Check, Finding, Subject
 from memplan.checks.ignores import Ignore, not_ignored, parse_ignore
 from memplan.checks.mended.changed_step import StepRecorder
 from memplan.checks.registry import CHECKS, COST_MORE_THAN_BYTES, IDS
-from memplan.devices import find
+from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.trace.naming.step_parts import Loss, Optimizer
@@ -77,7 +77,11 @@ def check(
 
 
 def record_again(recorder: StepRecorder) -> Trace:
-    """Return the trace of the step as described, without a change."""
+    """Return the trace of the recorder's step, without a change.
+
+    Raises:
+        StepError, DataDependentError: the step cannot be recorded.
+    """
     on_card = recorder.target.card is not None
     return record_for(build_of(recorder.what, recorder.options, on_card=on_card), recorder.target)
 
@@ -98,19 +102,19 @@ def check_trace(
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")
-    card = None
-    if recorder is not None:
-        card = recorder.target.card
-    elif trace.device != HOST:
-        try:
-            card = find(trace.device)
-        except DeviceError:
-            card = None
-    subject = Subject(trace, card, recorder, context)
+    subject = Subject(trace, _card_of(trace) if recorder is None else recorder.target.card, recorder, context)
     findings = [finding for check in CHECKS for finding in _findings_of(check, subject)]
     created_at = {layer.name: layer.made for layer in trace.layers}
     shown = _merged(map(_with_severity, not_ignored(findings, ignores, created_at)))
     return sorted(shown, key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
+
+
+def _card_of(trace: Trace) -> Device | None:
+    """Return the card in the catalogue that a trace names; None for the CPU or an unknown card."""
+    try:
+        return None if trace.device == HOST else find(trace.device)
+    except DeviceError:
+        return None
 
 
 def _findings_of(check: Check, subject: Subject) -> list[Finding]:
@@ -133,16 +137,18 @@ def _findings_of(check: Check, subject: Subject) -> list[Finding]:
 
 
 def _with_severity(finding: Finding) -> Finding:
-    """Return a finding that costs no bytes as "info", unless its check is about other costs."""
+    """Return the finding, as "info" if it costs no bytes and its check is not about other costs."""
     costs = finding.bytes > 0 or finding.id in COST_MORE_THAN_BYTES
     return finding if costs else replace(finding, severity="info")
 
 
 def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings; findings of the same kind that cost no bytes become a single finding about their layers."""
+    """Merge the findings of a kind that cost no bytes into a single finding about their layers; others stay as they
+    are."""
     groups: dict[Any, list[Finding]] = {}
-    for number, finding in enumerate(findings):
-        key = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else number
+    for position, finding in enumerate(findings):
+        # a finding that costs bytes is a group of its own
+        key = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else position
         groups.setdefault(key, []).append(finding)
     merged: list[Finding] = []
     for first, *others in groups.values():

@@ -9,13 +9,13 @@ from memplan.trace.trace import Trace
 
 
 def observed(subject: Subject) -> list[_torch.DataParallelUse]:
-    """Record the step again and return how it uses each `DistributedDataParallel`; [] if it has none.
+    """Record the step again and return how it uses each `DistributedDataParallel`.
 
-    A step without ranks that reduce in their backward passes is not recorded again.
+    [] without such a module. A step whose backward passes reduce nothing across ranks is not recorded again.
     """
     recorder = subject.recorder
-    reduces = any(op.phase == "backward" and "allreduce" in op.name for op in subject.trace.ops)
-    if recorder is None or not subject.trace.groups or not reduces:
+    all_reduces = any(op.phase == "backward" and "allreduce" in op.name for op in subject.trace.ops)
+    if recorder is None or not subject.trace.groups or not all_reduces:
         return []
     with _torch.data_parallel_observed(lambda: format_frame(user_frame())) as uses:
         trace = recorder.record()

@@ -11,7 +11,7 @@ from memplan._bytes import format_bytes
 from memplan._torch import dispatch
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.savings import matters, peak_of, rows_of
-from memplan.trace.records import View
+from memplan.trace.records import Storage, View
 from memplan.trace.trace import Trace
 
 ID = "expanded-cast"
@@ -25,12 +25,12 @@ _TO_COPY = _ATEN._to_copy.default
 def find(subject: Subject) -> list[Finding]:
     """Return at most one finding, about all casts of expanded tensors in a step."""
     trace, recorder = subject.trace, subject.recorder
-    results = [
-        trace.storages[op.writes[0]]
-        for form in trace.forms
-        if (op := trace.ops[form.op]).name == _CAST and form.reads and _is_expanded(form.reads[0][1])
-        and op.writes and trace.storages[op.writes[0]].op == op.index
-    ]  # fmt: skip
+    results: list[Storage] = []
+    for form in trace.forms:
+        op = trace.ops[form.op]
+        if op.name == _CAST and op.writes and form.reads and _is_expanded(form.reads[0][1]):
+            result = trace.storages[op.writes[0]]
+            results += [result] * (result.op == op.index)  # a cast to the same dtype may return its operand
     if not results or recorder is None:
         return []
     mended = recorder.record(around=_cast_first())
@@ -49,17 +49,19 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _is_expanded(view: View) -> bool:
+    """Return whether a tensor repeats its elements along a dimension, by a stride of 0."""
     return any(stride == 0 and size > 1 for size, stride in zip(view.shape, view.strides, strict=True))
 
 
 class _CastFirst(torch.autograd.Function):
-    """Cast the elements in memory, then expand; the gradient is summed before it is cast back.
+    """Casts the elements that an expanded tensor has in memory, then expands the result.
 
-    Only the sizes of gradients are right: the sum is expanded again, as the gradient of every copy.
+    For recordings on fake tensors: gradients have the right sizes, but not the right values.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, expanded_dims: list[int], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Cast ``x`` by ``_to_copy(x, **kwargs)``. ``expanded_dims`` are its dimensions of stride 0."""
         ctx.expanded_dims, ctx.dtype, ctx.shape = expanded_dims, x.dtype, x.shape
         for dim in expanded_dims:
             x = x.narrow(dim, 0, 1)
@@ -67,6 +69,7 @@ class _CastFirst(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Sum the gradient over the copies before it is cast back. The sum becomes the gradient of every copy."""
         summed = gradients[0].sum(ctx.expanded_dims, keepdim=True).to(ctx.dtype)
         return summed.expand(ctx.shape), None, None
 

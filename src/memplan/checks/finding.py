@@ -67,18 +67,24 @@ class Findings(Saved):
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return the plain data of a JSON file once ``details["layers"]`` of each finding is checked.
+
+        Raises:
+            Unreadable: a row lacks a column that reports show, or its value has another type.
+        """
         findings = plain.get("findings")
-        for at, finding in enumerate(findings if isinstance(findings, list) else []):
+        for position, finding in enumerate(findings if isinstance(findings, list) else []):
             details = finding.get("details") if isinstance(finding, dict) else None
-            layers = details.get("layers", []) if isinstance(details, dict) else []
-            place = f".findings[{at}].details.layers"
-            read_part(tuple[Mapping[str, Any], ...], layers, place)
-            columns = {name for row in layers for name in row} | {"layer", "where"}
-            for number, row in enumerate(layers):
-                for name in (name for name in _ROW if name in columns):
+            rows = details.get("layers", []) if isinstance(details, dict) else []
+            path = f".findings[{position}].details.layers"
+            read_part(tuple[Mapping[str, Any], ...], rows, path)
+            columns = {name for row in rows for name in row} | {"layer", "where"}
+            shown = [name for name in _ROW if name in columns]
+            for number, row in enumerate(rows):
+                for name in shown:
                     if name not in row:
-                        raise Unreadable(f"lacks {name!r}").within(f"{place}[{number}]")
-                    read_part(_ROW[name], row[name], f"{place}[{number}].{name}")
+                        raise Unreadable(f"lacks {name!r}").within(f"{path}[{number}]")
+                    read_part(_ROW[name], row[name], f"{path}[{number}].{name}")
         return plain
 
 

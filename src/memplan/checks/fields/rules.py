@@ -5,36 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from typing import Any, NamedTuple
 
-from memplan.checks.fields.op_call import Call, Rule, fields_after_kernel, option_at, shifted
+from memplan.checks.fields.op_call import Call, Rule, option_at, shifted
 from memplan.checks.fields.rearranged import REARRANGING
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensor_fields import (
-    Axis,
-    Factor,
-    Fields,
-    mapped,
-    resolved,
-    size_of,
-    union,
-    unknown,
-    viewed,
-    with_border_losses,
-)
+from memplan.checks.fields.tensor_fields import Factor, Fields, after_op, size_of, union, unknown, viewed
 from memplan.trace.records import Form
 
 
 def fields_of(call: Call) -> list[Fields]:
-    """Return the fields of every result of an op. Without a rule it counts as elementwise, if the shapes allow it."""
+    """Return the receptive fields of every result of an op.
+
+    An op without a rule counts as elementwise. Where fields do not have the shape of the result, they are unknown.
+    """
     shapes = [view.shape for view in call.form.writes]
     rule = RULES.get(call.name, _elementwise)
     try:
         results = rule(call)
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # a trace file may have a form that does not fit
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # a trace file may have impossible arguments
         return [unknown(shape) for shape in shapes]
-    if not isinstance(results, list):  # further results of the first one's shape (indices, masks) have its fields
-        first = results
-        results = [first, *(first if shape == shapes[0] else unknown(shape) for shape in shapes[1:])]
+    if not isinstance(results, list):  # a rule for the first result: indices and masks of its shape have its fields
+        results = [results] * len(shapes)
     return [
         fields if tuple(map(size_of, fields)) == shape else unknown(shape)
         for fields, shape in zip(results, shapes, strict=False)
@@ -60,75 +52,102 @@ def _untraced(call: Call) -> Fields:
     return unknown(call.shape)
 
 
-def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
-    """Return kernel, stride, padding and dilation of a convolution or pool, each by dimension; None for other ops."""
+class KernelWindows(NamedTuple):
+    """Arguments of a convolution or pool, each by spatial dimension."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+def kernel_of(name: str, form: Form) -> KernelWindows | None:
+    """Return the kernel of a convolution or pool, by its recorded arguments; None for other ops, as transposed ones."""
     is_window = RULES.get(name) in (_convolution, _pool) and not form.option("transposed", False)
     return _windows(form) if is_window else None
 
 
-def _windows(form: Form) -> tuple[tuple[int, ...], ...]:
-    """Return kernel, stride, padding and dilation of a convolution or pool, each by spatial dimension."""
+def _windows(form: Form) -> KernelWindows:
+    """Return the kernel of a convolution or pool from the recorded arguments of its call."""
     weight = form.read("weight")
     kernel = form.option("kernel_size") if weight is None else weight.shape[2:]
     count = len(kernel) if weight is None else len(form.writes[0].shape) - 2
-    options = ((kernel, 1), (form.option("stride") or kernel, 1), (form.option("padding", 0), 0),
-               (form.option("dilation", 1), 1))  # fmt: skip
-    return tuple(tuple(option_at(values, n, default) for n in range(count)) for values, default in options)
+
+    def by_dimension(values: Any, default: int) -> tuple[int, ...]:
+        return tuple(option_at(values, dim, default) for dim in range(count))
+
+    return KernelWindows(
+        by_dimension(kernel, 1),
+        by_dimension(form.option("stride") or kernel, 1),
+        by_dimension(form.option("padding"), 0),
+        by_dimension(form.option("dilation"), 1),
+    )
 
 
 def _convolution(call: Call) -> Fields:
-    """Receptive fields after a convolution or a transposed one. The kernel slides along the spatial dimensions; each
-    channel reads all channels of the operand, so that dimension cannot be traced."""
+    """Receptive fields after a convolution or a transposed one.
+
+    The kernel slides along the last dimensions. The dimension before them, the channels, cannot be traced: each channel
+    reads all channels of the operand.
+    """
     kernel, stride, padding, dilation = _windows(call.form)
     transposed = call.form.option("transposed", False)
+    first = len(call.operand) - len(kernel)
+    result = list(call.operand[:first])
+    if first > 0:
+        result[-1] = (Factor(call.shape[first - 1]),)
+    for n, dim in enumerate(call.operand[first:]):
 
-    def change(n: int, span: Span) -> Span | None:
-        return (span.transposed if transposed else span.window)(kernel[n], stride[n], padding[n], dilation[n])
+        def change(span: Span, n: int = n) -> Span | None:
+            return (span.transposed if transposed else span.window)(kernel[n], stride[n], padding[n], dilation[n])
 
-    def spread(n: int) -> float:
         # variance of the positions that a kernel of equal weights reads: (taps * taps - 1) / 12
         taps = kernel[n] / stride[n] if transposed else kernel[n]
-        return max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
-
-    return fields_after_kernel(call, change, spread)
+        spread = max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
+        result.append(after_op(dim, call.shape[first + n], call.form.op, change, windowed=True, spread=spread))
+    return tuple(result)
 
 
 def _pool(call: Call) -> Fields:
-    """Receptive fields after a pool: those after a convolution, but that channels are not mixed."""
-    dims = _convolution(call)
+    """Receptive fields after a pool: as after a convolution, but channels are not mixed."""
+    dims = list(_convolution(call))
     channels = len(dims) - len(call.form.option("kernel_size")) - 1
-    return tuple(call.main[n] if n == channels else dim for n, dim in enumerate(dims))
+    if channels >= 0:
+        dims[channels] = call.operand[channels]
+    return tuple(dims)
 
 
-_Sampling = Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[int]]]]
-"""From the old size, the new size and their ratio to the period, the advance and the taps of `Span.through`."""
+_Sampling = Callable[[int, int, Fraction], tuple[Fraction, Callable[[int], list[int]]]]
+"""From the old size, the new size and their ratio to the distance of neighbouring new positions in old ones, and to a
+function from a new position to the old positions that it reads."""
 
 
 def _resized(call: Call, sampling: _Sampling) -> Fields:
-    """Return the receptive fields after an interpolation or an adaptive pool; ``sampling`` says which old positions a
-    new one reads."""
-    shape, dims = call.shape, call.main
+    """Return the receptive fields after an interpolation or an adaptive pool, which resizes the last dimensions.
+
+    ``sampling`` tells which old positions each new position reads.
+    """
+    shape, dims = call.shape, call.operand
     count = len(call.form.option("output_size", ())) or len(shape) - 2
-    scales = _scales(call, count)
     first = len(dims) - count
     result = list(dims[:first])
-    for number in range(count):
-        dim = dims[first + number]
-        old, new = size_of(dim), shape[first + number]
-        scale = scales[number]
-        ratio = 1 / scale if scale else Fraction(old, new)
-        axis = resolved(dim)
+    for dim, new, scale in zip(dims[first:], shape[first:], _scales(call, count), strict=True):
+        old = size_of(dim)
         if new == 1 and old > 1:  # a global pool: its single position sees everything
-            moved: Axis = ()
-        else:
-            period, advance, taps = sampling(old, new, ratio)
-            moved = mapped(axis, lambda span, p=period, a=advance, t=taps: span.through(p, a, t), windowed=True)
-        result.append((Factor(new, with_border_losses(axis, old, moved, new, call.form.op)),))
+            result.append((Factor(new),))
+            continue
+        ratio, taps = sampling(old, new, 1 / scale if scale else Fraction(old, new))
+
+        def change(span: Span, ratio: Fraction = ratio, taps: Callable[[int], list[int]] = taps) -> Span | None:
+            return span.through(ratio.denominator, ratio.numerator, taps)
+
+        result.append(after_op(dim, new, call.form.op, change, windowed=True))
     return tuple(result)
 
 
 def _scales(call: Call, count: int) -> list[Fraction | None]:
-    """Return the scale factors of an interpolation by dimension; None where only the output size is set."""
+    """Return the scale factors of an interpolation by dimension, of which there are ``count``; None where only the
+    output size is set."""
     factors = call.form.option("scale_factors")
     if not factors:
         names = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}.get(count, ())
@@ -138,32 +157,32 @@ def _scales(call: Call, count: int) -> list[Fraction | None]:
 
 
 def _nearest(shift: Fraction) -> Rule:
-    """Return the rule of a nearest-neighbour interpolation, whose output ``o`` reads position ``(o + shift) *
-    ratio``."""
+    """Return the rule of a nearest-neighbour interpolation, whose output ``o`` reads position
+    ``floor((o + shift) * ratio)``."""
 
-    def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
-        return ratio.denominator, ratio.numerator, lambda o: [math.floor((o + shift) * ratio)]
+    def sampling(old: int, new: int, ratio: Fraction) -> tuple[Fraction, Callable[[int], list[int]]]:
+        return ratio, lambda o: [math.floor((o + shift) * ratio)]
 
     return lambda call: _resized(call, sampling)
 
 
-def _linear(before: int, after: int) -> Rule:
-    """Return the rule of an interpolation between the two neighbours and further taps before and after them (bicubic: 1
-    each)."""
+def _linear(further: int) -> Rule:
+    """Return the rule of an interpolation between the two neighbours of a position, and ``further`` positions to each
+    side of them (bicubic: 1)."""
 
     def rule(call: Call) -> Fields:
         corners = bool(call.form.option("align_corners", False))
 
-        def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+        def sampling(old: int, new: int, ratio: Fraction) -> tuple[Fraction, Callable[[int], list[int]]]:
             if corners:
                 ratio = Fraction(old - 1, new - 1) if old > 1 else Fraction(old, new)
 
             def taps(o: int) -> list[int]:
                 position = o * ratio if corners else (o + Fraction(1, 2)) * ratio - Fraction(1, 2)
                 left = math.floor(position)
-                return [left] if position == left else [*range(left - before, left + 2 + after)]
+                return [left] if position == left else [*range(left - further, left + 2 + further)]
 
-            return ratio.denominator, ratio.numerator, taps
+            return ratio, taps
 
         return _resized(call, sampling)
 
@@ -174,7 +193,7 @@ def _antialiased(reach: int) -> Rule:
     """Return the rule of an interpolation with a filter that widens with the downsampling ratio. ``reach`` is half the
     filter's width at ratio 1; an output reads the positions that the filter covers (UpSampleKernel.cpp)."""
 
-    def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+    def sampling(old: int, new: int, ratio: Fraction) -> tuple[Fraction, Callable[[int], list[int]]]:
         support = reach * max(ratio, Fraction(1))
 
         def taps(o: int) -> list[int]:
@@ -182,32 +201,31 @@ def _antialiased(reach: int) -> Rule:
             begin, end = math.floor(centre - support + Fraction(1, 2)), math.floor(centre + support + Fraction(1, 2))
             return [begin, end - 1]
 
-        return ratio.denominator, ratio.numerator, taps
+        return ratio, taps
 
     return lambda call: _resized(call, sampling)
 
 
 def _adaptive(call: Call) -> Fields:
-    """Receptive fields after an adaptive pool, whose output ``o`` reads the positions from ``o * ratio`` to ``(o + 1) *
-    ratio``."""
+    """Receptive fields after an adaptive pool, whose output ``o`` reads the positions from ``o * old / new`` to
+    ``(o + 1) * old / new``."""
 
-    def sampling(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+    def sampling(old: int, new: int, ratio: Fraction) -> tuple[Fraction, Callable[[int], list[int]]]:
         exact = Fraction(old, new)
-        return exact.denominator, exact.numerator, lambda o: [math.floor(o * exact), math.ceil((o + 1) * exact) - 1]
+        return exact, lambda o: [math.floor(o * exact), math.ceil((o + 1) * exact) - 1]
 
     return _resized(call, sampling)
 
 
 def _pad(name: str) -> Rule:
-    """Return the rule of a pad; option ``name`` is (before, after) of the last dimension, then of the last but one, and
-    so on."""
+    """Return the rule of a pad whose argument ``name`` is (before, after) of the last dimension, then of the one before
+    it, and so on."""
 
     def rule(call: Call) -> Fields:
-        amounts, dims, shape = call.form.option(name, ()), list(call.main), call.shape
-        for number in range(len(amounts) // 2):
-            axis = len(dims) - 1 - number
-            if amounts[2 * number] or amounts[2 * number + 1]:
-                dims[axis] = shifted(dims[axis], shape[axis], -int(amounts[2 * number]), 1, call.form.op)
+        amounts, dims = call.form.option(name, ()), list(call.operand)
+        for axis, before, after in zip(range(len(dims) - 1, -1, -1), amounts[::2], amounts[1::2], strict=False):
+            if before or after:
+                dims[axis] = shifted(dims[axis], call.shape[axis], call.form.op, offset=-int(before))
         return tuple(dims)
 
     return rule
@@ -215,24 +233,24 @@ def _pad(name: str) -> Rule:
 
 def _slice(call: Call) -> Fields:
     """Receptive fields after a slice: the sliced dimension begins later, and may have a larger stride."""
-    dims = list(call.main)
+    dims = list(call.operand)
     axis = int(call.form.option("dim", 0)) % len(dims)
     size, start, step = size_of(dims[axis]), int(call.form.option("start") or 0), int(call.form.option("step", 1))
-    begin = min(max(start + (size if start < 0 else 0), 0), size)
+    begin = min(max(start + size if start < 0 else start, 0), size)
     if call.shape[axis] != size or begin or step != 1:
-        dims[axis] = shifted(dims[axis], call.shape[axis], begin, step, call.form.op)
+        dims[axis] = shifted(dims[axis], call.shape[axis], call.form.op, offset=begin, step=step)
     return tuple(dims)
 
 
 def _split(call: Call) -> list[Fields]:
     """Receptive fields after a split: each result is a crop of the operand."""
-    dims = list(call.main)
+    dims = list(call.operand)
     axis = int(call.form.option("dim", 0)) % len(dims)
     results: list[Fields] = []
     begin = 0
     for view in call.form.writes:
         piece = list(dims)
-        piece[axis] = shifted(dims[axis], view.shape[axis], begin, 1, call.form.op)
+        piece[axis] = shifted(dims[axis], view.shape[axis], call.form.op, offset=begin)
         begin += view.shape[axis]
         results.append(tuple(piece))
     return results
@@ -240,25 +258,26 @@ def _split(call: Call) -> list[Fields]:
 
 def _flip(call: Call) -> Fields:
     """Receptive fields after a flip: the dimension is read from its end."""
-    dims = list(call.main)
+    dims = list(call.operand)
     for axis in call.dims("dims", len(dims)):
-        dims[axis] = shifted(dims[axis], size_of(dims[axis]), size_of(dims[axis]) - 1, -1, call.form.op)
+        size = size_of(dims[axis])
+        dims[axis] = shifted(dims[axis], size, call.form.op, offset=size - 1, step=-1)
     return tuple(dims)
 
 
 def _select(call: Call) -> Fields:
-    """Receptive fields after an index: its dimension is gone."""
-    axis = int(call.form.option("dim", 0)) % len(call.main)
-    return tuple(dim for n, dim in enumerate(call.main) if n != axis)
+    """Receptive fields after `Tensor.select`, which drops a dimension."""
+    axis = int(call.form.option("dim", 0)) % len(call.operand)
+    return tuple(dim for n, dim in enumerate(call.operand) if n != axis)
 
 
 def _reduce(call: Call) -> Fields:
     """Receptive fields after a reduction: reduced dimensions cannot be traced, and are gone without ``keepdim``."""
-    rank = len(call.main)
+    rank = len(call.operand)
     reduced = call.dims("dim", rank) or list(range(rank))
     if len(call.shape) == rank:
-        return tuple((Factor(1),) if n in reduced else dim for n, dim in enumerate(call.main))
-    return tuple(dim for n, dim in enumerate(call.main) if n not in reduced)
+        return tuple((Factor(1),) if n in reduced else dim for n, dim in enumerate(call.operand))
+    return tuple(dim for n, dim in enumerate(call.operand) if n not in reduced)
 
 
 def _cat(call: Call) -> Fields:
@@ -282,7 +301,7 @@ def _stack(call: Call) -> Fields:
 
 def _transpose(call: Call) -> Fields:
     """Receptive fields after a transposition."""
-    dims = list(call.main)
+    dims = list(call.operand)
     if len(dims) < 2:
         return tuple(dims)
     first, second = int(call.form.option("dim0", 0)) % len(dims), int(call.form.option("dim1", 1)) % len(dims)
@@ -292,7 +311,7 @@ def _transpose(call: Call) -> Fields:
 
 def _expand(call: Call) -> Fields:
     """Receptive fields after an expansion: dimensions that are broadcast or added cannot be traced."""
-    fields, shape = call.main, call.shape
+    fields, shape = call.operand, call.shape
     added = len(shape) - len(fields)
     dims = [dim if size_of(dim) == size else (Factor(size),) for dim, size in zip(fields, shape[added:], strict=True)]
     return (*unknown(shape[:added]), *dims)
@@ -301,10 +320,12 @@ def _expand(call: Call) -> Fields:
 def _matrix_product(call: Call) -> Fields:
     """Receptive fields after a product: rows of the first matrix and columns of the second keep theirs; the inner
     dimension is summed up."""
-    has_summand = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
-    matrices = [fields for _, fields in call.reads][1 if has_summand else 0 :]
-    columns = matrices[1][-1] if len(matrices) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)
-    return (*matrices[0][:-1], columns)
+    matrices = [fields for _, fields in call.reads]
+    if call.name in ("addmm", "baddbmm") and len(matrices) > 2:  # the first operand is added to the product
+        matrices = matrices[1:]
+    if call.name == "linear" or len(matrices) < 2:  # columns are those of a weight
+        return (*matrices[0][:-1], (Factor(call.shape[-1]),))
+    return (*matrices[0][:-1], matrices[1][-1])
 
 
 _BY_VALUES = ("grid_sampler_2d", "grid_sampler_3d", "fractional_max_pool2d", "fractional_max_pool3d", "index",
@@ -318,11 +339,15 @@ _FACTORIES = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "em
 
 
 def loses_positions(call: Call, results: Sequence[Fields]) -> bool:
-    """Return whether the receptive fields known before an op are lost in it: positions depend on values, or the op has
-    no rule. Ops in which every position sees all others (an FFT, attention) do not count."""
+    """Return whether spatial dimensions of an op's operands cannot be traced through it: positions depend on values, or
+    the op has no rule. Ops in which every position sees all others (an FFT, attention) do not count.
+
+    ``results`` are the receptive fields of its results.
+    """
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
         return False
-    return is_windowed(fields for _, fields in call.reads) and not is_windowed(results) and any(map(len, results))
+    has_dimensions = any(results)  # a scalar has no positions to lose
+    return is_windowed(fields for _, fields in call.reads) and not is_windowed(results) and has_dimensions
 
 
 def is_windowed(tensors: Iterable[Fields]) -> bool:
@@ -345,8 +370,8 @@ RULES: dict[str, Rule] = {
     ),
     **{f"upsample_nearest{n}d": _nearest(Fraction(0)) for n in (1, 2, 3)},
     **{f"_upsample_nearest_exact{n}d": _nearest(Fraction(1, 2)) for n in (1, 2, 3)},
-    **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), _linear(0, 0)),
-    "upsample_bicubic2d": _linear(1, 1),
+    **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), _linear(0)),
+    "upsample_bicubic2d": _linear(1),
     "_upsample_bilinear2d_aa": _antialiased(1),
     "_upsample_bicubic2d_aa": _antialiased(2),
     "constant_pad_nd": _pad("pad"),
@@ -362,13 +387,13 @@ RULES: dict[str, Rule] = {
     ),
     "cat": _cat,
     "stack": _stack,
-    "permute": lambda call: tuple(call.main[axis] for axis in call.dims("dims", len(call.main))),
+    "permute": lambda call: tuple(call.operand[axis] for axis in call.dims("dims", len(call.operand))),
     **dict.fromkeys(("transpose", "t"), _transpose),
     "expand": _expand,
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), _matrix_product),
     **dict.fromkeys(
         ("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"),
-        lambda call: viewed(call.main, call.shape),
+        lambda call: viewed(call.operand, call.shape),
     ),
     **REARRANGING,
     **dict.fromkeys(_FACTORIES, _untraced),

@@ -62,6 +62,7 @@ class Span:
         return self._line(self.highs)
 
     def _line(self, values: tuple[int, ...]) -> Fraction:
+        """Return the value at position 0 of the line through these lows (or highs) whose slope is the stride."""
         offsets = [value - self.stride * position for position, value in enumerate(values)]
         return sum(offsets, Fraction(0)) / len(offsets)
 
@@ -76,8 +77,10 @@ class Span:
         ``seen(o + period)`` must be ``seen(o)`` moved by ``advance``. A position that sees nothing (between the taps of
         a transposed convolution) gets the field of its predecessor. None if the period becomes too long.
         """
-        repeat = self.period // math.gcd(advance, self.period) if advance else 1
-        if period * repeat > _LONGEST or advance == 0:
+        if advance == 0:
+            return None
+        repeat = self.period // math.gcd(advance, self.period)  # so that `repeat * advance` is whole periods of this
+        if period * repeat > _LONGEST:
             return None
         lows, highs = list[int](), list[int]()
         for position in range(period * repeat):
@@ -92,20 +95,28 @@ class Span:
         if not lows:
             return None
         missing = period * repeat - len(lows)  # the first positions see nothing: they get the first field
-        return _simplest(
-            advance * repeat * self.advance // self.period, (*lows[:1] * missing, *lows), (*highs[:1] * missing, *highs)
+        lows, highs = lows[:1] * missing + lows, highs[:1] * missing + highs
+        return _simplest(advance * repeat * self.advance // self.period, tuple(lows), tuple(highs))
+
+    def through_window(self, window: Span) -> Span | None:
+        """Return the fields of a result whose positions see the range ``window`` of this tensor; None if the period
+        becomes too long."""
+        return self.through(
+            window.period, window.advance, lambda position: range(window.low(position), window.high(position) + 1)
         )
 
     def window(self, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Span | None:
         """Return the receptive fields after a convolution or a pool."""
-        taps = (  # the inner taps of a long kernel never decide a low or a high
-            range(kernel) if kernel <= 2 * self.period else (*range(self.period), *range(kernel - self.period, kernel))
-        )
+        taps = list(range(kernel))
+        if kernel > 2 * self.period:  # the inner taps of a long kernel never decide a low or a high
+            taps = [*taps[: self.period], *taps[-self.period :]]
         return self.through(1, stride, lambda _: [tap * dilation - padding for tap in taps])
 
     def transposed(self, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span | None:
-        """Return the receptive fields after a transposed convolution, whose output ``o`` sees each ``i`` with ``i *
-        stride - padding + k * dilation = o``."""
+        """Return the receptive fields after a transposed convolution.
+
+        Its output ``o`` sees each position ``i`` with ``i * stride - padding + tap * dilation = o`` for some tap.
+        """
 
         def seen(position: int) -> list[int]:
             targets = (position + padding - tap * dilation for tap in range(kernel))
@@ -114,14 +125,14 @@ class Span:
         return self.through(stride, 1, seen)
 
     def moved(self, offset: int, step: int = 1) -> Span | None:
-        """Return the receptive fields after a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip
-        (step -1)."""
+        """Return the receptive fields of a result whose position ``o`` is the position ``offset + step * o`` of this
+        tensor."""
         return self.through(1, step, lambda _: [offset])
 
     def union(self, other: Span) -> Span | None:
         """Return the receptive fields of positions that see what both see, as after a sum; None if the period becomes
         too long. Both must have the same stride."""
-        assert self.stride == other.stride, "spans of different strides stand apart"
+        assert self.stride == other.stride, "spans of different strides are not joined"
         period = math.lcm(self.period, other.period)
         if period > _LONGEST:
             return None
@@ -134,14 +145,16 @@ class Span:
 
 
 def _simplest(advance: int, lows: tuple[int, ...], highs: tuple[int, ...]) -> Span:
-    """Return a span with the same fields and the shortest period that describes them."""
+    """Return ``Span(advance, lows, highs)``, with a shorter period if one describes the same fields."""
     length = len(lows)
     for period in range(1, length):
         if length % period or advance * period % length:
             continue
         step = advance * period // length
-        positions = range(length - period)
-        if all(lows[i + period] == lows[i] + step and highs[i + period] == highs[i] + step for i in positions):
+        shifted = [
+            all(values[i + period] == values[i] + step for i in range(length - period)) for values in (lows, highs)
+        ]
+        if all(shifted):
             return Span(step, lows[:period], highs[:period])
     return Span(advance, lows, highs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -103,25 +103,30 @@ def size_of(dim: Dim) -> int:
 
 
 def resolved(dim: Dim) -> Axis:
-    """Return the fields of a dimension as a whole.
+    """Return the fields of a dimension as a whole; () if they are unknown.
 
     In a dimension merged from a traced factor and untraced factors inside of it (a pixel shuffle), all positions inside
     see what the traced position saw.
     """
+    if len(dim) == 1:
+        return dim[0].axis
     factors = [factor for factor in dim if factor.size > 1]
     if len(factors) == 1:
         return factors[0].axis
     if not factors or not factors[0].axis or any(factor.axis for factor in factors[1:]):
-        return dim[0].axis if len(dim) == 1 else ()
+        return ()
     repeat = math.prod(factor.size for factor in factors[1:])
     return mapped(factors[0].axis, lambda span: span.through(repeat, 1, lambda _: [0]))
 
 
 def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0) -> Axis:
-    """Return the receptive fields after an op that applies ``change`` to each span; fields are dropped where it returns
-    None.
+    """Return the receptive fields after an op.
 
-    ``spread`` is the variance of the op's own taps, in positions of its operand.
+    Args:
+        axis: those before it.
+        change: from a span before the op to the span after it, or to None if it is unknown: then the field is dropped.
+        windowed: whether a kernel slides along the dimension.
+        spread: variance of the positions of the operand that a position of the result reads, for equal weights.
     """
     fields: list[Field] = []
     for field in axis:
@@ -133,48 +138,52 @@ def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool 
     return tuple(fields)
 
 
-def with_border_losses(before: Axis, size_before: int, after: Axis, size_after: int, op: int) -> Axis:
-    """Return the receptive fields ``after`` an op, with the input positions that the op itself lost at the border noted
-    as its `Loss`."""
-    by_source = {field.source: field for field in before}
-    fields: list[Field] = []
-    for field in after:
-        old = by_source[field.source].lost(size_before)
-        new = field.lost(size_after)
-        fields.append(_with_loss(field, op, new[0] - old[0], new[1] - old[1]))
-    return tuple(fields)
+def after_op(
+    dim: Dim, size: int, op: int, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0
+) -> Dim:
+    """Return a dimension after an op, with the input's positions that the op lost at the border as a `Loss`.
+
+    Args:
+        dim: the operand's dimension.
+        size: positions of the result.
+        op: index of the op.
+        change, windowed, spread: as for `mapped`.
+    """
+    axis = resolved(dim)
+    lost_before = {field.source: field.lost(size_of(dim)) for field in axis}
+    moved = mapped(axis, change, windowed=windowed, spread=spread)
+    return (Factor(size, tuple(_with_loss(field, op, lost_before[field.source], size) for field in moved)),)
 
 
-def _with_loss(field: Field, op: int, before: Fraction, after: Fraction) -> Field:
+def _with_loss(field: Field, op: int, lost_before: tuple[Fraction, Fraction], size: int) -> Field:
+    """Return a field with what an op lost at each side, if anything: what is lost after it, less ``lost_before`` it."""
+    before, after = (new - old for new, old in zip(field.lost(size), lost_before, strict=True))
     return replace(field, losses=Loss(op, before, after, field.losses)) if before or after else field
 
 
 def union(operands: Iterable[Fields], shape: Sequence[int], op: int) -> Fields:
     """Return the receptive fields of an elementwise op's result of this shape: what the operands, broadcast, see
-    together."""
+    together. ``op`` is the op's index."""
     fields = list(operands)
-    return tuple(
-        _union_of_dims(_aligned_dims(fields, dim, len(shape), size), size, op) for dim, size in enumerate(shape)
-    )
-
-
-def _aligned_dims(operands: list[Fields], dim: int, rank: int, size: int) -> list[Dim]:
-    """Return the operands' dimensions that are aligned with dimension ``dim`` of the result and not broadcast."""
-    dims = [fields[dim - rank + len(fields)] for fields in operands if dim - rank + len(fields) >= 0]
-    return [dim for dim in dims if size_of(dim) == size]
+    dims: list[Dim] = []
+    for from_end, size in zip(
+        range(len(shape), 0, -1), shape, strict=True
+    ):  # broadcasting aligns dimensions at the end
+        aligned = [operand[-from_end] for operand in fields if len(operand) >= from_end]
+        dims.append(_union_of_dims([dim for dim in aligned if size_of(dim) == size], size, op))
+    return tuple(dims)
 
 
 def _union_of_dims(dims: list[Dim], size: int, op: int) -> Dim:
-    """Return a dimension whose positions see what they see in any of the operands' dimensions."""
+    """Return a dimension of ``size`` positions, each of which sees what it sees in any of the operands' dimensions."""
     traced = [dim for dim in dims if any(factor.axis for factor in dim)]
     if not traced:
         return dims[0] if dims else (Factor(size),)
     if len(traced) == 1 or all(dim == traced[0] for dim in traced[1:]):
         return traced[0]
-    sizes = {tuple(factor.size for factor in dim if factor.size > 1) for dim in traced}
-    if len(sizes) > 1:  # merged from different factors: join the dimensions as a whole
-        return (Factor(size, _union_of_axes([resolved(dim) for dim in traced], size, op)),)
     factors = [[factor for factor in dim if factor.size > 1] or list(dim[:1]) for dim in traced]
+    if len({tuple(factor.size for factor in of_dim) for of_dim in factors}) > 1:  # merged from different sizes
+        return (Factor(size, _union_of_axes([resolved(dim) for dim in traced], size, op)),)
     return tuple(
         Factor(same[0].size, _union_of_axes([factor.axis for factor in same], same[0].size, op))
         for same in zip(*factors, strict=True)
@@ -182,20 +191,24 @@ def _union_of_dims(dims: list[Dim], size: int, op: int) -> Dim:
 
 
 def _union_of_axes(axes: list[Axis], size: int, op: int) -> Axis:
-    """Return the union of the fields, for each dimension of an input by itself."""
+    """Return the union of the operands' fields, a field for each dimension of an input (source)."""
     fields = [field for axis in axes for field in axis]
     sources = sorted({field.source for field in fields})
     return tuple(_union_of_fields([f for f in fields if f.source == source], size, op) for source in sources)
 
 
 def _union_of_fields(fields: list[Field], size: int, op: int) -> Field:
-    """Return the field of positions that see what any of the paths sees; losses are those of the widest path."""
+    """Return the field of ``size`` positions that see what they see in any of these fields of the same source.
+
+    Its losses are those of the widest field.
+    """
     widest = max(fields, key=lambda field: field.width)
-    spans: dict[Fraction, Span] = {}
+    spans: dict[Fraction, Span] = {}  # by stride
     for span in (span for field in fields for span in field.spans):
         same_stride = spans.get(span.stride)
         both = span if same_stride is None else same_stride.union(span)
         spans[span.stride] = both if both is not None else span
+    # variance of the mixture of all fields: the mean of their variances, and the variance of their centres
     centres = [float(field.centre(0)) for field in fields]
     mean = sum(centres) / len(centres)
     variance = sum(f.variance + (c - mean) ** 2 for f, c in zip(fields, centres, strict=True)) / len(fields)
@@ -205,18 +218,16 @@ def _union_of_fields(fields: list[Field], size: int, op: int) -> Field:
         windowed=any(field.windowed for field in fields),
         variance=variance,
     )
-    old, new = widest.lost(size), field.lost(size)
-    return _with_loss(field, op, new[0] - old[0], new[1] - old[1])
+    return _with_loss(field, op, widest.lost(size), size)
 
 
 def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
-    """Return the receptive fields of the same positions viewed in another shape; unknown if the sizes have no common
-    split."""
+    """Return the receptive fields of a tensor after ``view(shape)``; unknown if the sizes have no common split."""
     remaining = [factor for dim in fields for factor in dim if factor.size != 1]
     dims: list[Dim] = []
     for size in shape:
         factors: list[Factor] = []
-        missing = size
+        missing = size  # positions of the new dimension that no factor provides yet
         while missing > 1 and remaining:
             factor = remaining.pop(0)
             if missing % factor.size == 0:
@@ -229,31 +240,27 @@ def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
                 missing = 1
             else:
                 return unknown(shape)
-        dims.append(tuple(_with_halves_merged(factors)) or (Factor(1),))
+        dims.append((*_with_halves_merged(factors),) or (Factor(1),))
     return tuple(dims)
 
 
 def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
-    """Return the outer and the inner part of a dimension that a view splits. Positions are traced in the outer part,
-    each of which sees all of its inner ones."""
+    """Return the two parts of a dimension that a view splits into (``outer``, ``factor.size // outer``).
+
+    Only the outer part is traced: each of its positions sees what all of its inner positions saw.
+    """
     inner = factor.size // outer
     axis = mapped(factor.axis, lambda span: span.through(1, inner, lambda _: range(inner)))
     return Factor(outer, axis, (factor, True)), Factor(inner, (), (factor, False))
 
 
-def _with_halves_merged(factors: list[Factor]) -> Iterator[Factor]:
-    """Yield the factors, with the two halves of a split dimension merged where they are neighbours again."""
-    outer: Factor | None = None  # an outer half whose inner half may follow
+def _with_halves_merged(factors: list[Factor]) -> list[Factor]:
+    """Return the factors, with an outer and an inner half replaced by the dimension that a view had split into them."""
+    merged: list[Factor] = []
     for factor in factors:
-        if outer is not None and outer.half and factor.half and factor.half == (outer.half[0], False):
-            yield outer.half[0]
-            outer = None
-            continue
-        if outer is not None:
-            yield outer
-        outer = factor
-        if not (factor.half and factor.half[1]):
-            yield factor
-            outer = None
-    if outer is not None:
-        yield outer
+        outer = merged[-1].half if merged else None
+        if outer is not None and factor.half == (outer[0], False) and outer[1]:
+            merged[-1] = outer[0]
+        else:
+            merged.append(factor)
+    return merged

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from typing import Any
 
 from memplan.checks.fields.op_call import Call, shifted
 from memplan.checks.fields.rules import fields_of, is_windowed, loses_positions
-from memplan.checks.fields.tensor_fields import Factor, Field, Fields, resolved, size_of, union, unknown
+from memplan.checks.fields.tensor_fields import Dim, Factor, Field, Fields, resolved, size_of, union, unknown
 from memplan.checks.op_names import base_name
 from memplan.trace.records import Form, View
 from memplan.trace.trace import Trace
@@ -75,11 +75,12 @@ def follow(trace: Trace) -> Followed:
 
 def _are_of_tiles(outputs: tuple[Output, ...]) -> bool:
     """Return whether outputs of a model's calls cover different positions of the same input."""
-    lost: dict[tuple[str, tuple[int, ...]], set[tuple[tuple[Fraction, Fraction], ...]]] = {}
+    lost_by_input: dict[Any, set[Any]] = {}  # model and dimensions of its input -> positions lost there by each output
     for output in outputs:
         sources = tuple(field.source for _, field in output.spatial)
-        lost.setdefault((output.layer, sources), set()).add(tuple(field.lost(size) for size, field in output.spatial))
-    return any(len(places) > 1 for places in lost.values())
+        lost = tuple(field.lost(size) for size, field in output.spatial)
+        lost_by_input.setdefault((output.layer, sources), set()).add(lost)
+    return any(len(losses) > 1 for losses in lost_by_input.values())
 
 
 class _FieldPropagation:
@@ -104,34 +105,34 @@ class _FieldPropagation:
     def run(self) -> Followed:
         """Return the receptive fields of all results. Outputs are the tensors that models return and no layer reads
         later."""
-        calls = list(self._trace.returned)
-        outputs: list[tuple[int, Output]] = []
-        for form in self._trace.forms:
-            while calls and calls[0].after <= form.op:
-                call = calls.pop(0)
-                outputs += [(call.after, self._output(call.layer, view)) for view in call.tensors]
+        forms = iter(self._trace.forms)
+        form = next(forms, None)
+        outputs: list[Output] = []
+        for call in self._trace.returned:
+            while form is not None and form.op < call.after:  # a later op may write to a returned tensor in place
+                self._add_op(form)
+                form = next(forms, None)
+            returned = [self._output(call.layer, view) for view in call.tensors if call.layer in self._models]
+            outputs += [output for output in returned if not self._is_read_by_model(output, call.after)]
+        while form is not None:
             self._add_op(form)
-        for call in calls:
-            outputs += [(call.after, self._output(call.layer, view)) for view in call.tensors]
-        final = [
-            output
-            for after, output in outputs
-            if output.layer in self._models and not self._is_read_by_model(output, after)
-        ]
-        return Followed(tuple(self._sources), tuple(final) or self._last_result(), self._results, self._last_traced)
+            form = next(forms, None)
+        return Followed(tuple(self._sources), tuple(outputs) or self._last_result(), self._results, self._last_traced)
 
     def _output(self, layer: str, view: View) -> Output:
+        """Return a tensor that a model returns, with its receptive fields so far."""
         return Output(layer, view, self._fields_by_view.get(canonical(view), unknown(view.shape)))
 
     def _add_op(self, form: Form) -> None:
-        """Compute the receptive fields of an op's results and remember them by view, for the ops that read them."""
+        """Compute the receptive fields of an op's results and store them by view, for the ops that read them later.
+
+        ``form`` has the arguments and results of the op as views.
+        """
         op = self._trace.ops[form.op]
         reads = tuple((name, self._fields(view)) for name, view in form.reads)
-        if not form.writes:
-            return
         for view in form.writes:
             self._first_view.setdefault(view.storage, view)
-        if not reads:
+        if not reads or not form.writes:
             return  # a constant or random numbers: an input, if something reads it
         call = Call(base_name(op.name), form, reads, self._makers)
         results = fields_of(call)
@@ -148,24 +149,27 @@ class _FieldPropagation:
             self._copy_into_part(form, reads)
 
     def _copy_into_part(self, form: Form, reads: tuple[tuple[str, Fields], ...]) -> None:
-        """Give an empty tensor the positions of the tensor that is copied into a part of it (a pad written by hand)."""
+        """After ``whole[part] = x``, let the positions of ``whole`` see those of ``x``: a pad written by hand.
+
+        ``form`` and ``reads`` are those of the copy. Nothing changes if positions of ``whole`` see an input already.
+        """
         part, whole = form.writes[0], self._first_view.get(form.writes[0].storage)
         if whole is None or part.shape == whole.shape or part.strides != whole.strides or len(reads) < 2:
             return
         whole_fields = self._fields_by_view.get(canonical(whole))
         if whole_fields is None or any(factor.axis for dim in whole_fields for factor in dim):
             return
-        offset, fields = part.offset - whole.offset, list[tuple[Factor, ...]]()
-        for dim, size, stride in zip(
-            union([reads[1][1]], part.shape, form.op), whole.shape, whole.strides, strict=True
-        ):
-            start, offset = divmod(offset, stride) if stride else (0, offset)
-            fields.append(shifted(dim, size, -start, 1, form.op) if size_of(dim) != size else dim)
+        copied = union([reads[1][1]], part.shape, form.op)  # x, broadcast to the part
+        offset = part.offset - whole.offset
+        fields: list[Dim] = []
+        for dim, size, stride in zip(copied, whole.shape, whole.strides, strict=True):
+            start, offset = divmod(offset, stride) if stride else (0, offset)  # where the part begins in this dimension
+            fields.append(shifted(dim, size, form.op, offset=-start) if size_of(dim) != size else dim)
         self._fields_by_view[canonical(whole)] = tuple(fields)
 
     def _fields(self, view: View) -> Fields:
-        """Return the receptive fields of a view. Where none are known, data from before the step becomes a source of
-        its own."""
+        """Return the receptive fields of a tensor. Without known fields, the step's data becomes an input of its own,
+        and other tensors are unknown."""
         key = canonical(view)
         if key not in self._fields_by_view:
             self._fields_by_view[key] = self._new_source(view) if self._is_input(view) else unknown(view.shape)
@@ -181,23 +185,24 @@ class _FieldPropagation:
         return storage.cause not in ("weight", "buffer") and not computed and storage.dtype.startswith(_REAL)
 
     def _new_source(self, view: View, op: int | None = None) -> Fields:
-        """Return the receptive fields of a tensor each of whose positions sees itself: its dimensions are new
-        sources."""
-        fields: list[tuple[Factor, ...]] = []
+        """Add the dimensions of a tensor as sources, and return its fields: each position sees itself.
+
+        ``op`` is None for an input of the step, else the index of an op through which positions cannot be traced.
+        """
+        fields: list[Dim] = []
         for dim, size in enumerate(view.shape):
             fields.append((Factor(size, (Field(len(self._sources), size),)),))
             self._sources.append(Source(view, dim, op))
         return tuple(fields)
 
     def _is_read_by_model(self, output: Output, after: int) -> bool:
-        """Return whether a layer reads an output once ``after`` ops have run; losses do not count."""
+        """Return whether a layer reads an output after the first ``after`` ops of the trace; losses do not count."""
         key = canonical(output.view)
         losses = {returned.layer for returned in self._trace.returned} - self._models
         for form in self._trace.forms:
             layer = self._trace.ops[form.op].layer
-            if form.op < after or not layer or any(_is_within(layer, loss) for loss in losses):
-                continue
-            if any(canonical(view) == key for _, view in form.reads):
+            in_model = layer and not any(_is_within(layer, loss) for loss in losses)
+            if form.op >= after and in_model and any(canonical(view) == key for _, view in form.reads):
                 return True
         return False
 
@@ -212,13 +217,16 @@ class _FieldPropagation:
 
 
 def _models(trace: Trace) -> set[str]:
-    """Return the modules called from outside that own weights. If there are weights of layers without the name of such
-    a module, or none at all, the first other module called is a model as well."""
+    """Return the paths of the modules that the step calls as models, not as losses: those that own weights.
+
+    If there is none, or if weights belong to no called module by its path, the first other module called is a model,
+    too.
+    """
     called = list(dict.fromkeys(returned.layer for returned in trace.returned))
     owners = [layer.name for layer in trace.layers if layer.weights]
     models = {name for name in called if any(_is_within(owner, name) for owner in owners)}
-    unnamed = any(not any(_is_within(owner, name) for name in called) for owner in owners)
-    if unnamed or not models:
+    has_other_owner = any(not any(_is_within(owner, name) for name in called) for owner in owners)
+    if has_other_owner or not models:
         models.update([name for name in called if name not in models][:1])
     return models
 
