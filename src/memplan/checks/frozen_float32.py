@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
@@ -26,16 +25,16 @@ def find(subject: Subject) -> list[Finding]:
     casts = _casts_of_frozen(trace)
     changed: dict[int, Storage | None] = {}
     for number, ops in casts.items():
-        weight, copies = trace.storages[number], [trace.storages[op.writes[0]] for op in ops if op.name == _CAST]
-        changed[number] = replace(weight, bytes=weight.bytes // 2, dtype=_dtype(trace, ops))
-        changed.update((copy.id, None) for copy in copies)
+        weight = trace.storages[number]
+        changed[number] = replace(weight, bytes=weight.bytes // 2, dtype=_dtype(trace, ops[0]))
+        changed.update((op.writes[0], None) for op in ops if op.name == _CAST)
     size = saving(trace, changed)
     if not matters(trace, size):
         return []
     weights = [trace.storages[number] for number in casts]
     rows = rows_of(trace, weights, {number: ops[0].index for number, ops in casts.items()})
     stored = sum(weight.bytes for weight in weights)
-    dtype = _dtype(trace, next(iter(casts.values())))
+    dtype = _dtype(trace, next(iter(casts.values()))[0])
     message = (
         f"{len(casts)} frozen weights are stored in float32 ({format_bytes(stored)}), and a step reads only copies of "
         f"them in {dtype}: stored as these, they take {format_bytes(size)} less at the peak"
@@ -52,31 +51,37 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _casts_of_frozen(trace: Trace) -> dict[int, list[Op]]:
-    """Map each frozen weight in float32 to the ops of the steps that cast it to half precision. Weights that anything
-    else reads or writes are left out."""
+    """Map the storage of each frozen weight in float32 to the ops of the steps that cast it to half precision.
+
+    Weights that any other op reads or writes are left out.
+    """
     readers = readers_of(  # an op reads what it changes in place
         op for op in trace.ops if op.step >= 0 and not op.name.startswith("aten.view.")
     )
-    differentiated = {op.gradient_of for op in trace.ops}
-    return {
-        storage.id: readers[storage.id]
-        for storage in trace.counted
-        if storage.cause == "weight" and storage.dtype == "float32" and storage.id not in trace.optimized
-        and storage.id in readers
-        and all(_is_cast(trace, op) and op.index not in differentiated for op in readers[storage.id])
-    }  # fmt: skip
+    differentiated = {op.gradient_of for op in trace.ops}  # forward ops with a gradient
+    casts: dict[int, list[Op]] = {}
+    for storage in trace.counted:
+        if storage.cause != "weight" or storage.dtype != "float32" or storage.id in trace.optimized:
+            continue
+        ops = readers.get(storage.id, [])
+        if ops and all(_is_cast(trace, op) and op.index not in differentiated for op in ops):
+            casts[storage.id] = ops
+    return casts
 
 
 def _is_cast(trace: Trace, op: Op) -> bool:
-    """Return whether an op makes a copy in half precision, or writes it into a buffer."""
+    """Return whether an op allocates a copy in half precision, or writes a copy into a buffer."""
     if op.name == _INTO_BUFFER:
-        return _dtype(trace, [op]) in _HALF
-    result = trace.storages[op.writes[0]] if op.name == _CAST and op.writes else None
-    return result is not None and result.dtype in _HALF and result.op == op.index
+        return _dtype(trace, op) in _HALF
+    if op.name != _CAST or not op.writes:
+        return False
+    result = trace.storages[op.writes[0]]
+    return result.dtype in _HALF and result.op == op.index
 
 
-def _dtype(trace: Trace, casts: Sequence[Op]) -> str:
-    """Return the dtype that the first of the casts writes."""
-    (op, *_) = casts
-    number = op.writes[0] if op.name == _CAST else next(read.storage for read in op.reads if read.name == "self")
-    return trace.storages[number].dtype
+def _dtype(trace: Trace, cast: Op) -> str:
+    """Return the dtype that a cast writes."""
+    if cast.name == _CAST:
+        return trace.storages[cast.writes[0]].dtype
+    buffer = next(read.storage for read in cast.reads if read.name == "self")
+    return trace.storages[buffer].dtype

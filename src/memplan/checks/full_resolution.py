@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch.nn.functional as F  # torch's own name for it
 from torch import nn
@@ -14,7 +15,7 @@ from memplan.checks.fields.tensor_fields import resolved, size_of
 from memplan.checks.fields.walk import Followed, follow
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.changed_step import Change, ChangeError, module_at
-from memplan.checks.mended.savings import peak_of
+from memplan.checks.mended.savings import peak_of, rows_of
 from memplan.checks.op_names import base_name
 from memplan.explanation.layers import tick_of_most_saved
 from memplan.simulation.simulate import live_at
@@ -53,16 +54,14 @@ def find(subject: Subject) -> list[Finding]:
     if not total or full < _MIN_SHARE * total:
         return []
     names = {layer.name for layer in run}
-    sizes: dict[tuple[str, str | None], int] = {}
-    for storage in full_size:
-        op = trace.ops[storage.op or 0]
-        if op.layer in names:
-            sizes[op.layer, op.where] = sizes.get((op.layer, op.where), 0) + storage.bytes
-    return [_finding(subject, convolutions, sorted(sizes.items(), key=lambda item: -item[1]), full, total)]
+    of_run = [s for s in full_size if trace.ops[s.op or 0].layer in names]
+    rows = rows_of(trace, of_run, {s.id: s.op or 0 for s in of_run})
+    return [_finding(subject, convolutions, rows, full, total)]
 
 
 def _longest_run(trace: Trace, followed: Followed) -> list[_Layer]:
-    """Return the run of consecutive forward ops at the input's resolution with the most convolutions."""
+    """Return the consecutive forward ops at the input's resolution, as layers: of all such runs, the one with the most
+    convolutions."""
     best: list[_Layer] = []
     run: list[_Layer] = []
     for form in trace.forms:
@@ -84,21 +83,22 @@ def _convolutions(run: Sequence[_Layer]) -> int:
 
 
 def _strides(followed: Followed, op: int) -> list[Fraction]:
-    """Return the strides of the spatial dimensions of an op's first result; [] if it has none."""
-    first = followed.results.get(op, ((),))[:1]
-    return [
-        field.stride(size_of(dim))
-        for fields in first
-        for dim in fields
-        for field in resolved(dim)[:1]
-        if field.windowed
-    ]
+    """Return the strides of the spatial dimensions of an op's first result, in positions of the input; [] if it has
+    none."""
+    first_result = followed.results.get(op, ((),))[0]
+    return [field.stride(size_of(dim)) for dim in first_result for field in resolved(dim)[:1] if field.windowed]
 
 
-def _finding(
-    subject: Subject, run: list[_Layer], rows: list[tuple[tuple[str, str | None], int]], full: int, total: int
-) -> Finding:
-    """Return the finding, with the bytes that the recording of the model with a stride in the run saves."""
+def _finding(subject: Subject, run: list[_Layer], rows: list[dict[str, Any]], full: int, total: int) -> Finding:
+    """Return the finding, with the bytes that a recording of the model with a stride of 2 in the run saves.
+
+    Args:
+        subject: the step.
+        run: convolutions at the input's resolution.
+        rows: saved bytes by layer and line.
+        full: saved bytes at the input's resolution.
+        total: all saved bytes.
+    """
     trace, first, last = subject.trace, run[0], run[-1]
     mended = subject.recorder.record(strided(first.name, last.name)) if subject.recorder is not None else None
     size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0
@@ -115,10 +115,7 @@ def _finding(
         "view, which cropping or leaving out padding do not, but it is another model",
         "Or keep the model as it is and let memplan.fit recompute: the result stays the same",
     )
-    details = {
-        "saved": full, "share": full / total, "known": isinstance(mended, Trace),
-        "layers": [{"layer": layer, "where": where, "bytes": bytes_} for (layer, where), bytes_ in rows],
-    }  # fmt: skip
+    details = {"saved": full, "share": full / total, "known": isinstance(mended, Trace), "layers": rows}
     return Finding(ID, "info", first.name, first.where, size, message, advice, details)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from memplan._bytes import format_bytes
@@ -52,7 +51,7 @@ def _retained(trace: Trace) -> list[Finding]:
         saved += of_step
         retained += [s for s in of_step if s.died is None or s.died > last.end]
     retained = [s for s in retained if s.op is not None and trace.ops[s.op].layer]
-    # Variables of the step (output, loss) keep some tensors alive as well: a retained graph keeps most of them.
+    # variables of the step (output, loss) also keep some tensors alive: only a retained graph keeps half of them
     if 2 * sum(s.bytes for s in retained) < sum(s.bytes for s in saved):
         return []
     size = saving(trace, after_last_use(trace, retained))
@@ -72,9 +71,9 @@ def _retained(trace: Trace) -> list[Finding]:
 
 def _without_backward(trace: Trace) -> list[Finding]:
     """Return a finding for a model that runs with grad although no backward pass reads its graph."""
-    used = {op.gradient_of for op in trace.ops if op.gradient_of is not None}
+    used = {op.gradient_of for op in trace.ops if op.gradient_of is not None}  # forward ops whose gradient is computed
     recomputed_layers = {op.layer for op in trace.ops if op.recomputed}
-    idle: list[Op] = []
+    idle: list[Op] = []  # ops of the calls of models in the first step without a backward pass
     begin = 0
     for returned in trace.returned:
         ops = [op for op in trace.ops[begin : returned.after] if op.phase == "forward" and op.step == 0 and op.layer]
@@ -84,22 +83,22 @@ def _without_backward(trace: Trace) -> list[Finding]:
             idle += ops
     if not idle:
         return []
-    models = Counter(op.layer.split(".")[0] for op in idle)
-    names = {op.name for op in idle}
-    layers = {op.layer for op in idle}
+    names, layers = {op.name for op in idle}, {op.layer for op in idle}
+    # only the first step has calls of models: in later steps, the ops of the same names and layers
+    of_model = {op.index for op in trace.ops if op.phase == "forward" and op.name in names and op.layer in layers}
     outputs = {view.storage for returned in trace.returned for view in returned.tensors}
-    storages = [  # what the same ops allocate in any step, but for outputs and what a backward pass reads
+    storages = [
         s for s in trace.counted
-        if s.op is not None and s.cause not in HELD_FOR_GOOD and s.id not in outputs and trace.ops[s.op].layer in layers
-        and trace.ops[s.op].name in names and trace.ops[s.op].phase == "forward"
+        if s.op in of_model and s.cause not in HELD_FOR_GOOD and s.id not in outputs
         and not any(sharer.op in used for sharer in s.sharers)
     ]  # fmt: skip
     size = saving(trace, without_saving(trace, storages))
     if not matters(trace, size):
         return []
     rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
+    models = {op.layer.split(".")[0] for op in idle}
     message = (
-        f"{models.most_common(1)[0][0] if len(models) == 1 else 'a model'} runs with grad and no backward pass "
+        f"{models.pop() if len(models) == 1 else 'a model'} runs with grad and no backward pass "
         f"follows: its graph holds {format_bytes(size)} at the peak"
     )
     advice = ("Run it under torch.no_grad() (or torch.inference_mode()); model.eval() alone does not do that",)
@@ -107,5 +106,6 @@ def _without_backward(trace: Trace) -> list[Finding]:
 
 
 def _finding(rows: list[dict[str, Any]], size: int, message: str, advice: tuple[str, ...], **details: Any) -> Finding:
+    """Return a finding at the layer and line of the first of these rows (see `rows_of`), which costs ``size`` bytes."""
     first = rows[0]
     return Finding(ID, "warning", first["layer"], first["where"], size, message, advice, {**details, "layers": rows})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -16,7 +15,6 @@ from memplan.checks.finding import Finding, Subject
 from memplan.checks.mended.changed_step import StepRecorder
 from memplan.checks.mended.savings import matters, peak_of, saving
 from memplan.trace.records import Storage
-from memplan.trace.trace import Trace
 
 ID = "idle-8bit"
 TITLE = "An 8-bit optimizer has no effect"
@@ -33,11 +31,13 @@ def find(subject: Subject) -> list[Finding]:
     """Return at most one finding, about the states of all optimizers of a step."""
     trace = subject.trace
     states = [s for s in trace.counted if s.cause == "optimizer_state" and s.died is None]
-    weights = {trace.storages[number].shape for number in trace.optimized}
+    weight_shapes = {trace.storages[number].shape for number in trace.optimized}
     narrow = [state for state in states if _NARROW.fullmatch(state.dtype)]
-    wide = [state for state in states if state not in narrow and math.prod(state.shape) > 1 and state.shape in weights]
-    if not narrow and not (subject.recorder is not None and _are_left_out(wide) and _is_8bit_by_name(subject.recorder)):
-        return []
+    wide = [s for s in states if s not in narrow and math.prod(s.shape) > 1 and s.shape in weight_shapes]
+    if not narrow:  # an 8-bit optimizer may still have left all of its states in 32 bits
+        recorder = subject.recorder
+        if recorder is None or not _are_left_out(wide) or not _is_8bit_by_name(recorder):
+            return []
     size = saving(trace, {state.id: replace(state, bytes=_in_8_bits(state)) for state in wide})
     narrow_bytes, wide_bytes = sum(state.bytes for state in narrow), sum(state.bytes for state in wide)
     details = {
@@ -58,7 +58,9 @@ def find(subject: Subject) -> list[Finding]:
             "GlobalOptimManager.override_config(..., optim_bits=32)",
         )
         return [Finding(ID, "warning", "", None, size, message, advice, details)]
-    spared = _spared(trace, narrow)
+    in_32_bits = {state.id: replace(state, bytes=4 * math.prod(state.shape)) for state in narrow}
+    larger = replace(trace, storages=tuple(in_32_bits.get(s.id, s) for s in trace.storages))
+    spared = peak_of(larger) - peak_of(trace)
     if matters(trace, spared):
         return []
     message = (
@@ -75,26 +77,22 @@ def _in_8_bits(state: Storage) -> int:
     return elements + 4 * math.ceil(elements / _BLOCK)
 
 
-def _spared(trace: Trace, narrow: Sequence[Storage]) -> int:
-    """Return the bytes by which the peak would rise if the states in 8 bits (or fewer, packed) had 32."""
-    wider = {state.id: replace(state, bytes=4 * math.prod(state.shape)) for state in narrow}
-    return peak_of(replace(trace, storages=tuple(wider.get(s.id, s) for s in trace.storages))) - peak_of(trace)
-
-
 def _are_left_out(states: Sequence[Storage]) -> bool:
-    """Return whether all states are such that an optimizer of 8 bits may leave them in 32."""
+    """Return whether an 8-bit optimizer may leave all these states in 32 bits: each is small, or no whole blocks."""
     sizes = [math.prod(state.shape) for state in states]
     return bool(sizes) and all(size < _SMALLEST or size % _BLOCK for size in sizes)
 
 
 def _is_8bit_by_name(recorder: StepRecorder) -> bool:
-    """Return whether a class of optimizers that a step calls says 8 or 4 bits in its name, from a recording."""
+    """Record the step, and return whether an optimizer or a base class of it has 8 or 4 bits in its name."""
     names = set[str]()
 
     def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         names.update(kind.__name__ for kind in type(optimizer).__mro__)
 
-    with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(note).remove)
+    hook = register_optimizer_step_pre_hook(note)
+    try:
         recorder.record()
+    finally:
+        hook.remove()
     return any(map(_BY_NAME.search, names))

@@ -25,7 +25,7 @@ def find(subject: Subject) -> list[Finding]:
         return []
     if matters(plain, peak_of(plain) - peak_of(trace)):
         return []
-    saved, blocks = _blockwise(recorder, trace)
+    saved, blocks = _blockwise_saving(recorder, trace)
     steps = len(trace.steps)
     per_step = checkpoints.total // steps
     single = per_step <= 1
@@ -45,12 +45,14 @@ def find(subject: Subject) -> list[Finding]:
     return [Finding(ID, severity, first.layer, first.where, saved, message, (advice,), details)]
 
 
-def _blockwise(recorder: StepRecorder, trace: Trace) -> tuple[int, int]:
-    """Return the bytes that a checkpoint for each block saves at the peak (0 if they do not matter), and the number of
-    blocks."""
+def _blockwise_saving(recorder: StepRecorder, trace: Trace) -> tuple[int, int]:
+    """Return the bytes that a checkpoint for each block saves at the peak, and the number of blocks.
+
+    The bytes are 0 if they do not matter. Both are 0 if the model has no blocks.
+    """
     blockwise = Blockwise()
     mended = recorder.record(around=blockwise.installed())
     if not isinstance(mended, Trace) or not blockwise.blocks:
         return 0, 0
     saved = peak_of(trace) - peak_of(mended)
-    return (saved, len(blockwise.blocks)) if matters(trace, saved) else (0, len(blockwise.blocks))
+    return saved if matters(trace, saved) else 0, len(blockwise.blocks)

@@ -25,7 +25,7 @@ def find(subject: Subject) -> list[Finding]:
 
 def _zeroed_gradients(trace: Trace) -> list[Finding]:
     """Return a finding for gradients that are set to zero in place, with the bytes that freeing them would save."""
-    zeroing_op: dict[int, int] = {}
+    zeroing_op: dict[int, int] = {}  # gradient -> index of the first op that zeroes it
     for op in trace.ops:
         if _is_zeroing(op):
             for number in op.writes:
@@ -62,7 +62,7 @@ def _freed_instead_of_zeroed(trace: Trace, gradient: Storage) -> list[Storage]:
     Each lives from its allocation to the last use before the next zeroing.
     """
     allocations: list[Storage] = []
-    born: int | None = gradient.born
+    born: int | None = gradient.born  # None while it is freed
     last_use = gradient.born
     for op in trace.ops:
         if gradient.id not in op.writes and all(operand.storage != gradient.id for operand in op.reads):
@@ -93,15 +93,15 @@ def _unused(trace: Trace) -> list[Finding]:
     models = _unused_models(trace, used)
     weights = {number for numbers in models.values() for number in numbers}
     prefixes = tuple(f"{model}." for model in models)
-    held = {"weight": 0, "parameter_gradient": 0, "optimizer_state": 0}
+    bytes_by_cause = {"weight": 0, "parameter_gradient": 0, "optimizer_state": 0}
     idle: dict[int, Storage | None] = {}  # storage -> None: left out of the trace (see `saving`)
     for storage in trace.counted:
         cause = "weight" if storage.id in weights else storage.cause
-        if storage.id in used or storage.died is not None or cause not in held:
+        if storage.id in used or storage.died is not None or cause not in bytes_by_cause:
             continue
         if cause == "optimizer_state" or storage.id in weights or storage.name.startswith(prefixes):
             idle[storage.id] = None
-            held[cause] += storage.bytes
+            bytes_by_cause[cause] += storage.bytes
     size = saving(trace, idle)
     if not matters(trace, size):
         return []
@@ -109,9 +109,12 @@ def _unused(trace: Trace) -> list[Finding]:
     details = {"kind": "untouched state", "states": states, "models": list(models)}
     if models:
         parts = " + ".join(
-            f"{format_bytes(held[cause])} of {name}"
-            for cause, name in zip(held, ("weights", "gradients", "optimizer state"), strict=True) if held[cause]
-        )  # fmt: skip
+            f"{format_bytes(size_of_cause)} of {name}"
+            for size_of_cause, name in zip(
+                bytes_by_cause.values(), ("weights", "gradients", "optimizer state"), strict=True
+            )
+            if size_of_cause
+        )
         message = f"models that no step uses hold {format_bytes(size)}: {parts} ({', '.join(models)})"
         advice = (
             "Delete such a model and its optimizer before the step, or run each in a process of its own: "
@@ -130,14 +133,15 @@ def _unused(trace: Trace) -> list[Finding]:
 
 
 def _unused_models(trace: Trace, used: set[int]) -> dict[str, set[int]]:
-    """Return the storages of each model none of whose weights and buffers a step uses, by the model's name.
+    """Map each model none of whose weights and buffers a step uses to the storages of these.
 
-    A model is a root module, which is named after its class.
+    A model is a root module, which is named after its class: ``Net``, and ``Net#2`` for another of the same class.
+    ``used`` are the storages that steps read or write.
     """
-    titles = [layer.name for layer in trace.layers if layer.name.partition("#")[0] == layer.kind]
-    owned: dict[str, set[int]] = {title: set() for title in titles}
+    roots = [layer.name for layer in trace.layers if layer.name.partition("#")[0] == layer.kind]
+    owned: dict[str, set[int]] = {root: set() for root in roots}
     for layer in trace.layers:
         root = layer.name.partition(".")[0]
         if root in owned:
             owned[root].update(layer.weights, layer.buffers)
-    return {title: numbers for title, numbers in owned.items() if numbers and not numbers & used}
+    return {root: numbers for root, numbers in owned.items() if numbers and not numbers & used}

@@ -72,7 +72,7 @@ def _is_ignored(finding: Finding, ignores: Sequence[Ignore], created_at: Mapping
 
 
 def _has_comment(where: str | None, check: str) -> bool:
-    """Return whether a line has a comment that ignores this check or all checks."""
+    """Return whether the line at a ``file:line`` has a comment that ignores this check or all checks."""
     path, number = located(where)
     match = _COMMENT.search(linecache.getline(path, number)) if path else None
     return match is not None and (match[1] is None or check in {name.strip() for name in match[1].split(",")})

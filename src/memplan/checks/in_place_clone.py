@@ -33,11 +33,12 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _is_clone(trace: Trace, index: int) -> bool:
-    """Return whether an op is autograd's clone for the in-place op that follows it in the same layer."""
+    """Return whether the op with this index is autograd's clone for the in-place op that follows it in its layer."""
     op = trace.ops[index]
     if op.phase != "forward" or not op.name.startswith("aten.clone") or index + 1 >= len(trace.ops):
         return False
     following = trace.ops[index + 1]
     if following.name.split(".")[1] not in _CLONING or following.layer != op.layer or not following.needs_grad:
         return False
-    return bool({operand.storage for operand in op.reads} & {operand.storage for operand in following.reads})
+    cloned = {operand.storage for operand in op.reads}
+    return any(operand.storage in cloned for operand in following.reads)

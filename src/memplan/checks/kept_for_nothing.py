@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
@@ -11,7 +11,7 @@ from memplan.checks.mended.savings import forms_of_all_steps, matters, readers_o
 from memplan.checks.op_names import base_name
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
-from memplan.trace.records import Form, Storage
+from memplan.trace.records import Form, Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "kept-for-nothing"
@@ -69,21 +69,22 @@ def find(subject: Subject) -> list[Finding]:
     """Return a finding for each kind of needless saving that costs bytes at the peak."""
     trace = subject.trace
     forms = forms_of_all_steps(trace)
-    readers = _first_readers(trace)
+    first_reader = _first_readers(trace)
     forward = [op for op in trace.ops if op.phase == "forward"]
-    forward_readers = readers_of(forward)
-    dropouts = {op.index for op in forward if is_dropout(op, forward_readers)}
+    readers = readers_of(forward)
+    dropouts = {op.index for op in forward if is_dropout(op, readers)}
     by_kind: dict[str, list[Storage]] = {}
     for storage in trace.counted:
         if storage.cause == "saved":
-            kind = _kind(trace, storage, forms, readers, dropouts)
+            kind = _kind(trace, storage, forms, first_reader.get(storage.id) in dropouts)
             if kind is not None:
                 by_kind.setdefault(kind, []).append(storage)
     groups = [_unread_casts(trace)]
     for kind in (kind for kind in _TEXTS if kind in by_kind):
         changed = without_saving(trace, by_kind[kind])
         if kind == "relu before dropout":
-            changed |= _dropout_before_relu(trace, by_kind[kind], readers)
+            dropouts_to_move = [trace.ops[first_reader[storage.id]] for storage in by_kind[kind]]
+            changed |= _dropout_before_relu(trace, dropouts_to_move)
         groups.append(Copies(kind, tuple(by_kind[kind]), changed))
     return [finding for group in (*groups, *copies(trace, forms)) for finding in _finding(trace, group)]
 
@@ -92,7 +93,8 @@ def _finding(trace: Trace, group: Copies) -> list[Finding]:
     """Return a finding about tensors saved for the same reason; [] if they do not matter at the peak."""
     kind, storages = group.kind, group.storages
     size = saving(trace, group.changed, group.added)
-    rows = rows_of(trace, storages, {s.id: s.sharers[0].op if s.sharers else s.op or 0 for s in storages})
+    saving_op = {s.id: s.sharers[0].op if s.sharers else s.op or 0 for s in storages}
+    rows = rows_of(trace, storages, saving_op)
     if not rows or not matters(trace, size):
         return []
     what, advice = _TEXTS[kind]
@@ -104,10 +106,10 @@ def _finding(trace: Trace, group: Copies) -> list[Finding]:
 
 
 def _unread_casts(trace: Trace) -> Copies:
-    """Return the results of casts in the forward pass that no op reads and that outlive the beginning of a backward
-    pass, and those results freed there."""
+    """Return the results of casts in the forward pass that no op reads and that outlive the beginning of their step's
+    first backward pass, with lifetimes that end there."""
     read = {operand.storage for op in trace.ops for operand in op.reads}
-    starts = {backward.step: backward.start for backward in reversed(trace.passes)}
+    starts = {backward.step: backward.start for backward in reversed(trace.passes)}  # of each step's first pass
     unread: list[Storage] = []
     freed: dict[int, Storage | None] = {}
     for storage in trace.counted:
@@ -122,25 +124,28 @@ def _unread_casts(trace: Trace) -> Copies:
     return Copies("unread casts", tuple(unread), freed)
 
 
-def _dropout_before_relu(
-    trace: Trace, storages: Sequence[Storage], readers: Mapping[int, int]
-) -> dict[int, Storage | None]:
-    """Return the results of dropout with their lifetimes if ReLU came last: until the gradient of ReLU is computed,
-    which runs where dropout's does now. ``readers``: storage -> index of its first reader."""
-    dropouts = {readers[storage.id]: trace.ops[readers[storage.id]] for storage in storages}
-    ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of in dropouts}
-    results = {index: trace.storages[op.writes[0]] for index, op in dropouts.items() if op.writes and index in ends}
-    return {
-        result.id: replace(result, died=max(result.died, ends[index] + 1))
-        for index, result in results.items()
-        if result.died is not None
-    }
+def _dropout_before_relu(trace: Trace, dropouts: Sequence[Op]) -> dict[int, Storage | None]:
+    """Map the result of each dropout to its lifetime if ReLU came after it: until the gradient of ReLU is computed,
+    which then runs where that of dropout runs now."""
+    ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of is not None}
+    changed: dict[int, Storage | None] = {}
+    for op in dropouts:
+        if op.writes and op.index in ends:
+            result = trace.storages[op.writes[0]]
+            if result.died is not None:
+                changed[result.id] = replace(result, died=max(result.died, ends[op.index] + 1))
+    return changed
 
 
-def _kind(
-    trace: Trace, storage: Storage, forms: Mapping[int, Form], readers: Mapping[int, int], dropouts: Set[int]
-) -> str | None:
-    """Return the kind (a key of ``_TEXTS``) of a storage that is saved needlessly; None if a gradient needs it."""
+def _kind(trace: Trace, storage: Storage, forms: Mapping[int, Form], before_dropout: bool) -> str | None:
+    """Return why a storage is saved needlessly, as a key of ``_TEXTS``; None if a gradient needs it.
+
+    Args:
+        trace: the step.
+        storage: it is saved for backward.
+        forms: arguments of each forward op, by its index.
+        before_dropout: whether the first op that reads the storage is a dropout.
+    """
     keepers = keepers_of(storage)
     if not keepers:
         return None
@@ -153,11 +158,15 @@ def _kind(
     if all(a or b for a, b in zip(unread, shape_only, strict=True)):
         return "shape"
     is_relu = len(keepers) == 1 and names[0] in RELU and keepers[0][0].role == "result"
-    return "relu before dropout" if is_relu and readers.get(storage.id) in dropouts else None
+    return "relu before dropout" if is_relu and before_dropout else None
 
 
 def _never_reads(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> bool:
-    """Return whether the gradient of the op that saves a tensor never reads it."""
+    """Return whether the gradient of an op that saves a tensor never reads it.
+
+    ``keeper`` has the roles that the tensor has in the op's derivative formula; ``forms`` are the arguments of each
+    forward op, by its index.
+    """
     op = trace.ops[keeper[0].op]
     if not gradients_needing(trace, keeper)[1]:
         return True
@@ -170,14 +179,14 @@ def _never_reads(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> boo
 
 
 def _first_readers(trace: Trace) -> dict[int, int]:
-    """Map a storage to the index of the first op in the graph that reads it; views and in-place ops do not count."""
-    in_graph = {op.gradient_of for op in trace.ops}
+    """Map a storage to the index of the first op with a gradient that reads it; views and in-place ops do not count."""
+    with_gradient = {op.gradient_of for op in trace.ops}
     readers: dict[int, int] = {}
     for op in trace.ops:
-        if op.phase != "forward":
+        if op.phase != "forward" or op.index not in with_gradient:
             continue
         for operand in op.reads:
             maker = trace.storages[operand.storage].op
-            if maker is not None and op.index > maker and op.index in in_graph and operand.storage not in op.writes:
+            if maker is not None and op.index > maker and operand.storage not in op.writes:
                 readers.setdefault(operand.storage, op.index)
     return readers

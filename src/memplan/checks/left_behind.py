@@ -40,17 +40,18 @@ def _never_freed(trace: Trace) -> list[Finding]:
 
 
 def _cycles(trace: Trace) -> list[Finding]:
-    """Return a finding for tensors that only garbage collection frees: those that die after the collector ran at a
+    """Return a finding for tensors that only garbage collection frees: those that die when the collector runs at a
     step's end."""
-    if len(trace.collected) != len(trace.steps) + 1:
+    if len(trace.collected) != len(trace.steps) + 1:  # the ticks of collections: before the first step, after each
         return []
-    by_step = [
-        [s for s in trace.counted if s.died is not None and begin < s.born and collected < s.died <= end
-         and s.op is not None and s.cause not in HELD_FOR_GOOD]
-        for (begin, end), collected in zip(
-            (ticks_of_step(trace, step) for step in range(len(trace.steps))), trace.collected[1:], strict=True
-        )
-    ]  # fmt: skip
+    by_step: list[list[Storage]] = []
+    for step, collected in enumerate(trace.collected[1:]):
+        begin, end = ticks_of_step(trace, step)
+        by_step.append([
+            s for s in trace.counted
+            if s.died is not None and begin < s.born and collected < s.died <= end
+            and s.op is not None and s.cause not in HELD_FOR_GOOD
+        ])  # fmt: skip
     sizes = [sum(storage.bytes for storage in storages) for storages in by_step]
     size = min(sizes, default=0)
     if not matters(trace, size):
@@ -72,6 +73,7 @@ def _cycles(trace: Trace) -> list[Finding]:
 def _finding(
     trace: Trace, storages: Sequence[Storage], size: int, message: str, advice: str, kind: str, sizes: Sequence[int]
 ) -> Finding:
+    """Return the finding about storages that each step leaves behind: ``size`` bytes, ``sizes`` by step."""
     rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
     details = {"kind": kind, "bytes_per_step": list(sizes), "layers": rows}
     return Finding(ID, "warning", rows[0]["layer"], rows[0]["where"], size, message, (advice,), details)

@@ -40,9 +40,13 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _finding(trace: Trace, op: Op) -> list[Finding]:
-    """Return a finding if the copies of these logits take 5 % of the peak more than a loss in chunks would."""
+    """Return a finding if the copies of the logits take 5 % of the peak more than a loss in chunks would.
+
+    ``op`` is the log_softmax of the logits.
+    """
     logits = trace.storages[op.writes[0]]
-    rows, classes = logits.bytes // max(1, getattr(torch, logits.dtype).itemsize * logits.shape[-1]), logits.shape[-1]
+    classes = logits.shape[-1]
+    rows = logits.bytes // max(1, getattr(torch, logits.dtype).itemsize * classes)
     copies = [s for s in trace.counted if s.op is not None and _is_copy(s, rows, classes)]
     width = _hidden_size(trace, classes)
     chunk = chunked_peak(rows, classes, width, logits.dtype) if width is not None else None
@@ -71,28 +75,33 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
 
 
 def _doubt(chunk: int | None, dtypes: list[str]) -> str:
-    """Return why the bytes are an estimate; "" if they include the recorded peak of torch's chunked loss."""
+    """Return why the bytes of the finding are an estimate; "" if they are exact.
+
+    ``chunk`` is the recorded peak of torch's chunked loss in bytes, ``dtypes`` are those of the logits' copies.
+    """
     if chunk is None:
         return "no linear layer makes them, or this torch has no loss in chunks: its chunks are not counted"
     return "in mixed precision the chunks' own copies are not counted" if len(dtypes) > 1 else ""
 
 
 def _is_copy(storage: Storage, rows: int, classes: int) -> bool:
-    """Return whether a storage is an activation with an element for each row and class."""
+    """Return whether a storage is an activation with an element for each row (nearly all rows) and class."""
     if storage.shape[-1:] != (classes,) or storage.cause in _STATE:
         return False
-    return storage.bytes // max(1, getattr(torch, storage.dtype).itemsize) >= rows * classes * 0.9
+    elements = storage.bytes // max(1, getattr(torch, storage.dtype).itemsize)
+    return elements >= rows * classes * 0.9
 
 
 def _hidden_size(trace: Trace, classes: int) -> int | None:
     """Return the input size of the linear layer that computes the logits; None if there is no such layer."""
     for op in trace.ops:
-        if op.phase == "forward" and base_name(op.name) in _PRODUCTS and op.writes:
-            shape = trace.storages[op.writes[0]].shape
-            if shape[-1:] == (classes,) and trace.storages[op.writes[0]].bytes:
-                weights = [trace.storages[operand.storage].shape for operand in op.reads]
-                widths = [size for w in weights if len(w) == 2 and classes in w for size in w if size != classes]
-                if widths:
+        if op.phase != "forward" or base_name(op.name) not in _PRODUCTS or not op.writes:
+            continue
+        result = trace.storages[op.writes[0]]
+        if result.shape[-1:] == (classes,) and result.bytes:
+            for shape in (trace.storages[operand.storage].shape for operand in op.reads):
+                widths = [size for size in shape if size != classes]
+                if len(shape) == 2 and classes in shape and widths:
                     return widths[0]
     return None
 

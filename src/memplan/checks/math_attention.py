@@ -29,13 +29,15 @@ _NOT_ACTIVATIONS = ("weight", "buffer", "input", "parameter_gradient", "optimize
 
 @dataclass(frozen=True, slots=True)
 class _FusedSaving:
-    """Bytes at the peak that the fused call saves. ``saved`` is None where it saves none or an unknown amount: ``why``
-    is the reason then."""
+    """What the fused call saves at the peak."""
 
     saved: int | None = None
+    """Bytes; None if it saves none, or an unknown amount."""
     why: str = ""
+    """Why ``saved`` is None."""
     advice: str = ""
     severity: Severity = "info"
+    """Severity of the finding where ``saved`` is None."""
 
 
 def find(subject: Subject) -> list[Finding]:
@@ -98,14 +100,17 @@ def _math_path(subject: Subject, attention: Sequence[Attention]) -> list[Finding
 
 
 def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _FusedSaving:
-    """Record the step with the fused call in place of the attention, and return the difference of the peaks."""
+    """Record the step with the fused call in place of the attention, and return the difference of the peaks.
+
+    ``call`` is what to write instead, for the advice.
+    """
     trace, recorder = subject.trace, subject.recorder
     in_layers = [block for block in attention if _in_torch_layer(trace, block)]
     written = [block for block in attention if block not in in_layers]
-    reader = _matrix_user(written) or _weights_user(trace, in_layers)
-    if reader:
+    use_of_matrices = _use_of_matrices(written) or _use_of_weights(trace, in_layers)
+    if use_of_matrices:
         return _FusedSaving(
-            why=f"{reader}, and a fused call never makes them", advice=f"Where nothing needs them, {call}"
+            why=f"{use_of_matrices}, and a fused call never makes them", advice=f"Where nothing needs them, {call}"
         )
     if recorder is None:
         why = "what a fused call takes instead is known of a model only, and this is the recording of one"
@@ -127,11 +132,10 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
     return _FusedSaving(why=f"a fused call would take no less here, because of {reason}", advice=advice)
 
 
-def _matrix_user(attention: Sequence[Attention]) -> str:
-    """Return a sentence on another op that reads the scores or weights of the attention, or on the model returning
-    them.
+def _use_of_matrices(attention: Sequence[Attention]) -> str:
+    """Return which other op reads the scores or weights of the attention, or that the model returns them, as a clause.
 
-    Such a matrix has to exist, so that no fused call fits. "" if nothing needs one.
+    Then they have to exist, so that no fused call fits. "" if they have no such use.
     """
     op = next((block.other_reader for block in attention if block.other_reader is not None), None)
     if op is not None:
@@ -139,15 +143,20 @@ def _matrix_user(attention: Sequence[Attention]) -> str:
     return "the model returns them" if any(block.returned for block in attention) else ""
 
 
-def _weights_user(trace: Trace, attention: Sequence[Attention]) -> str:
-    """Return the message about what reads the weights that torch's own layers return, which are the matrices or their
-    mean over the heads; "" if nothing does."""
+def _use_of_weights(trace: Trace, attention: Sequence[Attention]) -> str:
+    """Return what uses the attention weights that torch's own layers return, as a clause; "" if nothing does.
+
+    The weights are the matrices of a layer, or their mean over the heads.
+    """
     for block in attention:
-        weights = {*block.matrices, *(block.other_reader.writes if block.other_reader is not None else ())}
+        weights = {*block.matrices}
+        if block.other_reader is not None:  # the mean
+            weights.update(block.other_reader.writes)
         if any(view.storage in weights for returned in trace.returned for view in returned.tensors):
             return "the model returns its weights"
         for op in trace.ops:
-            if op.layer != block.softmax.layer and op.phase == "forward" and weights & {r.storage for r in op.reads}:
+            is_outside = op.layer != block.softmax.layer and op.phase == "forward"
+            if is_outside and any(operand.storage in weights for operand in op.reads):
                 return f"{_op_and_line(op)} reads its weights"
     return ""
 
@@ -157,6 +166,7 @@ def _op_and_line(op: Op) -> str:
 
 
 def _in_torch_layer(trace: Trace, attention: Attention) -> bool:
+    """Return whether the attention is computed by `nn.MultiheadAttention`."""
     kinds = {layer.name: layer.kind for layer in trace.layers}
     return kinds.get(attention.softmax.layer) == INSIDE_OF_TORCH
 
@@ -199,7 +209,10 @@ def _finding(
     kind: str,
     matrix_bytes: int,
 ) -> Finding:
-    """Return the finding about the layers with this attention, at the line of the first one."""
+    """Return the finding about the layers with this attention, at the line of the first one.
+
+    ``size`` are the bytes that it costs, ``matrix_bytes`` those of the matrices at the peak.
+    """
     matrices = {storage for block in attention for storage in block.matrices}
     saved = [s for s in trace.counted if s.id in matrices and s.cause == "saved" and s.op is not None]
     rows = rows_of(trace, saved, {s.id: s.op or 0 for s in saved})

@@ -9,4 +9,4 @@ def base_name(name: str) -> str:
         ('relu', '_softmax')
     """
     base = name.split(".")[1] if name.count(".") > 1 else name.split(".")[0]
-    return base.removesuffix("_") if base.endswith("_") and not base.endswith("__") else base
+    return base if base.endswith("__") else base.removesuffix("_")  # "__and__" is no in-place op

@@ -34,7 +34,10 @@ class Copies:
 
 
 def copies(trace: Trace, forms: Mapping[int, Form]) -> list[Copies]:
-    """Return the saved tensors of a step that activations could do without, by kind; ``forms`` by the op's index."""
+    """Return the saved tensors of a step that activations could do without, by kind.
+
+    ``forms`` has the arguments of each forward op, by its index.
+    """
     search = _ActivationCopies(trace, forms)
     return [group for group in (search.overwritable(), *search.results_of_relu()) if group.storages]
 
@@ -51,14 +54,16 @@ class _ActivationCopies:
         self._gradient_ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of is not None}
 
     def _saved(self) -> Iterator[tuple[Storage, Op, str]]:
-        """Yield each tensor that a single op saves, with the op and the tensor's role in its formula."""
+        """Yield each tensor that a single op saves, with the op and the tensor's role in its derivative formula, such
+        as "result"."""
         for storage in self._trace.counted:
-            keepers = keepers_of(storage) if storage.cause == "saved" else []
-            if len(keepers) == 1 and len(keepers[0]) == 1:
-                yield storage, self._trace.ops[keepers[0][0].op], keepers[0][0].role
+            if storage.cause == "saved" and len(storage.sharers) == 1:
+                (sharer,) = storage.sharers
+                yield storage, self._trace.ops[sharer.op], sharer.role
 
     def overwritable(self) -> Copies:
-        """Inputs that only an activation saves, while another op saves its result: in place, the result is enough."""
+        """Return inputs that only an activation saves, while another op saves its result: in place, the result is
+        enough."""
         changed: dict[int, Storage | None] = {}
         inputs: list[Storage] = []
         added: list[Storage] = []
@@ -72,36 +77,39 @@ class _ActivationCopies:
         return Copies("in place", tuple(inputs), changed, tuple(added))
 
     def _view_gradients(self, op: Op, storage: Storage) -> list[Storage]:
-        """Return the storages that the gradient of an in-place op on a view (as an instance norm's result) adds: a
-        gradient of the base, and a copy of the view's part of it (CopySlices, torch/csrc/autograd)."""
+        """Return what the backward pass allocates besides if an activation runs in place on a view (such as the result
+        of an instance norm); [] for other inputs.
+
+        That is a gradient of the view's base, and a copy of the view's part of it (CopySlices, torch/csrc/autograd).
+        """
         if self._forms[op.index].op not in self._reads_view:
             return []
         gradient = next((other for other in self._trace.ops if other.gradient_of == op.index), None)
         return [] if gradient is None else [replace(storage, born=gradient.start + 1, died=gradient.end + 1)] * 2
 
     def _alive_until(self, op: Op, storage: Storage, died: int | None) -> Storage:
-        """Return a storage freed at ``died``, but not before the gradient of ``op`` is computed."""
+        """Return the storage, freed at tick ``died`` (None: never), but not before the gradient of ``op`` is
+        computed."""
         return replace(storage, died=None if died is None else max(died, self._gradient_ends.get(op.index, 0) + 1))
 
     def _can_overwrite(self, storage: Storage, op: Op, result: Storage) -> bool:
-        """Return whether the activation may run in place: its gradient can be computed from the result, and nothing
-        reads the input later."""
+        """Return whether an activation may overwrite its input: its gradient can be computed from the result, which is
+        saved, and nothing reads the input later."""
         form = self._forms.get(op.index)
         nonnegative = _FITS_IN_PLACE.get(base_name(op.name))
         if form is None or nonnegative is None or storage.op is None or storage.id in self._returned:
             return False
         if not result.sharers or result.died is None or any(float(form.option(name, 1.0)) < 0 for name in nonnegative):
             return False
-        whole = math.prod(form.reads[0][1].shape) == math.prod(
-            storage.shape
-        )  # no slice: another tensor may use the rest
+        _, operand = form.reads[0]
+        is_whole = math.prod(operand.shape) == math.prod(storage.shape)  # another tensor may use the rest of a storage
         from_forward = self._trace.ops[storage.op].phase == "forward"
         read_later = any(reader.index > op.index for reader in self._readers.get(storage.id, ()))
-        return whole and from_forward and not read_later and storage.bytes == result.bytes
+        return is_whole and from_forward and not read_later and storage.bytes == result.bytes
 
     def results_of_relu(self) -> Iterator[Copies]:
-        """Results that only ReLU saves: those that are concatenated (the result of cat is saved as well), and others,
-        of which the sign is enough."""
+        """Yield the results that only ReLU saves: first those that are concatenated (the result of cat is saved as
+        well), then others, of which the signs are enough."""
         by_cat: dict[Op, list[Storage]] = {}
         results: list[Storage] = []
         masks: list[Storage] = []
@@ -122,8 +130,10 @@ class _ActivationCopies:
         yield Copies("relu", tuple(results), without_saving(self._trace, results), tuple(masks))
 
     def _cat_of(self, storage: Storage) -> Op | None:
-        """Return the cat that is the only reader of a ReLU's result. None unless all that it joins are results of ReLUs
-        and its own result is saved anyway."""
+        """Return the cat that is the only reader of a ReLU's result.
+
+        None if there is none, if it also joins other tensors than results of ReLUs, or if its own result is not saved.
+        """
         readers = [op for op in self._readers.get(storage.id, ()) if storage.id not in op.writes]
         if len(readers) != 1 or base_name(readers[0].name) != "cat" or not readers[0].writes:
             return None
@@ -135,7 +145,11 @@ class _ActivationCopies:
     def _swap_relu_and_cat(
         self, cat: Op, relus: Set[int], changed: dict[int, Storage | None], added: list[Storage]
     ) -> None:
-        """Add the changes of the backward pass with ReLU after cat: a gradient of the whole instead of each part."""
+        """Add to ``changed`` and ``added`` what the backward pass allocates if a ReLU follows the cat: a single
+        gradient of the whole instead of gradients of the parts.
+
+        ``relus`` are the indices of the ReLUs before the cat.
+        """
         gradients = [op for op in self._trace.ops if op.gradient_of in relus and op.writes]
         if not gradients:
             return
@@ -150,7 +164,7 @@ class _ActivationCopies:
                 changed[outer.id] = replace(outer, died=first.end + 1)
 
     def _is_saved_by_relu(self, storage: Storage) -> bool:
-        """Return whether a ReLU's gradient, and nothing else, needs this tensor: the ReLU's result."""
+        """Return whether this is a ReLU's result that the ReLU's gradient, and no other, needs."""
         keepers = keepers_of(storage)
         if len(keepers) != 1 or keepers[0][0].role != "result":
             return False
@@ -163,16 +177,16 @@ class _ActivationCopies:
 
 def _ops_on_views(trace: Trace) -> set[int]:
     """Return the indices of the first step's ops whose first operand is a view to autograd."""
-    maker: dict[View, str] = {}
+    maker: dict[View, str] = {}  # tensor -> name of the op that returned it
     on_views: set[int] = set()
     for form in trace.forms:
-        operands = [view for _, view in form.reads]
+        operands = [tensor for _, tensor in form.reads]
         if operands and maker.get(operands[0]) in _VIEWS:
             on_views.add(form.op)
         name = base_name(trace.ops[form.op].name)
-        for view in form.writes:
-            if view not in operands or name in _VIEWS:  # a view that is changed in place stays a view
-                maker[view] = name
+        for tensor in form.writes:
+            if tensor not in operands or name in _VIEWS:  # a view that is changed in place stays a view
+                maker[tensor] = name
     return on_views
 
 

@@ -32,12 +32,14 @@ def find(subject: Subject) -> list[Finding]:
     dtype = _half_dtype(trace, promoting)
     if subject.recorder is None or dtype is None:
         return []
-    lowered, mended = _mended(subject.recorder, trace, promoting, dtype)
-    size = peak_of(trace) - peak_of(mended) if mended is not None else 0
-    if mended is None or not matters(trace, min(size, _activations(trace) - _activations(mended))):
+    lowered, mended = _recorded_in_half(subject.recorder, trace, promoting, dtype)
+    if mended is None:
         return []
-    first_ops = {op.writes[0]: op for number in reversed(lowered) for op in promoting[number]}
-    rows = rows_of(trace, [trace.storages[n] for n in first_ops], {n: op.index for n, op in first_ops.items()})
+    size = peak_of(trace) - peak_of(mended)
+    if not matters(trace, min(size, _activations(trace) - _activations(mended))):
+        return []
+    op_of_result = {op.writes[0]: op.index for number in reversed(lowered) for op in promoting[number]}
+    rows = rows_of(trace, [trace.storages[number] for number in op_of_result], op_of_result)
     kept = sum(trace.storages[number].bytes for number in lowered)
     message = (
         f"{len(lowered)} weights and buffers are in float32 in a model that computes in {dtype}, and so are the "
@@ -55,7 +57,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _promoting(trace: Trace) -> dict[int, list[Op]]:
-    """Return the weights and buffers in float32, each with the forward ops of the first step that it promotes.
+    """Map the storages of weights and buffers in float32 to the forward ops of the first step that they promote.
 
     Those read it and allocate a result in float32. Casts do not count, and views allocate nothing.
     """
@@ -73,13 +75,13 @@ def _promoting(trace: Trace) -> dict[int, list[Op]]:
 
 
 def _half_dtype(trace: Trace, promoting: dict[int, list[Op]]) -> str | None:
-    """Return the data type in half precision that the model computes in, if most of it does.
+    """Return the dtype, "bfloat16" or "float16", that a half-precision model computes in; None for other models.
 
-    Its weights are stored in half precision or quantized. Those that autocast casts (masters of mixed precision, or
-    adapters) and those that are multiplied in float32 are fewer.
+    Of a half-precision model more elements of weights are stored in half precision or quantized than are cast by
+    autocast (masters of mixed precision, adapters) or multiplied in float32.
     """
     forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
-    lower = masters = 0
+    lower = masters = 0  # elements
     for number in {operand.storage for op in forward for operand in op.reads}:
         storage = trace.storages[number]
         if storage.cause in _OWN and storage.dtype not in ("float32", "float64", "int64", "bool"):
@@ -89,7 +91,8 @@ def _half_dtype(trace: Trace, promoting: dict[int, list[Op]]) -> str | None:
         for op in forward
         if base_name(op.name) == _CAST and op.reads and op.writes and trace.storages[op.writes[0]].dtype in _HALF
     }
-    for number in cast | {number for number in promoting if _is_multiplied(trace.storages[number], promoting[number])}:
+    multiplied = {number for number, ops in promoting.items() if _is_multiplied(trace.storages[number], ops)}
+    for number in cast | multiplied:
         storage = trace.storages[number]
         if storage.cause == "weight" and storage.dtype == "float32":
             masters += math.prod(storage.shape)
@@ -101,26 +104,29 @@ def _half_dtype(trace: Trace, promoting: dict[int, list[Op]]) -> str | None:
 
 def _is_multiplied(storage: Storage, ops: Iterable[Op]) -> bool:
     """Return whether a weight belongs to a product or a convolution: not to a norm or an embedding, even if a
-    head shares that."""
+    head shares that. ``ops`` are the ops that read it."""
     return len(storage.shape) > 1 and not any(base_name(op.name) == "embedding" for op in ops)
 
 
-def _mended(
+def _recorded_in_half(
     recorder: StepRecorder, trace: Trace, promoting: dict[int, list[Op]], dtype: str
 ) -> tuple[Sequence[int], Trace | None]:
-    """Return the storages that are cast to half precision, and the step with them so: all, or without those that are
-    multiplied, before which the model may cast explicitly. No trace if neither step runs."""
-    everything = list(promoting)
-    others = [number for number in everything if not _is_multiplied(trace.storages[number], promoting[number])]
-    for numbers in (everything, others) if len(others) < len(everything) else (everything,):
+    """Record the step with weights and buffers cast to half precision; return their storages and the trace.
+
+    All of ``promoting`` are cast. If that step fails, those that are multiplied stay: the model may cast the operands
+    explicitly. The trace is None if that step fails, too.
+    """
+    all_numbers = list(promoting)
+    others = [number for number in all_numbers if not _is_multiplied(trace.storages[number], promoting[number])]
+    for numbers in (all_numbers, others) if len(others) < len(all_numbers) else (all_numbers,):
         mended = recorder.record(_lowered([trace.storages[number].name for number in numbers], dtype))
         if isinstance(mended, Trace):
             return numbers, mended
-    return everything, None
+    return all_numbers, None
 
 
 def _lowered(names: Iterable[str], dtype: str) -> Change:
-    """Return a change that casts these parameters and buffers."""
+    """Return a change that casts the parameters and buffers with these names."""
 
     def change(modules: dict[str, nn.Module]) -> None:
         for name in names:
@@ -132,5 +138,5 @@ def _lowered(names: Iterable[str], dtype: str) -> Change:
 
 
 def _activations(trace: Trace) -> int:
-    """Return the bytes at the peak that are no weights, gradients of these, or states of an optimizer."""
+    """Return the bytes at the peak without weights, buffers, their gradients, optimizer states and workspaces."""
     return sum(storage.bytes for storage in live_at_peak(trace) if storage.cause not in HELD_FOR_GOOD)

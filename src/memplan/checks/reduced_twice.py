@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from memplan import _torch
 from memplan._bytes import format_bytes
@@ -24,26 +24,26 @@ def find(subject: Subject) -> list[Finding]:
 
 def _by_hand(use: _torch.DataParallelUse) -> Iterator[Finding]:
     """Yield a finding for each line of code that reduces most gradients again by all_reduce."""
-    for where, keys in use.by_hand.items():
-        size = sum(use.sizes[key] for key in keys)
+    for where, gradients in use.by_hand.items():
+        size = sum(use.sizes[gradient] for gradient in gradients)
         if size < _MOST * sum(use.sizes.values()):
             continue
         message = (
-            f"{len(keys)} gradients ({format_bytes(size)}) are reduced by all_reduce after DistributedDataParallel has "
-            "averaged them: each step sends them twice, and where they are summed and not divided, they are as many "
-            "times too large as there are ranks"
+            f"{len(gradients)} gradients ({format_bytes(size)}) are reduced by all_reduce after "
+            "DistributedDataParallel has averaged them: each step sends them twice, and where they are summed and not "
+            "divided, they are as many times too large as there are ranks"
         )
         advice = "Leave the all_reduce of gradients away, or train the module without DistributedDataParallel"
-        details = {"kind": "by hand", "gradients": len(keys), "sent": size}
+        details = {"kind": "by hand", "gradients": len(gradients), "sent": size}
         yield Finding(ID, "warning", "", where, 0, message, (advice,), details)
 
 
 def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
     """Yield a finding if every micro-batch's backward pass reduces most gradients, instead of only the last one's."""
-    times = _least_often(use.updates, _MOST * sum(use.sizes.values()), use)
+    size = sum(use.sizes.values())
+    times = min((_times_reduced(update, use.sizes, _MOST * size) for update in use.updates), default=0)
     if times < 2:
         return
-    size = sum(use.sizes.values())
     message = (
         f"gradients ({format_bytes(size)}) are reduced {times} times before each update, once by each backward pass: "
         "once, by the last, gives the same sums"
@@ -55,14 +55,12 @@ def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
     yield Finding(ID, "info", "", use.where, 0, message, (advice,), {"kind": "each pass", "times": times, "sent": size})
 
 
-def _least_often(updates: Sequence[dict[int, int]], size: float, use: _torch.DataParallelUse) -> int:
-    """Return the largest n for which gradients of at least ``size`` bytes are reduced n times before every update.
+def _times_reduced(reductions: Mapping[int, int], sizes: Mapping[int, int], size: float) -> int:
+    """Return how often gradients of at least ``size`` bytes in all are reduced before an update.
 
-    0 without updates. ``updates``: for each update, the number of reductions by gradient.
+    ``reductions`` maps a gradient to the number of its reductions, ``sizes`` to its bytes.
     """
-    times: list[int] = []
-    for counts in updates:
-        descending = sorted(set(counts.values()), reverse=True)
-        enough = (n for n in descending if sum(use.sizes[key] for key, count in counts.items() if count >= n) >= size)
-        times.append(next(enough, 0))
-    return min(times, default=0)
+    for times in sorted(set(reductions.values()), reverse=True):
+        if sum(sizes[gradient] for gradient, count in reductions.items() if count >= times) >= size:
+            return times
+    return 0

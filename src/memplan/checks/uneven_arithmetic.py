@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from memplan.checks.fields.op_call import option_at
 from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.tensor_fields import Field, resolved, size_of
 from memplan.checks.fields.walk import Followed, follow
@@ -54,7 +55,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _sizes(trace: Trace, followed: Followed) -> dict[int, list[_Size]]:
-    """Return the spatial sizes of each op's first result, by the op's index."""
+    """Map the index of each op to the spatial sizes of its first result."""
     sizes: dict[int, list[_Size]] = {}
     for form in trace.forms:
         results = followed.results.get(form.op, ())
@@ -69,21 +70,29 @@ def _dropped_rows(form: Form, op: Op, sizes: dict[int, list[_Size]], *, dense: b
     """Return a finding for the last rows of an input that no window of the kernel reaches.
 
     A stride larger than the kernel leaves such rows between windows anyway: as many do not count at the end.
+
+    Args:
+        form: arguments and results of the op's call.
+        op: the op.
+        sizes: spatial sizes of each op's result, by its index.
+        dense: whether the model's output has spatial dimensions: then the finding is a warning.
     """
-    window = kernel_of(base_name(op.name), form)
-    if window is None or not form.writes:
+    windows = kernel_of(base_name(op.name), form)
+    if windows is None or not form.writes:
         return []
-    kernel, stride, padding, dilation = window
+    kernel, stride, padding, dilation = windows
     count = len(kernel)
     before, after = list(form.reads[0][1].shape[-count:]), form.writes[0].shape[-count:]
     rows: list[int] = []
     for n in range(count):
         reach = (kernel[n] - 1) * dilation[n]
-        last = (after[n] - 1) * stride[n] - padding[n] + reach
-        rows.append(max(0, before[n] - 1 - last - max(0, stride[n] - reach - 1)))
+        last_read = (after[n] - 1) * stride[n] - padding[n] + reach
+        gap = max(0, stride[n] - reach - 1)  # rows between two windows
+        rows.append(max(0, before[n] - 1 - last_read - gap))
     results = sizes.get(form.op, [])
     if not any(rows) or not results:
         return []
+    # the result's stride, divided by the op's own, is that of the input
     pixels = [number(row * size.stride / step) for row, size, step in zip(rows, results, stride, strict=False)]
     message = (
         f"of its {_by(before)} input it never reads the last {_by(rows)}: its stride does not divide it "
@@ -106,21 +115,20 @@ def _missed_size(form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Find
     """Return a finding for a transposed convolution whose result misses the size of the last tensor at its resolution.
 
     A difference of the convolution's stride or more is not reported: it comes from borders that unpadded kernels cut
-    off, not from a size that the stride does not divide.
+    off, not from a size that the stride does not divide. ``sizes`` has the spatial sizes of each op's result, by index.
     """
     if not form.option("transposed", False) or not form.writes:
         return []
     result = sizes.get(form.op, [])
-    grid = [size.grid for size in result]
-    earlier = (group for index, group in reversed(sizes.items()) if index < form.op)
-    on_grid = (group for group in earlier if [size.grid for size in group] == grid)
-    same_grid = next(on_grid, None)
-    if same_grid is None:
+    resolution = [size.grid for size in result]
+    earlier = [of_op for index, of_op in sizes.items() if index < form.op]
+    same_resolution = [of_op for of_op in earlier if [size.grid for size in of_op] == resolution]
+    if not same_resolution:
         return []
-    actual, expected = [size.size for size in result], [size.size for size in same_grid]
+    actual, expected = [size.size for size in result], [size.size for size in same_resolution[-1]]
     missing = [b - a for a, b in zip(actual, expected, strict=True)]
-    steps = form.option("stride")
-    if not any(missing) or any(abs(gap) >= steps[min(n, len(steps) - 1)] for n, gap in enumerate(missing)):
+    strides = form.option("stride")
+    if not any(missing) or any(abs(gap) >= option_at(strides, n) for n, gap in enumerate(missing)):
         return []
     message = f"it gives {_by(actual)} where there were {_by(expected)} at this stride on the way down"
     advice = (
@@ -132,7 +140,10 @@ def _missed_size(form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Find
 
 
 def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Finding]:
-    """Return a finding for a crop whose result is merged with another path, as in networks without padding."""
+    """Return a finding for a crop whose result is merged with another path, as in networks without padding.
+
+    ``sizes`` has the spatial sizes of each op's result, by index.
+    """
     if base_name(op.name) not in ("slice", "narrow") or not form.writes or not form.reads:
         return []
     result = form.writes[0]
@@ -141,14 +152,9 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> li
     cropped_sizes = [size for size in sizes.get(form.op, []) if size.size == new]
     if old <= new or not cropped_sizes or int(form.option("step", 1)) != 1:
         return []
-    merged = any(
-        later.op > form.op
-        and base_name(trace.ops[later.op].name) in _MERGING
-        and any(view.storage == result.storage and view.shape[dim:] == result.shape[dim:]
-                for _, view in later.reads if len(view.shape) > dim)
-        for later in trace.forms
-    )  # fmt: skip
-    if not merged:
+    merging = (f for f in trace.forms if f.op > form.op and base_name(trace.ops[f.op].name) in _MERGING)
+    operands = [view for later in merging for _, view in later.reads if len(view.shape) > dim]
+    if not any(view.storage == result.storage and view.shape[dim:] == result.shape[dim:] for view in operands):
         return []
     start = int(form.option("start", 0) or 0)
     stride = cropped_sizes[0].stride
@@ -164,7 +170,7 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> li
 
 
 def _merged(findings: list[Finding]) -> list[Finding]:
-    """Return one finding for each kind, layer and line: the largest crop, whose message lists the others."""
+    """Return a single finding for each kind, layer and line: of crops the largest, whose message lists the others."""
     groups: dict[tuple[str, str | None, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.layer, finding.where, finding.details["kind"]), []).append(finding)

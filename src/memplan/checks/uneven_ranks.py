@@ -30,33 +30,41 @@ def find(subject: Subject) -> list[Finding]:
     world = None if recorder is None else recorder.target.world
     if recorder is None or world is None or not subject.trace.groups:
         return []
-    traces = {recorder.target.rank: subject.trace}
-    loads: dict[int, Sequence[Elsewhere]] = {}
-    own_loads = any("torch.load PUTS" in assumption.text for assumption in subject.trace.assumptions)
-    for rank in (*_others(subject.trace, world, recorder.target.rank), *([recorder.target.rank] if own_loads else [])):
+    own_rank = recorder.target.rank
+    traces = {own_rank: subject.trace}
+    loads: dict[int, Sequence[Elsewhere]] = {}  # rank -> its loads onto other cards
+    ranks = _others(subject.trace, world, own_rank)
+    if any("torch.load PUTS" in assumption.text for assumption in subject.trace.assumptions):
+        ranks.append(own_rank)  # its trace has such loads, but not their bytes
+    for rank in ranks:
         with loads_elsewhere() as elsewhere:
             trace = replace(recorder, target=replace(recorder.target, rank=rank)).record()
         if isinstance(trace, Trace):
             traces[rank] = trace
-            loads |= {rank: list(elsewhere)} if elsewhere else {}
+            if elsewhere:
+                loads[rank] = list(elsewhere)
     return [*_elsewhere(loads, world), *_holds_more(traces)]
 
 
 def _others(trace: Trace, world: int, rank: int) -> list[int]:
-    """Return the ranks to compare ``rank`` with: those with the same stage, all if there is no pipeline.
+    """Return the ranks to compare ``rank`` with: those with the same pipeline stage, all if there is no pipeline.
 
     With more than `_ALL` such ranks, only the first two and the last. Two ranks train the same stage if a process
-    group has both, but no further rank of ``rank``'s pipeline.
+    group has both, but no further rank of ``rank``'s pipeline. ``world`` is the number of ranks.
     """
-    alike = set(range(world))
-    for piped in (set(group.ranks) for group in trace.groups if group.piped):
-        alike &= set[int]().union(*(set(g.ranks) for g in trace.groups if set(g.ranks) & piped == {rank}), {rank})
-    ordered = sorted(alike - {rank})
-    return ordered if len(alike) <= _ALL else sorted({*ordered[:2], ordered[-1]})
+    same_stage = set(range(world))
+    for pipeline in (set(group.ranks) for group in trace.groups if group.piped):
+        groups = [set(group.ranks) for group in trace.groups if pipeline.intersection(group.ranks) == {rank}]
+        same_stage &= {rank}.union(*groups)
+    ordered = sorted(same_stage - {rank})
+    return ordered if len(same_stage) <= _ALL else sorted({*ordered[:2], ordered[-1]})
 
 
 def _elsewhere(loads: dict[int, Sequence[Elsewhere]], world: int) -> Iterator[Finding]:
-    """Yield a finding about calls of `torch.load` that put tensors on the card of another rank."""
+    """Yield a finding about calls of `torch.load` that put tensors on the card of another rank, if there are any.
+
+    ``loads`` has these calls by rank; ``world`` is the number of ranks.
+    """
     if not loads:
         return
     rank, calls = min(loads.items())
@@ -78,7 +86,8 @@ def _elsewhere(loads: dict[int, Sequence[Elsewhere]], world: int) -> Iterator[Fi
 def _holds_more(traces: dict[int, Trace]) -> Iterator[Finding]:
     """Yield a finding about the rank with the highest peak, if that is much above the lowest."""
     peaks = {rank: peak_of(trace) for rank, trace in traces.items()}
-    most, least = (choose(peaks, key=lambda rank: (peaks[rank], -rank)) for choose in (max, min))
+    ordered = sorted(peaks, key=lambda rank: (peaks[rank], -rank))
+    least, most = ordered[0], ordered[-1]
     size = peaks[most] - peaks[least]
     if not matters(traces[most], size) or not is_odd(peaks[most], peaks[least]):
         return
@@ -87,7 +96,8 @@ def _holds_more(traces: dict[int, Trace]) -> Iterator[Finding]:
     uneven = cause in _SHARDS
     severity: Severity = "info" if uneven else "warning"
     place = (f" of {layer}" if layer else "") + (f" at {where}" if where else "")
-    message = f"rank {most} holds {format_bytes(size)} more at its peak than {_names(peaks, least)}"
+    lowest = ranks_text([rank for rank in sorted(peaks) if peaks[rank] == peaks[least]])
+    message = f"rank {most} holds {format_bytes(size)} more at its peak than {lowest}"
     if beyond > 0:
         message += f": {format_bytes(beyond)} of it are {LABELS.get(cause, cause)}{place}"
     advice = (
@@ -99,11 +109,6 @@ def _holds_more(traces: dict[int, Trace]) -> Iterator[Finding]:
     )
     details = {"kind": "shards" if uneven else "holds", "peaks": {str(rank): peak for rank, peak in peaks.items()}}
     yield Finding(ID, severity, layer, where, size, message, (advice,), details)
-
-
-def _names(peaks: dict[int, int], least: int) -> str:
-    """Return the names of the ranks with the peak of rank ``least``. ``peaks``: rank -> bytes."""
-    return ranks_text([rank for rank in sorted(peaks) if peaks[rank] == peaks[least]])
 
 
 def _owners(trace: Trace) -> dict[_Owner, int]:

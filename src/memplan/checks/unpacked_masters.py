@@ -40,57 +40,68 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _masters(trace: Trace) -> list[int]:
-    """Return the float32 storages of optimizers that are copied into bfloat16 weights of models, which nothing else
-    changes in a step: so each weight is its master weight, rounded."""
+    """Return the float32 storages of optimizers that are copied into bfloat16 weights of models.
+
+    No other op changes these weights in a step: so each weight is its master weight, rounded.
+    """
     in_layers = {number for layer in trace.layers for number in layer.weights}
+    masters = list[int]()
+    for number, sources in _sources_of_weights(trace, in_layers).items():
+        weight, (source, *others) = trace.storages[number], sources
+        if source is None or others or source in in_layers:
+            continue
+        master = trace.storages[source]
+        stays = master.cause in ("weight", "optimizer_state") and master.died is None
+        if stays and (weight.dtype, master.dtype, master.shape) == ("bfloat16", "float32", weight.shape):
+            masters.append(source)
+    return masters
+
+
+def _sources_of_weights(trace: Trace, weights: set[int]) -> dict[int, set[int | None]]:
+    """Map each of these storages that steps write to, in place, to the storages that are copied into it.
+
+    A cast to bfloat16 before the copy is passed over. None stands for another op than a copy.
+    """
     sources: dict[int, set[int | None]] = {}
-    casts: dict[int, int] = {}
+    cast_from: dict[int, int] = {}  # result of a cast to bfloat16 -> its operand
     for op in trace.ops:
         if op.step < 0:
             continue
         if op.name == _CAST and op.reads and op.writes and trace.storages[op.writes[0]].dtype == "bfloat16":
-            casts[op.writes[0]] = op.reads[0].storage
-        if not _overload_packet(op).endswith("_"):  # views of a weight are results in its storage
-            continue
-        copied = dict(_copies(op))
-        for number in in_layers.intersection((*op.writes, *copied)):
-            source = copied.get(number)
-            sources.setdefault(number, set()).add(None if source is None else casts.get(source, source))
-    result = list[int]()
-    for number, copied_from in sources.items():
-        weight, (source, *others) = trace.storages[number], copied_from
-        if source is None or others or source in in_layers:
-            continue
-        master = trace.storages[source]
-        held = master.cause in ("weight", "optimizer_state") and master.died is None
-        if held and (weight.dtype, master.dtype, master.shape) == ("bfloat16", "float32", weight.shape):
-            result.append(source)
-    return result
+            cast_from[op.writes[0]] = op.reads[0].storage
+        if op.name.partition(".")[2].partition(".")[0].endswith("_"):  # in place: views are results in a weight, too
+            copied = dict(_copies(op))
+            for number in weights.intersection((*op.writes, *copied)):
+                source = copied.get(number)
+                sources.setdefault(number, set()).add(None if source is None else cast_from.get(source, source))
+    return sources
 
 
 def _copies(op: Op) -> Iterator[tuple[int, int]]:
-    """Yield (storage written, storage copied into it) of an op that copies."""
+    """Yield each storage that an op copies another into, and that other storage; none if the op is no copy."""
     if base_name(op.name) in ("copy", "_foreach_copy"):
-        written, read = ([operand.storage for operand in op.reads if operand.name == name] for name in ("self", "src"))
-        if len(written) == len(read):
-            yield from zip(written, read, strict=True)
+        targets, sources = _operands(op, "self"), _operands(op, "src")
+        if len(targets) == len(sources):
+            yield from zip(targets, sources, strict=True)
 
 
-def _overload_packet(op: Op) -> str:
-    """Return the name of an op without namespace and overload."""
-    return op.name.partition(".")[2].partition(".")[0] or op.name
+def _operands(op: Op, argument: str) -> list[int]:
+    """Return the storages of an argument, a tensor or a list of them."""
+    return [operand.storage for operand in op.reads if operand.name == argument]
 
 
 def _summed_shapes(trace: Trace) -> set[tuple[int, ...]]:
-    """Return the shapes of float32 gradients of other tensors than the models' parameters to which something is added:
-    the bfloat16 gradients of several backward passes, of which the sum in bfloat16 would not be the same."""
+    """Return the shapes of the float32 gradients of master weights that sum bfloat16 gradients of several backward
+    passes. Their sum in bfloat16 would not be the same."""
     shapes = set[tuple[int, ...]]()
     for op in trace.ops:
         if op.step < 0 or base_name(op.name) not in ("add", "_foreach_add"):
             continue
-        sums, added = ([trace.storages[each.storage] for each in op.reads if each.name == n] for n in ("self", "other"))
-        for gradient, other in zip(sums, added, strict=False):  # a number may be added instead
-            mine = gradient.cause == "parameter_gradient" and not gradient.name and gradient.dtype == "float32"
-            if mine and other.cause not in ("weight", "optimizer_state"):  # added by optimizers
+        for sum_number, added in zip(_operands(op, "self"), _operands(op, "other"), strict=False):  # or adds a number
+            gradient = trace.storages[sum_number]
+            # a gradient without a name is that of another tensor than a model's parameter
+            of_master = gradient.cause == "parameter_gradient" and not gradient.name and gradient.dtype == "float32"
+            by_optimizer = trace.storages[added].cause in ("weight", "optimizer_state")
+            if of_master and not by_optimizer:
                 shapes.add(gradient.shape)
     return shapes

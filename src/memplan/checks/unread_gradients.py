@@ -75,7 +75,10 @@ def _frozen(names: Iterable[str]) -> Change:
 
 
 def _alive_after_update(trace: Trace, gradients: Sequence[Storage], readers: Mapping[int, list[Op]]) -> list[Finding]:
-    """Return a finding for gradients that an update has read and that stay allocated after it."""
+    """Return a finding for gradients that an update has read and that stay allocated after it.
+
+    ``gradients`` are those of optimized parameters; ``readers`` are the optimizers' ops that read each storage.
+    """
     names_read = {storage.name for storage in gradients if storage.id in readers}
     update_end = _update_ends(trace)
     changed: dict[int, Storage | None] = {}
@@ -90,10 +93,8 @@ def _alive_after_update(trace: Trace, gradients: Sequence[Storage], readers: Map
         return []
     gradient_bytes = sum(trace.storages[number].bytes for number in changed) // max(1, len(trace.steps))
     last_read = {number: max((op.index for op in readers.get(number, ())), default=-1) for number in changed}
-    accumulated = any(
-        op.phase == "backward" and any(number in last_read and op.index > last_read[number] for number in op.writes)
-        for op in trace.ops
-    )
+    backward_writes = ((op, number) for op in trace.ops if op.phase == "backward" for number in op.writes)
+    accumulated = any(number in last_read and op.index > last_read[number] for op, number in backward_writes)
     message = f"gradients live on when the update that read them is over: {format_bytes(size)} of them at the peak" + (
         ", and a later backward pass adds to them what no update reads" if accumulated else ""
     )
@@ -106,18 +107,23 @@ def _alive_after_update(trace: Trace, gradients: Sequence[Storage], readers: Map
 
 
 def _update_ends(trace: Trace) -> dict[int, int]:
-    """Map each op of an optimizer to the tick at which its update ends: the earliest at which the user can free."""
+    """Map the index of each op of an optimizer to the tick at which its update ends: when user code runs again.
+
+    An update is a sequence of ops of the optimizer.
+    """
     ends: dict[int, int] = {}
-    end: int | None = None
     for op in reversed(trace.ops):
-        end = None if op.phase != "optimizer" else op.end if end is None else end
-        if end is not None:
-            ends[op.index] = end
+        if op.phase == "optimizer":
+            ends[op.index] = ends.get(op.index + 1, op.end)
     return ends
 
 
 def _finding(
     names: list[str], size: int, message: str, advice: tuple[str, ...], kind: str, gradient_bytes: int
 ) -> Finding:
+    """Return the finding about the gradients of the parameters with these names, at the module of the first.
+
+    ``size`` are the bytes that they cost at the peak, ``gradient_bytes`` those of the gradients.
+    """
     details: dict[str, Any] = {"kind": kind, "held": gradient_bytes, "names": names}
     return Finding(ID, "warning", names[0].rpartition(".")[0], None, size, message, advice, details)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +26,7 @@ def find(subject: Subject) -> list[Finding]:
     if not unreduced:
         return []
     changed: dict[int, Storage | None] = {s.id: replace(s, died=reduced) for s, reduced in unreduced.items()}
-    added = [replace(s, bytes=-(-s.bytes // shards), born=reduced) for s, reduced in unreduced.items()]
+    added = [replace(s, bytes=math.ceil(s.bytes / shards), born=reduced) for s, reduced in unreduced.items()]
     size = saving(trace, changed, added)
     if subject.recorder is not None:
         mended = subject.recorder.record(around=_reduced_each_time())
@@ -49,7 +50,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _number_of_shards(trace: Trace) -> int:
-    """Return how many shards gradients are reduced to, 1 if they are not."""
+    """Return how many shards the backward pass reduces gradients to; 1 if it reduces none."""
     for op in trace.ops:
         if "reduce_scatter" in op.name and op.phase == "backward" and op.writes:
             whole = max(trace.storages[operand.storage].bytes for operand in op.reads)
@@ -70,16 +71,18 @@ def _reduced_each_time() -> Iterator[None]:
 
 
 def _unreduced_over_a_forward_pass(trace: Trace) -> dict[Storage, int]:
-    """Map gradients that another micro-batch adds to, and that are then reduced to shards, to the tick at which they
-    would be freed if they were reduced in their own pass: as long after they are computed as after the last
-    addition."""
-    forward = [op.start for op in trace.ops if op.phase == "forward"]
-    written = writers_of_whole_gradients(trace.ops)
+    """Map gradients that are reduced to shards only after a further micro-batch to the tick at which they would be
+    freed if the first backward pass reduced them.
+
+    They would live from their computation as long as they now live from the last addition.
+    """
+    forward_ticks = [op.start for op in trace.ops if op.phase == "forward"]
+    writes = writers_of_whole_gradients(trace.ops)
     unreduced: dict[Storage, int] = {}
     for storage in trace.counted:
-        if storage.cause != "parameter_gradient" or storage.died is None or storage.id not in written:
+        if storage.cause != "parameter_gradient" or storage.died is None or storage.id not in writes:
             continue
-        last = max((start for start in written[storage.id] if start > storage.born), default=storage.born)
-        if any(storage.born < start < last for start in forward):
-            unreduced[storage] = storage.born + storage.died - last
+        last_addition = max((tick for tick in writes[storage.id] if tick > storage.born), default=storage.born)
+        if any(storage.born < tick < last_addition for tick in forward_ticks):
+            unreduced[storage] = storage.born + storage.died - last_addition
     return unreduced

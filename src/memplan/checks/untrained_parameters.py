@@ -16,8 +16,8 @@ TITLE = "Parameters of an optimizer never get a gradient"
 def find(subject: Subject) -> list[Finding]:
     """Return at most one finding: parameters that the forward pass reads and no backward pass gives a gradient."""
     trace = subject.trace
-    ungraded = set(trace.ungraded)
-    readers: dict[int, Op] = {}
+    ungraded = set(trace.ungraded)  # parameters of optimizers that never get a gradient
+    readers: dict[int, Op] = {}  # such a parameter -> the first op with a gradient that reads it
     for op in trace.ops:
         if op.phase == "forward":
             for operand in op.reads:
@@ -38,7 +38,11 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _cause(subject: Subject) -> tuple[str, tuple[str, ...]]:
-    """Return the end of the message, about a reentrant checkpoint if it cuts the gradient off, and the advice."""
+    """Return the end of the message and the advice.
+
+    If a recording without checkpoints has more gradients, they are about reentrant checkpoints, which cut gradients
+    off. Else the end of the message is "", and the advice general.
+    """
     unknown = ("Look for no_grad, detach or item between them and the loss; or take them out of the optimizer",)
     if subject.recorder is None:
         return "", unknown

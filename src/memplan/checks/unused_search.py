@@ -15,14 +15,15 @@ _BRANCHES = ("branch", "bound")
 def find(subject: Subject) -> list[Finding]:
     """Return a finding for each `DistributedDataParallel` that searches, if no pass leaves a parameter out.
 
-    None if the step may run another way: a branch by value, sizes by value, Python's or NumPy's random numbers.
+    There is none if other steps may use other parameters: with a branch or sizes that depend on values, or with
+    Python's or NumPy's random numbers.
     """
     if any(assumption.kind in _BRANCHES for assumption in subject.trace.assumptions):
         return []
     findings: list[Finding] = []
     for use in observed(subject):
-        passes = [keys for keys in use.used if keys]
-        if not use.searches or use.drew or len(passes) < 2 or any(keys != set(use.sizes) for keys in passes):
+        passes = [used for used in use.used if used]  # the parameters with a gradient in each backward pass
+        if not use.searches or use.drew or len(passes) < 2 or any(used != set(use.sizes) for used in passes):
             continue
         message = (
             f"DistributedDataParallel searches the graph of each pass for unused parameters, and all {len(use.sizes)} "

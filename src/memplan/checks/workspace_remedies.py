@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,22 +34,26 @@ class Remedy:
 
 
 def remedies(recorder: StepRecorder, dimensions: int) -> list[Remedy]:
-    """Return the changes whose peak can be computed, whether they lower it or not.
+    """Return the changes for which the peak is known exactly, whether they lower it or not.
 
     Args:
         recorder: records the step again.
         dimensions: of the input of the layer with the largest workspace, 4 or 5 with batch and channels.
     """
-    return [
-        Remedy(name, do, simulate(trace).peak_allocated)
-        for name, do, trace in _changed_steps(recorder, dimensions)
-        if not isinstance(trace, NotRecorded)
-        and not any(storage.cause == "workspace" and storage.low is not None for storage in trace.counted)
-    ]
+    known: list[Remedy] = []
+    for name, do, trace in _changed_steps(recorder, dimensions):
+        if isinstance(trace, Trace):
+            has_interval = any(s.cause == "workspace" and s.low is not None for s in trace.counted)  # not from a plan
+            if not has_interval:
+                known.append(Remedy(name, do, simulate(trace).peak_allocated))
+    return known
 
 
 def _changed_steps(recorder: StepRecorder, dimensions: int) -> Iterator[tuple[str, str, Trace | NotRecorded]]:
-    """Yield name, advice and recording of each change: channels last, padded inputs, other versions of cuDNN."""
+    """Yield name, advice and recording of each change: channels last, padded inputs, other versions of cuDNN.
+
+    ``dimensions`` are those of the convolution's input.
+    """
     if dimensions in _FORMATS:
         name, layout = _FORMATS[dimensions]
         do = f"Lay the model out as {name}, by model.to(memory_format=torch.{name})"
@@ -67,7 +72,8 @@ def _changed_steps(recorder: StepRecorder, dimensions: int) -> Iterator[tuple[st
 
 
 def _in_format(dimensions: int, layout: torch.memory_format) -> Change:
-    """Return a change that converts the convolution layers to a memory format."""
+    """Return a change that converts the convolutions to a memory format. They are the modules that own weights of so
+    many dimensions, and at most biases besides."""
 
     def change(modules: dict[str, nn.Module]) -> None:
         ranks = {module: {weight.dim() for weight in module.parameters(recurse=False)} for module in modules.values()}
@@ -81,9 +87,11 @@ def _in_format(dimensions: int, layout: torch.memory_format) -> Change:
 
 
 def _padded(value: Any) -> Spec | None:
-    """Return the spec of an image with sizes rounded up to `MULTIPLE`. None if they are multiples already, or if the
-    input is no image."""
+    """Return the spec of an input with spatial sizes rounded up to multiples of `MULTIPLE`.
+
+    None if they are multiples already, or if the input is no image.
+    """
     if not isinstance(value, (torch.Tensor, Spec)) or len(value.shape) not in _FORMATS:
         return None
-    shape = (*value.shape[:2], *(-(-size // MULTIPLE) * MULTIPLE for size in value.shape[2:]))
+    shape = (*value.shape[:2], *(math.ceil(size / MULTIPLE) * MULTIPLE for size in value.shape[2:]))
     return None if shape == tuple(value.shape) else Spec(shape, value.dtype)

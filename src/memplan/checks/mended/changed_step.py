@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,7 @@ class NotRecorded:
     @classmethod
     def from_error(cls, error: MemplanError | ChangeError) -> NotRecorded:
         """Return the answer for an error that was raised during the recording."""
+        # a build's ChangeError comes as the cause of the recording's error
         cause = error.__cause__ if isinstance(error.__cause__, ChangeError) else error
         return cls(cause.found.rstrip(".") if isinstance(cause, MemplanError) else str(cause))
 
@@ -89,23 +90,28 @@ class StepRecorder:
             return None
 
     def _changed_build(self, change: Change | None, wrap: Wrap | None) -> Callable[[], Any]:
-        """Return a build of the target, copied and changed. It looks modules up by path in what the target returns or
-        creates."""
+        """Return a function that builds what is recorded, changed: a copy of the module, or what the callable returns.
+
+        ``change`` gets the modules of that module; of a callable that returns a step, the modules that it creates.
+        """
 
         def build() -> Any:
-            with _new_modules() as modules:
+            with _new_modules() as created:
                 result = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what()
+            is_module = isinstance(result, nn.Module)
             if change is not None:
-                change(by_path([result] if isinstance(result, nn.Module) else modules))
-            return wrap(result) if wrap is not None and isinstance(result, nn.Module) else result
+                change(by_path([result] if is_module else created))
+            return wrap(result) if wrap is not None and is_module else result
 
         build.__qualname__ = "the changed step"
         return build
 
 
-def by_path(found: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Map every path that a trace may have for a module to it: from its root, with and without the root's class."""
-    modules = list(found)
+def by_path(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Map the paths of all modules to them: ``Net.encoder`` and ``encoder``, both of which a trace may have.
+
+    ``modules`` include the root modules, of which paths begin with the class.
+    """
     children = {id(child) for module in modules for child in module.children()}
     paths: dict[str, nn.Module] = {}
     for root in (module for module in modules if id(module) not in children):
@@ -119,7 +125,10 @@ def by_path(found: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 @contextmanager
 def _new_modules() -> Iterator[list[nn.Module]]:
-    """Yield a list that has, after the context, the modules that got a child or a parameter within it, in order."""
+    """Yield a list that, after the context, has the modules created within it, in order.
+
+    They are recognized by the registration of a child or a parameter.
+    """
     by_id: dict[int, nn.Module] = {}
 
     def note(module: nn.Module, name: str, value: Any) -> None:

@@ -25,6 +25,7 @@ class CheckpointFree:
 
     @contextmanager
     def _count(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
+        """Count a checkpoint, whose function runs within this context."""
         self.total += 1
         self.reentrant += reentrant
         yield
@@ -39,12 +40,12 @@ class Blockwise:
         self._block_forwards: set[Callable[..., Any]] = set()
 
     def installed(self) -> AbstractContextManager[None]:
-        """Return the context for the recording."""
+        """Return the context for the recording: checkpoints are left out, except for those of blocks."""
         return _torch.without_checkpoints(self._checkpoint_blocks, lambda function: function in self._block_forwards)
 
     @contextmanager
     def _checkpoint_blocks(self, function: Callable[..., Any], reentrant: bool) -> Iterator[None]:
-        """While a function runs that was checkpointed as a whole, checkpoint each block of its model instead."""
+        """Within this context, in which a checkpointed function runs without its checkpoint, checkpoint each block."""
         with ExitStack() as stack:
             for path, block in _blocks(function).items():
                 self.blocks.add(path)
@@ -56,23 +57,27 @@ class Blockwise:
 
 
 def _blocks(function: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Return the modules of the function's module list or `nn.Sequential` with the most parameters, by their paths."""
+    """Return the blocks of a checkpointed function's model, by their paths; {} if there are fewer than 2.
+
+    They are the members with parameters of the `nn.ModuleList` or `nn.Sequential` that has the most parameters.
+    """
     lists: list[dict[str, nn.Module]] = []
     for root in _modules_of(function):
         for path, module in root.named_modules():
             if isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 1:
-                lists.append({f"{path}.{name}" if path else name: child for name, child in module.named_children()})
-    trainable = [{path: block for path, block in blocks.items() if _parameters(block)} for blocks in lists]
-    largest = max(trainable, key=lambda blocks: sum(map(_parameters, blocks.values())), default={})
+                prefix = f"{path}." if path else ""
+                lists.append({f"{prefix}{name}": child for name, child in module.named_children() if _elements(child)})
+    largest = max(lists, key=lambda blocks: sum(map(_elements, blocks.values())), default={})
     return largest if len(largest) > 1 else {}
 
 
-def _parameters(module: nn.Module) -> int:
+def _elements(module: nn.Module) -> int:
+    """Return the number of elements of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """Return the module that a checkpointed function is or is a method of, or the modules in its closure."""
+    """Return the modules that a checkpointed function runs: itself, its object as a method, or those in its closure."""
     if isinstance(function, nn.Module):
         return [function]
     if isinstance(function, partial):

@@ -12,11 +12,11 @@ from memplan.trace.trace import Trace, at_least
 
 
 def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[Storage] = ()) -> int:
-    """Return the bytes by which the peak falls.
+    """Return the bytes by which the peak of a step falls if its storages change; 0 if it rises.
 
     Args:
         trace: the recorded step.
-        changed: storage -> its replacement, or None to leave it out.
+        changed: id of a storage -> its replacement, or None to leave it out.
         added: further storages.
     """
     storages = [changed.get(storage.id, storage) for storage in trace.storages]
@@ -26,8 +26,10 @@ def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[
 
 
 def peak_of(trace: Trace) -> int:
-    """Return the peak of allocated bytes as `memplan.explain` does: on a card in the allocator's blocks, with expected
-    workspaces, and the smallest of those that are known as an interval."""
+    """Return the peak of allocated bytes, as `memplan.explain` computes it.
+
+    On a card it is in the allocator's blocks, with workspaces: a size known only as an interval counts with its least.
+    """
     return simulate(at_least(trace)).peak_allocated
 
 
@@ -43,34 +45,37 @@ def live_at_peak(trace: Trace) -> list[Storage]:
 
 
 def without_saving(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
-    """Return replacements of storages, by their id, that are not saved for backward: freed after their last forward
-    op."""
+    """Map the ids of storages to replacements that are not saved for backward: freed after their last forward op.
+
+    Storages that are freed then in any case are left out.
+    """
     return after_last_use(trace, storages, forward_only=True)
 
 
 def after_last_use(
     trace: Trace, storages: Iterable[Storage], *, forward_only: bool = False
 ) -> dict[int, Storage | None]:
-    """Return replacements of storages, by their id, that are freed after the last (forward) op that reads or writes
-    them."""
+    """Map the ids of storages to replacements that are freed after the last op that reads or writes them.
+
+    With ``forward_only``, only forward ops count. Storages that are freed then in any case are left out.
+    """
     by_id = {storage.id: storage for storage in storages}
-    last_use: dict[int, int] = {}
+    last_use = {storage.id: storage.born for storage in by_id.values()}
     for op in trace.ops:
         if op.phase == "forward" or not forward_only:
             for number in (*(operand.storage for operand in op.reads), *op.writes):
-                if number in by_id:
-                    last_use[number] = op.end
-    # one tick later: an op's results are allocated before its inputs can be freed
-    ends = {number: max(last_use.get(number, 0), storage.born) + 1 for number, storage in by_id.items()}
-    return {
-        number: replace(storage, died=ends[number])
-        for number, storage in by_id.items()
-        if storage.died is None or storage.died > ends[number]
-    }
+                if number in last_use:
+                    last_use[number] = max(last_use[number], op.end)
+    changed: dict[int, Storage | None] = {}
+    for number, end in last_use.items():
+        died = by_id[number].died
+        if died is None or died > end + 1:  # a tick later: an op's results are allocated before its inputs can be freed
+            changed[number] = replace(by_id[number], died=end + 1)
+    return changed
 
 
 def readers_of(ops: Iterable[Op]) -> dict[int, list[Op]]:
-    """Map each storage to those of the ops that read it, in order."""
+    """Map the id of each storage to those of the ops that read it, in order."""
     readers: dict[int, list[Op]] = {}
     for op in ops:
         for storage in {operand.storage for operand in op.reads}:
@@ -79,7 +84,7 @@ def readers_of(ops: Iterable[Op]) -> dict[int, list[Op]]:
 
 
 def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
-    """Return the form of every forward op, by its index.
+    """Map the index of each forward op to the form of its call: its arguments and results.
 
     Only the first step has forms: a later step with the same ops gets those of their counterparts.
     """
@@ -90,17 +95,17 @@ def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
         if op.phase == "forward":
             by_step.setdefault(op.step, []).append(op)
     first_step = by_step.get(0, [])
-    for step, ops in by_step.items():
-        if step > 0 and [op.name for op in ops] == [op.name for op in first_step]:
+    for ops in by_step.values():
+        if [op.name for op in ops] == [op.name for op in first_step]:
             pairs = zip(ops, first_step, strict=True)
             forms |= {op.index: recorded[first.index] for op, first in pairs if first.index in recorded}
     return forms
 
 
 def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Return the bytes of the first step's storages by layer and line, the largest first.
+    """Return the bytes of the first step's storages by layer and line, the largest first, as rows for a finding.
 
-    ``op_of`` maps a storage to the op whose layer and line it counts for.
+    ``op_of`` maps the id of a storage to the index of the op whose layer and line it counts for.
     """
     sizes: dict[tuple[str, str | None], int] = {}
     for storage in storages:
@@ -115,9 +120,11 @@ _COPIES = ("aten._to_copy.", "aten.copy_.", "aten.clone.", "aten.div.")
 
 
 def writers_of_whole_gradients(ops: Sequence[Op]) -> dict[int, list[int]]:
-    """Map each storage that is reduced to shards of the ranks, itself or a copy of it, to the ticks at which ops of the
-    backward pass change it."""
-    sources: dict[int, set[int]] = {}
+    """Map gradients of whole weights to the ticks at which ops of the backward pass write to them.
+
+    They are the storages that are reduced to shards of the ranks, themselves or as copies.
+    """
+    sources: dict[int, set[int]] = {}  # copy -> what it is copied from
     reduced = set[int]()
     for op in ops:
         reads, writes = {operand.storage for operand in op.reads}, set(op.writes)

@@ -19,9 +19,11 @@ from memplan.trace.trace import Trace
 def replayed_with(trace: Trace, changes: Changes) -> Trace | NotRecorded:
     """Return the trace with the bytes that each storage would have if ops were called with other arguments.
 
-    The ops of the first step and their backward pass are replayed on fake tensors. Storages of the trace then get the
-    bytes of their counterparts in the replay, the same in every step; allocation and free stay where they were. The
-    answer is why not, unless both runs have the same ops and an unchanged replay allocates exactly the recorded bytes.
+    ``changes`` maps the index of an op to its new arguments. The ops of the first step and their backward pass are
+    replayed on fake tensors. Storages of the trace then get the bytes of their counterparts in the replay, the same in
+    every step; allocation and free stay where they were.
+
+    `NotRecorded` if the replay has other ops, or if a replay without changes does not allocate the recorded bytes.
     """
     try:
         sizes, workspaces = _replayed_sizes(trace, {})
@@ -43,7 +45,7 @@ Sizes = dict[int, tuple[int, int | None]]
 
 
 def _replayed_sizes(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage]]:
-    """Return sizes of the trace's storages in a replay with changes, and workspaces that only the replay has.
+    """Return the sizes of the trace's storages in a replay with changes, and the workspaces that only the replay has.
 
     Raises:
         ChangeError: the replay does not have the same ops.
@@ -52,14 +54,14 @@ def _replayed_sizes(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage
     program = Program(trace, changes)
     target = choose_target(trace.device, cudnn=None if trace.engines or trace.expected else False)
     replay = record_for(program.build, target, steps=1)
-    if program.grown:
+    if program.grown:  # by this replay: another one begins with data of the new size
         replay = record_for(program.build, target, steps=1)
     replay_ops = _ops(replay, 0)
     sizes: Sizes = {}
     workspaces: list[Storage] = []
     recorded, replayed = _storages_by_op(trace), _storages_by_op(replay)
     for step in range(len(trace.steps)):
-        for op, counterpart in _paired_ops(_ops(trace, step), replay_ops, recorded if step > 0 else None):
+        for op, counterpart in _paired_ops(_ops(trace, step), replay_ops, recorded, is_first_step=step == 0):
             workspaces += _match_storages(op, recorded.get(op.index, []), replayed.get(counterpart.index, []), sizes)
     for view, shape in program.grown.items():
         size = trace.storages[view.storage].bytes
@@ -68,16 +70,20 @@ def _replayed_sizes(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage
 
 
 def _ops(trace: Trace, step: int) -> list[Op]:
+    """Return the ops of a step's forward and backward pass, without those of the optimizer."""
     return [op for op in trace.ops if op.step == step and op.phase in ("forward", "backward")]
 
 
 def _paired_ops(
-    ops: list[Op], replay_ops: list[Op], storages: Mapping[int, list[Storage]] | None
+    ops: list[Op], replay_ops: list[Op], storages: Mapping[int, list[Storage]], *, is_first_step: bool
 ) -> Iterator[tuple[Op, Op]]:
-    """Yield each op with its counterpart in the replay.
+    """Yield each op of a step with its counterpart in the replay, which has the ops of the first step.
 
     A later step may have further ops that only write to existing tensors: gradients are accumulated, or set to zero.
-    ``storages`` maps an op to what it allocates, to tell these; None for the first step, which has none.
+    ``storages`` maps the index of an op to what it allocates.
+
+    Raises:
+        ChangeError: the ops differ in another way.
     """
     remaining = iter(replay_ops)
     counterpart = next(remaining, None)
@@ -85,7 +91,7 @@ def _paired_ops(
         if counterpart is not None and op.name == counterpart.name:
             yield op, counterpart
             counterpart = next(remaining, None)
-        elif storages is None:
+        elif is_first_step:
             raise ChangeError("the step would run other ops")
         elif any(storage.dtype for storage in storages.get(op.index, ())):
             raise ChangeError("its steps do not make the same tensors")
@@ -94,6 +100,7 @@ def _paired_ops(
 
 
 def _storages_by_op(trace: Trace) -> dict[int, list[Storage]]:
+    """Map the index of each op to the storages that it allocates."""
     by_op: dict[int, list[Storage]] = {}
     for storage in trace.storages:
         if storage.op is not None:
@@ -101,26 +108,33 @@ def _storages_by_op(trace: Trace) -> dict[int, list[Storage]]:
     return by_op
 
 
+def _tensors_and_temporaries(storages: list[Storage]) -> tuple[list[Storage], list[Storage]]:
+    """Return the storages of tensors, and those of a kernel's temporaries, which have no dtype.
+
+    Left out are scalars, which autograd keeps as tensors, and workspaces that are never freed: a library allocates them
+    at its first op.
+    """
+    tensors = [s for s in storages if s.dtype]
+    return tensors, [s for s in storages if not s.dtype and s.died is not None and s.bytes > LARGEST_SCALAR]
+
+
 def _match_storages(op: Op, recorded: list[Storage], replayed: list[Storage], sizes: Sizes) -> Iterator[Storage]:
-    """Enter the replayed bytes of an op's storages into ``sizes``; yield temporaries that only the replay has."""
+    """Enter the replayed bytes of an op's storages into ``sizes``; yield temporaries that only the replay has.
+
+    Raises:
+        ChangeError: the replayed op allocates another number of tensors.
+    """
     if op.name == _CONSTANT:
         return  # the replay has it as data from before the step
-    recorded_tensors, replayed_tensors = ([s for s in storages if s.dtype] for storages in (recorded, replayed))
-    # A library's workspace is allocated by whichever op comes first and never freed: it is not compared. Nor are
-    # scalars, which autograd keeps as tensors.
-    recorded_temporaries, replayed_temporaries = (
-        [s for s in storages if not s.dtype and s.died is not None and s.bytes > LARGEST_SCALAR]
-        for storages in (recorded, replayed)
-    )
+    recorded_tensors, recorded_temporaries = _tensors_and_temporaries(recorded)
+    replayed_tensors, replayed_temporaries = _tensors_and_temporaries(replayed)
     if len(recorded_tensors) != len(replayed_tensors):
         raise ChangeError(f"{op.name} would make other tensors")
-    pairs = (
+    sizes.update((missing.id, (0, None)) for missing in recorded_temporaries[len(replayed_temporaries) :])
+    for before, after in (
         *zip(recorded_tensors, replayed_tensors, strict=True),
         *zip(recorded_temporaries, replayed_temporaries, strict=False),
-    )
-    for before, after in pairs:
+    ):
         sizes[before.id] = (after.bytes, after.low)
-    for missing in recorded_temporaries[len(replayed_temporaries) :]:
-        sizes[missing.id] = (0, None)
     for new in replayed_temporaries[len(recorded_temporaries) :]:
         yield replace(new, op=op.index, born=op.end, died=op.end + 1)

@@ -56,7 +56,7 @@ class Program:
         """
         for state in (self._tensors, self._last_view, self._leaves, self._overwritten):
             state.clear()
-        computed: set[int] = set()
+        computed: set[int] = set()  # storages that ops before the current one write to
         for form in self._forms.values():
             for name, view in form.reads:
                 if view.storage not in computed and canonical(view) not in self._leaves:
@@ -65,39 +65,41 @@ class Program:
         return self._step
 
     def _needs_gradient(self, form: Form, name: str, view: View) -> bool:
-        """Return whether to create a leaf with ``requires_grad``, as its first reader recorded it."""
-        several = sum(argument == name for argument, _ in form.reads) > 1  # of a list some may need none
+        """Return whether a tensor from before the step requires a gradient: its first reader, at argument ``name``,
+        computes one for it."""
+        in_list = sum(argument == name for argument, _ in form.reads) > 1  # a gradient of one tensor of it, or more
         needed = name in self._trace.ops[form.op].needs_grad
-        return needed and (not several or self._trace.storages[view.storage].cause == "weight")
+        return needed and (not in_list or self._trace.storages[view.storage].cause == "weight")
 
     def _add_leaf(self, view: View, requires_grad: bool) -> None:
-        """Create a tensor that exists before the step: uninitialized, with the recorded strides or, if it has to grow,
-        a new shape."""
+        """Create an uninitialized tensor that exists before the step, with the recorded strides, or in its grown
+        shape."""
         dtype = getattr(torch, self._trace.storages[view.storage].dtype)
-        shape = self.grown.get(canonical(view))
-        leaf = (
-            torch.empty_strided(view.shape, view.strides, dtype=dtype)
-            if shape is None
-            else torch.empty(shape, dtype=dtype)
-        )
-        self._store(view, leaf.requires_grad_() if requires_grad else leaf)
+        grown = self.grown.get(canonical(view))
+        if grown is None:
+            leaf = torch.empty_strided(view.shape, view.strides, dtype=dtype)
+        else:
+            leaf = torch.empty(grown, dtype=dtype)
+        self._store(view, leaf.requires_grad_(requires_grad))
         self._leaves.add(canonical(view))
 
     def _step(self) -> None:
-        """Run the recorded forward ops; where the record has the first op of a backward pass, let autograd run that
-        pass."""
+        """Run the forward ops of the first step, and autograd where the trace has the first op of a backward pass."""
         for op in self._trace.ops:
             if op.step != 0:
                 continue
             if op.phase == "forward":
                 self._run(op)
-            elif op.name == "aten.ones_like.default" and op.gradient_of is None and op.reads:
+            elif op.name == "aten.ones_like.default" and op.gradient_of is None and op.reads:  # the loss's gradient
                 loss = self._tensors[self._last_view[op.reads[0].storage]]
                 loss.backward(retain_graph=True)  # a second backward pass may follow
 
     def _run(self, op: Op) -> None:
-        """Call a recorded op on the replay's tensors, with its changes of arguments, and sizes fitted to its
-        new inputs."""
+        """Call a recorded op on the replay's tensors, with changed arguments, and sizes that fit its new inputs.
+
+        Raises:
+            ChangeError: it cannot be called so.
+        """
         form = self._forms.get(op.index)
         if form is None:
             raise ChangeError(f"how {op.name} was called is not known")
@@ -120,17 +122,21 @@ class Program:
             self._overwritten |= views
 
     def _is_autograd_clone(self, form: Form) -> bool:
-        """Return whether an op is the clone that autograd makes before an in-place op whose formula reads its input."""
-        if not self._trace.ops[form.op].name.startswith("aten.clone") or form.op + 1 not in self._forms:
+        """Return whether an op is the clone that autograd makes before an in-place op whose formula reads its input.
+
+        No forward op reads such a clone.
+        """
+        following = self._forms.get(form.op + 1)
+        if not self._trace.ops[form.op].name.startswith("aten.clone") or following is None or not following.reads:
             return False
-        following = self._forms[form.op + 1]
+        _, operand = following.reads[0]
+        in_place = following.writes[:1] == (operand,)
         all_reads = {view for other in self._trace.forms for _, view in other.reads}
-        in_place = following.reads[:1] and following.writes[:1] == (following.reads[0][1],)
-        return bool(in_place and form.reads[0][1] == following.reads[0][1] and form.writes[0] not in all_reads)
+        return in_place and form.reads[0][1] == operand and form.writes[0] not in all_reads
 
     def _read(self, op: Op, name: str, view: View) -> torch.Tensor:
-        """Return the replay's tensor for an operand, detached if the op needed no gradient for it when it was
-        recorded."""
+        """Return the replay's tensor for argument ``name`` of an op, detached if the recorded op had no gradient for
+        it."""
         tensor = self._tensors.get(canonical(view))
         if tensor is None:
             raise ChangeError(f"what {op.name} reads was made in a way that is not known")
@@ -141,22 +147,22 @@ class Program:
         self._last_view[view.storage] = canonical(view)
 
     def _grow_data(self, form: Form, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the operands, with data from before the step (a target) grown to the new size of another operand."""
-        resized_views = [
-            view for (_, view), tensor in zip(form.reads, tensors, strict=True) if tuple(tensor.shape) != view.shape
-        ]
-        if not resized_views:
+        """Return an op's operands, with data from before the step (a target) grown to the new size of other operands.
+
+        ``form`` has the recorded operands, ``tensors`` are those of the replay. A size of the data becomes what the
+        same size of another operand has become.
+        """
+        new_size: dict[int, int] = {}  # recorded size -> size in the replay
+        for (_, view), tensor in zip(form.reads, tensors, strict=True):
+            if tuple(tensor.shape) != view.shape:
+                new_size.update(zip(view.shape, tensor.shape, strict=True))
+        if not new_size:
             return tensors
-        new_size = {
-            old: new
-            for view in resized_views
-            for old, new in zip(view.shape, self._tensors[canonical(view)].shape, strict=True)
-        }
         operands = list[torch.Tensor]()
         for (_, view), tensor in zip(form.reads, tensors, strict=True):
             is_data = canonical(view) in self._leaves and self._trace.storages[view.storage].cause not in _FIXED
             if is_data and len(view.shape) > 2 and tuple(tensor.shape) == view.shape:
-                shape = (*view.shape[:1], *(new_size.get(size, size) for size in view.shape[1:]))
+                shape = (view.shape[0], *(new_size.get(size, size) for size in view.shape[1:]))
                 self.grown[canonical(view)] = shape
                 tensor = tensor.new_empty(shape)
                 self._store(view, tensor)
@@ -166,7 +172,10 @@ class Program:
     def _arguments(
         self, func: Any, form: Form, tensors: list[torch.Tensor], options: Mapping[str, Option]
     ) -> dict[str, Any]:
-        """Return the keyword arguments of a call, as the op's schema wants them."""
+        """Return the keyword arguments of a call of ``func``, as its schema requires them.
+
+        ``tensors`` are the operands of ``form``, in order; ``options`` are the other arguments by name.
+        """
         operands: dict[str, list[torch.Tensor]] = {}
         for (name, _), tensor in zip(form.reads, tensors, strict=True):
             operands.setdefault(name, []).append(tensor)
@@ -195,17 +204,17 @@ class Program:
 
 
 def _has_own_dtype(form: Form, name: str) -> bool:
-    """Return whether an op takes its result's dtype as an argument. A form leaves dtypes out: the result has it."""
+    """Return whether an op needs the dtype of its result as an argument, which a recorded call does not have."""
     return not form.reads or name == "_to_copy" or name.startswith("new_") or name.endswith("_like")
 
 
 def _number(value: Option) -> Any:
-    """Return a number of a form, where infinities and NaN are strings."""
+    """Return an argument of a recorded call as a number; infinities and NaN are strings there."""
     return float(value) if isinstance(value, str) else value
 
 
 def _memory_format(view: View) -> torch.memory_format:
-    """Return the memory format that gives a tensor these strides; `torch.preserve_format` if no format does."""
+    """Return the memory format that gives a tensor the strides of ``view``; `torch.preserve_format` if none does."""
     rank = len(view.shape)
     if canonical(view).strides == _strides(view.shape, range(rank)):
         return torch.contiguous_format
@@ -218,8 +227,8 @@ def _memory_format(view: View) -> torch.memory_format:
 def _strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
     """Return the strides of a dense tensor with its dimensions in this order, outermost first; 0 for dimensions of size
     1, as in `canonical`."""
-    strides, step = [0] * len(shape), 1
+    strides, elements = [0] * len(shape), 1
     for dim in reversed([*order]):
-        strides[dim] = 0 if shape[dim] == 1 else step
-        step *= shape[dim]
+        strides[dim] = 0 if shape[dim] == 1 else elements
+        elements *= shape[dim]
     return tuple(strides)

@@ -39,7 +39,7 @@ def resized(
     """
     if not form.reads or not form.writes:
         return {}
-    old, new = form.reads[0][1].shape, tuple(tensors[0].shape)
+    old, new = form.reads[0][1].shape, tuple(tensors[0].shape)  # of the input: recorded, and now
     name = base_name(trace.ops[form.op].name)
     if name in _CROPPING:
         return _crop_arguments(form, name, new, options, _partner_shape(trace, form, replayed))
@@ -48,10 +48,13 @@ def resized(
     if name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
         return {"size": viewed_size(old, form.writes[0].shape, new)}
     if name == "expand":
-        shape = form.writes[0].shape
-        added = len(shape) - len(old)
-        dims = zip(old, shape[added:], new, strict=True)
-        return {"size": (*shape[:added], *(now if before == after else after for before, after, now in dims))}
+        result = form.writes[0].shape
+        added = len(result) - len(old)
+        size = list(result)
+        for dim in range(len(old)):
+            if old[dim] == result[added + dim]:  # not expanded
+                size[added + dim] = new[dim]
+        return {"size": tuple(size)}
     if name.startswith(("upsample", "_upsample")):
         return {"output_size": _upsampled_size(form, new, options, _partner_shape(trace, form, replayed))}
     return {}
@@ -93,39 +96,64 @@ def viewed_size(old: Sequence[int], wanted: Sequence[int], new: Sequence[int]) -
 def _crop_arguments(
     form: Form, name: str, new: Sequence[int], options: Mapping[str, Option], partner: Sequence[int] | None
 ) -> dict[str, Option]:
-    """Return the arguments of a crop or pad of an input of shape ``new``. If the result meets another path, it gets
-    that path's shape (``partner``); otherwise it cuts off or adds as much as it did."""
-    old, wanted = form.reads[0][1].shape, form.writes[0].shape
+    """Return the arguments of a crop or pad of an input of shape ``new``.
+
+    Args:
+        form: how the op was called when it was recorded.
+        name: of the op.
+        new: shape of its input now.
+        options: its recorded arguments.
+        partner: shape that the result needs, since it is merged with another tensor; None: the op cuts off or adds as
+            much as when it was recorded.
+
+    Raises:
+        ChangeError: the crop would have nothing to crop.
+    """
     if name in ("slice", "narrow"):
-        dim = int(options.get("dim") or 0) % len(old)  # pyright: ignore[reportArgumentType]  # a number
-        step = int(options.get("step") or 1)  # pyright: ignore[reportArgumentType]  # a number
-        if (old[dim] == new[dim] and partner is None) or old[dim] == wanted[dim]:
-            return {"start": 0, "end": new[dim]} if old[dim] == wanted[dim] else {}
-        start = int(options.get("start") or 0)  # pyright: ignore[reportArgumentType]  # a number
-        start = max(0, start + old[dim]) if start < 0 else min(start, old[dim])
-        size = wanted[dim] + new[dim] - old[dim] if partner is None else partner[dim]
-        if step != 1 or size > new[dim]:
-            raise ChangeError("a crop that would have nothing to crop")
-        if partner is not None:  # in the middle, or at an end, as before
-            spare = old[dim] - wanted[dim]
-            start = start * (new[dim] - size) // spare
-        return {"start": start, "end": start + size}
+        return _slice_arguments(form, new, options, partner)
     amounts = list(options.get("pad", options.get("padding")) or ())  # pyright: ignore[reportArgumentType]  # a list
     if partner is not None:
-        for number in range(len(amounts) // 2):
+        for number in range(len(amounts) // 2):  # before and after the last dimension, then the one before it
             dim = len(new) - 1 - number
             missing = partner[dim] - new[dim]
             amounts[2 * number : 2 * number + 2] = [missing // 2, missing - missing // 2]
     return {"pad" if "pad" in options else "padding": tuple(amounts)}
 
 
+def _slice_arguments(
+    form: Form, new: Sequence[int], options: Mapping[str, Option], partner: Sequence[int] | None
+) -> dict[str, Option]:
+    """Return ``start`` and ``end`` of a slice; arguments as for `_crop_arguments`."""
+    dim = int(options.get("dim") or 0) % len(new)  # pyright: ignore[reportArgumentType]  # a number
+    old, result = form.reads[0][1].shape[dim], form.writes[0].shape[dim]
+    if old == result:  # a slice of everything
+        return {"start": 0, "end": new[dim]}
+    if old == new[dim] and partner is None:
+        return {}
+    start = int(options.get("start") or 0)  # pyright: ignore[reportArgumentType]  # a number
+    start = max(0, start + old) if start < 0 else min(start, old)
+    size = result + new[dim] - old if partner is None else partner[dim]
+    if options.get("step") not in (None, 1) or size > new[dim]:
+        raise ChangeError("a crop that would have nothing to crop")
+    if partner is not None:  # in the middle, or at an end, as when it was recorded
+        start = start * (new[dim] - size) // (old - result)
+    return {"start": start, "end": start + size}
+
+
 def _upsampled_size(
     form: Form, new: Sequence[int], options: Mapping[str, Option], partner: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Return the size to upsample an input of shape ``new`` to: that of the path it is merged with, else the old
-    factor."""
+    """Return the size to upsample an input of shape ``new`` to.
+
+    It is that of ``partner``, the tensor that the result is merged with. Without such a tensor, or if the recorded op
+    has a scale factor, it is the recorded multiple of the input's size.
+
+    Raises:
+        ChangeError: that is no whole number.
+    """
     old, count = form.reads[0][1].shape, len(options["output_size"])  # pyright: ignore[reportArgumentType]  # a list
-    if partner is not None and not any(name.startswith("scale") and value for name, value in options.items()):
+    has_factor = any(name.startswith("scale") and value for name, value in options.items())
+    if partner is not None and not has_factor:
         return partner[-count:]
     sizes: list[int] = []
     for before, after, now in zip(old[-count:], form.writes[0].shape[-count:], new[-count:], strict=True):
@@ -136,20 +164,27 @@ def _upsampled_size(
 
 
 def _partner_shape(trace: Trace, form: Form, replayed: Mapping[View, torch.Tensor]) -> tuple[int, ...] | None:
-    """Return the new shape of the tensor that the result is merged with, directly or after further crops; None if it is
-    not merged, or if that tensor is not computed yet."""
+    """Return the new shape of the tensor that an op's result is merged with by the op that reads it first.
+
+    Further crops in between are passed over. None if it is not merged, or if that tensor is not computed yet.
+
+    Args:
+        trace: the recorded step.
+        form: how the op was called there.
+        replayed: tensors that are computed already, by the view that they had when the step was recorded.
+    """
     result = canonical(form.writes[0])
-    for later in trace.forms:
-        views = [canonical(view) for _, view in later.reads]
-        if later.op <= form.op or result not in views:
+    for reader in trace.forms:
+        views = [canonical(view) for _, view in reader.reads]
+        if reader.op <= form.op or result not in views:
             continue
-        name = base_name(trace.ops[later.op].name)
-        if name in _CROPPING and later.writes:
-            result = canonical(later.writes[0])
-        elif name in _MERGING:
-            partners = [replayed[view] for view in views if view != result and view in replayed]
-            shapes = [tuple(tensor.shape) for tensor in partners if tensor.dim() == len(result.shape)]
-            return shapes[0] if shapes else None
-        else:
+        name = base_name(trace.ops[reader.op].name)
+        if name in _CROPPING and reader.writes:
+            result = canonical(reader.writes[0])
+            continue
+        if name not in _MERGING:
             return None
+        partners = [replayed[view] for view in views if view != result and view in replayed]
+        shapes = [tuple(tensor.shape) for tensor in partners if tensor.dim() == len(result.shape)]
+        return shapes[0] if shapes else None
     return None
