@@ -52,8 +52,7 @@ def copy_without_hooks(module: nn.Module) -> nn.Module:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's defaults that its constructor accepts; AdamW's defaults include an option that it
-    refuses."""
+    """Return the optimizer's defaults that its constructor accepts (AdamW's defaults include another option)."""
     parameters = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in parameters}
 

@@ -53,7 +53,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _problem(item: pytest.Item, mark: pytest.Mark) -> str | None:
-    """Return why the mark cannot be checked on this test; None if it can."""
+    """Return why a mark ``@pytest.mark.memplan(...)`` cannot be checked on this test; None if it can."""
     known = (*_LIMITS, *_OPTIONS)
     unknown = sorted(set(mark.kwargs) - set(known))
     if mark.args:
@@ -73,21 +73,27 @@ def _problem(item: pytest.Item, mark: pytest.Mark) -> str | None:
 
 
 def _check(item: pytest.Function, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-    """Check the step that a test returns, and fail the test with a short message if it exceeds a limit."""
+    """Check the step that a test returns, and fail the test with a short message if it exceeds a limit.
+
+    ``arguments`` are the mark's keyword arguments.
+    """
     from memplan.errors import InputError, PeakError, StepError, UsageError
 
+    message = ""
+    cause: BaseException | None = None
     try:
         _assert_limits(item.name, test, arguments)
-        return
-    except (PeakError, UsageError, StepError) as raised:
-        error = raised
-    if isinstance(error, StepError) and error.__cause__ is not None:
-        # an error or assertion of the test itself: shown as if it had run without memplan
-        raise error.__cause__
-    text = str(error)
-    if isinstance(error, InputError) and "inputs" not in arguments:
-        text += ' In the mark: inputs="8x3x224x224", or a list of them.'
-    pytest.fail(text, pytrace=False)
+    except (PeakError, UsageError, StepError) as error:
+        message = str(error)
+        if isinstance(error, InputError) and "inputs" not in arguments:
+            message += ' In the mark: inputs="8x3x224x224", or a list of them.'
+        if isinstance(error, StepError):
+            cause = error.__cause__
+    # raised here, without memplan's own error as context
+    if cause is not None:  # an error or assertion of the test itself
+        raise cause
+    if message:
+        pytest.fail(message, pytrace=False)
 
 
 def _assert_limits(title: str, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
@@ -165,5 +171,6 @@ def _build(test: Callable[[], Any], expects_module: bool) -> Any:
 
 
 def _named(function: Callable[[], Any], name: str) -> Callable[[], Any]:
+    """Set the name by which messages refer to a function, and return the function."""
     function.__qualname__ = function.__name__ = name
     return function

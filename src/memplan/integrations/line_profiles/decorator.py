@@ -67,6 +67,7 @@ def profile(function: Any = None, /, *, device: str | None = None, seconds: floa
 
 
 def _decorated(function: Any, *, device: str | None, seconds: float) -> Any:
+    """Return a function, or a static or class method, as `Profiled`; arguments and errors are those of `profile`."""
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(function.__func__, device=device, seconds=seconds))
     code = code_of(function, "memplan.profile")
@@ -145,11 +146,11 @@ class Profiled:
             self._warn_if_busy()
             start_watch()
             yield
-        elif self._device is not None:
+        elif self._device is not None:  # only the first call is predicted
             self._seconds_left = 0
             _add_profiles(_predict(self._function, args, kwargs, self._device))
             yield
-        elif not _torch.profiler_turn.take():
+        elif not _torch.profiler_turn.take():  # torch's profiler, of which a process has one, is in use
             self._warn_if_busy()
             yield
         else:
@@ -163,7 +164,7 @@ class Profiled:
                 _torch.profiler_turn.give()
 
     def _run_session(self) -> Iterator[None]:
-        """Measure the code within this context, and charge its time to the seconds that are left."""
+        """Measure what runs until the generator is resumed, and take its seconds off those that are left."""
         from memplan.integrations.line_profiles.line_session import Session, with_note
 
         session = Session(self._seconds_left)
@@ -194,6 +195,7 @@ _unprinted: dict[_Key, None] = {}
 
 
 def _key(lines: LineProfile) -> _Key:
+    """Return the function's name, its first line and the name of its file."""
     return lines.function, lines.rows[0].line, os.path.basename(lines.file)
 
 
@@ -215,11 +217,13 @@ def forget() -> None:
 
 
 def _print_all() -> None:
+    """Print the profiles that were not printed since they last changed: when the program ends."""
     if _unprinted:
         _print_profiles([_profiles[key] for key in _unprinted])
 
 
 def _print_profiles(profiles: Sequence[LineProfile]) -> None:
+    """Print the tables of functions, which are not printed again when the program ends."""
     from memplan.reports.line_tables import report
     from memplan.reports.terminal import show
 
@@ -235,7 +239,8 @@ def _predict(function: Any, args: Any, kwargs: Any, device: str) -> Sequence[Lin
 
     def run(arguments: Any) -> Any:
         start_watch()
-        return function(*arguments[0], **arguments[1])
+        fake_args, fake_kwargs = arguments
+        return function(*fake_args, **fake_kwargs)
 
     plain = inspect.unwrap(function)
     namespace = FakeNamespace(plain.__globals__, [plain.__code__], plain.__closure__ or (), (args, kwargs))

@@ -104,7 +104,7 @@ class Session:
         self.thread, self.is_on = threading.get_ident(), True
 
     def _on_line(self) -> None:
-        """Called at each tick of the line clock: note the card's history, and stop after the time limit."""
+        """Called when a line begins: note the position in the card's history, and stop after the time limit."""
         if self._card is not None:
             self._card.mark()
         if self.is_on and time.thread_time() > self._began + self._seconds:
@@ -128,7 +128,10 @@ class Session:
         return measured
 
     def _read(self, watch: LineWatch) -> Measured:
-        """Return the measurement of the card if anything is allocated there, else of the host."""
+        """Return the measurement of the card if anything is allocated there, else of the host.
+
+        ``watch`` knows which lines ran.
+        """
         if self._card is not None and (self._card.before or self._card.events):
             return self._card.read(watch)
         measured = _host_measurement(_torch.Profile.of(self._profile), self._resident, watch)
@@ -151,11 +154,10 @@ class _NotifyingClock(LineClock):
 
 
 def _is_leaf(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a leaf. Autograd refuses to say so of a view whose base was changed in place, as of
-    the flat parameters of FSDP's first version."""
+    """Return whether a tensor is a leaf of autograd's graph."""
     try:
         return tensor.is_leaf
-    except RuntimeError:
+    except RuntimeError:  # a view whose base was changed in place, such as of FSDP1's flat parameters
         return False
 
 
@@ -168,7 +170,7 @@ class _ResidentStorages:
 
     @classmethod
     def now(cls) -> _ResidentStorages:
-        """Find the storages of all tensors and gradients that Python knows."""
+        """Return the storages of all tensors and gradients that Python's garbage collector knows."""
         resident, seen = cls(), set[int]()
         for instance in gc.get_objects():
             if issubclass(type(instance), torch.Tensor):
@@ -178,10 +180,10 @@ class _ResidentStorages:
         return resident
 
     def _add(self, tensor: torch.Tensor, seen: set[int]) -> None:
-        """Add the storage of a tensor on the host, if it is real and not seen yet."""
+        """Add the storage of a real tensor on the host. ``seen`` are the keys of the storages that were added."""
         if isinstance(tensor, _torch.FakeTensor) or tensor.device.type != HOST or not _torch.has_shape(tensor):
             return
-        if tensor.layout != torch.strided or "" not in _torch.inner_tensors(tensor):
+        if tensor.layout != torch.strided or "" not in _torch.inner_tensors(tensor):  # a subclass around other tensors
             return
         storage = tensor.untyped_storage()
         if _torch.storage_key(storage) in seen or not storage.resizable():  # memory of numpy is not torch's
@@ -224,12 +226,11 @@ class _Card:
         _torch.end_history()
 
     def read(self, watch: LineWatch) -> Measured:
-        """Return the measurement, with a tick for each event."""
-        sizes = [round_to_blocks(event.bytes) for event in self.events]
-        changes = [
-            (size if event.action == "alloc" else -size, event.address)
-            for size, event in zip(sizes, self.events, strict=True)
-        ]
+        """Return the measurement, with a tick for each event. ``watch`` knows which lines ran."""
+        changes: list[tuple[int, int]] = []
+        for event in self.events:
+            size = round_to_blocks(event.bytes)
+            changes.append((size if event.action == "alloc" else -size, event.address))
         levels, lives = _levels(self.before, changes)
         lines = on_events(watch.rows(), self._marks.__getitem__)
         return Measured(torch.cuda.get_device_name(), self.before, levels, lives, lines)
@@ -242,9 +243,19 @@ def _event_count() -> int:
 
 
 def _host_measurement(profile: _torch.Profile, resident: _ResidentStorages, watch: LineWatch) -> Measured:
-    """Return the measurement of the host from the profiler's record."""
-    freed = ((number, profile.ranges.get(f"{_FREED}{number}")) for number in range(len(resident.sizes)))
-    events = [(span[0], -resident.sizes[number], 0) for number, span in freed if span is not None]
+    """Return the measurement of the host from the profiler's record.
+
+    Args:
+        profile: the record: the allocator's events and the markers, both with times.
+        resident: storages from before it.
+        watch: knows which lines ran.
+    """
+    events: list[tuple[int, int, int]] = []  # time, bytes (below 0 for a free), address
+    for number, size in enumerate(resident.sizes):
+        marker = profile.ranges.get(f"{_FREED}{number}")
+        if marker is not None:
+            freed_at, _ = marker
+            events.append((freed_at, -size, 0))
     live: set[int] = set()
     for event in profile.events:
         if event.bytes > 0:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -85,6 +85,7 @@ class FakeNamespace:
         return lambda: call(arguments)
 
     def _restore(self) -> None:
+        """Give the globals and the closure their contents from before the call."""
         for name in [name for name in self._namespace if name not in self._globals]:
             del self._namespace[name]
         self._namespace.update(self._globals)
@@ -93,14 +94,16 @@ class FakeNamespace:
 
 
 def _has_content(cell: CellType) -> bool:
+    """Return whether the variable of a closure's cell is assigned."""
     try:
-        return cell.cell_contents is not cell
-    except ValueError:  # not assigned yet
+        _ = cell.cell_contents
+    except ValueError:
         return False
+    return True
 
 
 def _global_names(codes: Iterable[CodeType], namespace: Mapping[str, Any]) -> set[str]:
-    """Return the globals that code names, and those that functions and classes of this namespace name in turn."""
+    """Return the names of the globals that code uses, also by way of functions and classes of the same namespace."""
     names, pending, seen = set[str](), list(codes), set[CodeType]()
     while pending:
         code = pending.pop()
@@ -125,7 +128,7 @@ def _codes_of(value: Any, namespace: Mapping[str, Any]) -> Iterator[CodeType]:
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a value, or the value itself if it cannot be copied."""
+    """Return `copy.deepcopy` of a value, or the value itself if it cannot be copied."""
     if isinstance(value, (ModuleType, FunctionType, type)):
         return value
     try:
@@ -134,12 +137,14 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def _tensors_copied_as_fakes() -> Any:
+def _tensors_copied_as_fakes() -> AbstractContextManager[object]:
     """Within this context `copy.deepcopy` copies tensors without values: same shape, strides, dtype and gradient."""
 
     def fake_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        if id(tensor) in memo or isinstance(tensor, _torch.FakeTensor):
-            return memo.get(id(tensor), tensor)
+        if isinstance(tensor, _torch.FakeTensor):
+            return tensor
+        if id(tensor) in memo:
+            return memo[id(tensor)]
         with _torch.no_modes():
             plain = tensor.detach()
         fake = like(plain)

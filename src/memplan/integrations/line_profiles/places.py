@@ -45,7 +45,7 @@ def parse_lines_option(text: str) -> Followed:
 
 
 def unused_options(texts: Sequence[str], profiles: Sequence[LineProfile]) -> Iterator[str]:
-    """Yield a message for each option of which no line ran."""
+    """Yield a message for each option ``--lines`` whose functions have no profile: no line of them ran."""
     for text in texts:
         file, function = _split(text)
         ran = (profile.function for profile in profiles if os.path.basename(profile.file) == os.path.basename(file))
@@ -57,16 +57,20 @@ def unused_options(texts: Sequence[str], profiles: Sequence[LineProfile]) -> Ite
 
 
 def _split(text: str) -> tuple[str, str | None]:
+    """Return the file and the function of ``FILE.py:FUNCTION``; None without a function."""
     file, colon, function = text.rpartition(":")
-    return (file, function) if colon and not function.endswith(".py") and os.sep not in function else (text, None)
+    if not colon or function.endswith(".py") or os.sep in function:  # a colon of the path, as in C:\train.py
+        return text, None
+    return file, function
 
 
 def _functions(tree: ast.AST, prefix: str) -> Iterator[str]:
-    """Yield the qualified names of the functions and methods that are defined below a syntax node."""
+    """Yield the qualified names of the functions and methods that are defined below a syntax node.
+
+    ``prefix`` is the qualified name of the node with a dot, "" for a module.
+    """
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if not isinstance(node, ast.ClassDef):
-                yield prefix + node.name
-            yield from _functions(node, f"{prefix}{node.name}.")
-        else:
-            yield from _functions(node, prefix)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield prefix + node.name
+        is_scope = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        yield from _functions(node, f"{prefix}{node.name}." if is_scope else prefix)

@@ -81,7 +81,7 @@ class MemoryMagics:
         return self._shell.user_ns
 
     def _code(self, name: str) -> CodeType:
-        """Return the code of the function that a value of the option ``-f`` names."""
+        """Return the code of the function that option ``-f`` names by an expression, such as ``Model.forward``."""
         try:
             value = eval(name, self._namespace)
         except Exception as error:  # any expression may be typed
@@ -150,16 +150,18 @@ def _parse(line: str, options: tuple[str, ...], usage: str) -> _MagicLine:
     measure, statement = False, line.strip()
     while statement.startswith("-"):
         word, _, statement = statement.partition(" ")
-        name, equals, value = word.partition("=")
         statement = statement.strip()
         if word == "--measure":
             measure = True
             continue
-        if name in values and not equals:
+        name, equals, value = word.partition("=")
+        if name not in values:
+            raise InputError(f"the option {word}", expected=usage)
+        if not equals:  # the value is the next word
             value, _, statement = statement.partition(" ")
             statement = statement.strip()
-        if name not in values or not value:
-            raise InputError(f"the option {word}" if name not in values else f"{name} without a value", expected=usage)
+        if not value:
+            raise InputError(f"{name} without a value", expected=usage)
         values[name].append(value)
     device = (values["--device"] or [None])[-1]
     if device and measure:

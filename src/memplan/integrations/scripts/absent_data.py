@@ -41,7 +41,7 @@ def _tolerant(constructor: Callable[..., None], on_failure: Callable[[str], None
         except Exception:  # missing files raise errors of any type
             kind = type(dataset)
             on_failure(kind.__name__)
-            length = {} if isinstance(dataset, IterableDataset) else {"__len__": lambda _: SAMPLES}
-            setattr(dataset, "__class__", type(kind.__name__, (kind,), length))  # noqa: B010  # with a length
+            methods = {} if isinstance(dataset, IterableDataset) else {"__len__": lambda _: SAMPLES}
+            setattr(dataset, "__class__", type(kind.__name__, (kind,), methods))  # noqa: B010  # a subclass
 
     return initialize

@@ -73,7 +73,11 @@ def read_answer(data: bytes, request: Request) -> tuple[RunResult, str | None]:
 
 
 def _read_fitting(plain: Any) -> Fitting:
-    """Read the outcome of planning, whose shortfall is an error and has a form of its own."""
+    """Read the outcome of planning. Its shortfall is an error, which `_plain_error` wrote.
+
+    Raises:
+        Unreadable: ``plain`` is no such outcome.
+    """
     values = dict(plain) if isinstance(plain, dict) else {}
     shortfall = values.pop("shortfall", None)
     error = None if shortfall is None else _read_error(shortfall)
@@ -83,11 +87,16 @@ def _read_fitting(plain: Any) -> Fitting:
 
 
 def _plain_fields(value: Any, omitted: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a dataclass as data for JSON, but for those that are ``omitted``."""
     return {field.name: to_plain(getattr(value, field.name)) for field in fields(value) if field.name not in omitted}
 
 
 def _read_fields(kind: type, plain: Any) -> dict[str, Any]:
-    """Read the fields of a dataclass that are in ``plain``, by their type hints; the caller adds the others."""
+    """Read the fields of a dataclass that are in ``plain``, by their type hints; the caller adds the others.
+
+    Raises:
+        Unreadable: ``plain`` is no mapping, or has a field that the dataclass lacks or of another type.
+    """
     if not isinstance(plain, dict):
         raise Unreadable(f"{kind.__name__} is no mapping")
     hints = get_type_hints(kind, include_extras=True)
@@ -98,7 +107,7 @@ def _read_fields(kind: type, plain: Any) -> dict[str, Any]:
 
 
 def _plain_error(error: MemplanError) -> dict[str, Any]:
-    """Return an error as plain data: its kind, its texts, and the attributes of its kind that messages need."""
+    """Return an error as data for JSON: its class, its texts, and the attributes of its class that messages need."""
     plain: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     plain |= {name: getattr(error, name) for name in _TEXTS}
     if isinstance(error, RecordingError):

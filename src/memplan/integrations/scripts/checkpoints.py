@@ -81,11 +81,10 @@ class Checkpoints:
                     )
                 )  # fmt: skip
                 if not self._has_values and hasattr(os, "memfd_create"):
-                    opened = self._opener(
-                        safetensors.safe_open, {dtype: name for name, dtype in tensors._TYPES.items()}
-                    )
-                    stack.enter_context(_torch.patched(safetensors, safe_open=opened))
-                    stack.enter_context(_torch.patched(tensors, safe_open=opened))
+                    dtype_names = {dtype: name for name, dtype in tensors._TYPES.items()}
+                    safe_open = self._opener(safetensors.safe_open, dtype_names)
+                    for module in (safetensors, tensors):
+                        stack.enter_context(_torch.patched(module, safe_open=safe_open))
             yield
 
     def _store(self, saved: Any) -> bytes:
@@ -94,12 +93,15 @@ class Checkpoints:
         return MARK + f"{len(self._saved) - 1:0{_DIGITS}d}".encode()
 
     def _load_stored(self, text: bytes, device: Any) -> Any:
-        """Return the object for which `_store` wrote this text, with new tensors; None if it is another text."""
+        """Return the object for which `_store` wrote this text, with new tensors; None if it is another text.
+
+        ``device`` is the ``map_location`` of `torch.load`.
+        """
         number = self._number_of(text)
         return None if number is None else new_tensors(self._saved[number], device)
 
     def _number_of(self, text: bytes) -> int | None:
-        """Return the place in ``_saved`` that a text of `_store` names; None if it is another text."""
+        """Return the index in ``_saved`` that a text of `_store` has; None if it is another text."""
         if text[: len(MARK)] != MARK or not text[len(MARK) : _LENGTH].isdigit():
             return None
         number = int(text[len(MARK) : _LENGTH])
@@ -208,7 +210,10 @@ class Checkpoints:
         return safe_open
 
     def _reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Return how to pickle a tensor without values: with `MARK`, by which the sandbox recognizes a checkpoint."""
+        """Return how to pickle a tensor without values, as ``__reduce__`` does: a function and its arguments.
+
+        The sandbox recognizes a checkpoint by `MARK` among them.
+        """
         layout = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
         return _rebuild, (MARK, *layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 
@@ -229,5 +234,6 @@ def _header(saved: Mapping[str, Any], names: Mapping[torch.dtype, str]) -> tuple
 def _rebuild(
     mark: bytes, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, needs_grad: bool, is_parameter: bool
 ) -> torch.Tensor:
+    """Return a new tensor in place of one that was pickled without values; ``mark`` is only there to be recognized."""
     tensor = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype))
     return nn.Parameter(tensor, needs_grad) if is_parameter else tensor.requires_grad_(needs_grad)

@@ -69,11 +69,12 @@ def answer(text: str) -> NoReturn:
 
 
 def _protect(request: Request, setting: Setting) -> View:
-    """Set up the protection of the real files, and return the view of them that the script gets."""
+    """Set up the protection of the real files in this process, and return the view of the files that the script gets:
+    overlays, files redirected under Landlock, or the files themselves."""
     tempfile.tempdir = setting.temporary
-    own = (os.path.dirname(setting.temporary), str(cache_folder().parent))
+    own_folders = (os.path.dirname(setting.temporary), str(cache_folder().parent))
     if setting.control is not None:
-        return OverlaidView(setting.control, own)
+        return OverlaidView(setting.control, own_folders)
     if setting.protection == "landlock":
         if (request.device is None or is_cuda(request.device)) and torch.cuda.is_available():
             torch.cuda.init()  # under Landlock it would find no GPU
@@ -104,7 +105,7 @@ def _protect_descriptors(*protected: int) -> None:
 
 
 def _write(channel: int, text: str) -> None:
-    """Write the answer; without a channel, tell the user on stderr and exit."""
+    """Write the answer to a descriptor; if the script has closed it, tell the user on stderr and exit."""
     data, written = text.encode("utf-8", "replace"), 0
     try:
         while written < len(data):
@@ -115,6 +116,7 @@ def _write(channel: int, text: str) -> None:
 
 
 def _end() -> NoReturn:
+    """End the process at once, without waiting for threads of the script."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed by the script
             stream.flush()

@@ -41,12 +41,12 @@ class Effects:
         """Path of a file that was changed -> the first line that did so."""
 
     def note(self, kind: HeldKind, what: str) -> None:
-        """Note an effect of the line that runs now."""
+        """Count an effect of the script's line that runs now. ``what`` is a path, an address or a command."""
         key = kind, what, script_line(self._script)
         self._rows[key] = self._rows.get(key, 0) + 1
 
     def note_change(self, path: Any) -> None:
-        """Note that the line that runs now changes a file."""
+        """Note that the script's line that runs now changes a file; a ``path`` that is a descriptor is ignored."""
         if isinstance(path, (str, bytes, os.PathLike)):
             text = _absolute(os.fsdecode(path))
             if text not in self._lines:
@@ -84,7 +84,7 @@ class Effects:
             _active.remove(self)
 
     def note_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note the effect that an audit event announces."""
+        """Note the effect that one of Python's audit events announces, by the arguments of that event."""
         if event == "open":
             if isinstance(arguments[2], int) and arguments[2] & _WRITES:
                 self.note_change(arguments[0])
@@ -106,6 +106,7 @@ def _absolute(path: str) -> str:
 
 
 def _note_connection(effects: Effects, arguments: tuple[Any, ...]) -> None:
+    """Note the address (host, port) or the path of a socket that is connected or sent to."""
     address = arguments[1]
     if isinstance(address, tuple) and len(address) > 1:
         effects.note("network", f"{address[0]}:{address[1]}")
@@ -114,11 +115,13 @@ def _note_connection(effects: Effects, arguments: tuple[Any, ...]) -> None:
 
 
 def _note_lookup(effects: Effects, arguments: tuple[Any, ...]) -> None:
+    """Note the host whose address is looked up."""
     if arguments[0]:
         effects.note("network", os.fsdecode(arguments[0]))
 
 
 def _note_process(effects: Effects, words: Any) -> None:
+    """Note the command line of a program that is started: a string, or a list of words."""
     listed = [words] if isinstance(words, (str, bytes, os.PathLike)) else list(words)
     effects.note("process", " ".join(map(os.fsdecode, listed))[:_LONGEST])
 
@@ -147,6 +150,7 @@ def _install_hook() -> None:
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Audit hook of Python: pass an event to all effects that listen."""
     if _active and event in _EVENTS:
         for effects in tuple(_active):
             effects.note_event(event, arguments)

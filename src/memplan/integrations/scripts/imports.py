@@ -21,12 +21,13 @@ def library_imports_unrecorded(folder: str) -> Iterator[None]:
     in the next run, as their tensors belong to the recording of the current run.
     """
     with _torch.no_modes():
-        pass  # imports what it needs, which it could not in the middle of another import
+        pass  # its first use imports modules, which would fail in the middle of another import
     before = set(sys.modules)
     execute = SourceFileLoader.exec_module
     root = os.path.join(os.path.realpath(folder), "")
 
     def is_own(file: object) -> bool:
+        """Return whether a module's file lies below the script's folder and belongs to no installed package."""
         return isinstance(file, str) and os.path.realpath(file).startswith(root) and "-packages" not in file
 
     def execute_unrecorded(loader: Any, module: ModuleType) -> None:

@@ -29,5 +29,6 @@ def refuse_effects(folder: str) -> None:
     scopes = _SCOPE_SIGNALS | _SCOPE_ABSTRACT_SOCKETS if version >= _SCOPES else 0
     kernel.drop_capabilities()
     kernel.landlock(rights, scopes, [*allowed, (f"/proc/{os.getpid()}", rights)])
+    # seccomp refuses what this version of Landlock cannot
     rules = call_filter.no_effects(signals=version < _SCOPES, truncates=version < _TRUNCATES)
     kernel.filter_calls(call_filter.program_of(rules))

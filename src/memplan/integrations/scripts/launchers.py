@@ -43,7 +43,10 @@ class Launcher(Protocol):
 
 
 def launcher_of(command: Command) -> Launcher | None:
-    """Return what sets a script's layout from outside; None if nothing does that memplan knows."""
+    """Return what sets a script's layout from outside: flags of torchtitan, or variables of Accelerate.
+
+    None for other scripts, and for those that shard their model themselves.
+    """
     if command.is_module:
         return Torchtitan() if re.fullmatch(r"torchtitan(\.\w+)*\.train", command.place) else None
     try:
@@ -51,16 +54,15 @@ def launcher_of(command: Command) -> Launcher | None:
         imported = _imported(ast.parse(text))
     except (OSError, ValueError, SyntaxError):
         return None
-    shards = _SHARDS.search(text) or any(map(_SHARDING_FLAG.match, command.arguments))
-    uses = any(
-        name == "accelerate.Accelerator" or re.fullmatch(r"(transformers|trl)\.\w*Trainer", name) for name in imported
-    )
-    if not uses or shards:
+    shards_itself = _SHARDS.search(text) or any(map(_SHARDING_FLAG.match, command.arguments))
+    uses_accelerate = any(_ACCELERATE.fullmatch(name) for name in imported)
+    if not uses_accelerate or shards_itself:
         return None
-    precise = _MIXED.search(" ".join((text, *command.arguments))) or os.environ.get("ACCELERATE_MIXED_PRECISION")
-    return Accelerate(() if precise else ("float32: no mixed precision was given",))
+    precision = _MIXED.search(" ".join((text, *command.arguments))) or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    return Accelerate(() if precision else ("float32: no mixed precision was given",))
 
 
+_ACCELERATE = re.compile(r"accelerate\.Accelerator|(transformers|trl)\.\w*Trainer")
 _SHARDS = re.compile(
     r"""\bfsdp|fully_shard|FullySharded|DeepSpeed|\bdeepspeed(\s*=|["']\s*:)(?!\s*None)|ParallelismConfig"""
     "|parallelize_module"
@@ -82,7 +84,10 @@ class Torchtitan:
     notes = ()
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
-        """See `Launcher`. Blocks are recomputed whole, or not at all: its selective checkpoints are neither."""
+        """Return the flags for a layout; without a micro-batch, that of torchtitan's configuration stays.
+
+        Blocks are recomputed whole, or not at all: torchtitan's selective checkpoints are not used.
+        """
         flags = {
             "--parallelism.data_parallel_replicate_degree": layout.replicas,
             "--parallelism.data_parallel_shard_degree": layout.shards,
@@ -107,11 +112,14 @@ class Accelerate:
     batch_by_loader = True
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
-        """See `Launcher`. Copies are not recomputed, as Accelerate checkpoints what it shards alone."""
-        if layout.tensor > 1:
+        """Return the environment variables for a layout; None if Accelerate does not have the layout.
+
+        It has no tensor parallelism, and it checkpoints only models that it shards.
+        """
+        if layout.tensor > 1 or (layout.shards == 1 and layout.checkpoint):
             return None
         if layout.shards == 1:
-            return None if layout.checkpoint else Launch((), _UNSHARDED, "accelerate launch --multi_gpu")
+            return Launch((), _UNSHARDED, "accelerate launch --multi_gpu")
         options = {
             "fsdp_version": "2", "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_reshard_after_forward": str(layout.reshard).lower(),

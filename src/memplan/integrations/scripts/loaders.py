@@ -84,7 +84,7 @@ class Loaders:
         self._seen: list[Batches] = []
         self.absent = dict[str, None]()
         """Classes of missing data sets."""
-        self._first: int | None = None
+        self._first_size: int | None = None
         """Leading dimension of the first batch that was loaded."""
 
     def batches(self) -> tuple[Batch, ...]:
@@ -92,7 +92,10 @@ class Loaders:
         return tuple(dict.fromkeys(loader.summary() for loader in self._seen if loader.text))
 
     def model_called(self, *, trains: bool) -> None:
-        """Record a call of a model. If it ``trains``, no loader counts as idle any more."""
+        """Note a call of a model: each loader that yielded a batch since the last call has another idle batch.
+
+        If the model ``trains``, idle batches are counted anew.
+        """
         for loader in self._seen:
             if trains:
                 loader.idle = 0
@@ -129,7 +132,8 @@ class Loaders:
             yield
 
     def _shortened(self, length: int | None, most: int) -> int:
-        """Return the number of batches to which a loader of this length is shortened."""
+        """Return the number of batches to which a loader is shortened: ``most``, or a few more, so that the number of
+        batches left out is a multiple of ``_multiple``. ``length`` is None if it is unknown."""
         return most if length is None else min(length, most + (length - most) % self._multiple)
 
     def length(self, loader: Any) -> int | None:
@@ -150,35 +154,44 @@ class Loaders:
             StopIteration: the loader is exhausted, or has yielded as many batches as it may.
         """
         self._watcher.before_batch(loader)
-        idle = self._idle_limit is not None and loader.idle >= self._idle_limit
+        is_idle = self._idle_limit is not None and loader.idle >= self._idle_limit
         most = None if self._most is None else self._shortened(loader.length, self._most)
-        if idle or (most is not None and loader.loaded >= most):
+        if is_idle or (most is not None and loader.loaded >= most):
             loader.ended_early = True
             raise StopIteration
-        repeated = self._seen_shapes.get(id(loader.loader))
-        if repeated is not None:
-            if loader.loaded >= (self.length(loader.loader) or self._most or 0):
-                raise StopIteration
-            batch = new_tensors(repeated)
-        elif loader.iterator is not None:
-            batch = next(loader.iterator)
-            if self._repeats and loader.loaded == 1 and _is_plain(batch):
-                self._seen_shapes[id(loader.loader)] = shapes_of(batch)
-        elif self._rules.kwargs:
-            batch = realize(dict(self._rules.kwargs))
-        else:
-            batch = realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
+        batch = self._unresized_batch(loader)
         loader.fresh = True
         size = batch_size(batch)
-        if self._first is None:
-            self._first = size
-        if self._rules.batch is not None and size is not None and size == self._first:
+        if self._first_size is None:
+            self._first_size = size
+        if self._rules.batch is not None and size is not None and size == self._first_size:
             batch = resized(batch, size, self._rules.batch)
+        return batch
+
+    def _unresized_batch(self, loader: Batches) -> Any:
+        """Return a batch in the shapes of the loader's second batch if these repeat, else the loader's own, else
+        tensors of the described shapes.
+
+        Raises:
+            StopIteration: the loader is exhausted.
+        """
+        shapes = self._seen_shapes.get(id(loader.loader))
+        if shapes is not None:
+            if loader.loaded >= (self.length(loader.loader) or self._most or 0):
+                raise StopIteration
+            return new_tensors(shapes)
+        if loader.iterator is None:
+            inputs = self._rules.inputs
+            return realize(dict(self._rules.kwargs) or (inputs[0] if len(inputs) == 1 else list(inputs)))
+        batch = next(loader.iterator)
+        if self._repeats and loader.loaded == 1 and _is_plain(batch):
+            self._seen_shapes[id(loader.loader)] = shapes_of(batch)
         return batch
 
 
 def fetch_for_recording(fetch: Callable[[Any], Any], indices: Any) -> Any:
-    """Fetch a batch of a data set; if it fails on tensors without values, fetch it again outside of the recording."""
+    """Return ``fetch(indices)``, a batch of a data set; if it fails on tensors without values, fetch it again outside
+    of the recording."""
     try:
         return fetch(indices)
     except StopIteration:
@@ -193,7 +206,10 @@ def fetch_for_recording(fetch: Callable[[Any], Any], indices: Any) -> Any:
 
 
 class Batches:
-    """Iterator over a loader's batches; other attributes come from the loader's own iterator."""
+    """Iterator over a loader's batches; other attributes come from the loader's own iterator.
+
+    ``iterator`` is that iterator, None if described batches replace it; ``where`` is the ``file:line`` that iterates.
+    """
 
     def __init__(self, loaders: Loaders, loader: Any, iterator: Any, where: str | None) -> None:
         self._loaders = loaders
@@ -201,12 +217,15 @@ class Batches:
         self.iterator = iterator
         self.where = where
         self.loaded = 0
+        """Number of batches so far."""
         self.idle = 0
         """Batches on which a model was called since the last training call."""
         self.fresh = False
         """Whether no model was called since the last batch."""
         self.text = ""
+        """Shapes of the first batch's tensors."""
         self.size: int | None = None
+        """Leading dimension of the first batch."""
         self.ended_early = False
 
     def __iter__(self) -> Batches:
@@ -250,17 +269,19 @@ class Batches:
     def sizes(self) -> tuple[int | None, int | None]:
         """Number of samples in a batch, and in the last batch; None if unknown."""
         try:
-            sampler = self.loader.batch_sampler  # also of the user's: then loader.batch_size is None
+            sampler = self.loader.batch_sampler  # loader.batch_size is None with a batch sampler of the user's
             size, samples, drops_last = sampler.batch_size, len(sampler.sampler), sampler.drop_last
-            whole, rest = divmod(samples, size)
+            whole_batches, remainder = divmod(samples, size)
         except Exception:  # a stream has no length, a user's batch sampler no batch_size
             return self.size, None
-        if self.length != whole + (rest > 0 and not drops_last):
+        has_smaller_last = remainder > 0 and not drops_last
+        if self.length != whole_batches + has_smaller_last:  # a sampler with another arithmetic
             return self.size, None
-        return size, size if drops_last else rest or size
+        return size, remainder if has_smaller_last else size
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors in a batch, in order."""
     return [leaf for leaf in _torch.tree_leaves(_plain(batch)) if isinstance(leaf, torch.Tensor)]
 
 

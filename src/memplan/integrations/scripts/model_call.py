@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -101,16 +101,15 @@ class CallWatch:
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            """Replace a module's ``__call__``: store the first training call, and the ticks of its model's later
-            calls."""
-            if is_suspended():
+            """Call a module. Store the first training call, and the ticks of each call of its model with gradients."""
+            if is_suspended():  # a call by memplan itself
                 return plain(module, *args, **kwargs)
             if self.call is None:
                 if is_outermost() and _trains(module):
                     self._store_first_call(module, args, kwargs)
                     if self._fits is not None:
                         self._fits(module)
-            elif not self._inside and not is_outermost():
+            elif not self._inside and not is_outermost():  # the first layer: the model's forward may enable autocast
                 self._inside = True
                 self.call.autocast = _autocast(self.call.module)
             call = self.call
@@ -128,18 +127,26 @@ class CallWatch:
             yield
 
     def optimizer_created(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the statement that constructs an optimizer: `memplan.fit` is to be inserted after it."""
-        frame = next((frame for frame in self._frames() if not _statement(frame)[2]), None)
-        if frame is not None and self.call is None:
-            line = frame.f_code.co_filename, frame.f_lineno
-            self._optimizer_statement = _OptimizerStatement(line, _statement(frame)[1], _modules(frame))
+        """Remember the statement that constructs an optimizer: `memplan.fit` is to be inserted after it.
+
+        If it is constructed in a ``return``, the statement is that of the caller.
+        """
+        if self.call is not None:
+            return
+        for frame in self._frames():
+            statement = _statement(frame)
+            if not statement.returns:
+                line = frame.f_code.co_filename, frame.f_lineno
+                self._optimizer_statement = _OptimizerStatement(line, statement.last, _modules(frame))
+                return
 
     def update_begins(self) -> None:
         """Remember the tick at which an optimizer begins an update."""
         self._update = self._tick()
 
     def update_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record an update. The plan uses the first optimizer that updates parameters of the model alone."""
+        """Store the ticks of an update, if this is the optimizer of the plan: the first one all of whose parameters
+        are the model's."""
         call = self.call
         if call is None:
             return
@@ -169,7 +176,7 @@ class CallWatch:
             return
         here = frame.f_code.co_filename, frame.f_lineno
         if statement is None or statement.line == here:  # the line that trains also creates the optimizer
-            call.before, call.line = True, format_frame((here[0], _statement(frame)[0]))
+            call.before, call.line = True, format_frame((here[0], _statement(frame).first))
             call.name = _modules(frame).get(id(module), call.name)
         else:
             call.line = format_frame((statement.line[0], statement.end))
@@ -185,39 +192,51 @@ class CallWatch:
 
 
 def _trains(module: nn.Module) -> bool:
+    """Return whether a call of the module now would train it."""
     return module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
 
 def _autocast(module: nn.Module) -> torch.dtype | None:
-    place = next((parameter.device.type for parameter in module.parameters()), "cpu")
-    kind = place if place in ("cpu", "cuda") else "cpu"
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    """Return the dtype to which autocast casts now on the device of the module's parameters; None if it is off."""
+    device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    if device_type not in ("cpu", "cuda"):
+        device_type = "cpu"
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _modules(frame: FrameType) -> dict[int, str]:
-    """Return the variable that refers to each module, by its id(); a local variable rather than a global."""
+    """Map the id() of each module to the variable of a frame that refers to it.
+
+    A local variable comes first, then an attribute (``self.model``), then a global.
+    """
     names: dict[int, str] = {}
-    here = local_variables(frame)
-    attributes = getattr(here.get("self"), "__dict__", {})
-    for variables in (here, {f"self.{name}": value for name, value in attributes.items()}, frame.f_globals):
+    local = local_variables(frame)
+    attributes = getattr(local.get("self"), "__dict__", {})
+    for variables in (local, {f"self.{name}": value for name, value in attributes.items()}, frame.f_globals):
         for name, value in list(variables.items()):
             if isinstance(value, nn.Module):
                 names.setdefault(id(value), name)
     return names
 
 
-def _statement(frame: FrameType) -> tuple[int, int, bool]:
-    """Return the first and last line of the statement that a frame runs, and whether it is a ``return``."""
+class _Statement(NamedTuple):
+    """First and last line of a statement, and whether it is a ``return``."""
+
+    first: int
+    last: int
+    returns: bool
+
+
+def _statement(frame: FrameType) -> _Statement:
+    """Return the innermost statement that a frame runs; its line alone if there is no source."""
     line = frame.f_lineno
     try:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     except SyntaxError:
-        return line, line, False
-    enclosing = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        return _Statement(line, line, False)
+    statements = [
+        _Statement(node.lineno, node.end_lineno or node.lineno, isinstance(node, ast.Return))
+        for node in ast.walk(tree) if isinstance(node, ast.stmt)
     ]  # fmt: skip
-    innermost = min(enclosing, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
-    if innermost is None:
-        return line, line, False
-    return innermost.lineno, innermost.end_lineno or innermost.lineno, isinstance(innermost, ast.Return)
+    enclosing = [statement for statement in statements if statement.first <= line <= statement.last]
+    return min(enclosing, key=lambda lines: lines.last - lines.first, default=_Statement(line, line, False))

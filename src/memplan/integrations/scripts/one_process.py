@@ -43,6 +43,7 @@ def in_one_process(folder: str, *, values: bool, world: int | None = None, rank:
     """
 
     def refuse(*_: Any) -> NoReturn:
+        """Raise the error of a script that starts a process, with other advice for Hugging Face's datasets."""
         prepares = any(str(frame.f_globals.get("__name__")).startswith("datasets.") for frame in callers())
         raise StepError(
             "datasets prepares samples in processes of its own (num_proc), which a recording cannot follow" if prepares
@@ -81,8 +82,8 @@ def in_one_process(folder: str, *, values: bool, world: int | None = None, rank:
 
 
 def _forget_ranks() -> None:
-    """Let Accelerate ask again which rank this is: it keeps the answer, as long as the process lives, with a process
-    group that ended with the script's last run."""
+    """Reset Accelerate's state, which would outlive the script's run and refer to its process group, which has
+    ended."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

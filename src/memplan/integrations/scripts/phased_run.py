@@ -52,6 +52,7 @@ class PhasedRun(ScriptRun):
         """Whether a model was trained since the last pass over a loader began."""
 
     def _make_loaders(self, request: Request, steps: int) -> Loaders:
+        """Return the loaders, shortened to the request's number of batches. For a card, batches repeat their shapes."""
         for_card = request.device not in (None, HOST)
         return Loaders(
             request.rules, None, self, request.command.folder, really=request.really, most=request.batches,
@@ -63,7 +64,7 @@ class PhasedRun(ScriptRun):
         return replace(super().facts(), parts=tuple(self._parts))
 
     def before_batch(self, batches: Batches) -> None:
-        """Begin a part; end the run instead if a third pass over training data begins."""
+        """Begin a part with a batch; end the run instead if a third pass over training data begins."""
         data_set = getattr(batches.loader, "dataset", batches.loader)
         if id(data_set) not in self._data_sets:
             self._data_sets[id(data_set)] = len(self._kept)
@@ -81,7 +82,7 @@ class PhasedRun(ScriptRun):
         self._pass_trains = self._pass_trains and not begins
 
     def after_last_batch(self, batches: Batches) -> None:
-        """Mark the part that the request began as one without a batch."""
+        """Mark the part that `before_batch` began as one without a batch, and count the pass if it trained."""
         self._part = replace(self._part, exhausted=True)
         if self._pass_trains and self._part.loader is not None:
             self._passes[self._part.loader] = self._passes.get(self._part.loader, 0) + 1
@@ -93,26 +94,28 @@ class PhasedRun(ScriptRun):
             self._begin(RunPart(kind, script_line(self._folder)))
 
     def _before_call(self, module: nn.Module) -> None:
-        """Count a call in the part that runs. Before it, begin a new part at the start and end of `generate`, or, in a
-        loop without a loader, after an update."""
+        """Count a call in the part that runs.
+
+        Before it, begin a new part where `generate` starts or ends, after a checkpoint, and after an update; in a loop
+        without a loader also where training follows other calls.
+        """
         with_gradients = torch.is_grad_enabled()
         generates = not with_gradients and any(frame.f_code.co_name == "generate" for frame in callers())
         part = self._part
         if not self._built or part.kind in ("save", "load") or generates != (part.kind == "generate"):
-            kind = "generate" if generates else "work"
-            is_first = self._built and not part.calls and kind == part.kind == "work"
-            if not is_first:
-                self._begin(
-                    replace(
-                        RunPart(kind, script_line(self._folder)), loader=part.loader, length=part.length,
-                        batch_size=part.batch_size, last_batch=part.last_batch,
-                    )
-                )  # fmt: skip
-        elif (part.updates and self._step_is_complete) or (
-            part.loader is None and part.calls and with_gradients and not part.training_calls
-        ):
-            self._begin(RunPart(where=script_line(self._folder)))
-        part, trains = self._part, module.training and any(True for _ in module.parameters())  # no loss
+            self._begin(
+                replace(
+                    RunPart("generate" if generates else "work", script_line(self._folder)), loader=part.loader,
+                    length=part.length, batch_size=part.batch_size, last_batch=part.last_batch,
+                )
+            )  # fmt: skip
+        else:
+            is_updated = part.updates and self._step_is_complete
+            starts_training = part.loader is None and part.calls and with_gradients and not part.training_calls
+            if is_updated or starts_training:
+                self._begin(RunPart(where=script_line(self._folder)))
+        part = self._part
+        trains = module.training and any(True for _ in module.parameters())  # a loss has no parameters
         self._part = replace(
             part, calls=part.calls + 1, training_calls=part.training_calls + (with_gradients and trains),
             graph_calls=part.graph_calls + (with_gradients and not trains),
@@ -120,11 +123,13 @@ class PhasedRun(ScriptRun):
         self._pass_trains = self._pass_trains or self._part.trains
 
     def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Count an update in the part that runs."""
         super()._on_update(optimizer, args, kwargs)
         self._part = replace(self._part, updates=self._part.updates + 1)
 
     def _begin(self, part: RunPart) -> None:
-        """End the part that runs and begin ``part``."""
+        """End the part that runs, and begin ``part``. End the run instead if an endless loop or the time limit is
+        reached."""
         if self._over:
             self._stop()
         if not self._built:

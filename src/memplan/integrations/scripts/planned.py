@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +90,14 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
 
 
 def _fit_within(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[str, Any]) -> Fitting:
-    """Plan the model within the budget that the script leaves; return the outcome with the plan or the shortfall."""
+    """Plan the model within the budget that the script leaves; return the outcome with the plan or the shortfall.
+
+    Args:
+        fitting: budget and sizes of the script.
+        call: the model and its arguments.
+        room: the card, and the limit of the whole script.
+        options: further arguments of `memplan.plan`.
+    """
     budget = max(room.limit - fitting.beside - fitting.surplus, 1)
     try:
         inner_plan = plan(
@@ -120,32 +127,32 @@ def _bytes_above_bound(
 ) -> int | None:
     """Record the script with the planned model and return the bytes of its peak above the plan's bound.
 
-    None if no call of the model was planned: all fell back to eager.
+    None if no call of the model was planned: all fell back to eager. ``steps`` are recorded; ``options`` are further
+    arguments of `memplan.fit`.
     """
     assert fitting.planned is not None, "there is a plan"
-    fitted = list[Any]()
+    fitted: Any = None
 
-    def fits(module: nn.Module) -> None:
-        fitted.append(
-            fit(
-                module,
-                *_with_ones(call.inputs),
-                kwargs=_with_ones(call.kwargs),
-                budget=fitting.budget - fitting.beside,
-                optimizer=_optimizer(call),
-                autocast=call.autocast,
-                **options,
-            )
-        )
+    def fit_model(module: nn.Module) -> None:
+        nonlocal fitted
+        fitted = fit(
+            module, *_with_ones(call.inputs), kwargs=_with_ones(call.kwargs), budget=fitting.budget - fitting.beside,
+            optimizer=_optimizer(call), autocast=call.autocast, **options,
+        )  # fmt: skip
 
-    with_lines = record(script.with_fit(fits), device="cpu", steps=steps)
-    if not fitted or not fitted[-1].stats.planned:
+    with_plan = record(script.with_fit(fit_model), device="cpu", steps=steps)
+    if fitted is None or not fitted.stats.planned:
         return None
-    return simulate(with_lines).peak_allocated - fitting.planned
+    return simulate(with_plan).peak_allocated - fitting.planned
 
 
 def _plannable(call: ModelCall | None, title: str) -> ModelCall:
-    """Return the call; raise if it cannot be planned."""
+    """Return the call of a script's model, if it can be planned. ``title`` is the script's name.
+
+    Raises:
+        InputError: there is no call, or an argument of it cannot be described.
+        MemplanError: why a plan would not equal eager.
+    """
     if call is None:
         raise InputError(
             f"{title} called no model in training",
@@ -164,41 +171,52 @@ def _plannable(call: ModelCall | None, title: str) -> ModelCall:
 
 
 def _with_ones(arguments: Any) -> Any:
-    """Return arguments with tensors of ones for specs of small integer tensors, as in recordings, since masks can
-    decide branches."""
+    """Return arguments with tensors of ones in place of the specs of small integer tensors.
+
+    Masks, which can decide branches, have the value 1 in recordings as well.
+    """
 
     def with_values(leaf: Any) -> Any:
-        is_integral = isinstance(leaf, Spec) and not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-        return torch.ones(leaf.shape, dtype=leaf.dtype) if is_integral and math.prod(leaf.shape) <= _SMALL else leaf
+        if not isinstance(leaf, Spec) or leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+            return leaf
+        return torch.ones(leaf.shape, dtype=leaf.dtype) if math.prod(leaf.shape) <= _SMALL else leaf
 
     return _torch.tree_map(with_values, arguments)
 
 
-def _optimizer(call: ModelCall) -> Any:
+def _optimizer(call: ModelCall) -> Callable[[Any], Any] | None:
+    """Return a function from parameters to the optimizer that updates the model in the script; None without one."""
     return None if call.optimizer is None else optimizer_factory(call.optimizer, call.options)
 
 
 def _lines(call: ModelCall, room: Room, unplanned: int, options: Mapping[str, Any]) -> Lines:
-    """Return the lines to insert into the script; the model's budget is the limit less ``unplanned`` bytes."""
+    """Return the lines to insert into the script, which fit its model within the limit less ``unplanned`` bytes.
+
+    ``options`` are further arguments of `memplan.fit`.
+    """
     arguments = [call.name, *(_python_text(argument) for argument in call.inputs)]
-    kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
-    arguments += [f"kwargs={_kwargs_text(kwargs)}"] if kwargs else []
-    arguments.append(f"budget={room.limit - unplanned:_}")
-    arguments += [f"optimizer={_optimizer_text(call)}"] if call.optimizer is not None else []
-    arguments += [f'autocast="{_LOWER[call.autocast]}"'] if call.autocast in _LOWER else []
-    arguments += [f"{name}={value!r}" for name, value in options.items()]
     imports = ["import memplan"]
-    module = "" if call.optimizer is None else call.optimizer.__module__
-    if module and not module.startswith("torch.") and module != "__main__":
-        imports.append(f"import {module}")
+    kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
+    if kwargs:
+        arguments.append(f"kwargs={_kwargs_text(kwargs)}")
+    arguments.append(f"budget={room.limit - unplanned:_}")
+    if call.optimizer is not None:
+        arguments.append(f"optimizer={_optimizer_text(call.optimizer, call.options)}")
+        module = call.optimizer.__module__
+        if not module.startswith("torch.") and module != "__main__":
+            imports.append(f"import {module}")
+    if call.autocast in _LOWER:
+        arguments.append(f'autocast="{_LOWER[call.autocast]}"')
+    arguments += [f"{name}={value!r}" for name, value in options.items()]
     return Lines(call.line, call.before, (*imports, *_fit_call(arguments)))
 
 
 def _fit_call(arguments: list[str]) -> list[str]:
     """Return the lines of a call of `memplan.fit`: a single line if short, else a line per argument."""
     short = f"memplan.fit({', '.join(arguments)})"
-    long = "\n".join(("memplan.fit(", *(f"    {argument}," for argument in arguments), ")"))
-    return [short] if len(short) <= _WIDTH and "\n" not in short else long.split("\n")
+    if len(short) <= _WIDTH and "\n" not in short:
+        return [short]
+    return "\n".join(("memplan.fit(", *(f"    {argument}," for argument in arguments), ")")).split("\n")
 
 
 def _kwargs_text(kwargs: Mapping[str, Any]) -> str:
@@ -229,19 +247,20 @@ def _keyword_text(name: str, value: Any) -> str:
     return _python_text(value)
 
 
-def _optimizer_text(call: ModelCall) -> str:
-    """Return the optimizer as a Python argument of `memplan.fit`: its class, with the options that may cost memory."""
-    kind = call.optimizer
-    assert kind is not None, "the caller has checked"
-    is_torch = kind.__module__.startswith("torch.optim")
-    name = f"torch.optim.{kind.__name__}" if is_torch else f"{kind.__module__}.{kind.__qualname__}"
-    name = kind.__qualname__ if kind.__module__ == "__main__" else name
+def _optimizer_text(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> str:
+    """Return an optimizer as a Python argument of `memplan.fit`: its class, with the options that are no defaults.
+
+    The learning rate is left out, since it costs no memory.
+    """
+    if kind.__module__ == "__main__":
+        name = kind.__qualname__
+    elif kind.__module__.startswith("torch.optim"):
+        name = f"torch.optim.{kind.__name__}"
+    else:
+        name = f"{kind.__module__}.{kind.__qualname__}"
     defaults = {key: parameter.default for key, parameter in inspect.signature(kind).parameters.items()}
-    differing = {
-        key: value for key, value in call.options.items()
+    differing = [
+        f"{key}={value!r}" for key, value in options.items()
         if key != "lr" and isinstance(value, (bool, int, float, str, tuple)) and value != defaults.get(key)
-    }  # fmt: skip
-    if not differing:
-        return name
-    options = ", ".join(f"{key}={value!r}" for key, value in differing.items())
-    return f"lambda parameters: {name}(parameters, {options})"
+    ]  # fmt: skip
+    return f"lambda parameters: {name}(parameters, {', '.join(differing)})" if differing else name

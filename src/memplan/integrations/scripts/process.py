@@ -129,12 +129,9 @@ def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def _run_unsupervised(request: Request) -> _ProcessResult:
     """Run the script without a supervisor: on macOS and Windows, if that was allowed."""
     if "none" not in _protections(request):
-        return _ProcessResult(
-            Outcome(None, reasons=((sys.platform, "has neither namespaces nor Landlock"),)),
-            b"",
-            _empty_tail(),
-            _empty_tail(),
-        )
+        refused = Outcome(None, reasons=((sys.platform, "has neither namespaces nor Landlock"),))
+        out, err = (_Tail(io.BufferedReader(io.BytesIO()), None) for _ in range(2))  # no output
+        return _ProcessResult(refused, b"", out, err)
     with tempfile.TemporaryDirectory(prefix="memplan-run-", ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "answer")
         setting = Setting("none", folder, str(answer))
@@ -154,24 +151,22 @@ def _run_unsupervised(request: Request) -> _ProcessResult:
                         os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
             status = process.wait()
-        text = answer.read_bytes()
-    return _ProcessResult(Outcome("none", -status if status < 0 else status << 8, over), text, out, err)
-
-
-def _empty_tail() -> _Tail:
-    return _Tail(io.BufferedReader(io.BytesIO()), None)
+        answered = answer.read_bytes()
+    wait_status = -status if status < 0 else status << 8  # as os.waitpid has it: a signal, or an exit code
+    return _ProcessResult(Outcome("none", wait_status, over), answered, out, err)
 
 
 def _protections(request: Request) -> tuple[Protection, ...]:
     """Return the protections under which the script may run, the strongest first."""
-    if request.writes:
-        # without values, an overlay is needed to tell checkpoints, which are not written, from other files
-        overlaid: tuple[Protection, ...] = () if request.really else ("namespaces",)
-        return (*overlaid, "none") if request.really or request.unprotected else overlaid
-    return ("namespaces", "landlock", "none") if request.unprotected else ("namespaces", "landlock")
+    if request.writes and request.really:
+        return ("none",)
+    # with --allow-writes, only an overlay tells checkpoints, which are not written, from other files
+    protections: tuple[Protection, ...] = ("namespaces",) if request.writes else ("namespaces", "landlock")
+    return (*protections, "none") if request.unprotected else protections
 
 
 def _command() -> list[str]:
+    """Return the command of the script's process; a `Setting` as JSON is to be added."""
     return [sys.executable, "-B", "-P", "-c", _START]
 
 
@@ -181,6 +176,7 @@ def _home() -> str:
 
 
 def _popen(command: list[str], request: Request, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process with pipes, the request's environment variables, and memplan on its import path."""
     path = os.pathsep.join(filter(None, (_home(), os.environ.get("PYTHONPATH"))))
     variables = {**os.environ, **dict(request.variables), "PYTHONPATH": path}
     return subprocess.Popen[bytes](
@@ -189,6 +185,7 @@ def _popen(command: list[str], request: Request, **options: Any) -> subprocess.P
 
 
 def _streams(process: subprocess.Popen[bytes], request: Request) -> tuple[_Tail, _Tail]:
+    """Return readers of the process's output and error output, which are also shown if the request asks for that."""
     out, err = process.stdout, process.stderr
     assert out is not None, "it is a pipe"
     assert err is not None, "it is a pipe"
@@ -198,6 +195,7 @@ def _streams(process: subprocess.Popen[bytes], request: Request) -> tuple[_Tail,
 
 
 def _send(process: subprocess.Popen[bytes], request: Request) -> None:
+    """Write the request to the process's standard input, and close that."""
     stream = process.stdin
     assert stream is not None, "it is a pipe"
     with suppress(BrokenPipeError), stream:  # the process has ended already
@@ -217,8 +215,11 @@ class _Tail:
         self._stream, self._copy, self._limit = stream, copy, limit
         self._blocks: deque[bytes] = deque()
         self._size = 0
+        """Bytes of these blocks."""
         self.lines = 0
+        """Lines so far that are not blank."""
         self._unfinished = b""
+        """First character of the last line, which has no end yet; b"" while it is blank."""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -247,12 +248,10 @@ class _Tail:
         self._count(b"\n")
 
     def _count(self, block: bytes) -> None:
-        """Count the lines that are not blank; of an unfinished last line, keep whether it is blank so far."""
-        *whole, last = block.split(b"\n")
-        if whole:
-            self.lines += sum(1 for line in (self._unfinished + whole[0], *whole[1:]) if line.strip())
-            self._unfinished = b""
-        self._unfinished = (self._unfinished + last.strip())[:1]
+        """Count the lines that end in a block and are not blank."""
+        *ended, last = (self._unfinished + block).split(b"\n")
+        self.lines += sum(1 for line in ended if line.strip())
+        self._unfinished = last.strip()[:1]
 
 
 def _sandbox_error(outcome: Outcome, request: Request) -> UsageError:
@@ -278,6 +277,7 @@ def _sandbox_error(outcome: Outcome, request: Request) -> UsageError:
 
 
 def _signal_name(number: int) -> str:
+    """Return the name of a signal, such as "SIGKILL"."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -285,12 +285,14 @@ def _signal_name(number: int) -> str:
 
 
 def _last_line(command: Command, errors: str) -> str | None:
-    """Return the line at which the script was when it was ended, from the traceback in its process's error output."""
+    """Return the script's innermost ``file:line`` in ``errors``: its process writes a traceback when it is ended. None
+    without a traceback."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', errors)
     return next((f"{file}:{line}" for file, line in frames if file.startswith(command.folder)), None)
 
 
 def _disk_error(command: Command, room: int, errors: str) -> StepError:
+    """Return the error of a script that wrote more than ``room`` bytes. ``errors`` is its error output."""
     return StepError(
         f"{command.name} wrote more than {format_bytes(room)} of files, and was ended",
         expected="a script that leaves room on the disk: half of it, and at most 20 GiB, is the script's",
@@ -301,7 +303,7 @@ def _disk_error(command: Command, room: int, errors: str) -> StepError:
 
 
 def _exit_error(command: Command, outcome: Outcome, errors: str) -> MemplanError:
-    """Return the error of a process that ended, or was ended, without an answer."""
+    """Return the error of a process that ended, or was ended, without an answer. ``errors`` is its error output."""
     if outcome.over:
         return StepError(
             f"{command.name} was not at its second update when its time was over",

@@ -105,32 +105,37 @@ repeated."""
 
 
 def _record_phases(request: Request, view: View, give_up: GiveUp) -> tuple[Script, Trace]:
-    """Record a script through its phases, with loaders long enough for two updates in each pass, the last of which
-    accumulates as many batches as in a whole run."""
-    batches, multiple = _BATCHES[0], 1
+    """Record a script through its phases; return the script that was recorded, and its trace.
+
+    Loaders are shortened, but long enough for two updates in each pass. The last update accumulates as many batches as
+    in a whole run.
+    """
+    shortest, longest = _BATCHES
+    batches, multiple = shortest, 1
     while True:
         script = Script(replace(request, batches=batches, multiple=multiple), view, give_up)
         trace = _trace_of(script, request)
-        own = _first_pass(script.facts(trace).parts)
-        length = own[0].length if own else None
+        first_pass = _first_pass(script.facts(trace).parts)
+        length = first_pass[0].length if first_pass else None
         if length is None or length <= batches or multiple > 1:
             return script, trace
-        updates = [number for number, part in enumerate(own) if part.updates]
-        accumulated = _accumulated(own, updates)
-        if len(updates) < 2 and batches < _BATCHES[1]:
+        updates = [number for number, part in enumerate(first_pass) if part.updates]
+        accumulated = _accumulated(first_pass, updates)
+        if len(updates) < 2 and batches < longest:
             batches *= 4
         elif (length - batches) % accumulated:
-            batches, multiple = max(batches, min(_PERIODS * accumulated, _BATCHES[1])), accumulated
+            batches, multiple = max(batches, min(_PERIODS * accumulated, longest)), accumulated
         else:
             return script, trace
 
 
 def _first_pass(parts: Sequence[RunPart]) -> list[RunPart]:
-    """Return the parts of the first pass over the training data, without phases that interrupt it."""
-    data = next((part.loader for part in parts if part.trains and part.loader is not None), None)
-    own = [part for part in parts if data is not None and part.loader == data]
-    end = next((number for number, part in enumerate(own) if part.exhausted), len(own))
-    return own[: end + 1]
+    """Return the parts of the first pass over the training data, without phases that interrupt it; [] if there is no
+    training with a loader."""
+    loader = next((part.loader for part in parts if part.trains and part.loader is not None), None)
+    own = [part for part in parts if loader is not None and part.loader == loader]
+    last = next((number for number, part in enumerate(own) if part.exhausted), len(own))
+    return own[: last + 1]
 
 
 def _accumulated(parts: Sequence[RunPart], updates: Sequence[int]) -> int:
@@ -140,15 +145,15 @@ def _accumulated(parts: Sequence[RunPart], updates: Sequence[int]) -> int:
         parts: parts of a pass.
         updates: indices of the parts with an update.
     """
-    loads = [sum(part.loads for part in parts[a + 1 : b + 1]) for a, b in pairwise([-1, *updates])]
+    loads = [sum(part.loads for part in parts[last + 1 : this + 1]) for last, this in pairwise([-1, *updates])]
     if loads and parts[-1].exhausted and parts[-1].trains:  # the first update came after a batch was fetched ahead
         loads[0] -= 1
     return max(loads, default=1)
 
 
 def _script_error(error: StepError, request: Request) -> StepError:
-    """Return the error of a step with advice for a script; an error with other advice is returned unchanged."""
-    if error.expected != RUNS:
+    """Return the error of a step with advice for a script; an error with advice of its own is returned unchanged."""
+    if error.expected != RUNS:  # what errors expect that user code raised
         return error
     cause = error.__cause__
     variable = None if request.world is not None or cause is None else _torchrun_variable(cause)
@@ -159,25 +164,28 @@ def _script_error(error: StepError, request: Request) -> StepError:
         )  # fmt: skip
         started.layer, started.where = error.layer, error.where
         return started
-    missing = isinstance(cause, OSError)
-    data = "; if only its data are not here, describe the batch: --input 32x3x224x224"
-    if missing and (isinstance(cause, _OFFLINE_ERRORS) or cause.errno in _UNREACHABLE):
-        do = "The network is held back here; let the script use it: --allow-writes; else run it under python"
-    elif missing and (cause.errno in (errno.EACCES, errno.EROFS) or "ermission denied" in str(cause)):
-        do = "If it is a library that writes this file, let it: --allow-writes; else run it under python"
-    else:
-        do = "Run it under python" + data * missing + "; --measure runs it here for real"
-    if _torch.unanswered_collectives():
-        operation = _torch.unanswered_collectives()[0]
-        do = f"{operation} got nothing from the rank that sends: record that one, as with --rank 0. {do}"
+    do = "Run it under python; --measure runs it here for real"
+    if isinstance(cause, OSError):
+        if isinstance(cause, _OFFLINE_ERRORS) or cause.errno in _UNREACHABLE:
+            do = "The network is held back here; let the script use it: --allow-writes; else run it under python"
+        elif cause.errno in (errno.EACCES, errno.EROFS) or "ermission denied" in str(cause):
+            do = "If it is a library that writes this file, let it: --allow-writes; else run it under python"
+        else:
+            do = (
+                "Run it under python; if only its data are not here, describe the batch: --input 32x3x224x224; "
+                "--measure runs it here for real"
+            )
+    unanswered = _torch.unanswered_collectives()
+    if unanswered:
+        do = f"{unanswered[0]} got nothing from the rank that sends: record that one, as with --rank 0. {do}"
     script_error = StepError(error.found, expected="a script that runs as far as its second update", do=do)
     script_error.layer, script_error.where = error.layer, error.where
     return script_error
 
 
 def _torchrun_variable(cause: BaseException) -> str | None:
-    """Return the variable of torchrun that an error is about, as in ``int(os.environ.get("LOCAL_RANK"))``; else
-    None."""
+    """Return the unset variable of torchrun that an error is about, as in ``int(os.environ.get("LOCAL_RANK"))``; None
+    for other errors."""
     if not isinstance(cause, (KeyError, TypeError, ValueError)):
         return None
     frames = traceback.extract_tb(cause.__traceback__)

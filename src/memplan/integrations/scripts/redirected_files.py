@@ -90,7 +90,10 @@ class RedirectedFiles:
         return real if self._is_own(working_folder()) else path
 
     def path_to_write(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
-        """Return the shadow path to write a file to, with the present content if ``copy``; not noted if ``silent``."""
+        """Return the path of the shadow to write a file to, and create its folders.
+
+        With ``copy``, a new shadow has the content of the real file. Its path is noted unless ``silent``.
+        """
         real = self._absolute(path)
         if real is None:
             return path
@@ -119,9 +122,11 @@ class RedirectedFiles:
         return None if self._is_own(real) or real.startswith(_DEVICES) else real
 
     def _is_own(self, path: str) -> bool:
+        """Return whether an absolute path lies in the folder of the shadows."""
         return path == self._folder or path.startswith(self._folder + os.sep)
 
     def _shadow(self, real: str) -> str:
+        """Return the path of the shadow of an absolute path, whether it exists or not."""
         return self._folder + os.sep + "root" + real
 
     def _is_removed(self, real: str) -> bool:
@@ -129,8 +134,11 @@ class RedirectedFiles:
         return any(real == removed or real.startswith(removed + os.sep) for removed in self._removed)
 
     def _path_to_open(self, path: Any) -> Any:
-        """Return the path to open for reading. For a named pipe it is a new, empty one in the shadow folder: reading
-        the real pipe would take its data away from other processes."""
+        """Return the path to open for reading.
+
+        For a named pipe it is a new, empty pipe among the shadows: reading the real pipe would take its data away from
+        other processes.
+        """
         path_now = self.path_to_read(path)
         real = self._absolute(path)
         if real is not None and _is_pipe(path_now):
@@ -138,7 +146,11 @@ class RedirectedFiles:
         return path_now
 
     def _make_parents(self, real: str, shadow: str) -> None:
-        """Create the folders above a shadow if the script sees them; raise the system's error if it does not."""
+        """Create the folders above the ``shadow`` of the path ``real``.
+
+        Raises:
+            OSError: the script sees no such folder, as the system would raise it.
+        """
         parent = os.path.dirname(real)
         path_now = os.fspath(self.path_to_read(parent))
         if not _is_folder(path_now):
@@ -153,7 +165,7 @@ class RedirectedFiles:
                 return plain(self._path_to_open(file), mode, *args, **kwargs)
             if "x" in mode and self._exists(file):
                 raise _error(errno.EEXIST, file)
-            if "r" in mode and not self._exists(file):
+            if "r" in mode and not self._exists(file):  # raises that there is no such file
                 return plain(self.path_to_read(file), mode, *args, **kwargs)
             return plain(self.path_to_write(file, copy="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
 
@@ -174,6 +186,7 @@ class RedirectedFiles:
         return opened
 
     def _exists(self, path: Any) -> bool:
+        """Return whether the script sees a file at this path."""
         return _exists_at(self.path_to_read(path))
 
     def _reader(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,32 +205,33 @@ class RedirectedFiles:
             real = self._absolute(path)
             if real is None:
                 return plain(path)
-            # without a folder in the shadow there is nothing to merge
-            if not (_is_folder(self._shadow(real)) and _is_folder(os.fspath(self.path_to_read(real)))):
+            has_shadow = _is_folder(self._shadow(real)) and _is_folder(os.fspath(self.path_to_read(real)))
+            if has_shadow:
+                entries = list(plain(self._shadow(real)))
+                names = set(map(_entry_name, entries))
+                if _is_folder(real) and not self._is_removed(real):
+                    remaining = self._not_removed(plain(real), real)
+                    entries += [entry for entry in remaining if _entry_name(entry) not in names]
+            else:
                 entries = self._not_removed(plain(self.path_to_read(path)), real)
-                return entries if plain is _listdir else _Entries(entries)
-            entries = list(plain(self._shadow(real)))
-            names = {str(getattr(entry, "name", entry)) for entry in entries}
-            real_entries = list(plain(real)) if _is_folder(real) and not self._is_removed(real) else []
-            remaining = self._not_removed(real_entries, real)
-            entries += [entry for entry in remaining if str(getattr(entry, "name", entry)) not in names]
             return entries if plain is _listdir else _Entries(entries)
 
         return listed
 
     def _not_removed(self, entries: Iterable[Any], real: str) -> list[Any]:
-        """Return the entries of a folder that the script has not removed."""
+        """Return the entries of the folder ``real`` that the script has not removed."""
         removed_names = {os.path.basename(path) for path in self._removed if os.path.dirname(path) == real}
-        return [path for path in entries if str(getattr(path, "name", path)) not in removed_names]
+        return [entry for entry in entries if _entry_name(entry) not in removed_names]
 
     def _change_folder(self, path: Any) -> None:
+        """Replace `os.chdir`: enter the real folder, or its shadow if the script created it."""
         real = self._absolute(path)
         if real is not None:
             path = real if _is_folder(real) and not self._is_removed(real) else self.path_to_read(path)
         _chdir(path)
 
     def _current_folder(self) -> str:
-        """Return the working folder as the script sees it: without the prefix of the shadow, if it lies in there."""
+        """Return the working folder as the script sees it: of a shadow, the path that it stands for."""
         folder, root = working_folder(), self._shadow("")
         return folder[len(root) :] if folder.startswith(root + os.sep) else folder
 
@@ -263,7 +277,7 @@ class RedirectedFiles:
         return removed
 
     def _check_removal(self, real: str, *, folder: bool) -> None:
-        """Raise the system's error if the path is not a file, or for ``folder`` not an empty folder."""
+        """Raise the system's error if the path is no file; with ``folder``, if it is no empty folder."""
         path_now = os.fspath(self.path_to_read(real))
         if _is_folder(path_now) != folder:
             raise _error(errno.ENOTDIR if folder else errno.EISDIR, real)
@@ -281,7 +295,8 @@ class RedirectedFiles:
             self._removed.add(real)
 
     def _mover(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for `os.rename` or `os.replace`: the shadow moves, the source counts as removed."""
+        """Return a replacement for `os.rename` or `os.replace`: the source's shadow moves, and the real source then
+        counts as removed."""
 
         def moved(source: Any, target: Any, **kwargs: Any) -> None:
             real = self._absolute(source)
@@ -339,10 +354,17 @@ _rmdir, _chdir = os.rmdir, os.chdir
 
 
 def _error(number: int, path: Any) -> OSError:
+    """Return the system's error with this number (`errno`) about a path."""
     return OSError(number, os.strerror(number), path)
 
 
+def _entry_name(entry: Any) -> str:
+    """Return the name of a folder's entry, as `os.listdir` or `os.scandir` returns it."""
+    return str(getattr(entry, "name", entry))
+
+
 def _exists_at(path: str) -> bool:
+    """Return whether there is a file, a folder or a link at this path, without redirection."""
     try:
         _lstat(path)
     except (OSError, ValueError):

@@ -58,21 +58,24 @@ class Script:
         return time.monotonic() + 1.5 * self._longest_run < self._began + self._request.limit
 
     def facts(self, trace: Trace) -> Facts:
-        """Return the facts of the run that a trace records."""
+        """Return the facts of the run that a trace records: the first with as many steps."""
         return next(facts for steps, facts in self._runs if steps == len(trace.steps))
 
     def call(self, trace: Trace) -> ModelCall | None:
         """Return the first training call of a model in the run that a trace records, or None."""
         calls = [call for call in self.calls if call is not None]
-        return next((call for call in calls if call.end == trace.end), calls[-1] if calls else None)
+        of_trace = [call for call in calls if call.end == trace.end]
+        return of_trace[0] if of_trace else next(reversed(calls), None)
 
     def with_fit(self, fits: Callable[[nn.Module], None]) -> Script:
         """Return the script with ``fits`` called on its model before the first training call."""
         return Script(replace(self._request, fits=fits), self._view, self._give_up)
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
-        """Run the script for ``steps`` steps, or to its end, and store the run's facts, with its effects, and its first
-        training call."""
+        """Run the script for ``steps`` steps, or to its end.
+
+        Store the facts about the run, with the effects that were prevented, and the first training call.
+        """
         request, view, began = self._request, self._view, time.monotonic()
         kind = PhasedRun if request.phases else ScriptRun
         run = kind(request, steps, boundaries, self._give_up)

@@ -52,10 +52,11 @@ def script_layouts(
     rows: list[LayoutBytes] = []
     launches: dict[Layout, Launch] = {}
     for layout in layouts_of(request.world, per_node, micro_batches or (0,), tensor, losses):
-        micro_batch = layout.micro_batch or None
+        micro_batch = layout.micro_batch or None  # 0: the script's own
         launch = launcher.launch(layout, micro_batch)
         if launch is None:
             continue
+        # micro-batches of a layout come in ascending order
         smaller = [row for row in rows if replace(row.layout, micro_batch=0) == replace(layout, micro_batch=0)]
         if micro_batch is not None and any(not row.fits for row in smaller):
             rows.append(run.unrecorded(layout, smaller[-1].reason or "a smaller micro-batch does not fit"))
@@ -67,15 +68,16 @@ def script_layouts(
     if run.errors and all(row.reason for row in rows):
         raise run.errors[0]
     rows = ranked(rows)
-    started = [f"{row.layout.title}: {launches[row.layout].text}" for row in rows[:1] if row.fits]
+    notes = (*launcher.notes, *run.notes)
+    if rows and rows[0].fits:
+        notes = (f"{rows[0].layout.title}: {launches[rows[0].layout].text}", *notes)
     return Layouts(
-        str(request.command), card.name, request.world, per_node, card.capacity, 0, links, tuple(rows),
-        (*started, *launcher.notes, *run.notes),
-    )  # fmt: skip
+        str(request.command), card.name, request.world, per_node, card.capacity, 0, links, tuple(rows), notes
+    )
 
 
 class _Runs:
-    """Runs of a script, each in a layout."""
+    """Runs of a script, each in a layout. ``links``: bytes a second within a machine, and to another."""
 
     def __init__(self, request: Request, card: Device, links: tuple[int, int], per_node: int) -> None:
         self._request, self._card, self._links, self._per_node = request, card, links, per_node
@@ -83,7 +85,10 @@ class _Runs:
         self.notes: tuple[str, ...] = ()
 
     def row(self, layout: Layout, launch: Launch, loader_batch: int | None) -> LayoutBytes:
-        """Run the script in a layout."""
+        """Run the script in a layout, and return what its rank takes.
+
+        ``loader_batch``: batch size to set in the script's loader; None: unchanged. An error is stored in ``errors``.
+        """
         command = self._request.command
         request = replace(
             self._request,
@@ -102,12 +107,12 @@ class _Runs:
         self.notes = outcome.notes
         time = step_time(trace, rates_of(self._card))
         sent = sent_bytes(trace)
-        reach = layout.shards * layout.tensor
-        seconds = self._ring(sent.sharded, layout.shards, reach)
-        seconds += self._ring(sent.reduced, layout.replicas, reach * layout.replicas)
+        shard_ranks = layout.shards * layout.tensor
+        seconds = self._ring(sent.sharded, layout.shards, shard_ranks)
+        seconds += self._ring(sent.reduced, layout.replicas, shard_ranks * layout.replicas)
         size = ran.facts.batch_size
-        trains = [batch.taken for batch in ran.facts.batches if not batch.cut]
-        passes = max(max(trains, default=1) // max(ran.facts.updates, 1), 1)
+        batches_taken = [batch.taken for batch in ran.facts.batches if not batch.cut]
+        passes = max(max(batches_taken, default=1) // max(ran.facts.updates, 1), 1)  # micro-batches of an update
         exchanging = self._ring(exchanged_bytes(trace), layout.tensor, layout.tensor)
         return LayoutBytes(
             replace(layout, micro_batch=layout.micro_batch or size or 1), figures.peak, figures.reserved, figures.needs,
@@ -120,5 +125,10 @@ class _Runs:
         return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, 0.0, reason=reason)
 
     def _ring(self, size: float, ranks: int, spread: int) -> float:
-        """Return the seconds in which a ring of ranks sends what it gathers or reduces to shards."""
-        return size * (ranks - 1) / ranks / (self._links[0] if spread <= self._per_node else self._links[1])
+        """Return the seconds in which a ring of ranks sends ``size`` bytes that it gathers or reduces to shards.
+
+        ``spread``: number of consecutive ranks among which those of the ring are. If they are more than those of a
+        machine, the ring is as slow as the link to another machine.
+        """
+        within, between = self._links
+        return size * (ranks - 1) / ranks / (within if spread <= self._per_node else between)

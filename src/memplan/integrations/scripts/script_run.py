@@ -66,14 +66,15 @@ class ScriptRun:
         self._keeps_call = request.plan is not None or request.fits is not None
 
     def _make_loaders(self, request: Request, steps: int) -> Loaders:
+        """Return the script's loaders; one on which no model is trained may yield ``steps`` batches."""
         return Loaders(request.rules, steps, self, request.command.folder, really=request.really)
 
     def before_batch(self, batches: Batches) -> None:
-        """See `LoaderWatcher`: a batch is a boundary between steps."""
+        """Called when a loader is asked for a batch, which is a boundary between steps."""
         self._at_boundary()
 
     def after_last_batch(self, batches: Batches) -> None:
-        """See `LoaderWatcher`."""
+        """Called when a loader has no further batch."""
 
     def before_checkpoint(self, kind: Literal["save", "load"]) -> None:
         """Called before a checkpoint is saved or loaded."""
@@ -165,26 +166,29 @@ class ScriptRun:
         self._at_boundary()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        """Hook after each module's call: take it off the running modules, and those within it whose hook did not
+        run."""
         module = _torch.hooked_module(module)
-        if any(module is running for running in self._running):  # and the modules within it whose hook was not called
+        if any(module is running for running in self._running):
             while self._running.pop() is not module:
                 pass
 
     def _on_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Count an update. A step is complete once each optimizer has made another update, and ends at a boundary."""
+        """Hook after each update: count it. A step is complete once each optimizer has made another update, and ends at
+        a boundary."""
         self.calls.update_ended(optimizer)
         before = self._common_updates()
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
-        self._step_is_complete = self._step_is_complete or self._common_updates() > before
         self._last_updates = self._common_updates()
+        self._step_is_complete = self._step_is_complete or self._last_updates > before
         self._calls_since_update = 0.0
         self._loaders.model_called(trains=True)
 
     def _common_updates(self) -> int:
         """Return the smallest number of updates of any optimizer, without those that are updated far less often."""
-        counts = sorted(self._optimizers.values())
-        most = counts[-1] if counts else 0
-        return next((count for count in counts if most < _RARE * max(count, self._steps)), most)
+        counts = self._optimizers.values()
+        most = max(counts, default=0)
+        return min((count for count in counts if most < _RARE * max(count, self._steps)), default=most)
 
     def _at_boundary(self) -> None:
         """End the step if it is complete. Called when a batch is loaded or a model is called at the outermost level."""
@@ -199,17 +203,15 @@ class ScriptRun:
             self._end_step()
             if self.steps_made == self._steps:
                 self._end("steps")
-        elif self._calls_since_update > _UNUSED:
-            self._end_unfinished("no update")
+        elif self._calls_since_update > _UNUSED:  # in the middle of a step, which counts as a step
+            self._end_step()
+            self._end("no update")
         elif time.monotonic() > self._deadline:
-            self._end_unfinished("time")
-
-    def _end_unfinished(self, ending: Ending) -> None:
-        """End the run in the middle of a step, which counts as a step."""
-        self._end_step()
-        self._end(ending)
+            self._end_step()
+            self._end("time")
 
     def _end_step(self) -> None:
+        """Tell the recording that a step ends here."""
         self.steps_made += 1
         self._boundaries.stepped()
         if self.calls.call is not None:

@@ -27,6 +27,7 @@ class _Semaphore(_multiprocessing.SemLock):
     """Of all of them, for good."""
 
     def __new__(cls, kind: int, value: int, maxvalue: int, *_: Any) -> Any:
+        """Create a semaphore in anonymous memory, with the arguments of `multiprocessing`'s."""
         memory = mmap.mmap(-1, _SIZE)
         cls._memory.append(memory)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

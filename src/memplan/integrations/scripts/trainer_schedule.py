@@ -30,7 +30,10 @@ class TrainerSchedule:
             self._change(name, "Trainer", _sooner_validations)
 
     def _change(self, module: str, name: str, attributes_of: Any) -> None:
-        """Replace attributes of a class, once its module is imported; only the first time."""
+        """Replace attributes of class ``name``, once its module is imported; only the first time.
+
+        ``attributes_of`` takes the class, and returns the new attributes by name.
+        """
         changed = getattr(sys.modules.get(module), name, None)
         if changed is not None and changed not in self._changed:
             self._changed.append(changed)
@@ -38,6 +41,7 @@ class TrainerSchedule:
 
 
 def _sooner_states(state: Any) -> dict[str, Any]:
+    """Return a method for transformers' class `TrainerState` that caps its steps between evaluations and saves."""
     compute = state.compute_steps
 
     def compute_sooner(self: Any, args: Any, max_steps: int) -> None:
@@ -51,8 +55,10 @@ def _sooner_states(state: Any) -> dict[str, Any]:
 
 
 def _sooner_validations(trainer: Any) -> dict[str, Any]:
-    """Return a property that caps ``val_check_interval``. Lightning's trainer sets it in its constructor, and reads it
-    in ``fit``, where it must not exceed the length of the loader."""
+    """Return a property for Lightning's class `Trainer` that caps ``val_check_interval``.
+
+    The trainer sets it in its constructor, and reads it in ``fit``, where it must not exceed the loader's length.
+    """
     name = "val_check_interval"
 
     def interval(self: Any) -> Any:

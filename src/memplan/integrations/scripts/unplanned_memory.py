@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from memplan._bytes import round_to_blocks
 from memplan.trace.records import HOST, Op, Storage
@@ -36,10 +37,12 @@ class Calls:
 
     @property
     def calls_per_update(self) -> int:
-        """Return the most calls between two updates; at least 2 if gradients existed when a call began."""
-        ends = [span.end for span in self.updates]
-        between = Counter(bisect_right(ends, call.start) for call in self.calls)
-        return max((between.most_common(1) or [(0, 1)])[0][1], 2) if self.start_with_gradients else 1
+        """Return the most calls between two updates: at least 2 if gradients existed when a call began, else 1."""
+        if not self.start_with_gradients:
+            return 1
+        update_ends = [span.end for span in self.updates]
+        calls_after_update = Counter(bisect_right(update_ends, call.start) for call in self.calls)
+        return max((2, *calls_after_update.values()))
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,10 @@ def unplanned_memory(
         calls: of the model; without updates where the plan has no optimizer.
     """
     planned = _PlannedMemory(trace, _layer_names(trace, kind, list(paths)), calls)
-    counted = Counter((spec.shape, str(spec.dtype).removeprefix("torch.")) for spec in inputs)
-    # by tick: changes of all bytes, and storages that begin (1) or cease (-1) to be live and not counted by the plan
-    changes, uncounted_changes = defaultdict[int, int](int), defaultdict[int, list[tuple[Storage, int]]](list)
+    counted_inputs = Counter((spec.shape, str(spec.dtype).removeprefix("torch.")) for spec in inputs)
+    changes = defaultdict[int, int](int)  # tick -> change of all bytes
+    # tick -> storages that begin (1) or cease (-1) to be live and not counted by the plan
+    uncounted_changes = defaultdict[int, list[tuple[Storage, int]]](list)
     for storage in trace.counted:
         size, died = _size(storage, trace), _ALWAYS if storage.died is None else storage.died
         changes[storage.born] += size
@@ -81,14 +85,16 @@ def unplanned_memory(
             uncounted_changes[max(counted_until, storage.born)].append((storage, 1))
             uncounted_changes[died].append((storage, -1))
     in_steps = between_steps = level = uncounted = 0
-    live_inputs = Counter[tuple[tuple[int, ...], str]]()
+    live_like_input = Counter[tuple[tuple[int, ...], str]]()  # shape and dtype -> storages of these that are live
     for tick in sorted({*changes, *uncounted_changes} - {_ALWAYS}):
         level += changes[tick]
         for storage, sign in uncounted_changes[tick]:
             key, size = (storage.shape, storage.dtype), _size(storage, trace)
-            inputs_before = min(live_inputs[key], counted[key])
-            live_inputs[key] += sign  # for each input the plan counts a storage of its shape and dtype
-            uncounted += sign * size - (min(live_inputs[key], counted[key]) - inputs_before) * size
+            # for each input the plan counts a storage of its shape and dtype
+            inputs_before = min(live_like_input[key], counted_inputs[key])
+            live_like_input[key] += sign
+            inputs_after = min(live_like_input[key], counted_inputs[key])
+            uncounted += (sign - (inputs_after - inputs_before)) * size
         if planned.is_counting(tick):
             in_steps = max(in_steps, uncounted)
         else:
@@ -97,6 +103,7 @@ def unplanned_memory(
 
 
 def _size(storage: Storage, trace: Trace) -> int:
+    """Return the bytes of a storage: on a card in the allocator's blocks."""
     return storage.bytes if trace.device == HOST else round_to_blocks(storage.bytes)
 
 
@@ -122,8 +129,8 @@ class _PlannedMemory:
 
     def is_counting(self, tick: int) -> bool:
         """Return whether a call, its backward pass or an update runs at a tick: only then a plan counts storages."""
-        at = bisect_right(self._step_starts, tick) - 1
-        return (at >= 0 and tick <= self._steps[at].end) or self._is_in_update(tick, tick)
+        latest = bisect_right(self._step_starts, tick) - 1  # the last step that began; -1: none
+        return (latest >= 0 and tick <= self._steps[latest].end) or self._is_in_update(tick, tick)
 
     def counted_until(self, storage: Storage) -> int:
         """Return the tick until which a plan counts a storage, such as the start of the next call; -1: never."""
@@ -149,22 +156,26 @@ class _PlannedMemory:
         )
 
     def _in_call(self, tick: int) -> bool:
-        at = bisect_right(self._starts, tick) - 1
-        return at >= 0 and tick <= self._calls.calls[at].end
+        """Return whether the model's forward pass runs at a tick."""
+        latest = bisect_right(self._starts, tick) - 1
+        return latest >= 0 and tick <= self._calls.calls[latest].end
 
     def _is_in_update(self, start: int, end: int) -> bool:
-        at = bisect_right(self._update_starts, start) - 1
-        return at >= 0 and end <= self._calls.updates[at].end
+        """Return whether the ticks from ``start`` to ``end`` lie within an update."""
+        latest = bisect_right(self._update_starts, start) - 1
+        return latest >= 0 and end <= self._calls.updates[latest].end
 
     def _step_spans(self) -> list[Span]:
         """Return the ticks from each call to the end of its backward pass; to the next call if it has none."""
-        backward = [op.end for op in self._trace.ops if op.phase == "backward" and self._is_of_planned_step(op)]
+        backward_ends = [op.end for op in self._trace.ops if op.phase == "backward" and self._is_of_planned_step(op)]
         spans = list[Span]()
-        for number, start in enumerate(self._starts):
-            following = self._starts[number + 1] - 1 if number + 1 < len(self._starts) else _ALWAYS
-            at = bisect_right(backward, following) - 1
-            last = backward[at] if at >= 0 and backward[at] > start else following
-            spans.append(Span(start, max(last, self._calls.calls[number].end)))
+        for call, following in zip_longest(self._calls.calls, self._calls.calls[1:]):
+            before_next = _ALWAYS if following is None else following.start - 1
+            last_backward = bisect_right(backward_ends, before_next) - 1
+            end = before_next
+            if last_backward >= 0 and backward_ends[last_backward] > call.start:
+                end = backward_ends[last_backward]
+            spans.append(Span(call.start, max(end, call.end)))
         return spans
 
 
@@ -172,6 +183,11 @@ def _layer_names(trace: Trace, kind: str, paths: Collection[str]) -> frozenset[s
     """Return the names of a model's layers in a trace.
 
     In a trace of a larger model they begin with the path of the model: the path with which most names exist.
+
+    Args:
+        trace: the trace.
+        kind: class of the model.
+        paths: of the modules below the model.
     """
     names = {layer.name for layer in trace.layers} | {op.layer for op in trace.ops}
     roots = ["", *dict.fromkeys(f"{layer.name}." for layer in trace.layers if layer.kind == kind)]
