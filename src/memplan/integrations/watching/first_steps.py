@@ -49,20 +49,24 @@ def peaks_of(
         resident: storages allocated before the first step, with the step (from 0) that freed them. The profiler does
             not record these frees: each is counted at the beginning of its step.
     """
-    live = {entry.address: (entry.bytes, step) for entry, step in resident}
-    level = sum(size for size, _ in live.values())
+    live: dict[int, int] = {}  # address -> bytes
+    freed_in: dict[int | None, list[int]] = {}  # step -> addresses of resident storages
+    for entry, step in resident:
+        live[entry.address] = entry.bytes
+        freed_in.setdefault(step, []).append(entry.address)
+    level = sum(live.values())
     peaks, position = list[tuple[int, int]](), 0
     for number, end in enumerate(ends):
-        for address in [address for address, (_, step) in live.items() if step == number]:
-            level -= live.pop(address)[0]
+        for address in freed_in.get(number, ()):
+            level -= live.pop(address, 0)
         peak = level
         while position < len(events) and events[position].time <= end:
             event, position = events[position], position + 1
             if event.bytes > 0:
-                live[event.address] = event.bytes, None
+                live[event.address] = event.bytes
                 level += event.bytes
-            elif event.address in live:  # else allocated before profiling by something that is not watched
-                level -= live.pop(event.address)[0]
+            else:  # 0 bytes of what was allocated before profiling by something that is not watched
+                level -= live.pop(event.address, 0)
             peak = max(peak, level)
         peaks.append((peak, level))
     return peaks

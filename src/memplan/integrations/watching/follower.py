@@ -107,15 +107,17 @@ class Follower:
             self._window = None
 
     def _open_window(self) -> None:
+        """Record every op from now on."""
         self._schedule.opened()
         self._window = Window(self.subject, self.steps + 1)
         self._window.open()
 
     def _end_unobserved_step(self, row: Row, reading: Reading) -> None:
-        """Tell the schedule of the step, and open a window if it is due."""
+        """Pass the step's counters and its drift from the prediction to the schedule; open a window if one is due."""
         self._schedule.note(reading, row.seconds, observed=False)
         if row.drift is not None:
-            self._first_drift = row.drift if self._first_drift is None else self._first_drift
+            if self._first_drift is None:
+                self._first_drift = row.drift
             self._schedule.note_drift(row.drift - self._first_drift, row.predicted)
         if self._schedule.is_due(self.steps):
             self._open_window()
@@ -149,7 +151,7 @@ class Follower:
         self._first_drift = None
 
     def _prediction_of(self, window: Window) -> Prediction | None:
-        """Simulate the steps that a window has recorded; None, with the reason in the window, if that fails."""
+        """Simulate the steps that a window has recorded; None if that fails, with the reason in `Window.broken`."""
         trace = window.trace()
         if trace is None or not trace.steps:
             return None
@@ -174,6 +176,7 @@ class Follower:
         self._schedule.closed()
 
     def _is_known(self, leak: Leak) -> bool:
+        """Return whether a leak at the same line, layer and op was reported before and has not ended."""
         place = leak.where, leak.layer, leak.op
         return any(place == (known.where, known.layer, known.op) and known.ended is None for known in self.leaks)
 

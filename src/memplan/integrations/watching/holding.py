@@ -54,6 +54,7 @@ class _Link:
 
     @classmethod
     def of(cls, referrer: Any, referent: Any) -> _Link:
+        """Return the reference from one object to another."""
         key = _key_of(referrer, referent)
         if isinstance(referrer, types.CellType):
             return cls("a closure", None, id(referrer))
@@ -107,7 +108,7 @@ class Owners:
         A named owner with a line that puts elements into it is preferred to one that is only assigned.
         """
         named, nearest = list[Owner](), NOBODY
-        level, chains = list[Any](tensors), list[_Chain]([()] * len(tensors))
+        level, chains = list[Any](tensors), list[_Chain]([()] * len(tensors))  # objects, and the path to each
         seen, sentinel = {id(tensors), *map(id, tensors)}, object()
         for _ in range(_DEEPEST):
             next_level, next_chains = list[Any](), list[_Chain]()
@@ -168,6 +169,7 @@ class Owners:
         return replace(owner, stores=owner.stores or layer is not None)  # above a layer there are only its parents
 
     def _class_attribute(self, kind: type, chain: _Chain) -> Owner | None:
+        """Return a class of the user as owner, by the attribute on the path to the tensor; None for other classes."""
         name = next((link.key for link in reversed(chain) if link.key in vars(kind)), None)
         if name is None or not _is_of_user(sys.modules.get(kind.__module__)):
             return None
@@ -222,17 +224,20 @@ def _local_containers() -> Iterator[tuple[int, tuple[str, types.CodeType]]]:
 
 
 def _code_of(hook: Any) -> types.CodeType | None:
+    """Return the code of a function, method or partial; None for other callables."""
     function = inspect.unwrap(getattr(hook, "func", hook)) if callable(hook) else None
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def _key_of(mapping: Any, value: Any) -> Any:
+    """Return the key of a dict whose value is this very object; None if there is none, or for other types."""
     if not isinstance(mapping, dict):
         return None
     return next((key for key, item in list(mapping.items()) if item is value), None)
 
 
 def _own_dict(instance: Any) -> Any:
+    """Return the ``__dict__`` of an object, which its class may hide; None if it has none."""
     try:
         return object.__getattribute__(instance, "__dict__")
     except AttributeError:
@@ -254,9 +259,10 @@ def _type_text(value: Any) -> str:
 
 
 def _line_of(source: Any, name: str) -> tuple[tuple[str, int] | None, bool]:
-    """Return (file, line) of the first line in a module, class or function that puts an element into a name, and True.
+    """Return (file, line) of the line that stores into a name, and whether it puts an element into it.
 
-    Without such a line, that of the first line that assigns the name, and False; (None, False) if there is neither.
+    It is the first line of a module, class or function that puts an element into the name, else the first that assigns
+    the name. (None, False) if there is neither. ``name`` is a regular expression.
     """
     try:
         file = inspect.getsourcefile(source)
@@ -274,5 +280,6 @@ def _line_of(source: Any, name: str) -> tuple[tuple[str, int] | None, bool]:
 
 
 def _contains_line(code: types.CodeType, line: tuple[str, int]) -> bool:
+    """Return whether a line (file, number) lies between the first and the last line of a function's code."""
     numbers = [number for _, _, number in code.co_lines() if number is not None]
     return code.co_filename == line[0] and bool(numbers) and min(numbers) <= line[1] <= max(numbers)

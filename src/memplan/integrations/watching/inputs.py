@@ -39,6 +39,7 @@ class LastInputs:
         return inputs + kwargs
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook before the model's call: store its arguments as specs."""
         try:
             self._args = tuple([specs_of(value) for value in args])
             self._kwargs = {name: specs_of(value) for name, value in kwargs.items()}

@@ -70,10 +70,12 @@ def failed_step(subject: Subject, inputs: LastInputs) -> Prediction | None:
 
 
 def _build_copy(subject: Subject) -> Callable[[], nn.Module]:
+    """Return a function that copies the first model without its hooks."""
     return lambda: copy_without_hooks(subject.models[0])
 
 
 def _optimizer(subject: Subject) -> Any:
+    """Return a function from parameters to an optimizer like the first one; None without an optimizer."""
     if not subject.optimizers:
         return None
     first = subject.optimizers[0]

@@ -47,6 +47,7 @@ class LiveLine:
 
 
 def _start_display() -> Any:
+    """Return a live display of rich on stderr."""
     from rich.console import Console
     from rich.live import Live
 

@@ -120,7 +120,7 @@ def post_mortem(
 
 
 def _live_at_peak(prediction: Prediction | None, step: str) -> dict[str, Any]:
-    """Return the report's part on what is live at the peak, by cause and by layer."""
+    """Return the report's part on what is live at the peak, by cause and by layer. ``step`` names the step in words."""
     rows = () if prediction is None else prediction.owners()
     return {
         "alive_of": None if prediction is None else step,
@@ -165,6 +165,7 @@ def _resident_bytes(subject: Subject) -> dict[str, int]:
 
 
 def _sum_by_key(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the sum of the numbers of each key, the largest first."""
     sums: dict[str, int] = defaultdict(int)
     for key, size in pairs:
         sums[key] += size
@@ -172,14 +173,16 @@ def _sum_by_key(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def _by_layer(rows: tuple[OwnerRow, ...]) -> list[dict[str, Any]]:
+    """Return the bytes by layer, line and cause, the largest first."""
     sizes: dict[tuple[str, str | None, str], int] = defaultdict(int)
     for row in rows:
         sizes[row.layer, row.where, row.cause] += row.bytes
     largest = sorted(sizes.items(), key=lambda item: -item[1])
-    return [{"layer": key[0], "where": key[1], "cause": key[2], "bytes": size} for key, size in largest]
+    return [{"layer": layer, "where": where, "cause": cause, "bytes": size} for (layer, where, cause), size in largest]
 
 
 def _fit_command(subject: Subject, inputs: LastInputs | None, budget: int | None) -> str:
+    """Return the command that plans the model for a budget in bytes, with the inputs that options can describe."""
     parts = ["memplan fit TARGET", *([] if inputs is None else inputs.texts())]
     if subject.optimizers:
         parts.append(f"--optimizer {type(subject.optimizers[0]).__name__.lower()}")
@@ -203,6 +206,7 @@ def _new_file(folder: Path, rank: str) -> Path:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
+    """Write a post-mortem as JSON, and as text to a file of the same name."""
     path.write_text(json.dumps(data, indent=1), encoding="utf-8")
     path.with_suffix(".txt").write_text(text_of(data), encoding="utf-8")
 
@@ -241,10 +245,12 @@ def text_of(data: dict[str, Any]) -> str:
 
 
 def _size_lines(sizes: dict[str, int]) -> list[str]:
+    """Return a line of text for each cause with its bytes."""
     return [f"  {format_bytes(size):>10}  {LABELS.get(cause, cause)}" for cause, size in sizes.items() if size]
 
 
 def _lever_lines(levers: dict[str, Any] | None) -> list[str]:
+    """Return the text about a plan; ``levers`` is the result of `levers_for`, None if it was not computed."""
     if levers is None:
         return ["levers were not looked for"]
     budget = format_bytes(levers["budget"])

@@ -34,7 +34,7 @@ class RankFile:
             self._written = time.monotonic()
 
     def others(self) -> list[str]:
-        """Return the summary of all ranks if this rank is the last to end; else []."""
+        """Return the summary of all ranks, as sentences, if this rank is the last to end; else []."""
         try:
             ranks = watched_ranks(self.folder)
         except (MemplanError, OSError):  # a file of an earlier training

@@ -67,16 +67,14 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether to open a window after this step (numbered from 1)."""
-        if step >= self._wait_until and (
-            (self._has_new_reading and self._grows()) or (len(self._drifts) == 2 and all(self._drifts))
-        ):
+        has_drifted = len(self._drifts) == 2 and all(self._drifts)
+        if step >= self._wait_until and (has_drifted or (self._has_new_reading and self._grows())):
             self._wait_until = step + _WAIT * 4 ** min(self._growth_windows, 8)
             self._growth_windows += 1
             return True
-        return (
-            len(self._unobserved_seconds) == self._unobserved_seconds.maxlen
-            and self._past_windows_seconds + self._window_seconds <= SHARE * self._elapsed
-        )
+        enough_steps = len(self._unobserved_seconds) == self._unobserved_seconds.maxlen
+        # the next window is expected to take as long as the last one
+        return enough_steps and self._past_windows_seconds + self._window_seconds <= SHARE * self._elapsed
 
     def _grows(self) -> bool:
         """Return whether the counters rose at each of the last readings."""
@@ -91,5 +89,6 @@ class Schedule:
 
 
 def _rises(numbers: list[int | None]) -> bool:
+    """Return whether all numbers are known, and each is larger than the one before."""
     known = [number for number in numbers if number is not None]
     return len(known) == len(numbers) and all(a < b for a, b in itertools.pairwise(known))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,14 +65,14 @@ def find_leaks(window: Window, subject: Subject) -> list[DetectedLeak]:
     owners = _owners(groups, subject)
     before_collection = window.observer.ledger.clock
     gc.collect()
-    saved = [place for place in groups if owners[place][0] is NOBODY]  # by autograd graphs
-    with_graph = [place for place in groups if owners[place][1] and place not in saved]
+    saved = [place for place in groups if owners[place].owner is NOBODY]  # by autograd graphs
+    with_graph = [place for place in groups if owners[place].has_graph and place not in saved]
     leaks = list[DetectedLeak]()
     for place, group in groups.items():
         if place in saved and with_graph:
             continue  # counted with the tensors whose graphs save these
         saved_groups = [groups[saved_place] for saved_place in saved] if place in with_graph[:1] else []
-        leaks.append(_detected(window, place, group, owners[place][0], saved_groups, before_collection))
+        leaks.append(_detected(window, place, group, owners[place].owner, saved_groups, before_collection))
     return leaks
 
 
@@ -102,7 +103,7 @@ def _groups(window: Window, subject: Subject) -> dict[_Place, _Group]:
 
 
 def _first_readers(ops: Iterable[Op]) -> dict[int, int]:
-    """Return the index of the first op that reads each storage: the place of storages that no op allocated."""
+    """Map each storage to the index of the first op that reads it: the place of storages that no op allocated."""
     readers: dict[int, int] = {}
     for op in ops:
         for operand in op.reads:
@@ -110,24 +111,40 @@ def _first_readers(ops: Iterable[Op]) -> dict[int, int]:
     return readers
 
 
-def _owners(groups: dict[_Place, _Group], subject: Subject) -> dict[_Place, tuple[Owner, bool]]:
-    """Return the owner of each place's oldest storage, and whether a tensor on it has a ``grad_fn``."""
+class _FoundOwner(NamedTuple):
+    """The owner of a storage, and whether a tensor on the storage has a ``grad_fn``."""
+
+    owner: Owner
+    has_graph: bool
+
+
+def _owners(groups: dict[_Place, _Group], subject: Subject) -> dict[_Place, _FoundOwner]:
+    """Return the owner of each place's oldest storage."""
     oldest = {place: group.alive[0].key for place, group in groups.items() if group.alive}
     tensors = tensors_on(set(oldest.values()))
     owners = Owners(subject.models)
-    by_place: dict[_Place, tuple[Owner, bool]] = {}
+    by_place: dict[_Place, _FoundOwner] = {}
     for place in groups:
         aliases = tensors.get(oldest.get(place, 0), [])
         no_tensor = NOBODY if place in oldest else Owner("a reference cycle")
         owner = owners.of(aliases) if aliases else no_tensor
-        by_place[place] = (owner, any(tensor.grad_fn is not None for tensor in aliases))
+        by_place[place] = _FoundOwner(owner, any(tensor.grad_fn is not None for tensor in aliases))
     return by_place
 
 
 def _detected(
     window: Window, place: _Place, group: _Group, owner: Owner, saved_groups: list[_Group], before_collection: int
 ) -> DetectedLeak:
-    """Describe the leak at a place. Its bytes include those of ``saved_groups``: what its tensors' graphs save."""
+    """Return the leak at a place.
+
+    Args:
+        window: the observed steps.
+        place: line, layer and op.
+        group: storages that were allocated there.
+        owner: of these.
+        saved_groups: what the autograd graphs of their tensors save, which counts as bytes of the leak.
+        before_collection: tick at which garbage was collected: what it frees was in a reference cycle.
+    """
     entries = group.entries
     steps = sorted({window.step_of(entry) for entry in entries})
     cycle = all(entry.died is not None and entry.died > before_collection for entry in group.alive)
@@ -135,7 +152,7 @@ def _detected(
     text = f"a reference cycle, by {owner.text}" if cycle and group.alive else owner.text
     where, layer, op = place
     leak = Leak(
-        where, layer, op, entries[0].shape, entries[0].dtype, -(-len(entries) // len(steps)), size // len(steps),
+        where, layer, op, entries[0].shape, entries[0].dtype, math.ceil(len(entries) / len(steps)), size // len(steps),
         tuple(window.first + step for step in steps), text, owner.stored_at, window.first + OBSERVED, cycle,
     )  # fmt: skip
     storages = (entry.reference() for entry in group.alive if entry.reference is not None)

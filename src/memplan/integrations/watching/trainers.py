@@ -18,10 +18,12 @@ class _WatchesTraining:
         self.seen: Watch | None = None
 
     def begin(self, model: Any) -> None:
+        """Begin to watch the training of a model."""
         self.seen = watch(model, **self.options)
         self.seen.__enter__()
 
     def end(self, error: BaseException | None = None) -> None:
+        """End the watch, by the error with which the training ended."""
         if self.seen is not None:
             self.seen.__exit__(type(error) if error is not None else None, error, None)
 

@@ -212,8 +212,8 @@ class Watch(Written, Printed):
             before = self._follower.is_observing, self._follower.prediction
             row = self._follower.end_step()
             if self._file is not None:
-                news = before != (self._follower.is_observing, self._follower.prediction)
-                self._file.write(self._of_rank, now=news)
+                after = self._follower.is_observing, self._follower.prediction
+                self._file.write(self._of_rank, now=after != before)
             if self._line.is_shown and self.rank == 0:  # else the ranks write over each other's line
                 self._line.show(row, len(self.leaks))
         except Exception as error:  # an error of ours must not end the training
@@ -223,6 +223,7 @@ class Watch(Written, Printed):
             self._state = "broken"
 
     def _plain(self) -> dict[str, Any]:
+        """Return the results as data for JSON."""
         return named(self, "rows", "leaks", "drifts", "notes") | {
             "torch": torch.__version__,
             "device": str(self._device) if self._card is None else self._card.name,
@@ -291,6 +292,7 @@ class Watch(Written, Printed):
         self._stack.callback(self._inputs.close)
 
     def _end_steps_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each ``step()`` of an optimizer end a step."""
         self._stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -341,6 +343,7 @@ class Watch(Written, Printed):
         )
 
     def _close(self) -> None:
+        """End the watch: remove its hooks and its status line, and release its lock."""
         self._state = "over"
         self._line.close()
         try:
@@ -349,6 +352,7 @@ class Watch(Written, Printed):
             self._stack.close()
 
     def _say(self, text: str) -> None:
+        """Print a message to stderr, unless the watch is quiet."""
         if not self._quiet:
             self._line.say(f"{self._of}{text}")
 
@@ -383,6 +387,7 @@ def _optimizers(target: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _model_device(models: tuple[nn.Module, ...]) -> torch.device:
+    """Return the device of the first parameter; the CPU without parameters."""
     first = next((parameter for model in models for parameter in model.parameters()), None)
     return torch.device("cpu") if first is None else first.device
 

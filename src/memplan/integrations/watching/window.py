@@ -57,6 +57,7 @@ class Subject:
 
 
 def _with_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (cause, tensor) of parameters, and of their gradients if they have any."""
     for parameter in parameters:
         yield "weight", parameter
         if parameter.is_leaf and parameter.grad is not None:
@@ -216,6 +217,7 @@ class Window:
         return results[0] if results else run(func)
 
     def _give_up(self, error: Exception) -> None:
+        """Store why the recording failed: the error's type and first line."""
         self.broken = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
     def _leave(self) -> None:

@@ -158,14 +158,16 @@ def program_of(rules: tuple[Rule, ...]) -> bytes:
 
 
 def _body(rule: Rule) -> list[tuple[int, int, int, int]]:
-    """Return the BPF instructions for a call of this rule: they return the answer, perhaps only for some arguments.
+    """Return the BPF instructions for a call of this rule, as (code, jump if true, jump if false, operand).
 
-    For others they load the number of the call again and go on with the next rule, which may be of the same call.
+    They return the rule's answer. For arguments without an answer they load the number of the call again and go on with
+    the next rule, which may be of the same call.
     """
     refuse = (_RETURN, 0, 0, _FAIL | rule.answer)
     if rule.argument is None:
         return [refuse]
-    leave = [] if rule.but else [(_JUMP, 0, 0, 1)]
-    tests = [(_EQUAL, len(rule.values) - n, 0, value) for n, value in enumerate(rule.values)]
     load = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * rule.argument), (_AND, 0, 0, rule.mask)]
-    return [*load, *tests, *leave, refuse, (_LOAD, 0, 0, _NUMBER_AT)]
+    # an equal value jumps over the other tests and the instruction after them
+    tests = [(_EQUAL, len(rule.values) - n, 0, value) for n, value in enumerate(rule.values)]
+    skip_refusal = [] if rule.but else [(_JUMP, 0, 0, 1)]
+    return [*load, *tests, *skip_refusal, refuse, (_LOAD, 0, 0, _NUMBER_AT)]

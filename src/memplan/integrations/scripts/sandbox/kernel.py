@@ -38,6 +38,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _check(result: int, what: str) -> int:
+    """Return the result of a system call; raise its OSError if it is negative, with ``what`` was called."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -81,6 +82,7 @@ def enter_root(folder: str) -> None:
 
 
 def _prctl(option: int, *arguments: int) -> int:
+    """Call prctl(2) with up to four arguments, and return its result."""
     padded = (*arguments, 0, 0, 0, 0)[:4]
     return _libc().prctl(option, *map(ctypes.c_ulong, padded))
 
@@ -114,15 +116,16 @@ def drop_capabilities() -> None:
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     current = ctypes.create_string_buffer(24)
     _check(_libc().capget(header, current), "capget")
-    sets = struct.unpack(
-        "=6I", current.raw
-    )  # effective, permitted and inheritable of the lower half, then of the upper
+    # effective, permitted and inheritable capabilities from 0 to 31, then those from 32 on
+    effective, permitted, inheritable, *_ = struct.unpack("=6I", current.raw)
     mask = sum(1 << number for number in _KEPT_CAPABILITIES)
-    reduced = [number & mask for number in sets[:3]] + [0, 0, 0]
+    reduced = effective & mask, permitted & mask, inheritable & mask, 0, 0, 0
     _check(_libc().capset(header, struct.pack("=6I", *reduced)), "capset")
 
 
 class _Program(ctypes.Structure):
+    """``struct sock_fprog`` of linux/filter.h."""
+
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 

@@ -93,6 +93,7 @@ def _map_users(process: int) -> None:
 
 
 def _write(path: str, text: str) -> None:
+    """Write to a file of ``/proc`` with a single system call, as the kernel requires."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -101,7 +102,14 @@ def _write(path: str, text: str) -> None:
 
 
 def _enter_namespaces(sandbox: SandboxedProgram, unshared: int, mapped: int, failures: int) -> None:
-    """First process: enter the namespaces, have the users mapped from outside, start the second and wait for it."""
+    """First process: enter the namespaces, have the users mapped from outside, start the second and wait for it.
+
+    Args:
+        sandbox: what runs there.
+        unshared: a pipe to which a byte is written once the namespaces are entered.
+        mapped: a pipe from which a byte is read once the users are mapped.
+        failures: a pipe for an error before the script's start.
+    """
     kernel.die_with_parent(signal.SIGKILL)
     clones = _clone_folders(f"{sandbox.scratch}/clones")
     kernel.unshare(_ALL | (kernel.NEW_NET if sandbox.own_network else 0))
@@ -117,7 +125,7 @@ def _enter_namespaces(sandbox: SandboxedProgram, unshared: int, mapped: int, fai
 
 
 def _clone_folders(scratch: str) -> dict[str, str]:
-    """Return clones of the folders with mounts below them; {} if not root.
+    """Map each folder that has mounts below it to a clone of its own mount, in the folder ``scratch``; {} if not root.
 
     This has to come before a user namespace is entered, which locks its mounts together.
     """
@@ -137,7 +145,13 @@ def _clone_folders(scratch: str) -> dict[str, str]:
 
 
 def _run_second_process(sandbox: SandboxedProgram, clones: Mapping[str, str], failures: int) -> None:
-    """Second process, number 1 in the namespace, whose end ends all: mount the view, start and follow the script."""
+    """Second process, number 1 in the namespace, whose end ends all: mount the view, start and follow the script.
+
+    Args:
+        sandbox: what runs there.
+        clones: folder -> a clone of its mount, for folders with mounts below them.
+        failures: a pipe for an error before the script's start.
+    """
     kernel.die_with_parent(signal.SIGKILL)
     kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
     mounts = {path for path in mount_points() if not path.startswith(sandbox.scratch)}
@@ -180,6 +194,7 @@ def _mount_devices(folder: str) -> None:
 
 
 def _mount_proc(folder: str) -> None:
+    """Mount a process file system, in which the settings of the whole machine are read-only."""
     kernel.mount("proc", folder, "proc")
     for path in (f"{folder}/{name}" for name in _SETTINGS):
         if os.path.exists(path):
@@ -198,6 +213,7 @@ def _start_with_high_process_numbers() -> None:
 
 
 def _bring_up_loopback() -> None:
+    """Switch on the network interface ``lo``, the only one of a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plug:
         name = b"lo".ljust(16, b"\0")
         (flags,) = struct.unpack_from("H", fcntl.ioctl(plug, _GET_FLAGS, name + bytes(24)), 16)

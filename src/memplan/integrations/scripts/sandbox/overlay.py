@@ -87,14 +87,18 @@ class Tree:
         self._mount()
 
     def _plan_overlays(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
-        """Plan an overlay on a folder, and another on each mount below it."""
+        """Plan an overlay on a folder, and another on each folder below it that cannot be a part of that.
+
+        ``mounts`` and ``clones`` are those of `build`.
+        """
         covered = _OverlaidFolder(folder, folder)
         self._overlaid_folders.append(covered)
         folders = list[str]()
         if folder in clones:
             covered.lower = clones[folder]
-            for path in _outermost_below(folder, mounts):
-                (folders if os.path.isdir(path) else covered.files).append(path)
+            mounted = _outermost_below(folder, mounts)
+            folders = [path for path in mounted if os.path.isdir(path)]
+            covered.files = [path for path in mounted if path not in folders]
         elif _outermost_below(folder, mounts) and os.access(folder, os.R_OK | os.X_OK):
             covered.lower = f"{self.scratch}/folders/{len(self._overlaid_folders)}"
             os.makedirs(covered.lower)
@@ -179,7 +183,10 @@ class Tree:
                     self._bind_read_only(path)
 
     def _overlay(self, number: int, covered: _OverlaidFolder) -> None:
-        """Mount an overlay on a folder; what is written goes to the disk, or to memory if the disk cannot hold it."""
+        """Mount an overlay on the folder with this number.
+
+        What is written goes to the scratch folder, or to memory if that cannot be the upper layer of an overlay.
+        """
         upper, work = f"{self._layer(number)}/upper", f"{self._layer(number)}/work"
         status = os.stat(covered.path)
         options = f"lowerdir={_escape(covered.lower)},upperdir={_escape(upper)},workdir={_escape(work)},userxattr"
@@ -216,6 +223,7 @@ class Tree:
         self._mount()
 
     def _layer(self, number: int) -> str:
+        """Return the folder for what the current run writes below the overlaid folder with this number."""
         return f"{self.scratch}/layers/{self._runs}/{number}"
 
     def _layers(self) -> Iterator[tuple[str, str]]:
@@ -303,6 +311,7 @@ def _outermost_below(folder: str, mounts: set[str]) -> list[str]:
 
 
 def _escape(path: str) -> str:
+    """Return a path for the options of an overlay, in which commas and colons separate."""
     return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
 
 
@@ -314,6 +323,7 @@ class _ChangeList:
     more: int = 0
 
     def add(self, change: Callable[[], Change]) -> None:
+        """Append the result of ``change``, or only count it if there are `LISTED`."""
         if len(self.rows) < LISTED:
             self.rows.append(change())
         else:
@@ -321,8 +331,8 @@ class _ChangeList:
 
 
 def _collect(folder: str, upper: str, changes: _ChangeList, *, commits: bool) -> None:
-    """Add the changes in the upper layer of a folder, breadth first."""
-    folders = deque([(folder, upper, False)])
+    """Add the changes in the upper layer of a folder, breadth first. ``commits`` is as for `Tree.changes`."""
+    folders = deque([(folder, upper, False)])  # path, upper layer, whether the script created it
     while folders:
         path, upper, new = folders.popleft()
         try:
@@ -374,13 +384,21 @@ def _collect_entry(
 def _file_change(
     path: str, copy: str, status: os.stat_result, before: os.stat_result | None, *, commits: bool
 ) -> Change:
-    """Return the change of a file: only metadata, its content, or a checkpoint that is not to be written."""
-    was_regular = before is not None and stat.S_ISREG(before.st_mode)
-    same_size = before is not None and was_regular and status.st_size == before.st_size
-    if same_size and status.st_size <= _SMALL and _read(path) == _read(copy):
-        return Change(path, "changed")
-    is_kept = commits and was_regular and not _is_text(copy)
-    return Change(path, "checkpoint" if is_kept or _is_marked(copy) else "file")
+    """Return the change of a file: only metadata, its content, or a checkpoint that is not to be written.
+
+    Args:
+        path: the real file.
+        copy: the file in the upper layer.
+        status: of ``copy``.
+        before: status of the real file; None: there is none.
+        commits: as for `Tree.changes`.
+    """
+    if before is not None and stat.S_ISREG(before.st_mode):
+        if status.st_size == before.st_size <= _SMALL and _read(path) == _read(copy):
+            return Change(path, "changed")
+        if commits and not _is_text(copy):
+            return Change(path, "checkpoint")
+    return Change(path, "checkpoint" if _is_marked(copy) else "file")
 
 
 def _is_text(path: str) -> bool:
@@ -395,16 +413,19 @@ def _is_text(path: str) -> bool:
 
 
 def _is_marked(path: str) -> bool:
-    """Return whether a file holds a checkpoint of tensors without values, or begins or ends with one."""
+    """Return whether a file contains a checkpoint of tensors without values. Of a large file only both ends are
+    searched."""
     try:
         size = os.lstat(path).st_size
     except OSError:
         return False
-    starts = {0, max(size - _SMALL, 0)} if size > 2 * _SMALL else set(range(0, size + 1, _SMALL // 2))
-    return any(MARK in _read_part(path, start, _SMALL) for start in sorted(starts))
+    # parts of _SMALL bytes; those of a smaller file overlap, so that each mark is whole in one of them
+    starts = [0, size - _SMALL] if size > 2 * _SMALL else range(0, size + 1, _SMALL // 2)
+    return any(MARK in _read_part(path, start, _SMALL) for start in starts)
 
 
 def _read(path: str) -> bytes:
+    """Return the content of a regular file, at most `_LONGEST_TEXT` bytes; b"" for others."""
     return _read_part(path, 0, _LONGEST_TEXT)
 
 
@@ -422,6 +443,7 @@ def _read_part(path: str, start: int, length: int) -> bytes:
 
 
 def _lstat(path: str) -> os.stat_result | None:
+    """Return the status of a path, of a link its own; None if there is nothing."""
     try:
         return os.lstat(path)
     except OSError:
@@ -470,6 +492,7 @@ def _commit(path: str, copy: str) -> bool:
 
 
 def _conflict(status: os.stat_result) -> OSError:
+    """Return the error of a path at which an entry of another kind, with this status, is in the way."""
     kind = "folder" if stat.S_ISDIR(status.st_mode) else "link" if stat.S_ISLNK(status.st_mode) else "file"
     return OSError(f"there is a {kind} in its place, which stays")
 

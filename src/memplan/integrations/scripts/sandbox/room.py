@@ -32,6 +32,7 @@ class Room:
 
 
 def _free(folder: str) -> int:
+    """Return the free bytes of a folder's file system, as far as users may take them."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 

@@ -24,9 +24,9 @@ from memplan.integrations.scripts.sandbox.overlay import Tree, remove_tree
 from memplan.integrations.scripts.sandbox.room import Room
 
 _TRACEBACK_SECONDS = 2.0
-"""Seconds that it has for that."""
+"""Seconds that a script has to write its traceback before it is killed."""
 _CHECK_SECONDS = 0.25
-"""Seconds between looks at how much it has written, and that it has for its last words if that was too much."""
+"""Seconds between looks at how much a script has written, and that it has for its traceback if that was too much."""
 _UNWRITTEN = 100
 """Files that are listed at most of those that could not be committed."""
 _GRACE_SECONDS = 60.0
@@ -66,11 +66,13 @@ def main(text: str) -> None:
 
 
 def _stop(*_: object) -> NoReturn:
+    """Handler of SIGTERM: raise `_Stopped` in the supervisor."""
     raise _Stopped
 
 
 def _run_job(job: Job, scratch: str) -> Outcome:
-    """Run the script under the first protection that is available; if none is, return why not."""
+    """Run the script under the first protection that is available; if none is, return why not. Folders are created in
+    ``scratch``."""
     reasons = list[tuple[str, str]]()
     for protection in job.protections:
         folder = os.path.join(scratch, protection)
@@ -132,6 +134,7 @@ def _changes_of_run(tree: Tree, *, commit: bool) -> bytes:
 
 
 def _run_with_landlock(job: Job, folder: str, temporary: str) -> Outcome:
+    """Run the script under Landlock and a filter of system calls; raise OSError if these are not available."""
     if not kernel.landlock_version():
         raise OSError("this kernel has no Landlock, or it is switched off")
     if not call_filter.available():
@@ -140,7 +143,7 @@ def _run_with_landlock(job: Job, folder: str, temporary: str) -> Outcome:
 
 
 def _run_unnamespaced(job: Job, setting: Setting, room: Room | None = None) -> Outcome:
-    """Run the script's process below this one, without namespaces."""
+    """Run the script's process below this one, without namespaces. ``room`` limits what it writes."""
     process = os.fork()
     if not process:
         try:
@@ -193,17 +196,20 @@ def _follow(
         os.set_blocking(descriptor, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
-    deadline, over, full = time.monotonic() + seconds, False, False
+    deadline = time.monotonic() + seconds
+    over = full = False  # whether a limit, and that of the disk, is reached
     requests = None if control is None else _Requests(control, answer)
     while (status := _reap(process)) is None:
         reads, writes = [wakeup], list[int]()
-        if requests is not None:
-            (writes if requests.unsent else reads).append(requests.control)
+        if requests is not None and requests.unsent:
+            writes.append(requests.control)
+        elif requests is not None:
+            reads.append(requests.control)
         wait = max(deadline - time.monotonic(), 0)
-        ready, writable, _ = select.select(reads, writes, [], wait if room is None else min(wait, _CHECK_SECONDS))
-        if wakeup in ready:
+        readable, writable, _ = select.select(reads, writes, [], wait if room is None else min(wait, _CHECK_SECONDS))
+        if wakeup in readable:
             os.read(wakeup, 4096)
-        if requests is not None and requests.control in ready + writable and not requests.serve():
+        if requests is not None and requests.control in readable + writable and not requests.serve():
             os.close(requests.control)
             requests = None
         if room is not None and not over and room.is_used_up():
@@ -211,7 +217,7 @@ def _follow(
         if time.monotonic() >= deadline:
             if over or TRACEBACK is None:
                 os.kill(process, signal.SIGKILL)
-                deadline += 60
+                deadline += 60  # until it is gone
             else:
                 os.kill(process, TRACEBACK)
                 deadline = time.monotonic() + (_CHECK_SECONDS if full else _TRACEBACK_SECONDS)
@@ -287,5 +293,6 @@ def _child_numbers() -> list[int]:
 
 
 def _read_all(descriptor: int) -> bytes:
+    """Read a pipe to its end, and close it."""
     with open(descriptor, "rb") as file:
         return file.read()
