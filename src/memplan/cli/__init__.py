@@ -73,14 +73,18 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command as click does; for an unknown name raise UsageError with the nearest names."""
+        """Resolve a command as click does, with former spellings of options replaced.
+
+        Raises:
+            click.UsageError: there is no such command; the message has the nearest names.
+        """
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from memplan.trace.naming.parsing import offer
 
             raise click.UsageError(f"There is no command {args[0]!r}. {offer(args[0], COMMANDS)}", ctx)
         if args:
-            rest, notes = current_spelling(args[0], args[1:])
-            args = [args[0], *rest]
+            current, notes = current_spelling(args[0], args[1:])
+            args = [args[0], *current]
             for note in notes:
                 _print(f"{note}.")
         ctx.meta[TYPED] = list(args)
@@ -116,15 +120,15 @@ class Commands(click.Group):
                 code = _report_error(caught, debug="--debug" in arguments)
             finally:
                 sys.argv = argv  # a target may have set it
-        if isinstance(code, int):
-            sys.exit(_flush(code))
-        sys.exit(_flush(0))
+        sys.exit(_flush(code if isinstance(code, int) else 0))
 
 
 @contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Within this context, Python searches for cycles after 100,000 new objects instead of 700: torch and libraries
-    create millions as they are imported, and the searches take a quarter of a command's time."""
+    """Within this context, Python searches for reference cycles after 100,000 new objects instead of 700.
+
+    torch and libraries create millions as they are imported: the searches take a quarter of a command's time.
+    """
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:
@@ -187,10 +191,12 @@ def _report_error(error: BaseException, *, debug: bool) -> int:
 
 
 def _print(text: str) -> None:
+    """Print a message as a single line on stderr."""
     click.echo("memplan: " + printable(" ".join(text.split())).replace("?.", "?"), err=True)
 
 
 def _innermost_frame(error: BaseException) -> str:
+    """Return ``file:line`` at which an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "nowhere"
 

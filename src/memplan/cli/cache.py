@@ -28,7 +28,7 @@ Exit code: 0 done.
 @result_options("the list")
 @debug_option
 def command(cleared: bool, results: ResultFiles) -> int:
-    """Run the command and return its exit code."""
+    """List the cached files, after removing them with ``--clear``. Return the exit code."""
     from memplan.cudnn.answer_cache import clear, kept
     from memplan.reports.cache import Caches, report
 

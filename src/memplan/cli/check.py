@@ -83,7 +83,10 @@ def command(
     junit: str | None,
     **values: Any,
 ) -> int:
-    """Run the command and return its exit code."""
+    """Check a step, print the findings, and return the exit code: 1 if one is at least as severe as ``fail_on``.
+
+    ``values`` are the options of the step and of ``--script``; the others are as `HELP` describes them.
+    """
     from memplan.checks.finding import SEVERITIES, Findings
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
@@ -105,6 +108,7 @@ def command(
     results.write(Findings(arguments.target, tuple(findings)).to_json)
     if not results.takes_stdout and not outputs.to_stdout:
         show(report(arguments.target, findings, top))
+    # severities are in ascending order
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
     outputs.write(arguments.target, IDS, annotations_of_findings(arguments.target, findings, failing))
     if fix:

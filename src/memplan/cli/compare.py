@@ -54,7 +54,16 @@ def command(
     a: str, b: str | None, a_options: tuple[str, ...], b_options: tuple[str, ...], really: bool, top: int,
     results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
-    """Run the command and return its exit code."""
+    """Compare two steps, print the comparison, and return the exit code.
+
+    Args:
+        a, b: targets or files; without ``b``, it is ``a`` with other options.
+        a_options, b_options: options of one side, such as ``batch=8``.
+        really: whether to run both.
+        top: rows of each table; 0 for all.
+        results: files for the result.
+        values: options of both steps.
+    """
     sides = [side_arguments(a, values, a_options), side_arguments(b or a, values, b_options)]
     if sides[0] == sides[1]:
         raise InputError(
@@ -74,7 +83,7 @@ def command(
 
 
 def _title(side: StepArguments, other: StepArguments) -> str:
-    """Return a side's target with the options that differ from the other side's."""
+    """Return a title for a side: its target, and the options that differ from the other side's as typed."""
     words = [side.target]
     for name, value in vars(side).items():
         if name == "target" or value == getattr(other, name):
@@ -82,16 +91,20 @@ def _title(side: StepArguments, other: StepArguments) -> str:
         option = f"--{name.rstrip('s') if isinstance(value, tuple) else name}"
         if isinstance(value, tuple):
             words += [f"{option} {text}" for text in value if text not in getattr(other, name)]
-        elif name == "train":
-            words += [] if value else ["--no-train"]
-        elif value is not None:
+        elif value is False:
+            words.append("--no-train")
+        elif value is not None and value is not True:
             words.append(f"{option} {value}")
     return " ".join(words)
 
 
 def _side_request(side: StepArguments, title: str) -> SideRequest:
-    """Return a side of the comparison: a target's step, or a saved result. Raises InputError for options of a file's
-    step."""
+    """Return a side of the comparison: a target's step, or a saved result.
+
+    Raises:
+        InputError: options of a step were used for a file.
+        TargetError: there is no such target or file.
+    """
     from memplan.studies.comparisons.compare import SideRequest
 
     if not _is_file(side.target):

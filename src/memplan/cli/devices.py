@@ -28,7 +28,7 @@ Exit code: 0 done; 2 no such card.
 @result_options("the figures")
 @debug_option
 def command(name: str | None, results: ResultFiles) -> int:
-    """Run the command and return its exit code."""
+    """List the cards of the catalogue, or show the one with this name. Return the exit code."""
     from memplan.devices import catalogue, find
 
     cards = catalogue() if name is None else (find(name),)

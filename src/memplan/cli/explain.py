@@ -95,12 +95,18 @@ def command(
     outputs: Outputs,
     **values: Any,
 ) -> int:
-    """Run the command and return its exit code."""
+    """Explain a step, print the explanation, and return the exit code: 1 if it does not fit its card, 2 if a branch was
+    assumed.
+
+    ``values`` are the options of the step, its rank and a recipe; the others are as `HELP` describes them.
+    """
     recipe = take_recipe(values)
     if values["target"] is None:
         raise InputError("no TARGET", expected=f"one: {FORM}; or --model llama-3.1-8b, say", do="Name one")
     arguments = StepArguments(**values)
     from memplan.explanation.host import read_host
+    from memplan.reports.explain import report
+    from memplan.reports.terminal import show
 
     room = read_host(host, measured=really)
     if room is not None and (lengths is not None or weights is not None or activations is not None):
@@ -134,15 +140,14 @@ def command(
         from memplan.cli.lengths import explain_lengths
 
         return explain_lengths(arguments, lengths, outputs, top, measured=really)
-    if (saved := _read_saved(arguments, really, host, outputs)) is not None:
-        return _show(saved, outputs, top)
+    saved = _read_saved(arguments, really, host, outputs)
+    if saved is not None:
+        outputs.results.write_and_show(saved.to_json, lambda: report(saved, top))
+        return warn_of_branches(saved) or int(does_not_fit(saved))
     # recording a model of billions of parameters at two more batches takes twice as long as the answer
     trace, explanation = _explain(arguments, really, room, scales=recipe is None)
     if recipe is not None:
         explanation = replace(explanation, title=recipe.title, source=recipe.script)
-    from memplan.reports.explain import report
-    from memplan.reports.terminal import show
-
     outputs.write(trace, explanation, explanation.to_json, arguments.settings)
     if not outputs.takes_stdout:
         show(report(explanation, top))
@@ -187,18 +192,15 @@ def _read_saved(arguments: StepArguments, really: bool, host: str | None, output
 _FILES = "what memplan explain --trace or --json wrote"
 
 
-def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
-    """Write and print an explanation from a file. Return the exit code."""
-    from memplan.reports.explain import report
+def _explain(arguments: StepArguments, really: bool, host: int | None, scales: bool) -> tuple[Trace, Explanation]:
+    """Record the target's step, run it, or load its trace, and explain it.
 
-    outputs.results.write_and_show(explanation.to_json, lambda: report(explanation, top))
-    return warn_of_branches(explanation) or int(does_not_fit(explanation))
-
-
-def _explain(
-    arguments: StepArguments, really: bool, host: int | None, scales: bool
-) -> tuple[Trace, Explanation]:  # fmt: skip
-    """Record the target's step, run it, or load its trace, and explain it."""
+    Args:
+        arguments: options of the step.
+        really: whether to run it.
+        host: budget of the host's memory in bytes.
+        scales: whether to record it with larger batches as well, for how it grows.
+    """
     if is_trace(arguments.target):
         return _explain_file(arguments, really, host)
     task = f"{'running' if really else 'recording'} {arguments.target}"
@@ -212,7 +214,10 @@ def _explain(
 def _explain_target(
     described: Described, arguments: StepArguments, really: bool, host: int | None, scales: bool
 ) -> tuple[Trace, Explanation]:
-    """Explain the step of a target from a recording or, with ``really``, from a run; with ``scales`` how it grows."""
+    """Explain the step of a target from a recording or, with ``really``, from a run.
+
+    Further arguments are as for `_explain`.
+    """
     from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
 
@@ -233,7 +238,8 @@ def _explain_target(
 
 
 def _explain_file(arguments: StepArguments, really: bool, host: int | None) -> tuple[Trace, Explanation]:
-    """Explain a saved trace."""
+    """Explain a saved trace. ``really``: whether ``--measure`` was used, which is an error; ``host``: budget of the
+    host's memory in bytes."""
     from memplan.explanation.explain import explain_trace
     from memplan.explanation.host import read_host
 

@@ -114,7 +114,11 @@ def command(
     json_file: str | None,
     **values: Any,
 ) -> int:
-    """Run the command and return its exit code."""
+    """Export a training step as C, print what it takes, and return the exit code: 1 if it exceeds the budget, or if the
+    compiled step differs from PyTorch's.
+
+    ``values`` are the options of the step; the others are as `HELP` and the options describe them.
+    """
     from memplan.exporting.export import export
     from memplan.reports.exports.export import report, shortfall_report
     from memplan.reports.terminal import show
@@ -153,7 +157,11 @@ def command(
 
 
 def read_normalization(text: str) -> tuple[tuple[float, ...], ...]:
-    """Return (mean, deviation), each with a number for every channel. Raises InputError for other texts."""
+    """Return mean and standard deviation of ``MEAN/STD``, each a number or a number for each channel.
+
+    Raises:
+        InputError: another text.
+    """
     try:
         mean, std = (tuple(map(float, part.split(","))) for part in text.split("/"))
     except ValueError as error:
@@ -162,6 +170,7 @@ def read_normalization(text: str) -> tuple[tuple[float, ...], ...]:
 
 
 def _batches(target: str) -> Any:
+    """Return what the callable of a target returns: batches of inputs and targets."""
     with contained(target):
         return resolve_quietly(target).what()
 

@@ -66,12 +66,9 @@ def writable(path: str, option: str, typed: Sequence[str] = ()) -> str:
         return path
     real = os.path.realpath(path)
     folder = os.path.dirname(real)
-    others = list(typed)
-    for text in (path, f"{option}={path}"):
-        if text in others:
-            others.remove(text)
-            break
-    if (reason := _path_error(path)) is not None:
+    problem = None
+    reason = _path_error(path)
+    if reason is not None:
         problem = f"{option} {path}: {reason}"
     elif os.path.isdir(real):
         problem = f"{option} {path} is a folder"
@@ -79,17 +76,23 @@ def writable(path: str, option: str, typed: Sequence[str] = ()) -> str:
         problem = f"{option} {path}: there is no folder {folder}"
     elif not os.access(folder, os.W_OK):
         problem = f"{option} {path}: the folder {folder} cannot be written to"
-    elif (other := next((argument for argument in others if _names_file(argument, real)), None)) is not None:
-        raise InputError(
-            f"{option} {path}: another argument, {other}, names the same file",
-            expected="a file of its own for each output",
-            do="Name another",
-        )
-    elif option != "--python" and real.lower().endswith(".py") and os.path.exists(real):
-        problem = f"{option} {path} is source code"
-    else:
-        return real
-    raise InputError(problem, expected="a file in a folder that can be written to", do="Choose another path")
+    if problem is None:
+        others = list(typed)
+        own = next((text for text in (path, f"{option}={path}") if text in others), None)
+        if own is not None:
+            others.remove(own)
+        same = [argument for argument in others if _names_file(argument, real)]
+        if same:
+            raise InputError(
+                f"{option} {path}: another argument, {same[0]}, names the same file",
+                expected="a file of its own for each output",
+                do="Name another",
+            )
+        if option != "--python" and real.lower().endswith(".py") and os.path.exists(real):
+            problem = f"{option} {path} is source code"
+    if problem is not None:
+        raise InputError(problem, expected="a file in a folder that can be written to", do="Choose another path")
+    return real
 
 
 def _path_error(path: str) -> str | None:
@@ -104,7 +107,8 @@ def _path_error(path: str) -> str | None:
 
 
 def _names_file(argument: str, real: str) -> bool:
-    """Return whether an argument names a file: by itself, as ``--option=FILE``, ``FILE:callable`` or ``FILE#point``."""
+    """Return whether an argument names the file ``real``: as ``FILE``, ``--option=FILE``, ``FILE:callable`` or
+    ``FILE#point``."""
     texts = {argument, argument.partition("=")[2]}
     texts |= {text.rpartition(mark)[0] for text in tuple(texts) for mark in ":#"}
     try:

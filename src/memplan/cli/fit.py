@@ -160,28 +160,29 @@ def command(
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, results: ResultFiles,
     board: str | None, reserve: str | None, normalize: str | None, **values: Any,
 ) -> int:  # fmt: skip
-    """Run the command: for a board, for inference, for a script, or for a model's training step, which is only planned
-    with ``--predict``.
+    """Make a step fit, and return the exit code: 0 if it fits, 1 if it does not.
 
-    Return the exit code: 0 if the step fits, 1 if it does not.
+    The step is that of a board, inference, the training of a script, or a model's training step, which is only planned
+    with ``--predict``. ``values`` are the options of the step, a script and a recipe; the others are as `HELP` and the
+    options describe them.
     """
     recipe = take_recipe(values)
     if recipe is not None:  # fit takes a model or a script, not a step
         values |= {"target": None, "script": recipe.path}
     request = target_or_script(values)
     arguments = StepArguments(**values)
-    given: dict[str, object] = {
+    used: dict[str, object] = {
         "--script": request, "--budget": budget, "--engine": engine != "graph", "--allow": allow != "exact",
         "--early": early, "--predict": predict, "--costs": costs != "measured", "--use-plan": use_plan,
         "--plan": plan_file, "--python": python_file, "--frontier": frontier_file, "--peers": peers,
         "--html": results.html, "--device": arguments.device, "--reserve": reserve, "--normalize": normalize,
     }  # fmt: skip
-    check_options(board, given)
+    check_options(board, used)
     if board is not None:
         _check_step(arguments)
         return fit_on(board, arguments, reserve, normalize, accumulate, results)
     if not arguments.train:
-        budget = check_inference(arguments, budget, given | {"--accumulate": accumulate > 1})
+        budget = check_inference(arguments, budget, used | {"--accumulate": accumulate > 1})
         with input_advice(arguments):
             described = describe(arguments)
             return fit_inference(arguments, described, _model_maker(described), budget, results)
@@ -225,10 +226,10 @@ def _changed(**options: tuple[object, object]) -> dict[str, Any]:
     return {name: value for name, (value, default) in options.items() if value != default}
 
 
-def _check_script(*files: str | None) -> None:
+def _check_script(use_plan: str | None, frontier: str | None, python: str | None) -> None:
     """Raise InputError for options that cannot be combined with a script."""
-    used = (file is not None for file in files)
-    if wrong := used_options(dict(zip(("--use-plan", "--frontier", "--python"), used, strict=True))):
+    wrong = used_options({"--use-plan": use_plan, "--frontier": frontier, "--python": python})
+    if wrong:
         raise InputError(
             f"{wrong} with --script",
             expected="--plan and --json, as files to write",
@@ -237,7 +238,10 @@ def _check_script(*files: str | None) -> None:
 
 
 def _fit_script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
-    """Plan the model of a script and return the exit code."""
+    """Plan the model of a script within a budget, print the plan, and return the exit code.
+
+    ``options`` are those of the plan, ``top`` is the number of rows; 0 for all.
+    """
     from memplan.reports.fit import script_report
     from memplan.reports.terminal import show
     from memplan.studies.capacity.limit import room_of
@@ -274,6 +278,7 @@ def _check_options(arguments: StepArguments, budget: str | None, use_plan: str |
 
 
 def _check_costs(costs: str, predict: bool) -> None:
+    """Raise InputError for estimated seconds of ops in a proof, which measures the step."""
     if costs != "measured" and not predict:
         raise InputError(
             f"--costs {costs} without --predict", expected="a prediction: a proof measures", do="Add --predict"
@@ -317,7 +322,10 @@ def _read_plan(path: str, budget: str | None) -> Plan:
 def _outcome(
     model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any]
 ) -> Outcome:
-    """Fit a model; only plan it if it is a callable that builds the model."""
+    """Fit a model; only plan it if it is a callable that builds the model.
+
+    ``options`` are arguments of `memplan.plan` and `memplan.fit`: budget and what differs from their defaults.
+    """
     from torch import nn
 
     import memplan
@@ -352,8 +360,10 @@ def _call_options(described: Described, arguments: StepArguments) -> dict[str, A
 
 
 def _model_maker(described: Described) -> Callable[[], nn.Module]:
-    """Return a callable that builds the model in training mode, and raises TargetError if the target returns another
-    value, or StepError if it fails."""
+    """Return a callable that builds the model in training mode.
+
+    It raises TargetError if the target returns no module, and StepError if the target raises.
+    """
     target = described.target
 
     def make() -> nn.Module:
@@ -399,8 +409,10 @@ def _frontier(
     model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plan for several budgets, from the peak of eager mode to the floor; with ``peers``, also measure the
-    baselines."""
+    """Plan for several budgets, from the peak of eager mode to the smallest budget that has a plan.
+
+    ``options`` are as for `_outcome`. With ``peers``, also measure torch's own ways to save memory.
+    """
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds

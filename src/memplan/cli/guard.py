@@ -83,7 +83,11 @@ def command(
     junit: str | None,
     **values: Any,
 ) -> int:
-    """Run the command and return its exit code."""
+    """Compare a step's memory with its baseline, print the outcome, and return the exit code: 1 if it takes more.
+
+    With ``update``, write the baseline instead. ``values`` are the options of the step and of ``--script``; the others
+    are as `HELP` and the options describe them.
+    """
     values["cudnn"] = named_cudnn
     request = target_or_script(values)
     arguments, outputs = StepArguments(**values), CiOutputs(sarif, github, junit)
@@ -137,9 +141,10 @@ def _update(arguments: StepArguments, request: Request | None, path: str) -> int
     before = old.find(now.target, now.options, now.device)
     write(file, old.updated(now).to_json())
     text = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
-    text += (
-        f", was {format_bytes(before.peak)} ({change_text(before.peak, now.peak)})" if before is not None else ", new"
-    )
+    if before is None:
+        text += ", new"
+    else:
+        text += f", was {format_bytes(before.peak)} ({change_text(before.peak, now.peak)})"
     click.echo(printable(f"{path}: {text}"))
     return 0
 
@@ -198,20 +203,25 @@ def _portable(target: str) -> str:
     """Return a target with a relative path and forward slashes, the same on all systems and in all checkouts."""
     from memplan.studies.guarding.recorded_figures import with_forward_slashes
 
-    module, colon, name = target.rpartition(":")
-    if not colon:
-        module, name = name, ""
-    is_path = module.endswith(".py") or not colon
-    return (with_forward_slashes(short(os.path.abspath(module))) if is_path else module) + colon + name
+    place, colon, name = target.rpartition(":")
+    if not colon:  # a trace file, or a script
+        return with_forward_slashes(short(os.path.abspath(target)))
+    if place.endswith(".py"):
+        place = with_forward_slashes(short(os.path.abspath(place)))
+    return f"{place}:{name}"
 
 
 def options_text(arguments: StepArguments) -> str:
     """Return the options of a step as text in a fixed order, without the device, which a baseline stores separately."""
-    words = []
+    words: list[str] = []
     for field, option in _NAMES.items():
         value = getattr(arguments, field)
-        texts = value if isinstance(value, tuple) else () if value in (None, True) else (value,)
-        words += ["--no-train" if text is False else f"--{option} {text}" for text in texts]
+        if isinstance(value, tuple):
+            words += [f"--{option} {text}" for text in value]
+        elif value is False:
+            words.append("--no-train")
+        elif value not in (None, True):
+            words.append(f"--{option} {value}")
     if arguments.world is not None:
         words.append(f"--world {arguments.world} --rank {arguments.rank}")
     return " ".join(words)

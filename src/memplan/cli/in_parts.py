@@ -24,8 +24,8 @@ def fit_inference(
 
     Args:
         arguments: the options as typed.
-        described: the same, read.
-        model_of: makes the model.
+        described: the step that they describe.
+        model_of: builds the model.
         budget: as typed.
         results: where to write the figures.
     """
@@ -49,16 +49,16 @@ def fit_inference(
     return 0 if outcome.fits else 1
 
 
-def check_options(arguments: StepArguments, budget: str | None, given: dict[str, object]) -> str:
+def check_options(arguments: StepArguments, budget: str | None, used: dict[str, object]) -> str:
     """Return the budget. Raise InputError where there is none, or for options that inference does not have.
 
     Args:
         arguments: of the step.
         budget: as typed.
-        given: each other option of `memplan fit` by its name; false where it was left out.
+        used: each other option of `memplan fit` by its name; false where it was left out.
     """
     wrong = [option for option in arguments.changed_options() if option not in _ALLOWED]
-    wrong += [option for option, value in given.items() if value and option not in (*wrong, "--budget")]
+    wrong += [option for option, value in used.items() if value and option not in (*wrong, "--budget")]
     if wrong:
         raise InputError(
             f"{', '.join(wrong)} with --no-train",

@@ -96,7 +96,11 @@ def command(
     axis: str, budget: str | None, divisible: int, aspect: str | None, margin: str, most: int | None, workspace: str,
     planned: bool, window: str | None, overlap: float, window_batch: int, results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
-    """Run the command and return its exit code."""
+    """Find the largest value of an axis that fits, print it, and return the exit code: 1 if not even the smallest fits.
+
+    ``values`` are the options of the step, a script and a recipe; the others are as `HELP` and the options describe
+    them.
+    """
     from memplan.studies.capacity.limit import room_of
 
     recipe = take_recipe(values)
@@ -122,7 +126,7 @@ def command(
         arguments.rank,
     )  # fmt: skip
     if request is not None:
-        if axis != "batch" or divisible != 1 or aspect or planned or volume:
+        if axis != "batch" or divisible != 1 or aspect is not None or planned or volume is not None:
             raise InputError(
                 "--script with another axis than batch, or with --divisible, --aspect, --fit or --window",
                 expected="--axis batch: the batch that its loader gives is made larger",
@@ -149,7 +153,16 @@ def _report(largest: Largest, results: ResultFiles) -> int:
 def _find(
     arguments: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any], title: str
 ) -> Largest:
-    """Return the largest value of an axis that fits."""
+    """Return the largest value of an axis that fits.
+
+    Args:
+        arguments: options of the step.
+        axis: batch, size, patch, sequence, or an argument of the target.
+        room: what it has to fit.
+        window: the volume to infer in patches, if any.
+        options: further arguments of `find_largest`.
+        title: of the step.
+    """
     from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
@@ -160,16 +173,22 @@ def _find(
 
 
 def _window(text: str | None, overlap: float, batch: int) -> Window | None:
-    """Return the volume of ``--window`` to infer in patches; None without that option."""
+    """Return the volume of ``--window`` to infer in patches; None without that option.
+
+    ``overlap`` is the share of two neighbouring patches, ``batch`` the number of patches at a time.
+    """
     from memplan.studies.axes.sliding_window import Window
 
     if text is None:
         if overlap != 0.25 or batch != 1:
             raise InputError("--overlap or --window-batch without --window", expected="the volume", do="Give --window")
         return None
-    sizes = [size for part in text.split("x") if (size := whole_number(part.strip())) is not None]
-    if len(sizes) <= text.count("x"):
-        raise InputError(f"--window {text!r}", expected="sizes joined by x, as in 512x512x320", do="Write it so")
+    sizes: list[int] = []
+    for part in text.split("x"):
+        size = whole_number(part.strip())
+        if size is None:
+            raise InputError(f"--window {text!r}", expected="sizes joined by x, as in 512x512x320", do="Write it so")
+        sizes.append(size)
     return Window(tuple(sizes), overlap, batch).checked()
 
 

@@ -74,7 +74,11 @@ def command(
     world: int, micro_batch: str | None, tensor: str, tensor_plan: str | None, loss_parallel: bool, per_node: int,
     link: float | None, results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
-    """Run the command and return its exit code."""
+    """Compare layouts of ``world`` ranks, print them, and return the exit code: 1 if none fits.
+
+    ``link`` is in GB/s. ``values`` are the options of the step and of ``--script``; the others are as the options
+    describe them.
+    """
     from memplan.reports.layouts import report
     from memplan.studies.layouts.layouts import find_layouts
     from memplan.trace.recording.session import choose_target
@@ -115,7 +119,16 @@ script_option(command)
 def _of_script(
     request: Request, sizes: list[int], degrees: list[int], loss_parallel: bool, per_node: int, link: float | None
 ) -> Layouts:
-    """Compare the layouts of a script that takes them from its flags or its launcher."""
+    """Compare the layouts of a script that takes them from its flags or its launcher.
+
+    Args:
+        request: the script, its device and its number of ranks.
+        sizes: micro-batches; [] for the script's own.
+        degrees: ranks that share each layer.
+        loss_parallel: whether to try the loss on shards of the logits, too.
+        per_node: cards of a machine.
+        link: bytes a second to another machine; None: those of the catalogue.
+    """
     from memplan.devices import find
     from memplan.integrations.scripts.launchers import launcher_of
     from memplan.integrations.scripts.script_layouts import script_layouts
@@ -142,8 +155,11 @@ def _of_script(
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    """Return the numbers of an option's text."""
-    numbers = [number for part in text.split(",") if (number := whole_number(part.strip())) is not None and number > 0]
-    if len(numbers) <= text.count(","):
-        raise InputError(f"{option} {text!r}", expected="whole numbers from 1: 1,2,4", do="Write them so")
+    """Return the numbers of a text such as ``1,2,4``. Raises InputError, with the name of the option, for others."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        number = whole_number(part.strip())
+        if number is None or number < 1:
+            raise InputError(f"{option} {text!r}", expected="whole numbers from 1: 1,2,4", do="Write them so")
+        numbers.append(number)
     return numbers

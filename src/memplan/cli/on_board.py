@@ -72,16 +72,16 @@ def fit_on(
     return 0 if fit.fits else 1
 
 
-def check_options(board: str | None, given: dict[str, object]) -> None:
+def check_options(board: str | None, used: dict[str, object]) -> None:
     """Raise InputError for options that do not go with a board, or need one.
 
     Args:
         board: as typed; None without ``--device-memory``.
-        given: by its name, each option that does not go with a board, or (reserve and normalize) without one; false
+        used: by its name, each option that does not go with a board, or (reserve and normalize) without one; false
             where it was left out.
     """
     alone = ("--reserve", "--normalize")
-    wrong = [option for option, value in given.items() if value and (board is None) == (option in alone)]
+    wrong = [option for option, value in used.items() if value and (board is None) == (option in alone)]
     if wrong and board is None:
         raise InputError(
             f"{wrong[0]} without --device-memory", expected="a microcontroller", do="Add --device-memory BOARD"

@@ -59,8 +59,8 @@ def result_options(what: str) -> Callable[[Decorated], Decorated]:
             return function(results=ResultFiles(json_file, html_file).checked(), **values)
 
         text = "Write it as a page for any browser, too."
-        page = click.option("--html", "html_file", type=OUTPUT, metavar="FILE", help=text)
-        return json_option(what)(page(with_files))
+        html_option = click.option("--html", "html_file", type=OUTPUT, metavar="FILE", help=text)
+        return json_option(what)(html_option(with_files))
 
     return decorate
 
@@ -81,8 +81,8 @@ def host_option(function: Decorated) -> Decorated:
 
 
 def _target_arguments(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """Raise UsageError for arguments after the target that do not follow ``--``."""
-    if value and not ctx.find_root().obj:
+    """Callback of the arguments after the target: raise UsageError if they do not follow ``--``."""
+    if value and not ctx.find_root().obj:  # whether "--" was typed: see `Commands.main`
         raise click.UsageError(
             f"Got {' '.join(value)!r} besides the target. Arguments of its own come last, behind --", ctx
         )
@@ -203,6 +203,7 @@ def all_ranks_options(function: Decorated) -> Decorated:
 
 
 def _rank_options(function: Decorated, number: RankNumber, metavar: str, text: str) -> Decorated:
+    """Add ``--world``, and ``--rank`` with this type, placeholder and help."""
     rank = click.option("--rank", type=number, default=0, metavar=metavar, help=text)
     world = click.option(
         "--world",
@@ -265,15 +266,14 @@ class StepArguments:
 
     def changed_options(self) -> list[str]:
         """Return the names of options that differ from their defaults, as typed."""
-        plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
-        plain |= {
-            name: getattr(self, name)
-            for name in (
+        repeated = [name for name in ("args", "inputs", "kwargs", "targets") if getattr(self, name)]
+        single = [
+            name for name in (
                 "loss", "optimizer", "autocast", "dtype", "batch", "device", "settings", "assume", "cudnn", "world",
                 "rank",
-            )
-        }  # fmt: skip
-        names = [f"--{name}" for name, value in plain.items() if value]
+            ) if getattr(self, name)
+        ]  # fmt: skip
+        names = [*(f"--{name.removesuffix('s')}" for name in repeated), *(f"--{name}" for name in single)]
         return names if self.train else [*names, "--no-train"]
 
 
@@ -412,19 +412,24 @@ def _read_options(arguments: StepArguments) -> StepOptions:
 
 
 def _spec(text: str, dtype: torch.dtype | None) -> Any:
+    """Parse a spec such as ``8x3x224x224``, with this dtype if it names none."""
     from memplan.trace.spec import spec
 
     return spec(text, dtype)
 
 
 def _value(text: str, dtype: torch.dtype | None) -> Any:
+    """Parse the value of ``--kwarg``: None, True, False, or a spec."""
     word = literal(text)
     return word if word is None or isinstance(word, bool) else _spec(text, dtype)
 
 
 def _call_target(target: Target, arguments: Mapping[str, Any], options: StepOptions) -> Callable[[], Any]:
-    """Return a callable without arguments that calls the target. It raises TargetError or InputError if the result is
-    neither a module nor a step, or a step that options cannot apply to."""
+    """Return a callable without arguments that calls the target, and returns its module or step.
+
+    It raises TargetError if the target returns something else, and InputError if it returns a step and options were
+    used that apply to modules only.
+    """
 
     def make() -> Any:
         from torch import nn
@@ -468,18 +473,17 @@ def input_advice(arguments: StepArguments) -> Iterator[None]:
 
 
 def _with_input_advice(error: StepError, arguments: StepArguments) -> MemplanError:
+    """Return an error of a layer as an InputError that names the inputs; others are returned unchanged."""
     from memplan.trace.step import WHOLE
 
     specs = [*(f"--input {text}" for text in arguments.inputs), *(f"--kwarg {text}" for text in arguments.kwargs)]
     if not specs or error.layer is None:
         return error
-    advice = InputError(
-        error.found,
-        expected=f"inputs that the model takes (it was given {' '.join(specs)})",
-        do="Describe indices as whole numbers below their end, as in 8x1024:int64<50257"
-        if WHOLE.search(error.found) and any(":" not in text for text in specs)
-        else "Change them, or mend the model; it should raise the same outside of memplan",
-    )
+    do = "Change them, or mend the model; it should raise the same outside of memplan"
+    if WHOLE.search(error.found) and any(":" not in text for text in specs):  # the layer needs integers
+        do = "Describe indices as whole numbers below their end, as in 8x1024:int64<50257"
+    expected = f"inputs that the model takes (it was given {' '.join(specs)})"
+    advice = InputError(error.found, expected=expected, do=do)
     for note in getattr(error, "__notes__", ()):
         advice.add_note(note)
     return advice

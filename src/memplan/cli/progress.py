@@ -69,6 +69,7 @@ class _ForwardInfo(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Pass an INFO message to ``show``. Print a warning if no other handler would, as Python does."""
         if record.levelno == logging.INFO:
             self._show(record.getMessage())
         elif logging.lastResort is not None and not logging.getLogger().handlers:

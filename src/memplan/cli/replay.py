@@ -57,7 +57,11 @@ def command(
     top: int,
     results: ResultFiles,
 ) -> int:
-    """Run the command and return its exit code."""
+    """Replay a snapshot, or compare those of several ranks; print the result, and return the exit code: 1 if memory ran
+    out, the replay differs, or a rank holds more than the others.
+
+    ``settings`` and ``capacity`` are what to try instead of the recorded ones, ``gpu`` is the card's number.
+    """
     if len(files) != 1 or os.path.isdir(files[0]):
         values = {"--settings": settings, "--capacity": capacity is not None, "--gpu": gpu is not None}
         if others := used_options(values, " and "):

@@ -42,7 +42,7 @@ Exit code: 0 done; 2 a file that is not memplan's, is cut off or of another vers
 @click.option("--force", is_flag=True, help="Replace a file that is there already.")
 @debug_option
 def command(files: tuple[str, ...], page: str, force: bool) -> int:
-    """Run the command and return its exit code."""
+    """Write the saved results in ``files`` as a page, and return the exit code. ``force`` replaces an existing file."""
     if page == "-":
         raise InputError("--html -", expected="a file: a page of some megabytes is for a browser", do="Name one")
     if os.path.exists(page) and not force:

@@ -110,7 +110,12 @@ def command(
     outputs: Outputs,
     **values: Any,
 ) -> int:
-    """Run the command and return its exit code."""
+    """Run a script, print what it needs, and return the exit code: 1 if it does not fit its card, 2 if a branch was
+    assumed.
+
+    ``values`` are the script, its arguments and the options of its run (see `request_of`); the others are as the
+    options describe them.
+    """
     from memplan.explanation.explain import explain_trace
     from memplan.explanation.host import read_host
     from memplan.integrations.line_profiles.places import unused_options
@@ -197,8 +202,10 @@ def run(request: Request) -> RunResult:
         except ScriptEnded as error:
             for line in error.said.splitlines():
                 click.echo(printable(line), err=True)
-            if error.code is not None:  # sys.exit of the script, for example from argparse
-                if not isinstance(error.code, int):
-                    click.echo(printable(error.code), err=True)
-                raise SystemExit(error.code if isinstance(error.code, int) else 1) from error
-            raise
+            if error.code is None:
+                raise
+            # sys.exit of the script, for example from argparse
+            if isinstance(error.code, int):
+                raise SystemExit(error.code) from error
+            click.echo(printable(error.code), err=True)
+            raise SystemExit(1) from error

@@ -40,8 +40,10 @@ def script_option(command: click.Command) -> click.Command:
 
 
 def target_or_script(values: dict[str, Any], *, modules: bool = False) -> Request | None:
-    """Pop the script's options from a command's values. Return the script request, or None if TARGET was used instead.
-    ``modules``: take names of modules, too.
+    """Pop ``--script`` and ``--unprotected`` from a command's values.
+
+    Return the script request, or None if TARGET was used instead. With ``modules``, ``--script`` may also name a module
+    such as ``package.train``.
 
     Raises:
         InputError: neither --script nor TARGET, or options that only a target has.

@@ -75,7 +75,11 @@ def command(
     batches: str | None, sizes: str | None, lengths: str | None, precisions: str | None, varied: tuple[str, ...],
     changed: tuple[str, ...], jobs: int | None, results: ResultFiles, chart_file: str | None, **values: Any,
 ) -> int:  # fmt: skip
-    """Run the command and return its exit code."""
+    """Record a step at all points of its axes, print what grows, and return the exit code: 130 if it was interrupted.
+
+    ``values`` are the options of the step; the others are texts of axes and files, as `HELP` and the options describe
+    them.
+    """
     from memplan.reports.chart import check_drawable, picture
     from memplan.reports.sweep import draw, report
     from memplan.reports.terminal import show
@@ -108,7 +112,15 @@ def _sweep(
     arguments: StepArguments, named_axes: dict[str, Values], vary: dict[str, Values], layers: list[tuple[str, Values]],
     jobs: int | None,
 ) -> Sweep:  # fmt: skip
-    """Record the points of all axes."""
+    """Record the points of all axes.
+
+    Args:
+        arguments: options of the step.
+        named_axes: values of batch, size, sequence and precision, by name.
+        vary: values of arguments of the target, by name.
+        layers: pattern of layers with an attribute (``encoder.*.kernel_size``), and its values.
+        jobs: number of processes; None: as many as save time.
+    """
     from memplan.studies.axes.axes import Argument, axis_of
     from memplan.studies.sweeps.sweep import sweep_subject
 
@@ -127,6 +139,8 @@ def _sweep(
 def describe_first_point(arguments: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
     """Return the step at the first values of its axes, so that an axis may set an argument without a default.
 
+    ``batches`` are the values of the batch, ``vary`` those of arguments of the target by name.
+
     Raises:
         TargetError, InputError: as `describe`, and for a trace, which cannot be recorded for other values.
     """
@@ -137,9 +151,9 @@ def describe_first_point(arguments: StepArguments, batches: Values | None, vary:
             do="Name the callable",
         )
     fixed = named(arguments.args, "--arg")
-    twice = next((name for name in vary if name in fixed), None)
-    if twice is not None:
-        raise InputError(f"--vary {twice} and --arg {twice}", expected="one of them", do="Leave one out")
+    for name in vary:
+        if name in fixed:
+            raise InputError(f"--vary {name} and --arg {name}", expected="one of them", do="Leave one out")
     known = parameters(resolve_quietly(arguments.target).what) or {}
     needed = [name for name in vary if name in known and known[name].default is known[name].empty]
     args = (*arguments.args, *(f"{name}={vary[name][0]!r}" for name in needed))

@@ -52,7 +52,7 @@ Exit code: 0 done; 2 bad usage, or a text without such a message.
 @json_option("the figures and the verdict")
 @debug_option
 def command(messages: tuple[str, ...], json_file: str | None) -> int:
-    """Run the command and return its exit code."""
+    """Explain why memory ran out, from messages, files or folders; print it, and return the exit code."""
     from memplan.reports.terminal import show
 
     several = len(messages) > 1 or (len(messages) == 1 and _is_folder(messages[0]))
@@ -65,7 +65,7 @@ def command(messages: tuple[str, ...], json_file: str | None) -> int:
 
 
 def _of_text(text: str) -> tuple[Document, Saved]:
-    """Return the report and the result for a text: of a process, or of several ranks whose lines begin with the
+    """Return the report and the result for a text of a process, or of several ranks, whose lines begin with their
     rank."""
     from memplan.explanation.why import why
     from memplan.explanation.why_ranks import texts_by_rank, why_ranks
@@ -80,8 +80,11 @@ def _of_text(text: str) -> tuple[Document, Saved]:
 
 
 def _of_ranks(paths: tuple[str, ...]) -> tuple[Document, Saved]:
-    """Return report and result of several ranks: of their watches, of their snapshots, else of their logs."""
-    files = [file for path in paths for file in (Path(path).iterdir() if _is_folder(path) else [Path(path)])]
+    """Return report and result of several ranks, whose files or folders are ``paths``: of their watches, of their
+    snapshots, else of their logs."""
+    files: list[Path] = []
+    for path in paths:
+        files += Path(path).iterdir() if _is_folder(path) else [Path(path)]
     if any(WATCH.fullmatch(file.name) for file in files):
         from memplan.reports import watched
         from memplan.studies.watched.watched import watched_ranks
@@ -102,6 +105,7 @@ def _of_ranks(paths: tuple[str, ...]) -> tuple[Document, Saved]:
 
 
 def _is_folder(path: str) -> bool:
+    """Return whether a path is that of a folder; False for texts that can be no path."""
     try:
         return os.path.isdir(path)
     except ValueError:  # a null byte
