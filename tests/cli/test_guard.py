@@ -230,6 +230,7 @@ def test_options_are_typed_in_one_order() -> None:
     )  # fmt: skip
     assert options_text(given) == "--input 8x3 --input 8 --optimizer adamw --autocast bf16 --no-train --batch 4"
     assert options_text(StepArguments("a.py:b")) == ""
+    assert options_text(StepArguments("a.py:b", batch=1)) == "--batch 1"
 
 
 def test_a_baseline_with_former_spellings_of_options_is_found(tmp_path: Path) -> None:

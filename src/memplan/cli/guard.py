@@ -220,7 +220,7 @@ def options_text(arguments: StepArguments) -> str:
             words += [f"--{option} {text}" for text in value]
         elif value is False:
             words.append("--no-train")
-        elif value not in (None, True):
+        elif value is not None and value is not True:  # 1 == True: `in` would leave out --batch 1
             words.append(f"--{option} {value}")
     if arguments.world is not None:
         words.append(f"--world {arguments.world} --rank {arguments.rank}")
