@@ -66,11 +66,8 @@ def _broadcasts(trace: Trace, op: Op, form: Form) -> Iterator[_Broadcast]:
 
 
 def _shape_before_expand(view: View) -> _Shape:
-    """Return the shape of an operand before it was expanded to the shape of the result.
-
-    Expanded dimensions have a stride of 0. At the front they are dropped, since expand added them; elsewhere their
-    size was 1.
-    """
+    """Return the shape of an operand before it was expanded to the shape of the result. Expanded dimensions have a
+    stride of 0. At the front they are dropped, since expand added them; elsewhere their size was 1."""
     expanded = [stride == 0 and size > 1 for size, stride in zip(view.shape, view.strides, strict=True)]
     first = expanded.index(False) if False in expanded else 0
     return tuple(1 if is_expanded else size for size, is_expanded in zip(view.shape, expanded, strict=True))[first:]

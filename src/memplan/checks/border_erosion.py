@@ -75,10 +75,8 @@ def border_losses(output: Output) -> list[Sides]:
 
 
 def _net_loss(output: Output) -> Fraction:
-    """Return the positions of the input lost on both sides together, in the dimension that loses most.
-
-    A gain on one side offsets a loss on the other.
-    """
+    """Return the positions of the input lost on both sides together, in the dimension that loses most. A gain on one
+    side offsets a loss on the other."""
     return max(sum(field.lost(size), Fraction(0)) for size, field in output.spatial)
 
 
@@ -186,25 +184,22 @@ def _one_sided(output: Output, layers: list[LayerLoss]) -> Finding:
 def _details(output: Output, layers: list[LayerLoss]) -> dict[str, Any]:
     """Return the numbers of an output for ``Finding.details``, each in the order of the spatial dimensions."""
     spatial = output.spatial
+    # two standard deviations to each side, if all weights are equal: there is 95 % of an output's gradient
+    # (Luo et al. 2016, arXiv:1701.04128)
+    effective = [min(float(field.width), 4 * math.sqrt(field.variance) + 1) for _, field in spatial]
     return {
         "lost": [(number(a), number(b)) for a, b in border_losses(output)],
         "stride": [number(abs(field.stride(size))) for size, field in spatial],
         "input": [field.extent for _, field in spatial],
         "output": [size for size, _ in spatial],
         "receptive_field": [field.width for _, field in spatial],
-        "effective_receptive_field": [_effective(field) for _, field in spatial],
+        "effective_receptive_field": [round(width, 1) for width in effective],
         "touching_padding": round(float(share_in_padding(output)), 4),
         "layers": [
             {"layer": layer.layer, "where": layer.where, "lost": [(number(a), number(b)) for a, b in layer.lost]}
             for layer in layers
         ],
     }  # fmt: skip
-
-
-def _effective(field: Field) -> float:
-    """Return the width in pixels of the effective receptive field: of two standard deviations to each side, if all
-    weights are equal. 95 % of an output's gradient lies there (Luo et al. 2016, arXiv:1701.04128)."""
-    return round(min(float(field.width), 4 * math.sqrt(field.variance) + 1), 1)
 
 
 def _advice(sides: list[Sides], cost: Costs) -> list[str]:

@@ -9,10 +9,8 @@ from memplan.trace.trace import Trace
 
 
 def observed(subject: Subject) -> list[_torch.DataParallelUse]:
-    """Record the step again and return how it uses each `DistributedDataParallel`.
-
-    [] without such a module. A step whose backward passes reduce nothing across ranks is not recorded again.
-    """
+    """Record the step again and return how it uses each `DistributedDataParallel`. [] without such a module. A step
+    whose backward passes reduce nothing across ranks is not recorded again."""
     recorder = subject.recorder
     all_reduces = any(op.phase == "backward" and "allreduce" in op.name for op in subject.trace.ops)
     if recorder is None or not subject.trace.groups or not all_reduces:

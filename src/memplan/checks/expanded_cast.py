@@ -37,7 +37,7 @@ def find(subject: Subject) -> list[Finding]:
     size = peak_of(trace) - peak_of(mended) if isinstance(mended, Trace) else 0
     if not matters(trace, size):
         return []
-    rows = rows_of(trace, results, {storage.id: storage.op or 0 for storage in results})
+    rows = rows_of(trace, results)
     total = sum(storage.bytes for storage in results)
     dtypes = ", ".join(sorted({storage.dtype for storage in results}))
     message = (

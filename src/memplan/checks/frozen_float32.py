@@ -51,10 +51,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _casts_of_frozen(trace: Trace) -> dict[int, list[Op]]:
-    """Map the storage of each frozen weight in float32 to the ops of the steps that cast it to half precision.
-
-    Weights that any other op reads or writes are left out.
-    """
+    """Map the storage of each frozen weight in float32 to the ops of the steps that cast it to half precision. Weights
+    that any other op reads or writes are left out."""
     readers = readers_of(  # an op reads what it changes in place
         op for op in trace.ops if op.step >= 0 and not op.name.startswith("aten.view.")
     )

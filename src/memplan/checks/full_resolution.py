@@ -55,7 +55,7 @@ def find(subject: Subject) -> list[Finding]:
         return []
     names = {layer.name for layer in run}
     of_run = [s for s in full_size if trace.ops[s.op or 0].layer in names]
-    rows = rows_of(trace, of_run, {s.id: s.op or 0 for s in of_run})
+    rows = rows_of(trace, of_run)
     return [_finding(subject, convolutions, rows, full, total)]
 
 

@@ -28,7 +28,7 @@ def _growing(trace: Trace) -> list[Finding]:
     size = leaked.bytes
     if not matters(trace, size):
         return []
-    rows = rows_of(trace, leaked.storages, {storage.id: storage.op or 0 for storage in leaked.storages})
+    rows = rows_of(trace, leaked.storages)
     message = (
         f"every step leaves {format_bytes(size)} of its forward pass behind: its graph is held by something that "
         "outlives it, as a loss that is added up with its graph (total += loss)"
@@ -55,7 +55,7 @@ def _retained(trace: Trace) -> list[Finding]:
     if 2 * sum(s.bytes for s in retained) < sum(s.bytes for s in saved):
         return []
     size = saving(trace, after_last_use(trace, retained))
-    rows = rows_of(trace, retained, {s.id: s.op or 0 for s in retained})
+    rows = rows_of(trace, retained)
     if not rows:
         return []
     last = next(backward for backward in last_pass.values() if backward.keeps)
@@ -95,7 +95,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
     size = saving(trace, without_saving(trace, storages))
     if not matters(trace, size):
         return []
-    rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
+    rows = rows_of(trace, storages)
     models = {op.layer.split(".")[0] for op in idle}
     message = (
         f"{models.pop() if len(models) == 1 else 'a model'} runs with grad and no backward pass "

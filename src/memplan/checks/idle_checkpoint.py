@@ -46,10 +46,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _blockwise_saving(recorder: StepRecorder, trace: Trace) -> tuple[int, int]:
-    """Return the bytes that a checkpoint for each block saves at the peak, and the number of blocks.
-
-    The bytes are 0 if they do not matter. Both are 0 if the model has no blocks.
-    """
+    """Return the bytes that a checkpoint for each block saves at the peak, and the number of blocks. The bytes are 0 if
+    they do not matter. Both are 0 if the model has no blocks."""
     blockwise = Blockwise()
     mended = recorder.record(around=blockwise.installed())
     if not isinstance(mended, Trace) or not blockwise.blocks:

@@ -19,7 +19,7 @@ def find(subject: Subject) -> list[Finding]:
     clones = [storage for storage in trace.counted if storage.op is not None and _is_clone(trace, storage.op)]
     if not clones:
         return []
-    rows = rows_of(trace, clones, {storage.id: storage.op or 0 for storage in clones})
+    rows = rows_of(trace, clones)
     names = sorted({trace.ops[(storage.op or 0) + 1].name.split(".")[1] for storage in clones})
     message = (
         f"{', '.join(names)} in place: the gradient needs the input, so autograd clones it first, and nothing is saved "

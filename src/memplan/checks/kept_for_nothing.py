@@ -162,11 +162,8 @@ def _kind(trace: Trace, storage: Storage, forms: Mapping[int, Form], before_drop
 
 
 def _never_reads(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> bool:
-    """Return whether the gradient of an op that saves a tensor never reads it.
-
-    ``keeper`` has the roles that the tensor has in the op's derivative formula; ``forms`` are the arguments of each
-    forward op, by its index.
-    """
+    """Return whether the gradient of an op that saves a tensor never reads it. ``keeper`` has the roles that the tensor
+    has in the op's derivative formula; ``forms`` are the arguments of each forward op, by its index."""
     op = trace.ops[keeper[0].op]
     if not gradients_needing(trace, keeper)[1]:
         return True

@@ -74,6 +74,6 @@ def _finding(
     trace: Trace, storages: Sequence[Storage], size: int, message: str, advice: str, kind: str, sizes: Sequence[int]
 ) -> Finding:
     """Return the finding about storages that each step leaves behind: ``size`` bytes, ``sizes`` by step."""
-    rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
+    rows = rows_of(trace, storages)
     details = {"kind": kind, "bytes_per_step": list(sizes), "layers": rows}
     return Finding(ID, "warning", rows[0]["layer"], rows[0]["where"], size, message, (advice,), details)

@@ -40,10 +40,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _finding(trace: Trace, op: Op) -> list[Finding]:
-    """Return a finding if the copies of the logits take 5 % of the peak more than a loss in chunks would.
-
-    ``op`` is the log_softmax of the logits.
-    """
+    """Return a finding if the copies of the logits take 5 % of the peak more than a loss in chunks would. ``op`` is the
+    log_softmax of the logits."""
     logits = trace.storages[op.writes[0]]
     classes = logits.shape[-1]
     rows = logits.bytes // max(1, getattr(torch, logits.dtype).itemsize * classes)
@@ -56,7 +54,11 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
         return []
     at_once = max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))
     dtypes = sorted({storage.dtype for storage in copies})
-    doubt = _doubt(chunk, dtypes)
+    doubt = ""
+    if chunk is None:
+        doubt = "no linear layer makes them, or this torch has no loss in chunks: its chunks are not counted"
+    elif len(dtypes) > 1:
+        doubt = "in mixed precision the chunks' own copies are not counted"
     message = (
         f"logits of {rows} x {classes} are held {at_once} times at once ({', '.join(dtypes)}, "
         f"{format_bytes(logits.bytes)} each): the loss costs {'about ' if doubt else ''}{format_bytes(size)} at the "
@@ -72,16 +74,6 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
     details = {"rows": rows, "classes": classes, "copies": at_once, "each": logits.bytes, "chunked": chunk,
                "estimate": bool(doubt)}  # fmt: skip
     return [Finding(ID, "warning", op.layer, op.where, size, message, advice, details)]
-
-
-def _doubt(chunk: int | None, dtypes: list[str]) -> str:
-    """Return why the bytes of the finding are an estimate; "" if they are exact.
-
-    ``chunk`` is the recorded peak of torch's chunked loss in bytes, ``dtypes`` are those of the logits' copies.
-    """
-    if chunk is None:
-        return "no linear layer makes them, or this torch has no loss in chunks: its chunks are not counted"
-    return "in mixed precision the chunks' own copies are not counted" if len(dtypes) > 1 else ""
 
 
 def _is_copy(storage: Storage, rows: int, classes: int) -> bool:

@@ -100,10 +100,8 @@ def _math_path(subject: Subject, attention: Sequence[Attention]) -> list[Finding
 
 
 def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _FusedSaving:
-    """Record the step with the fused call in place of the attention, and return the difference of the peaks.
-
-    ``call`` is what to write instead, for the advice.
-    """
+    """Record the step with the fused call in place of the attention, and return the difference of the peaks. ``call``
+    is what to write instead, for the advice."""
     trace, recorder = subject.trace, subject.recorder
     in_layers = [block for block in attention if _in_torch_layer(trace, block)]
     written = [block for block in attention if block not in in_layers]
@@ -134,9 +132,7 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
 
 def _use_of_matrices(attention: Sequence[Attention]) -> str:
     """Return which other op reads the scores or weights of the attention, or that the model returns them, as a clause.
-
-    Then they have to exist, so that no fused call fits. "" if they have no such use.
-    """
+    Then they have to exist, so that no fused call fits. "" if they have no such use."""
     op = next((block.other_reader for block in attention if block.other_reader is not None), None)
     if op is not None:
         return f"{_op_and_line(op)} reads them, too"
@@ -144,10 +140,8 @@ def _use_of_matrices(attention: Sequence[Attention]) -> str:
 
 
 def _use_of_weights(trace: Trace, attention: Sequence[Attention]) -> str:
-    """Return what uses the attention weights that torch's own layers return, as a clause; "" if nothing does.
-
-    The weights are the matrices of a layer, or their mean over the heads.
-    """
+    """Return what uses the attention weights that torch's own layers return, as a clause; "" if nothing does. The
+    weights are the matrices of a layer, or their mean over the heads."""
     for block in attention:
         weights = {*block.matrices}
         if block.other_reader is not None:  # the mean
@@ -209,13 +203,11 @@ def _finding(
     kind: str,
     matrix_bytes: int,
 ) -> Finding:
-    """Return the finding about the layers with this attention, at the line of the first one.
-
-    ``size`` are the bytes that it costs, ``matrix_bytes`` those of the matrices at the peak.
-    """
+    """Return the finding about the layers with this attention, at the line of the first one. ``size`` are the bytes
+    that it costs, ``matrix_bytes`` those of the matrices at the peak."""
     matrices = {storage for block in attention for storage in block.matrices}
     saved = [s for s in trace.counted if s.id in matrices and s.cause == "saved" and s.op is not None]
-    rows = rows_of(trace, saved, {s.id: s.op or 0 for s in saved})
+    rows = rows_of(trace, saved)
     softmax = attention[0].softmax
     sizes = [list(pair) for pair in sorted({block.sizes for block in attention})]
     details = {"kind": kind, "sizes": sizes, "held": matrix_bytes, "layers": rows}

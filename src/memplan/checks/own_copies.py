@@ -34,10 +34,8 @@ class Copies:
 
 
 def copies(trace: Trace, forms: Mapping[int, Form]) -> list[Copies]:
-    """Return the saved tensors of a step that activations could do without, by kind.
-
-    ``forms`` has the arguments of each forward op, by its index.
-    """
+    """Return the saved tensors of a step that activations could do without, by kind. ``forms`` has the arguments of
+    each forward op, by its index."""
     search = _ActivationCopies(trace, forms)
     return [group for group in (search.overwritable(), *search.results_of_relu()) if group.storages]
 
@@ -119,7 +117,7 @@ class _ActivationCopies:
             cat = self._cat_of(storage)
             if cat is not None:
                 by_cat.setdefault(cat, []).append(storage)
-            elif not self._is_read_by_dropout(storage):
+            elif not self._is_read_by_dropout(storage):  # `kept_for_nothing` reports those
                 results.append(storage)
                 masks.append(replace(storage, bytes=math.prod(storage.shape), dtype="bool", born=op.end, low=None))
         parts = [storage for storages in by_cat.values() for storage in storages]
@@ -130,10 +128,8 @@ class _ActivationCopies:
         yield Copies("relu", tuple(results), without_saving(self._trace, results), tuple(masks))
 
     def _cat_of(self, storage: Storage) -> Op | None:
-        """Return the cat that is the only reader of a ReLU's result.
-
-        None if there is none, if it also joins other tensors than results of ReLUs, or if its own result is not saved.
-        """
+        """Return the cat that is the only reader of a ReLU's result. None if there is none, if it also joins other
+        tensors than results of ReLUs, or if its own result is not saved."""
         readers = [op for op in self._readers.get(storage.id, ()) if storage.id not in op.writes]
         if len(readers) != 1 or base_name(readers[0].name) != "cat" or not readers[0].writes:
             return None

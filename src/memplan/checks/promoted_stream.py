@@ -57,10 +57,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _promoting(trace: Trace) -> dict[int, list[Op]]:
-    """Map the storages of weights and buffers in float32 to the forward ops of the first step that they promote.
-
-    Those read it and allocate a result in float32. Casts do not count, and views allocate nothing.
-    """
+    """Map the storages of weights and buffers in float32 to the forward ops of the first step that they promote. Those
+    read it and allocate a result in float32. Casts do not count, and views allocate nothing."""
     promoting: dict[int, list[Op]] = {}
     for op in trace.ops:
         if op.phase != "forward" or op.step != 0 or base_name(op.name) == _CAST or not op.writes:

@@ -56,10 +56,8 @@ def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
 
 
 def _times_reduced(reductions: Mapping[int, int], sizes: Mapping[int, int], size: float) -> int:
-    """Return how often gradients of at least ``size`` bytes in all are reduced before an update.
-
-    ``reductions`` maps a gradient to the number of its reductions, ``sizes`` to its bytes.
-    """
+    """Return how often gradients of at least ``size`` bytes in all are reduced before an update. ``reductions`` maps a
+    gradient to the number of its reductions, ``sizes`` to its bytes."""
     for times in sorted(set(reductions.values()), reverse=True):
         if sum(sizes[gradient] for gradient, count in reductions.items() if count >= times) >= size:
             return times

@@ -140,10 +140,8 @@ def _missed_size(form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Find
 
 
 def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Finding]:
-    """Return a finding for a crop whose result is merged with another path, as in networks without padding.
-
-    ``sizes`` has the spatial sizes of each op's result, by index.
-    """
+    """Return a finding for a crop whose result is merged with another path, as in networks without padding. ``sizes``
+    has the spatial sizes of each op's result, by index."""
     if base_name(op.name) not in ("slice", "narrow") or not form.writes or not form.reads:
         return []
     result = form.writes[0]

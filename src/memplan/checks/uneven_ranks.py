@@ -62,9 +62,7 @@ def _others(trace: Trace, world: int, rank: int) -> list[int]:
 
 def _elsewhere(loads: dict[int, Sequence[Elsewhere]], world: int) -> Iterator[Finding]:
     """Yield a finding about calls of `torch.load` that put tensors on the card of another rank, if there are any.
-
-    ``loads`` has these calls by rank; ``world`` is the number of ranks.
-    """
+    ``loads`` has these calls by rank; ``world`` is the number of ranks."""
     if not loads:
         return
     rank, calls = min(loads.items())

@@ -40,10 +40,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _masters(trace: Trace) -> list[int]:
-    """Return the float32 storages of optimizers that are copied into bfloat16 weights of models.
-
-    No other op changes these weights in a step: so each weight is its master weight, rounded.
-    """
+    """Return the float32 storages of optimizers that are copied into bfloat16 weights of models. No other op changes
+    these weights in a step: so each weight is its master weight, rounded."""
     in_layers = {number for layer in trace.layers for number in layer.weights}
     masters = list[int]()
     for number, sources in _sources_of_weights(trace, in_layers).items():
@@ -58,10 +56,8 @@ def _masters(trace: Trace) -> list[int]:
 
 
 def _sources_of_weights(trace: Trace, weights: set[int]) -> dict[int, set[int | None]]:
-    """Map each of these storages that steps write to, in place, to the storages that are copied into it.
-
-    A cast to bfloat16 before the copy is passed over. None stands for another op than a copy.
-    """
+    """Map each of these storages that steps write to, in place, to the storages that are copied into it. A cast to
+    bfloat16 before the copy is passed over. None stands for another op than a copy."""
     sources: dict[int, set[int | None]] = {}
     cast_from: dict[int, int] = {}  # result of a cast to bfloat16 -> its operand
     for op in trace.ops:

@@ -75,10 +75,8 @@ def _frozen(names: Iterable[str]) -> Change:
 
 
 def _alive_after_update(trace: Trace, gradients: Sequence[Storage], readers: Mapping[int, list[Op]]) -> list[Finding]:
-    """Return a finding for gradients that an update has read and that stay allocated after it.
-
-    ``gradients`` are those of optimized parameters; ``readers`` are the optimizers' ops that read each storage.
-    """
+    """Return a finding for gradients that an update has read and that stay allocated after it. ``gradients`` are those
+    of optimized parameters; ``readers`` are the optimizers' ops that read each storage."""
     names_read = {storage.name for storage in gradients if storage.id in readers}
     update_end = _update_ends(trace)
     changed: dict[int, Storage | None] = {}
@@ -107,10 +105,8 @@ def _alive_after_update(trace: Trace, gradients: Sequence[Storage], readers: Map
 
 
 def _update_ends(trace: Trace) -> dict[int, int]:
-    """Map the index of each op of an optimizer to the tick at which its update ends: when user code runs again.
-
-    An update is a sequence of ops of the optimizer.
-    """
+    """Map the index of each op of an optimizer to the tick at which its update ends: when user code runs again. An
+    update is a sequence of ops of the optimizer."""
     ends: dict[int, int] = {}
     for op in reversed(trace.ops):
         if op.phase == "optimizer":
@@ -121,9 +117,7 @@ def _update_ends(trace: Trace) -> dict[int, int]:
 def _finding(
     names: list[str], size: int, message: str, advice: tuple[str, ...], kind: str, gradient_bytes: int
 ) -> Finding:
-    """Return the finding about the gradients of the parameters with these names, at the module of the first.
-
-    ``size`` are the bytes that they cost at the peak, ``gradient_bytes`` those of the gradients.
-    """
+    """Return the finding about the gradients of the parameters with these names, at the module of the first. ``size``
+    are the bytes that they cost at the peak, ``gradient_bytes`` those of the gradients."""
     details: dict[str, Any] = {"kind": kind, "held": gradient_bytes, "names": names}
     return Finding(ID, "warning", names[0].rpartition(".")[0], None, size, message, advice, details)

@@ -38,11 +38,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _cause(subject: Subject) -> tuple[str, tuple[str, ...]]:
-    """Return the end of the message and the advice.
-
-    If a recording without checkpoints has more gradients, they are about reentrant checkpoints, which cut gradients
-    off. Else the end of the message is "", and the advice general.
-    """
+    """Return the end of the message and the advice. If a recording without checkpoints has more gradients, they are
+    about reentrant checkpoints, which cut gradients off. Else the end of the message is "", and the advice general."""
     unknown = ("Look for no_grad, detach or item between them and the loss; or take them out of the optimizer",)
     if subject.recorder is None:
         return "", unknown

@@ -51,9 +51,7 @@ def remedies(recorder: StepRecorder, dimensions: int) -> list[Remedy]:
 
 def _changed_steps(recorder: StepRecorder, dimensions: int) -> Iterator[tuple[str, str, Trace | NotRecorded]]:
     """Yield name, advice and recording of each change: channels last, padded inputs, other versions of cuDNN.
-
-    ``dimensions`` are those of the convolution's input.
-    """
+    ``dimensions`` are those of the convolution's input."""
     if dimensions in _FORMATS:
         name, layout = _FORMATS[dimensions]
         do = f"Lay the model out as {name}, by model.to(memory_format=torch.{name})"
@@ -87,10 +85,8 @@ def _in_format(dimensions: int, layout: torch.memory_format) -> Change:
 
 
 def _padded(value: Any) -> Spec | None:
-    """Return the spec of an input with spatial sizes rounded up to multiples of `MULTIPLE`.
-
-    None if they are multiples already, or if the input is no image.
-    """
+    """Return the spec of an input with spatial sizes rounded up to multiples of `MULTIPLE`. None if they are multiples
+    already, or if the input is no image."""
     if not isinstance(value, (torch.Tensor, Spec)) or len(value.shape) not in _FORMATS:
         return None
     shape = (*value.shape[:2], *(math.ceil(size / MULTIPLE) * MULTIPLE for size in value.shape[2:]))

@@ -84,10 +84,8 @@ class _LargeWorkspace(NamedTuple):
 
 
 def _larger_than_tensors(trace: Trace, sized: Collection[int]) -> dict[str, _LargeWorkspace]:
-    """Return the largest workspace of each layer, if it exceeds the tensors of its convolution.
-
-    ``sized`` are the workspaces of a known size, planned or expected; others have an interval of bytes.
-    """
+    """Return the largest workspace of each layer, if it exceeds the tensors of its convolution. ``sized`` are the
+    workspaces of a known size, planned or expected; others have an interval of bytes."""
     by_layer: dict[str, _LargeWorkspace] = {}
     for storage in trace.counted:
         if storage.cause != "workspace" or storage.op is None or (storage.low is None and storage.id not in sized):

@@ -125,10 +125,8 @@ class Commands(click.Group):
 
 @contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Within this context, Python searches for reference cycles after 100,000 new objects instead of 700.
-
-    torch and libraries create millions as they are imported: the searches take a quarter of a command's time.
-    """
+    """Within this context, Python searches for reference cycles after 100,000 new objects instead of 700. torch and
+    libraries create millions as they are imported: the searches take a quarter of a command's time."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)
     try:

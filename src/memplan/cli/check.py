@@ -84,9 +84,7 @@ def command(
     **values: Any,
 ) -> int:
     """Check a step, print the findings, and return the exit code: 1 if one is at least as severe as ``fail_on``.
-
-    ``values`` are the options of the step and of ``--script``; the others are as `HELP` describes them.
-    """
+    ``values`` are the options of the step and of ``--script``; the others are as `HELP` describes them."""
     from memplan.checks.finding import SEVERITIES, Findings
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS

@@ -70,11 +70,8 @@ class CiOutputs:
 
 
 def _in_project(annotation: Annotation) -> Annotation:
-    """Return the annotation with a line of the project.
-
-    A pull request shows no others: an annotation of a line elsewhere, such as in an installed package, loses the line,
-    and then belongs to the target's file.
-    """
+    """Return the annotation with a line of the project. A pull request shows no others: an annotation of a line
+    elsewhere, such as in an installed package, loses the line, and then belongs to the target's file."""
     if annotation.where is None or os.path.isfile(annotation.where.rpartition(":")[0]):
         return annotation
     return replace(annotation, where=None, also=(*annotation.also, f"the line is {annotation.where}"))

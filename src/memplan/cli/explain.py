@@ -96,10 +96,7 @@ def command(
     **values: Any,
 ) -> int:
     """Explain a step, print the explanation, and return the exit code: 1 if it does not fit its card, 2 if a branch was
-    assumed.
-
-    ``values`` are the options of the step, its rank and a recipe; the others are as `HELP` describes them.
-    """
+    assumed. ``values`` are the options of the step, its rank and a recipe; the others are as `HELP` describes them."""
     recipe = take_recipe(values)
     if values["target"] is None:
         raise InputError("no TARGET", expected=f"one: {FORM}; or --model llama-3.1-8b, say", do="Name one")
@@ -214,10 +211,8 @@ def _explain(arguments: StepArguments, really: bool, host: int | None, scales: b
 def _explain_target(
     described: Described, arguments: StepArguments, really: bool, host: int | None, scales: bool
 ) -> tuple[Trace, Explanation]:
-    """Explain the step of a target from a recording or, with ``really``, from a run.
-
-    Further arguments are as for `_explain`.
-    """
+    """Explain the step of a target from a recording or, with ``really``, from a run. Further arguments are as for
+    `_explain`."""
     from memplan.explanation.explain import explain_build, explain_trace
     from memplan.trace.measure import measure
 

@@ -238,10 +238,8 @@ def _check_script(use_plan: str | None, frontier: str | None, python: str | None
 
 
 def _fit_script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
-    """Plan the model of a script within a budget, print the plan, and return the exit code.
-
-    ``options`` are those of the plan, ``top`` is the number of rows; 0 for all.
-    """
+    """Plan the model of a script within a budget, print the plan, and return the exit code. ``options`` are those of
+    the plan, ``top`` is the number of rows; 0 for all."""
     from memplan.reports.fit import script_report
     from memplan.reports.terminal import show
     from memplan.studies.capacity.limit import room_of
@@ -322,10 +320,8 @@ def _read_plan(path: str, budget: str | None) -> Plan:
 def _outcome(
     model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any]
 ) -> Outcome:
-    """Fit a model; only plan it if it is a callable that builds the model.
-
-    ``options`` are arguments of `memplan.plan` and `memplan.fit`: budget and what differs from their defaults.
-    """
+    """Fit a model; only plan it if it is a callable that builds the model. ``options`` are arguments of `memplan.plan`
+    and `memplan.fit`: budget and what differs from their defaults."""
     from torch import nn
 
     import memplan
@@ -360,10 +356,8 @@ def _call_options(described: Described, arguments: StepArguments) -> dict[str, A
 
 
 def _model_maker(described: Described) -> Callable[[], nn.Module]:
-    """Return a callable that builds the model in training mode.
-
-    It raises TargetError if the target returns no module, and StepError if the target raises.
-    """
+    """Return a callable that builds the model in training mode. It raises TargetError if the target returns no module,
+    and StepError if the target raises."""
     target = described.target
 
     def make() -> nn.Module:
@@ -409,10 +403,8 @@ def _frontier(
     model: nn.Module | Callable[[], nn.Module], described: Described, arguments: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plan for several budgets, from the peak of eager mode to the smallest budget that has a plan.
-
-    ``options`` are as for `_outcome`. With ``peers``, also measure torch's own ways to save memory.
-    """
+    """Plan for several budgets, from the peak of eager mode to the smallest budget that has a plan. ``options`` are as
+    for `_outcome`. With ``peers``, also measure torch's own ways to save memory."""
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds

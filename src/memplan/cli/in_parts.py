@@ -31,7 +31,6 @@ def fit_inference(
     """
     import memplan
     from memplan.reports.fit import inference_report
-    from memplan.reports.terminal import show
     from memplan.verification.fitting.outcome import InferenceOutcome
 
     with progress(f"fitting {arguments.target}"), contained(arguments.target):
@@ -43,9 +42,7 @@ def fit_inference(
             outcome = InferenceOutcome(arguments.target, None, str(error))
         else:
             outcome = fitted.outcome(arguments.target)
-    results.write(outcome.to_json)
-    if not results.takes_stdout:
-        show(inference_report(outcome))
+    results.write_and_show(outcome.to_json, lambda: inference_report(outcome))
     return 0 if outcome.fits else 1
 
 

@@ -173,10 +173,8 @@ def _find(
 
 
 def _window(text: str | None, overlap: float, batch: int) -> Window | None:
-    """Return the volume of ``--window`` to infer in patches; None without that option.
-
-    ``overlap`` is the share of two neighbouring patches, ``batch`` the number of patches at a time.
-    """
+    """Return the volume of ``--window`` to infer in patches; None without that option. ``overlap`` is the share of two
+    neighbouring patches, ``batch`` the number of patches at a time."""
     from memplan.studies.axes.sliding_window import Window
 
     if text is None:

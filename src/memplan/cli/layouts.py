@@ -74,11 +74,8 @@ def command(
     world: int, micro_batch: str | None, tensor: str, tensor_plan: str | None, loss_parallel: bool, per_node: int,
     link: float | None, results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
-    """Compare layouts of ``world`` ranks, print them, and return the exit code: 1 if none fits.
-
-    ``link`` is in GB/s. ``values`` are the options of the step and of ``--script``; the others are as the options
-    describe them.
-    """
+    """Compare layouts of ``world`` ranks, print them, and return the exit code: 1 if none fits. ``link`` is in GB/s.
+    ``values`` are the options of the step and of ``--script``; the others are as the options describe them."""
     from memplan.reports.layouts import report
     from memplan.studies.layouts.layouts import find_layouts
     from memplan.trace.recording.session import choose_target

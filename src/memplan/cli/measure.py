@@ -88,11 +88,8 @@ def command(
     outputs: Outputs,
     **values: Any,
 ) -> int:
-    """Run a step, print what it allocated, and return the exit code.
-
-    ``place`` is the value of ``--device``, ``values`` are the other options of the step; the others are as `HELP` and
-    the options describe them.
-    """
+    """Run a step, print what it allocated, and return the exit code. ``place`` is the value of ``--device``, ``values``
+    are the other options of the step; the others are as `HELP` and the options describe them."""
     if environment is not None and not dry:
         raise InputError("--environment without --dry", expected="a dry run", do="Add --dry, or leave it out")
     if dry and place is None:

@@ -54,7 +54,6 @@ def fit_on(
     from memplan.exporting.optimizer_rules import Gradients
     from memplan.exporting.step_outputs import Normalization
     from memplan.reports.exports.board import report
-    from memplan.reports.terminal import show
 
     board = find_board(name)
     size = 0 if reserve is None else parse_bytes(reserve)
@@ -66,9 +65,7 @@ def fit_on(
             fit = fit_on_board(
                 model, described.options, board, reserve=size, gradients=Gradients(accumulate), normalization=seen
             )
-    results.write(fit.to_json)
-    if not results.takes_stdout:
-        show(report(fit))
+    results.write_and_show(fit.to_json, lambda: report(fit))
     return 0 if fit.fits else 1
 
 

@@ -51,9 +51,7 @@ def current_spelling(command: str, arguments: Sequence[str]) -> tuple[list[str],
 
 def _replacement(command: str, option: str, value: str) -> tuple[list[str] | None, bool]:
     """Return the words that replace a former option, None for other options; and whether they replace its value.
-
-    ``value`` is the word after the option, which may be no value of it.
-    """
+    ``value`` is the word after the option, which may be no value of it."""
     if option in _KEPT.get(command, ()):
         return None, False
     if option == "--infer":

@@ -67,9 +67,11 @@ def target_or_script(values: dict[str, Any], *, modules: bool = False) -> Reques
             expected="none of a target's options: a script says itself what it does",
             do="Leave it out; the script's own arguments come last, behind --",
         )
+    is_dotted_name = all(map(str.isidentifier, script.split("."))) and not script.endswith(".py")
     return request_of(
         {
-            "script": script, "arguments": arguments, "is_module": modules and _is_module(script),
+            "script": script, "arguments": arguments,
+            "is_module": modules and is_dotted_name and not os.path.exists(script),
             "device": values["device"], "steps": None, "inputs": values["inputs"], "kwargs": values["kwargs"],
             "batch": values["batch"], "really": False,
             "writes": False, "unprotected": unprotected, "shows": False, "limit": 300.0,
@@ -77,8 +79,3 @@ def target_or_script(values: dict[str, Any], *, modules: bool = False) -> Reques
             "rank": step.rank,
         }
     )  # fmt: skip
-
-
-def _is_module(place: str) -> bool:
-    """Return whether a script's place is the dotted name of a module: no file of that name, nor of Python's."""
-    return not place.endswith(".py") and not os.path.exists(place) and all(map(str.isidentifier, place.split(".")))

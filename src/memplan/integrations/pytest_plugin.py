@@ -73,10 +73,8 @@ def _problem(item: pytest.Item, mark: pytest.Mark) -> str | None:
 
 
 def _check(item: pytest.Function, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-    """Check the step that a test returns, and fail the test with a short message if it exceeds a limit.
-
-    ``arguments`` are the mark's keyword arguments.
-    """
+    """Check the step that a test returns, and fail the test with a short message if it exceeds a limit. ``arguments``
+    are the mark's keyword arguments."""
     from memplan.errors import InputError, PeakError, StepError, UsageError
 
     message = ""

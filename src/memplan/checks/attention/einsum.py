@@ -37,10 +37,8 @@ class Pair:
 
 
 def arranged(equation: str, tensors: Sequence[torch.Tensor]) -> Pair | None:
-    """Return the operands of an einsum as those of a batched matrix product; None if it is no such product.
-
-    The left operand is the one whose rows come first in the result.
-    """
+    """Return the operands of an einsum as those of a batched matrix product; None if it is no such product. The left
+    operand is the one whose rows come first in the result."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     operands = inputs.split(",")
     if len(operands) != 2 or not output or "." in equation:

@@ -72,10 +72,8 @@ class Fusing:
                 self._placeholders.clear()
 
     def without_matrices(self, trace: Trace) -> Trace | None:
-        """Return the recorded step with its placeholders, and what is computed from them, at 0 bytes.
-
-        None if no attention was replaced, not all of it, or if another op reads a placeholder.
-        """
+        """Return the recorded step with its placeholders, and what is computed from them, at 0 bytes. None if no
+        attention was replaced, not all of it, or if another op reads a placeholder."""
         if self._started != self._fused or self._unsupported or (self._score_sites and not self._started):
             return None
         storages, ops = set[int](), set[int]()  # placeholders and what is computed from them; the ops that do so
@@ -96,10 +94,8 @@ class Fusing:
     # -- the kernels
 
     def _kernels(self) -> dict[str, Kernel]:
-        """Return the Python kernels that override torch's, by the op's name.
-
-        Those of matrix products begin and end attention. The others act on the scores between the two products.
-        """
+        """Return the Python kernels that override torch's, by the op's name. Those of matrix products begin and end
+        attention. The others act on the scores between the two products."""
         kernels: dict[str, Kernel] = {
             "matmul": lambda a, b: self._product(_ATEN.matmul.default, a, b),
             "bmm": lambda a, b: self._product(_ATEN.bmm.default, a, b),
@@ -120,10 +116,8 @@ class Fusing:
         return kernels
 
     def _for_scores(self, op: Any, method: Callable[..., Any]) -> Kernel:
-        """Return a kernel that calls ``method(scores, op, *args)`` if an operand is a placeholder of scores.
-
-        Otherwise the kernel runs the op unchanged, except for a scaling of queries or keys: it is left out.
-        """
+        """Return a kernel that calls ``method(scores, op, *args)`` if an operand is a placeholder of scores. Otherwise
+        the kernel runs the op unchanged, except for a scaling of queries or keys: it is left out."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             pending = self._pending(*args)

@@ -87,10 +87,8 @@ class _Search:
                 yield attention
 
     def _scores_of(self, softmax: Op, size: int) -> Op | None:
-        """Return the product whose result a softmax reads, directly or after scales and masks.
-
-        All results on the way have as many elements as that of the softmax: ``size``.
-        """
+        """Return the product whose result a softmax reads, directly or after scales and masks. All results on the way
+        have as many elements as that of the softmax: ``size``."""
         op = softmax
         for _ in range(12):  # more scales, masks and casts than any attention has
             inputs = [self._trace.storages[operand.storage] for operand in op.reads]
@@ -107,10 +105,8 @@ class _Search:
         return None
 
     def _attention(self, scores: Op, softmax: Op) -> Attention | None:
-        """Return the attention from these scores to the product with the values; None if there is no such product.
-
-        Goes forward over the ops that read the scores, or what views, scales, masks, dropout and softmax make of them.
-        """
+        """Return the attention from these scores to the product with the values; None if there is no such product. Goes
+        forward over the ops that read the scores, or what views, scales, masks, dropout and softmax make of them."""
         matrices = dict.fromkeys(scores.writes)  # storages, as an ordered set
         queue = [*scores.writes]
         seen: set[int] = set()

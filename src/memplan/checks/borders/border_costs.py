@@ -116,9 +116,7 @@ def _costs_by_recording(trace: Trace, recorder: StepRecorder, layers: Sequence[s
 
 def _plan_within(recorder: StepRecorder, change: Change, budget: int, peak: int) -> tuple[str, dict[str, Any]]:
     """Return what an exact plan of the changed step within a budget costs, as the end of a sentence and as details.
-
-    ``peak`` is that of the changed step without a plan. Empty if it is within the budget, or if no plan lowers it.
-    """
+    ``peak`` is that of the changed step without a plan. Empty if it is within the budget, or if no plan lowers it."""
     planned = recorder.planned(change, budget) if peak > budget else None
     if isinstance(planned, Plan):
         share = f" ({100 * planned.seconds / planned.step_seconds:.1f} % of the step)" if planned.step_seconds else ""

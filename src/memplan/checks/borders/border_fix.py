@@ -54,9 +54,7 @@ def padded(layers: Sequence[str], applied: Padding) -> Change:
 
 def _pad(module: nn.Module) -> list[int] | str:
     """Set the padding that keeps the border on a convolution or pool and return it, by dimension or as "same".
-
-    Convolutions with kernels of even size have "same": they need more padding on one side.
-    """
+    Convolutions with kernels of even size have "same": they need more padding on one side."""
     count = int(type(module).__name__[-2])  # ...1d, 2d, 3d
     kernel, stride, dilation = (
         _per_dimension(getattr(module, name, 1), count) for name in ("kernel_size", "stride", "dilation")

@@ -79,10 +79,8 @@ def _sources(output: Output) -> list[int]:
 
 
 def _crop(output: Output, pads: list[tuple[int, int]]) -> Crop:
-    """Return the positions of an output that cover the image itself, without the padding.
-
-    ``pads`` are the pixels before and after each spatial dimension.
-    """
+    """Return the positions of an output that cover the image itself, without the padding. ``pads`` are the pixels
+    before and after each spatial dimension."""
     crop: list[tuple[int, int]] = []
     for (pad_before, _), (size, field) in zip(pads, output.spatial, strict=True):
         stride, (lost_before, _) = field.stride(size), field.lost(size)
@@ -153,10 +151,8 @@ class Mirrored(nn.Module):
 
 
 def _kind_and_keys(output: Any) -> tuple[Kind, tuple[str, ...]]:
-    """Return the type of an output and the keys of its tensors as Python source (``'0'``, ``"'logits'"``).
-
-    The type is "other" if tensors are nested deeper, or in a container of another class.
-    """
+    """Return the type of an output and the keys of its tensors as Python source (``'0'``, ``"'logits'"``). The type is
+    "other" if tensors are nested deeper, or in a container of another class."""
     if isinstance(output, torch.Tensor):
         return "tensor", ()
     kinds: dict[type, Kind] = {tuple: "tuple", list: "list", dict: "dict"}

@@ -33,10 +33,8 @@ class Call:
         return self.form.writes[0].shape
 
     def dims(self, name: str, rank: int) -> list[int]:
-        """Return the dimensions in an argument such as ``dim=-1`` or ``dims=(0, -1)``, as numbers from 0.
-
-        ``rank`` is the number of dimensions of the operand; [] without such an argument.
-        """
+        """Return the dimensions in an argument such as ``dim=-1`` or ``dims=(0, -1)``, as numbers from 0. ``rank`` is
+        the number of dimensions of the operand; [] without such an argument."""
         value = self.form.option(name, ())
         values = (value,) if isinstance(value, int) else value
         return [int(number) % rank for number in values]
@@ -47,10 +45,8 @@ Rule = Callable[[Call], Fields | list[Fields]]
 
 
 def option_at(values: Any, number: int, default: int = 1) -> int:
-    """Return an argument's value for spatial dimension ``number``.
-
-    ``values`` is a number for all dimensions, or a list, of which the last is repeated; None or [] is the default.
-    """
+    """Return an argument's value for spatial dimension ``number``. ``values`` is a number for all dimensions, or a
+    list, of which the last is repeated; None or [] is the default."""
     if not isinstance(values, (tuple, list)):
         return default if values is None else int(values)
     numbers: list[int] = [int(value) for value in values]

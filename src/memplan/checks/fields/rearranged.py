@@ -38,11 +38,8 @@ def _pixel_unshuffle(call: Call) -> Fields:
 
 
 def _after_kernel(dim: Dim, size: int, call: Call, window: Span | None, spread: float = 0.0) -> Dim:
-    """Return a dimension of ``size`` positions after a kernel slid along it.
-
-    ``window`` are the positions of the operand that each new position reads, None if unknown, and ``spread`` is their
-    variance.
-    """
+    """Return a dimension of ``size`` positions after a kernel slid along it. ``window`` are the positions of the
+    operand that each new position reads, None if unknown, and ``spread`` is their variance."""
 
     def change(span: Span) -> Span | None:
         return span.through_window(window) if window is not None else None

@@ -15,10 +15,8 @@ from memplan.trace.records import Form
 
 
 def fields_of(call: Call) -> list[Fields]:
-    """Return the receptive fields of every result of an op.
-
-    An op without a rule counts as elementwise. Where fields do not have the shape of the result, they are unknown.
-    """
+    """Return the receptive fields of every result of an op. An op without a rule counts as elementwise. Where fields do
+    not have the shape of the result, they are unknown."""
     shapes = [view.shape for view in call.form.writes]
     rule = RULES.get(call.name, _elementwise)
     try:
@@ -85,11 +83,8 @@ def _windows(form: Form) -> KernelWindows:
 
 
 def _convolution(call: Call) -> Fields:
-    """Receptive fields after a convolution or a transposed one.
-
-    The kernel slides along the last dimensions. The dimension before them, the channels, cannot be traced: each channel
-    reads all channels of the operand.
-    """
+    """Receptive fields after a convolution or a transposed one. The kernel slides along the last dimensions. The
+    dimension before them, the channels, cannot be traced: each channel reads all channels of the operand."""
     kernel, stride, padding, dilation = _windows(call.form)
     transposed = call.form.option("transposed", False)
     first = len(call.operand) - len(kernel)
@@ -124,9 +119,7 @@ function from a new position to the old positions that it reads."""
 
 def _resized(call: Call, sampling: _Sampling) -> Fields:
     """Return the receptive fields after an interpolation or an adaptive pool, which resizes the last dimensions.
-
-    ``sampling`` tells which old positions each new position reads.
-    """
+    ``sampling`` tells which old positions each new position reads."""
     shape, dims = call.shape, call.operand
     count = len(call.form.option("output_size", ())) or len(shape) - 2
     first = len(dims) - count

@@ -113,10 +113,8 @@ class Span:
         return self.through(1, stride, lambda _: [tap * dilation - padding for tap in taps])
 
     def transposed(self, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span | None:
-        """Return the receptive fields after a transposed convolution.
-
-        Its output ``o`` sees each position ``i`` with ``i * stride - padding + tap * dilation = o`` for some tap.
-        """
+        """Return the receptive fields after a transposed convolution. Its output ``o`` sees each position ``i`` with
+        ``i * stride - padding + tap * dilation = o`` for some tap."""
 
         def seen(position: int) -> list[int]:
             targets = (position + padding - tap * dilation for tap in range(kernel))

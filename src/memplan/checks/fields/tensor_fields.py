@@ -103,11 +103,8 @@ def size_of(dim: Dim) -> int:
 
 
 def resolved(dim: Dim) -> Axis:
-    """Return the fields of a dimension as a whole; () if they are unknown.
-
-    In a dimension merged from a traced factor and untraced factors inside of it (a pixel shuffle), all positions inside
-    see what the traced position saw.
-    """
+    """Return the fields of a dimension as a whole; () if they are unknown. In a dimension merged from a traced factor
+    and untraced factors inside of it (a pixel shuffle), all positions inside see what the traced position saw."""
     if len(dim) == 1:
         return dim[0].axis
     factors = [factor for factor in dim if factor.size > 1]
@@ -198,10 +195,8 @@ def _union_of_axes(axes: list[Axis], size: int, op: int) -> Axis:
 
 
 def _union_of_fields(fields: list[Field], size: int, op: int) -> Field:
-    """Return the field of ``size`` positions that see what they see in any of these fields of the same source.
-
-    Its losses are those of the widest field.
-    """
+    """Return the field of ``size`` positions that see what they see in any of these fields of the same source. Its
+    losses are those of the widest field."""
     widest = max(fields, key=lambda field: field.width)
     spans: dict[Fraction, Span] = {}  # by stride
     for span in (span for field in fields for span in field.spans):
@@ -245,10 +240,8 @@ def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
 
 
 def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
-    """Return the two parts of a dimension that a view splits into (``outer``, ``factor.size // outer``).
-
-    Only the outer part is traced: each of its positions sees what all of its inner positions saw.
-    """
+    """Return the two parts of a dimension that a view splits into (``outer``, ``factor.size // outer``). Only the outer
+    part is traced: each of its positions sees what all of its inner positions saw."""
     inner = factor.size // outer
     axis = mapped(factor.axis, lambda span: span.through(1, inner, lambda _: range(inner)))
     return Factor(outer, axis, (factor, True)), Factor(inner, (), (factor, False))

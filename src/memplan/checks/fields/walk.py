@@ -125,9 +125,7 @@ class _FieldPropagation:
 
     def _add_op(self, form: Form) -> None:
         """Compute the receptive fields of an op's results and store them by view, for the ops that read them later.
-
-        ``form`` has the arguments and results of the op as views.
-        """
+        ``form`` has the arguments and results of the op as views."""
         op = self._trace.ops[form.op]
         reads = tuple((name, self._fields(view)) for name, view in form.reads)
         for view in form.writes:
@@ -149,10 +147,8 @@ class _FieldPropagation:
             self._copy_into_part(form, reads)
 
     def _copy_into_part(self, form: Form, reads: tuple[tuple[str, Fields], ...]) -> None:
-        """After ``whole[part] = x``, let the positions of ``whole`` see those of ``x``: a pad written by hand.
-
-        ``form`` and ``reads`` are those of the copy. Nothing changes if positions of ``whole`` see an input already.
-        """
+        """After ``whole[part] = x``, let the positions of ``whole`` see those of ``x``: a pad written by hand. ``form``
+        and ``reads`` are those of the copy. Nothing changes if positions of ``whole`` see an input already."""
         part, whole = form.writes[0], self._first_view.get(form.writes[0].storage)
         if whole is None or part.shape == whole.shape or part.strides != whole.strides or len(reads) < 2:
             return
@@ -185,10 +181,8 @@ class _FieldPropagation:
         return storage.cause not in ("weight", "buffer") and not computed and storage.dtype.startswith(_REAL)
 
     def _new_source(self, view: View, op: int | None = None) -> Fields:
-        """Add the dimensions of a tensor as sources, and return its fields: each position sees itself.
-
-        ``op`` is None for an input of the step, else the index of an op through which positions cannot be traced.
-        """
+        """Add the dimensions of a tensor as sources, and return its fields: each position sees itself. ``op`` is None
+        for an input of the step, else the index of an op through which positions cannot be traced."""
         fields: list[Dim] = []
         for dim, size in enumerate(view.shape):
             fields.append((Factor(size, (Field(len(self._sources), size),)),))
@@ -217,11 +211,8 @@ class _FieldPropagation:
 
 
 def _models(trace: Trace) -> set[str]:
-    """Return the paths of the modules that the step calls as models, not as losses: those that own weights.
-
-    If there is none, or if weights belong to no called module by its path, the first other module called is a model,
-    too.
-    """
+    """Return the paths of the modules that the step calls as models, not as losses: those that own weights. If there is
+    none, or if weights belong to no called module by its path, the first other module called is a model, too."""
     called = list(dict.fromkeys(returned.layer for returned in trace.returned))
     owners = [layer.name for layer in trace.layers if layer.weights]
     models = {name for name in called if any(_is_within(owner, name) for owner in owners)}

@@ -91,9 +91,7 @@ class StepRecorder:
 
     def _changed_build(self, change: Change | None, wrap: Wrap | None) -> Callable[[], Any]:
         """Return a function that builds what is recorded, changed: a copy of the module, or what the callable returns.
-
-        ``change`` gets the modules of that module; of a callable that returns a step, the modules that it creates.
-        """
+        ``change`` gets the modules of that module; of a callable that returns a step, the modules that it creates."""
 
         def build() -> Any:
             with _new_modules() as created:
@@ -109,9 +107,7 @@ class StepRecorder:
 
 def by_path(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Map the paths of all modules to them: ``Net.encoder`` and ``encoder``, both of which a trace may have.
-
-    ``modules`` include the root modules, of which paths begin with the class.
-    """
+    ``modules`` include the root modules, of which paths begin with the class."""
     children = {id(child) for module in modules for child in module.children()}
     paths: dict[str, nn.Module] = {}
     for root in (module for module in modules if id(module) not in children):
@@ -125,10 +121,8 @@ def by_path(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 @contextmanager
 def _new_modules() -> Iterator[list[nn.Module]]:
-    """Yield a list that, after the context, has the modules created within it, in order.
-
-    They are recognized by the registration of a child or a parameter.
-    """
+    """Yield a list that, after the context, has the modules created within it, in order. They are recognized by the
+    registration of a child or a parameter."""
     by_id: dict[int, nn.Module] = {}
 
     def note(module: nn.Module, name: str, value: Any) -> None:

@@ -57,10 +57,8 @@ class Blockwise:
 
 
 def _blocks(function: Callable[..., Any]) -> dict[str, nn.Module]:
-    """Return the blocks of a checkpointed function's model, by their paths; {} if there are fewer than 2.
-
-    They are the members with parameters of the `nn.ModuleList` or `nn.Sequential` that has the most parameters.
-    """
+    """Return the blocks of a checkpointed function's model, by their paths; {} if there are fewer than 2. They are the
+    members with parameters of the `nn.ModuleList` or `nn.Sequential` that has the most parameters."""
     lists: list[dict[str, nn.Module]] = []
     for root in _modules_of(function):
         for path, module in root.named_modules():

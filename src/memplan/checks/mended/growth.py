@@ -34,10 +34,8 @@ def ticks_of_step(trace: Trace, step: int) -> tuple[int, int]:
 
 
 def growth(trace: Trace, *, graph: bool) -> Growth:
-    """Return what each step's forward pass leaves allocated at the step's end.
-
-    ``graph``: whether to return tensors in a live autograd graph, or all others.
-    """
+    """Return what each step's forward pass leaves allocated at the step's end. ``graph``: whether to return tensors in
+    a live autograd graph, or all others."""
     graphs = _LiveGraphs(trace)
     by_step: list[list[Storage]] = []
     for step in range(len(trace.steps)):
@@ -106,10 +104,8 @@ class _LiveGraphs:
 
 
 def in_graph(trace: Trace, op: Op) -> bool:
-    """Return whether an op reads the result of another op that requires a gradient.
-
-    Weights do not count, nor autocast's copies of them: they require a gradient under no_grad as well.
-    """
+    """Return whether an op reads the result of another op that requires a gradient. Weights do not count, nor
+    autocast's copies of them: they require a gradient under no_grad as well."""
     for operand in (trace.storages[read.storage] for read in op.reads if read.name in op.needs_grad):
         if operand.cause != "weight" and operand.op is not None:
             maker = trace.ops[operand.op]

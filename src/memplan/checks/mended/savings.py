@@ -26,10 +26,8 @@ def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[
 
 
 def peak_of(trace: Trace) -> int:
-    """Return the peak of allocated bytes, as `memplan.explain` computes it.
-
-    On a card it is in the allocator's blocks, with workspaces: a size known only as an interval counts with its least.
-    """
+    """Return the peak of allocated bytes, as `memplan.explain` computes it. On a card it is in the allocator's blocks,
+    with workspaces: a size known only as an interval counts with its least."""
     return simulate(at_least(trace)).peak_allocated
 
 
@@ -46,19 +44,15 @@ def live_at_peak(trace: Trace) -> list[Storage]:
 
 def without_saving(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
     """Map the ids of storages to replacements that are not saved for backward: freed after their last forward op.
-
-    Storages that are freed then in any case are left out.
-    """
+    Storages that are freed then in any case are left out."""
     return after_last_use(trace, storages, forward_only=True)
 
 
 def after_last_use(
     trace: Trace, storages: Iterable[Storage], *, forward_only: bool = False
 ) -> dict[int, Storage | None]:
-    """Map the ids of storages to replacements that are freed after the last op that reads or writes them.
-
-    With ``forward_only``, only forward ops count. Storages that are freed then in any case are left out.
-    """
+    """Map the ids of storages to replacements that are freed after the last op that reads or writes them. With
+    ``forward_only``, only forward ops count. Storages that are freed then in any case are left out."""
     by_id = {storage.id: storage for storage in storages}
     last_use = {storage.id: storage.born for storage in by_id.values()}
     for op in trace.ops:
@@ -84,10 +78,8 @@ def readers_of(ops: Iterable[Op]) -> dict[int, list[Op]]:
 
 
 def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
-    """Map the index of each forward op to the form of its call: its arguments and results.
-
-    Only the first step has forms: a later step with the same ops gets those of their counterparts.
-    """
+    """Map the index of each forward op to the form of its call: its arguments and results. Only the first step has
+    forms: a later step with the same ops gets those of their counterparts."""
     recorded = {form.op: form for form in trace.forms}
     forms = dict(recorded)
     by_step: dict[int, list[Op]] = {}
@@ -102,14 +94,15 @@ def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
     return forms
 
 
-def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int]) -> list[dict[str, Any]]:
+def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int] | None = None) -> list[dict[str, Any]]:
     """Return the bytes of the first step's storages by layer and line, the largest first, as rows for a finding.
 
-    ``op_of`` maps the id of a storage to the index of the op whose layer and line it counts for.
+    A storage counts for the layer and line of the op that allocated it, or of the op whose index ``op_of`` has for its
+    id.
     """
     sizes: dict[tuple[str, str | None], int] = {}
     for storage in storages:
-        op = trace.ops[op_of[storage.id]]
+        op = trace.ops[(storage.op or 0) if op_of is None else op_of[storage.id]]
         if op.step == 0:
             sizes[op.layer, op.where] = sizes.get((op.layer, op.where), 0) + storage.bytes
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
@@ -120,10 +113,8 @@ _COPIES = ("aten._to_copy.", "aten.copy_.", "aten.clone.", "aten.div.")
 
 
 def writers_of_whole_gradients(ops: Sequence[Op]) -> dict[int, list[int]]:
-    """Map gradients of whole weights to the ticks at which ops of the backward pass write to them.
-
-    They are the storages that are reduced to shards of the ranks, themselves or as copies.
-    """
+    """Map gradients of whole weights to the ticks at which ops of the backward pass write to them. They are the
+    storages that are reduced to shards of the ranks, themselves or as copies."""
     sources: dict[int, set[int]] = {}  # copy -> what it is copied from
     reduced = set[int]()
     for op in ops:

@@ -109,11 +109,8 @@ def _storages_by_op(trace: Trace) -> dict[int, list[Storage]]:
 
 
 def _tensors_and_temporaries(storages: list[Storage]) -> tuple[list[Storage], list[Storage]]:
-    """Return the storages of tensors, and those of a kernel's temporaries, which have no dtype.
-
-    Left out are scalars, which autograd keeps as tensors, and workspaces that are never freed: a library allocates them
-    at its first op.
-    """
+    """Return the storages of tensors, and those of a kernel's temporaries, which have no dtype. Left out are scalars,
+    which autograd keeps as tensors, and workspaces that are never freed: a library allocates them at its first op."""
     tensors = [s for s in storages if s.dtype]
     return tensors, [s for s in storages if not s.dtype and s.died is not None and s.bytes > LARGEST_SCALAR]
 

@@ -122,10 +122,8 @@ class Program:
             self._overwritten |= views
 
     def _is_autograd_clone(self, form: Form) -> bool:
-        """Return whether an op is the clone that autograd makes before an in-place op whose formula reads its input.
-
-        No forward op reads such a clone.
-        """
+        """Return whether an op is the clone that autograd makes before an in-place op whose formula reads its input. No
+        forward op reads such a clone."""
         following = self._forms.get(form.op + 1)
         if not self._trace.ops[form.op].name.startswith("aten.clone") or following is None or not following.reads:
             return False
@@ -172,13 +170,14 @@ class Program:
     def _arguments(
         self, func: Any, form: Form, tensors: list[torch.Tensor], options: Mapping[str, Option]
     ) -> dict[str, Any]:
-        """Return the keyword arguments of a call of ``func``, as its schema requires them.
-
-        ``tensors`` are the operands of ``form``, in order; ``options`` are the other arguments by name.
-        """
+        """Return the keyword arguments of a call of ``func``, as its schema requires them. ``tensors`` are the operands
+        of ``form``, in order; ``options`` are the other arguments by name."""
         operands: dict[str, list[torch.Tensor]] = {}
         for (name, _), tensor in zip(form.reads, tensors, strict=True):
             operands.setdefault(name, []).append(tensor)
+        op = base_name(self._trace.ops[form.op].name)
+        # a recorded call has no dtype: these ops get that of their result
+        takes_dtype = not form.reads or op == "_to_copy" or op.startswith("new_") or op.endswith("_like")
         arguments: dict[str, Any] = {}
         for argument in _torch.arguments(func):
             name, kind = argument.name, str(argument.type)
@@ -196,16 +195,11 @@ class Program:
                 arguments[name] = list(value) if isinstance(value, tuple) else scalar
             elif name == "memory_format":
                 arguments[name] = _memory_format(form.writes[0])
-            elif name == "dtype" and _has_own_dtype(form, base_name(self._trace.ops[form.op].name)):
+            elif name == "dtype" and takes_dtype:
                 arguments[name] = getattr(torch, self._trace.storages[form.writes[0].storage].dtype)
             elif kind.startswith("Optional") and not argument.has_default_value():
                 arguments[name] = None
         return arguments
-
-
-def _has_own_dtype(form: Form, name: str) -> bool:
-    """Return whether an op needs the dtype of its result as an argument, which a recorded call does not have."""
-    return not form.reads or name == "_to_copy" or name.startswith("new_") or name.endswith("_like")
 
 
 def _number(value: Option) -> Any:

@@ -128,10 +128,8 @@ class Session:
         return measured
 
     def _read(self, watch: LineWatch) -> Measured:
-        """Return the measurement of the card if anything is allocated there, else of the host.
-
-        ``watch`` knows which lines ran.
-        """
+        """Return the measurement of the card if anything is allocated there, else of the host. ``watch`` knows which
+        lines ran."""
         if self._card is not None and (self._card.before or self._card.events):
             return self._card.read(watch)
         measured = _host_measurement(_torch.Profile.of(self._profile), self._resident, watch)

@@ -65,10 +65,8 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def _functions(tree: ast.AST, prefix: str) -> Iterator[str]:
-    """Yield the qualified names of the functions and methods that are defined below a syntax node.
-
-    ``prefix`` is the qualified name of the node with a dot, "" for a module.
-    """
+    """Yield the qualified names of the functions and methods that are defined below a syntax node. ``prefix`` is the
+    qualified name of the node with a dot, "" for a module."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield prefix + node.name

@@ -94,9 +94,7 @@ class Checkpoints:
 
     def _load_stored(self, text: bytes, device: Any) -> Any:
         """Return the object for which `_store` wrote this text, with new tensors; None if it is another text.
-
-        ``device`` is the ``map_location`` of `torch.load`.
-        """
+        ``device`` is the ``map_location`` of `torch.load`."""
         number = self._number_of(text)
         return None if number is None else new_tensors(self._saved[number], device)
 
@@ -210,10 +208,8 @@ class Checkpoints:
         return safe_open
 
     def _reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Return how to pickle a tensor without values, as ``__reduce__`` does: a function and its arguments.
-
-        The sandbox recognizes a checkpoint by `MARK` among them.
-        """
+        """Return how to pickle a tensor without values, as ``__reduce__`` does: a function and its arguments. The
+        sandbox recognizes a checkpoint by `MARK` among them."""
         layout = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
         return _rebuild, (MARK, *layout, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 

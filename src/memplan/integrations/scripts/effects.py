@@ -76,7 +76,10 @@ class Effects:
     @contextmanager
     def auditing(self) -> Iterator[None]:
         """Within this context, note the effects that audit events announce."""
-        _install_hook()
+        global _hook_installed
+        if not _hook_installed:  # for good: Python removes no audit hook
+            _hook_installed = True
+            sys.addaudithook(_audit)
         _active.append(self)
         try:
             yield
@@ -139,14 +142,7 @@ _HANDLERS: dict[str, Callable[[Effects, tuple[Any, ...]], None]] = {
 }
 _EVENTS = frozenset({"open", "os.rename", *_CHANGED_PATH, *_HANDLERS})
 _active: list[Effects] = []
-_hook_installed: list[bool] = []
-
-
-def _install_hook() -> None:
-    """Add the audit hook once. Python cannot remove it, so it does nothing while there are no active effects."""
-    if not _hook_installed:
-        _hook_installed.append(True)
-        sys.addaudithook(_audit)
+_hook_installed = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:

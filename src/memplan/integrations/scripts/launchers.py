@@ -43,17 +43,16 @@ class Launcher(Protocol):
 
 
 def launcher_of(command: Command) -> Launcher | None:
-    """Return what sets a script's layout from outside: flags of torchtitan, or variables of Accelerate.
-
-    None for other scripts, and for those that shard their model themselves.
-    """
+    """Return what sets a script's layout from outside: flags of torchtitan, or variables of Accelerate. None for other
+    scripts, and for those that shard their model themselves."""
     if command.is_module:
         return Torchtitan() if re.fullmatch(r"torchtitan(\.\w+)*\.train", command.place) else None
     try:
         text = Path(command.place).read_text(encoding="utf-8")
-        imported = _imported(ast.parse(text))
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
     except (OSError, ValueError, SyntaxError):
         return None
+    imported = [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
     shards_itself = _SHARDS.search(text) or any(map(_SHARDING_FLAG.match, command.arguments))
     uses_accelerate = any(_ACCELERATE.fullmatch(name) for name in imported)
     if not uses_accelerate or shards_itself:
@@ -71,12 +70,6 @@ _SHARDING_FLAG = re.compile("--?(fsdp|deepspeed)")
 _MIXED = re.compile("bf16|fp16|fp8|mixed_precision")
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    """Return the names that a program imports from modules, as ``module.name``."""
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
-
-
 class Torchtitan:
     """torchtitan's own trainer, by flags that override its configuration. Seen in 0.2.2."""
 
@@ -84,10 +77,8 @@ class Torchtitan:
     notes = ()
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
-        """Return the flags for a layout; without a micro-batch, that of torchtitan's configuration stays.
-
-        Blocks are recomputed whole, or not at all: torchtitan's selective checkpoints are not used.
-        """
+        """Return the flags for a layout; without a micro-batch, that of torchtitan's configuration stays. Blocks are
+        recomputed whole, or not at all: torchtitan's selective checkpoints are not used."""
         flags = {
             "--parallelism.data_parallel_replicate_degree": layout.replicas,
             "--parallelism.data_parallel_shard_degree": layout.shards,
@@ -112,10 +103,8 @@ class Accelerate:
     batch_by_loader = True
 
     def launch(self, layout: Layout, micro_batch: int | None) -> Launch | None:
-        """Return the environment variables for a layout; None if Accelerate does not have the layout.
-
-        It has no tensor parallelism, and it checkpoints only models that it shards.
-        """
+        """Return the environment variables for a layout; None if Accelerate does not have the layout. It has no tensor
+        parallelism, and it checkpoints only models that it shards."""
         if layout.tensor > 1 or (layout.shards == 1 and layout.checkpoint):
             return None
         if layout.shards == 1:

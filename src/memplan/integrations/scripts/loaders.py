@@ -92,10 +92,8 @@ class Loaders:
         return tuple(dict.fromkeys(loader.summary() for loader in self._seen if loader.text))
 
     def model_called(self, *, trains: bool) -> None:
-        """Note a call of a model: each loader that yielded a batch since the last call has another idle batch.
-
-        If the model ``trains``, idle batches are counted anew.
-        """
+        """Note a call of a model: each loader that yielded a batch since the last call has another idle batch. If the
+        model ``trains``, idle batches are counted anew."""
         for loader in self._seen:
             if trains:
                 loader.idle = 0

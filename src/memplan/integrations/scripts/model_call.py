@@ -127,10 +127,8 @@ class CallWatch:
             yield
 
     def optimizer_created(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the statement that constructs an optimizer: `memplan.fit` is to be inserted after it.
-
-        If it is constructed in a ``return``, the statement is that of the caller.
-        """
+        """Remember the statement that constructs an optimizer: `memplan.fit` is to be inserted after it. If it is
+        constructed in a ``return``, the statement is that of the caller."""
         if self.call is not None:
             return
         for frame in self._frames():
@@ -205,10 +203,8 @@ def _autocast(module: nn.Module) -> torch.dtype | None:
 
 
 def _modules(frame: FrameType) -> dict[int, str]:
-    """Map the id() of each module to the variable of a frame that refers to it.
-
-    A local variable comes first, then an attribute (``self.model``), then a global.
-    """
+    """Map the id() of each module to the variable of a frame that refers to it. A local variable comes first, then an
+    attribute (``self.model``), then a global."""
     names: dict[int, str] = {}
     local = local_variables(frame)
     attributes = getattr(local.get("self"), "__dict__", {})

@@ -94,11 +94,8 @@ class PhasedRun(ScriptRun):
             self._begin(RunPart(kind, script_line(self._folder)))
 
     def _before_call(self, module: nn.Module) -> None:
-        """Count a call in the part that runs.
-
-        Before it, begin a new part where `generate` starts or ends, after a checkpoint, and after an update; in a loop
-        without a loader also where training follows other calls.
-        """
+        """Count a call in the part that runs. Before it, begin a new part where `generate` starts or ends, after a
+        checkpoint, and after an update; in a loop without a loader also where training follows other calls."""
         with_gradients = torch.is_grad_enabled()
         generates = not with_gradients and any(frame.f_code.co_name == "generate" for frame in callers())
         part = self._part
@@ -139,15 +136,12 @@ class PhasedRun(ScriptRun):
             self._end_step()
         self._step_is_complete = False
         self._part = part
-        if not self._to_the_end and self._repeats_without_loader():
+        last = self._parts[-_UPDATES:]
+        is_endless = len(last) == _UPDATES and all(part.updates and part.loader is None for part in last)
+        if is_endless and not self._to_the_end:
             self._end("steps")
         if time.monotonic() > self._deadline:
             self._end("time")
-
-    def _repeats_without_loader(self) -> bool:
-        """Return whether the last parts were all updates, of a loop without a loader."""
-        last = self._parts[-_UPDATES:]
-        return len(last) == _UPDATES and all(part.updates and part.loader is None for part in last)
 
     def _end_here(self, ending: Ending) -> None:
         """End the part that runs, and the run."""

@@ -171,10 +171,8 @@ def _plannable(call: ModelCall | None, title: str) -> ModelCall:
 
 
 def _with_ones(arguments: Any) -> Any:
-    """Return arguments with tensors of ones in place of the specs of small integer tensors.
-
-    Masks, which can decide branches, have the value 1 in recordings as well.
-    """
+    """Return arguments with tensors of ones in place of the specs of small integer tensors. Masks, which can decide
+    branches, have the value 1 in recordings as well."""
 
     def with_values(leaf: Any) -> Any:
         if not isinstance(leaf, Spec) or leaf.dtype.is_floating_point or leaf.dtype.is_complex:
@@ -191,9 +189,7 @@ def _optimizer(call: ModelCall) -> Callable[[Any], Any] | None:
 
 def _lines(call: ModelCall, room: Room, unplanned: int, options: Mapping[str, Any]) -> Lines:
     """Return the lines to insert into the script, which fit its model within the limit less ``unplanned`` bytes.
-
-    ``options`` are further arguments of `memplan.fit`.
-    """
+    ``options`` are further arguments of `memplan.fit`."""
     arguments = [call.name, *(_python_text(argument) for argument in call.inputs)]
     imports = ["import memplan"]
     kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
@@ -248,10 +244,8 @@ def _keyword_text(name: str, value: Any) -> str:
 
 
 def _optimizer_text(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> str:
-    """Return an optimizer as a Python argument of `memplan.fit`: its class, with the options that are no defaults.
-
-    The learning rate is left out, since it costs no memory.
-    """
+    """Return an optimizer as a Python argument of `memplan.fit`: its class, with the options that are no defaults. The
+    learning rate is left out, since it costs no memory."""
     if kind.__module__ == "__main__":
         name = kind.__qualname__
     elif kind.__module__.startswith("torch.optim"):

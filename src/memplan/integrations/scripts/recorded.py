@@ -105,11 +105,8 @@ repeated."""
 
 
 def _record_phases(request: Request, view: View, give_up: GiveUp) -> tuple[Script, Trace]:
-    """Record a script through its phases; return the script that was recorded, and its trace.
-
-    Loaders are shortened, but long enough for two updates in each pass. The last update accumulates as many batches as
-    in a whole run.
-    """
+    """Record a script through its phases; return the script that was recorded, and its trace. Loaders are shortened,
+    but long enough for two updates in each pass. The last update accumulates as many batches as in a whole run."""
     shortest, longest = _BATCHES
     batches, multiple = shortest, 1
     while True:

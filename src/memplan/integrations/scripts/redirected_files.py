@@ -90,10 +90,8 @@ class RedirectedFiles:
         return real if self._is_own(working_folder()) else path
 
     def path_to_write(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
-        """Return the path of the shadow to write a file to, and create its folders.
-
-        With ``copy``, a new shadow has the content of the real file. Its path is noted unless ``silent``.
-        """
+        """Return the path of the shadow to write a file to, and create its folders. With ``copy``, a new shadow has the
+        content of the real file. Its path is noted unless ``silent``."""
         real = self._absolute(path)
         if real is None:
             return path
@@ -134,11 +132,8 @@ class RedirectedFiles:
         return any(real == removed or real.startswith(removed + os.sep) for removed in self._removed)
 
     def _path_to_open(self, path: Any) -> Any:
-        """Return the path to open for reading.
-
-        For a named pipe it is a new, empty pipe among the shadows: reading the real pipe would take its data away from
-        other processes.
-        """
+        """Return the path to open for reading. For a named pipe it is a new, empty pipe among the shadows: reading the
+        real pipe would take its data away from other processes."""
         path_now = self.path_to_read(path)
         real = self._absolute(path)
         if real is not None and _is_pipe(path_now):

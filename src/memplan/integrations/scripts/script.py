@@ -72,10 +72,8 @@ class Script:
         return Script(replace(self._request, fits=fits), self._view, self._give_up)
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
-        """Run the script for ``steps`` steps, or to its end.
-
-        Store the facts about the run, with the effects that were prevented, and the first training call.
-        """
+        """Run the script for ``steps`` steps, or to its end. Store the facts about the run, with the effects that were
+        prevented, and the first training call."""
         request, view, began = self._request, self._view, time.monotonic()
         kind = PhasedRun if request.phases else ScriptRun
         run = kind(request, steps, boundaries, self._give_up)

@@ -85,10 +85,8 @@ class _Runs:
         self.notes: tuple[str, ...] = ()
 
     def row(self, layout: Layout, launch: Launch, loader_batch: int | None) -> LayoutBytes:
-        """Run the script in a layout, and return what its rank takes.
-
-        ``loader_batch``: batch size to set in the script's loader; None: unchanged. An error is stored in ``errors``.
-        """
+        """Run the script in a layout, and return what its rank takes. ``loader_batch``: batch size to set in the
+        script's loader; None: unchanged. An error is stored in ``errors``."""
         command = self._request.command
         request = replace(
             self._request,

@@ -30,10 +30,8 @@ class TrainerSchedule:
             self._change(name, "Trainer", _sooner_validations)
 
     def _change(self, module: str, name: str, attributes_of: Any) -> None:
-        """Replace attributes of class ``name``, once its module is imported; only the first time.
-
-        ``attributes_of`` takes the class, and returns the new attributes by name.
-        """
+        """Replace attributes of class ``name``, once its module is imported; only the first time. ``attributes_of``
+        takes the class, and returns the new attributes by name."""
         changed = getattr(sys.modules.get(module), name, None)
         if changed is not None and changed not in self._changed:
             self._changed.append(changed)
@@ -55,10 +53,8 @@ def _sooner_states(state: Any) -> dict[str, Any]:
 
 
 def _sooner_validations(trainer: Any) -> dict[str, Any]:
-    """Return a property for Lightning's class `Trainer` that caps ``val_check_interval``.
-
-    The trainer sets it in its constructor, and reads it in ``fit``, where it must not exceed the loader's length.
-    """
+    """Return a property for Lightning's class `Trainer` that caps ``val_check_interval``. The trainer sets it in its
+    constructor, and reads it in ``fit``, where it must not exceed the loader's length."""
     name = "val_check_interval"
 
     def interval(self: Any) -> Any:

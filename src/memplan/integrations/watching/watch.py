@@ -186,9 +186,12 @@ class Watch(Written, Printed):
         try:
             with deferred(span=True):
                 try:
-                    self._note_end(error)
-                    if error is not None and self._oom_folder is not None and is_out_of_memory(error):
-                        self._write_post_mortem(error)
+                    out_of_memory = is_out_of_memory(error)
+                    self._ended = "over" if error is None else "out of memory" if out_of_memory else "failed"
+                    if error is not None:
+                        self._error = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST]
+                        if out_of_memory and self._oom_folder is not None:
+                            self._write_post_mortem(error)
                 finally:
                     self._close()
                     self._write_last()
@@ -264,12 +267,6 @@ class Watch(Written, Printed):
             tuple(map(str, self.leaks)), self.notes, self._error,
             None if self.post_mortem is None else str(self.post_mortem),
         )  # fmt: skip
-
-    def _note_end(self, error: BaseException | None) -> None:
-        """Note how the training ended, with the error's first line."""
-        self._ended = "over" if error is None else "out of memory" if is_out_of_memory(error) else "failed"
-        if error is not None:
-            self._error = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST]
 
     def _write_last(self) -> None:
         """Write the rank's file for the last time; say how the ranks compare, if all others have ended."""

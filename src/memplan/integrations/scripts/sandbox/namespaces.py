@@ -126,9 +126,7 @@ def _enter_namespaces(sandbox: SandboxedProgram, unshared: int, mapped: int, fai
 
 def _clone_folders(scratch: str) -> dict[str, str]:
     """Map each folder that has mounts below it to a clone of its own mount, in the folder ``scratch``; {} if not root.
-
-    This has to come before a user namespace is entered, which locks its mounts together.
-    """
+    This has to come before a user namespace is entered, which locks its mounts together."""
     try:
         kernel.unshare(kernel.NEW_MOUNTS)
         kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)

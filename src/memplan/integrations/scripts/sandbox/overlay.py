@@ -87,10 +87,8 @@ class Tree:
         self._mount()
 
     def _plan_overlays(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
-        """Plan an overlay on a folder, and another on each folder below it that cannot be a part of that.
-
-        ``mounts`` and ``clones`` are those of `build`.
-        """
+        """Plan an overlay on a folder, and another on each folder below it that cannot be a part of that. ``mounts``
+        and ``clones`` are those of `build`."""
         covered = _OverlaidFolder(folder, folder)
         self._overlaid_folders.append(covered)
         folders = list[str]()
@@ -183,10 +181,8 @@ class Tree:
                     self._bind_read_only(path)
 
     def _overlay(self, number: int, covered: _OverlaidFolder) -> None:
-        """Mount an overlay on the folder with this number.
-
-        What is written goes to the scratch folder, or to memory if that cannot be the upper layer of an overlay.
-        """
+        """Mount an overlay on the folder with this number. What is written goes to the scratch folder, or to memory if
+        that cannot be the upper layer of an overlay."""
         upper, work = f"{self._layer(number)}/upper", f"{self._layer(number)}/work"
         status = os.stat(covered.path)
         options = f"lowerdir={_escape(covered.lower)},upperdir={_escape(upper)},workdir={_escape(work)},userxattr"
