@@ -26,7 +26,7 @@ def show_on_cards(
         described: returns the step.
         title: name of the step.
         results: files to write the result to.
-        excluded: values, by name, of options that cannot be combined with ``--device all``.
+        excluded: options that cannot be combined with ``--device all``, with their values.
         axis: "batch" or "sequence"; None: the step as it is.
         most: largest value to try.
 

@@ -61,7 +61,7 @@ def _replacement(command: str, option: str, value: str) -> tuple[list[str] | Non
     if command == "measure" and option == "--dry" and re.fullmatch(r"\w[\w -]*", value):  # a card, and no target
         return ["--dry", "--device", value], True
     side = re.fullmatch(r"--([ab])-([a-z]+)", option) if command == "compare" else None
-    if side is not None:
+    if side is not None:  # --b-batch 8 is now --b batch=8
         own = f"--{side[1]}"
         if side[2] == "infer":
             return [own, "no-train"], False

@@ -141,20 +141,22 @@ class _Search:
         """Return the op that allocated the summand of ``baddbmm(summand, queries, keys, beta=0)``; None for other
         products. The summand is uninitialized memory, which no other op reads."""
         summand = self._trace.storages[scores.reads[0].storage]
-        is_baddbmm = len(scores.reads) > 2
-        maker = self._trace.ops[summand.op] if is_baddbmm and summand.op is not None else None
-        read_once = len(self._readers.get(summand.id, ())) == 1
-        return maker if maker is not None and read_once and maker.name.startswith(EMPTY) else None
+        if len(scores.reads) < 3 or summand.op is None:  # a product of two operands has no summand
+            return None
+        maker = self._trace.ops[summand.op]
+        is_read_once = len(self._readers.get(summand.id, ())) == 1
+        return maker if is_read_once and maker.name.startswith(EMPTY) else None
 
     def _scalings(self, scores: Op) -> Iterator[Op]:
-        """Yield the ops that multiply queries or keys by a number, if only this product reads their results."""
+        """Yield the ops that multiply queries or keys by a number, directly or before a copy, if only this product
+        reads their results."""
         for operand in scores.reads[-2:]:
             storage = self._trace.storages[operand.storage]
             while storage.op is not None:  # back over clones
                 maker = self._trace.ops[storage.op]
-                readers = {op.index for op in self._readers.get(storage.id, ()) if base_name(op.name) not in VIEWS}
-                tensors = [self._trace.storages[read.storage] for read in maker.reads]
-                tensors = [tensor for tensor in tensors if elements(tensor) > 1]  # a scale has a single element
+                readers = [op for op in self._readers.get(storage.id, ()) if base_name(op.name) not in VIEWS]
+                operands = [self._trace.storages[read.storage] for read in maker.reads]
+                tensors = [tensor for tensor in operands if elements(tensor) > 1]  # a scale has a single element
                 if len(readers) > 1 or len(tensors) != 1 or maker.phase != "forward":
                     break
                 if base_name(maker.name) in _SCALING and maker.writes[0] == storage.id:

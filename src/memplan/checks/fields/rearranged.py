@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from memplan.checks.fields.op_call import Call, Rule, option_at, shifted
 from memplan.checks.fields.spans import IDENTITY, Span
-from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, after_op, size_of, unknown, viewed
+from memplan.checks.fields.tensor_fields import Dim, Fields, after_op, size_of, unknown, untraced, viewed
 
 
 def _variance(taps: int) -> float:
@@ -93,7 +93,7 @@ def _im2col(call: Call) -> Fields:
         _after_kernel(dim, count, call, IDENTITY.window(*window), _variance(window.kernel) * window.dilation**2)
         for dim, count, window in zip(dims[2:], counts, windows, strict=True)
     )
-    return (dims[0], (Factor(call.shape[1]),), (*height, *width))
+    return (dims[0], untraced(call.shape[1]), (*height, *width))
 
 
 def _col2im(call: Call) -> Fields:
@@ -113,7 +113,7 @@ def _col2im(call: Call) -> Fields:
         _after_kernel(dim, size, call, IDENTITY.transposed(*window))
         for dim, size, window in zip(split[2:], sizes, windows, strict=True)
     ]
-    return (split[0], (Factor(channels),), *spatial)
+    return (split[0], untraced(channels), *spatial)
 
 
 def _unfold(call: Call) -> Fields:
@@ -125,7 +125,7 @@ def _unfold(call: Call) -> Fields:
         outer, inner = viewed((shifted(dims[axis], count * size, form.op),), (count, size))
     else:
         outer = _after_kernel(dims[axis], count, call, IDENTITY.window(size, step), _variance(size))
-        inner = (Factor(size),)
+        inner = untraced(size)
     return (*dims[:axis], outer, *dims[axis + 1 :], inner)
 
 
@@ -162,7 +162,7 @@ def _repeat(call: Call) -> Fields:
     repeats = call.form.option("repeats", ())
     added = len(repeats) - len(call.operand)
     copied = zip(call.operand, repeats[added:], call.shape[added:], strict=True)
-    return (*unknown(call.shape[:added]), *(dim if count == 1 else (Factor(size),) for dim, count, size in copied))
+    return (*unknown(call.shape[:added]), *(dim if count == 1 else untraced(size) for dim, count, size in copied))
 
 
 REARRANGING: dict[str, Rule] = {

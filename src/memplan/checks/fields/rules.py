@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from memplan.checks.fields.op_call import Call, Rule, option_at, shifted
 from memplan.checks.fields.rearranged import REARRANGING
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensor_fields import Factor, Fields, after_op, size_of, union, unknown, viewed
+from memplan.checks.fields.tensor_fields import Fields, after_op, size_of, union, unknown, untraced, viewed
 from memplan.trace.records import Form
 
 
@@ -45,7 +45,7 @@ def _broadcasts(fields: Fields, shape: Sequence[int]) -> bool:
     )
 
 
-def _untraced(call: Call) -> Fields:
+def _unknown(call: Call) -> Fields:
     """Receptive fields of a result whose positions see all positions, none, or those that values choose: unknown."""
     return unknown(call.shape)
 
@@ -90,7 +90,7 @@ def _convolution(call: Call) -> Fields:
     first = len(call.operand) - len(kernel)
     result = list(call.operand[:first])
     if first > 0:
-        result[-1] = (Factor(call.shape[first - 1]),)
+        result[-1] = untraced(call.shape[first - 1])
     for n, dim in enumerate(call.operand[first:]):
 
         def change(span: Span, n: int = n) -> Span | None:
@@ -127,7 +127,7 @@ def _resized(call: Call, sampling: _Sampling) -> Fields:
     for dim, new, scale in zip(dims[first:], shape[first:], _scales(call, count), strict=True):
         old = size_of(dim)
         if new == 1 and old > 1:  # a global pool: its single position sees everything
-            result.append((Factor(new),))
+            result.append(untraced(new))
             continue
         ratio, taps = sampling(old, new, 1 / scale if scale else Fraction(old, new))
 
@@ -171,6 +171,7 @@ def _linear(further: int) -> Rule:
                 ratio = Fraction(old - 1, new - 1) if old > 1 else Fraction(old, new)
 
             def taps(o: int) -> list[int]:
+                # without align_corners, the centres of pixels are aligned
                 position = o * ratio if corners else (o + Fraction(1, 2)) * ratio - Fraction(1, 2)
                 left = math.floor(position)
                 return [left] if position == left else [*range(left - further, left + 2 + further)]
@@ -269,7 +270,7 @@ def _reduce(call: Call) -> Fields:
     rank = len(call.operand)
     reduced = call.dims("dim", rank) or list(range(rank))
     if len(call.shape) == rank:
-        return tuple((Factor(1),) if n in reduced else dim for n, dim in enumerate(call.operand))
+        return tuple(untraced(1) if n in reduced else dim for n, dim in enumerate(call.operand))
     return tuple(dim for n, dim in enumerate(call.operand) if n not in reduced)
 
 
@@ -278,7 +279,7 @@ def _cat(call: Call) -> Fields:
     op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [
-        (*fields[:axis], (Factor(call.shape[axis]),), *fields[axis + 1 :])
+        (*fields[:axis], untraced(call.shape[axis]), *fields[axis + 1 :])
         for _, fields in call.reads
         if len(fields) == len(call.shape)
     ]
@@ -288,7 +289,7 @@ def _cat(call: Call) -> Fields:
 def _stack(call: Call) -> Fields:
     """Receptive fields after a stack: the new dimension cannot be traced, the others are as after an elementwise op."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
-    operands = [(*fields[:axis], (Factor(call.shape[axis]),), *fields[axis:]) for _, fields in call.reads]
+    operands = [(*fields[:axis], untraced(call.shape[axis]), *fields[axis:]) for _, fields in call.reads]
     return union(operands, call.shape, call.form.op)
 
 
@@ -306,7 +307,7 @@ def _expand(call: Call) -> Fields:
     """Receptive fields after an expansion: dimensions that are broadcast or added cannot be traced."""
     fields, shape = call.operand, call.shape
     added = len(shape) - len(fields)
-    dims = [dim if size_of(dim) == size else (Factor(size),) for dim, size in zip(fields, shape[added:], strict=True)]
+    dims = [dim if size_of(dim) == size else untraced(size) for dim, size in zip(fields, shape[added:], strict=True)]
     return (*unknown(shape[:added]), *dims)
 
 
@@ -317,7 +318,7 @@ def _matrix_product(call: Call) -> Fields:
     if call.name in ("addmm", "baddbmm") and len(matrices) > 2:  # the first operand is added to the product
         matrices = matrices[1:]
     if call.name == "linear" or len(matrices) < 2:  # columns are those of a weight
-        return (*matrices[0][:-1], (Factor(call.shape[-1]),))
+        return (*matrices[0][:-1], untraced(call.shape[-1]))
     return (*matrices[0][:-1], matrices[1][-1])
 
 
@@ -389,13 +390,13 @@ RULES: dict[str, Rule] = {
         lambda call: viewed(call.operand, call.shape),
     ),
     **REARRANGING,
-    **dict.fromkeys(_FACTORIES, _untraced),
-    **dict.fromkeys((*_BY_VALUES, "as_strided"), _untraced),
+    **dict.fromkeys(_FACTORIES, _unknown),
+    **dict.fromkeys((*_BY_VALUES, "as_strided"), _unknown),
     **dict.fromkeys(
         ("scatter", "scatter_add", "embedding", "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2c", "_fft_c2r",
          "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
          "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "mkldnn_rnn_layer",
-         "_cudnn_rnn"), _untraced,
+         "_cudnn_rnn"), _unknown,
     ),
 }  # fmt: skip
 """Ops that are not listed count as elementwise, if the shapes allow it."""

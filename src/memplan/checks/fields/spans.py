@@ -42,12 +42,13 @@ class Span:
         return Fraction(self.advance, self.period)
 
     def low(self, position: int) -> int:
-        """Return the first position of the input that a position sees."""
+        """Return the first position of the input that a position sees. It repeats every `period` positions, moved by
+        `advance`."""
         periods, phase = divmod(position, self.period)
         return self.lows[phase] + periods * self.advance
 
     def high(self, position: int) -> int:
-        """Return the last position of the input that a position sees."""
+        """Return the last position of the input that a position sees. It repeats as `low` does."""
         periods, phase = divmod(position, self.period)
         return self.highs[phase] + periods * self.advance
 

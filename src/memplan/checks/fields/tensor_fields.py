@@ -92,9 +92,14 @@ Fields = tuple[Dim, ...]
 """The dimensions of a tensor."""
 
 
+def untraced(size: int) -> Dim:
+    """Return a dimension whose positions cannot be traced to an input."""
+    return (Factor(size),)
+
+
 def unknown(shape: Sequence[int]) -> Fields:
     """Return the fields of a tensor whose positions cannot be traced to an input."""
-    return tuple((Factor(size),) for size in shape)
+    return tuple(untraced(size) for size in shape)
 
 
 def size_of(dim: Dim) -> int:
@@ -175,7 +180,7 @@ def _union_of_dims(dims: list[Dim], size: int, op: int) -> Dim:
     """Return a dimension of ``size`` positions, each of which sees what it sees in any of the operands' dimensions."""
     traced = [dim for dim in dims if any(factor.axis for factor in dim)]
     if not traced:
-        return dims[0] if dims else (Factor(size),)
+        return dims[0] if dims else untraced(size)
     if len(traced) == 1 or all(dim == traced[0] for dim in traced[1:]):
         return traced[0]
     factors = [[factor for factor in dim if factor.size > 1] or list(dim[:1]) for dim in traced]
@@ -235,7 +240,7 @@ def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
                 missing = 1
             else:
                 return unknown(shape)
-        dims.append((*_with_halves_merged(factors),) or (Factor(1),))
+        dims.append(tuple(_with_halves_merged(factors)) or untraced(1))
     return tuple(dims)
 
 

@@ -115,7 +115,7 @@ class CallWatch:
             call = self.call
             if call is None or module is not call.module or self._running or not torch.is_grad_enabled():
                 return plain(module, *args, **kwargs)
-            begin, self._running = self._tick(), True
+            begin, self._running = self._tick(), True  # a call within the model's own call is none of its own
             call.calls.start_with_gradients |= any(p.requires_grad and p.grad is not None for p in module.parameters())
             try:
                 return plain(module, *args, **kwargs)

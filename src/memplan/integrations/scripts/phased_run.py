@@ -64,12 +64,13 @@ class PhasedRun(ScriptRun):
         return replace(super().facts(), parts=tuple(self._parts))
 
     def before_batch(self, batches: Batches) -> None:
-        """Begin a part with a batch; end the run instead if a third pass over training data begins."""
+        """Begin a part of the run, from this batch to the next; end the run instead if a third pass over training data
+        begins."""
         data_set = getattr(batches.loader, "dataset", batches.loader)
         if id(data_set) not in self._data_sets:
             self._data_sets[id(data_set)] = len(self._kept)
             self._kept.append(data_set)
-        number, begins = self._data_sets[id(data_set)], batches.loaded == 0
+        number, begins = self._data_sets[id(data_set)], batches.loaded == 0  # of the data set; whether a pass begins
         if begins and not self._to_the_end and self._passes.get(number, 0) >= _PASSES:
             self._end_here("passes")
         size, last = batches.sizes

@@ -197,7 +197,8 @@ class ScriptRun:
         if not self._built:
             self._built = True
             self._boundaries.built()
-        self._calls_since_update += 1 if torch.is_grad_enabled() or not self._optimizers else 1 / _ROLLOUT
+        is_rollout = self._optimizers and not torch.is_grad_enabled()  # or a validation: many calls between updates
+        self._calls_since_update += 1 / _ROLLOUT if is_rollout else 1
         if self._step_is_complete:
             self._step_is_complete = False
             self._end_step()
