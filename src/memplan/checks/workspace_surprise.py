@@ -125,7 +125,7 @@ def _of_interval(large: _LargeWorkspace, low: int, high: int, *, is_3d: bool) ->
     )
     advice = [
         "Leave room up to the high figure; torch.backends.cudnn.benchmark = False keeps the trials of the first step "
-        "away, and channels_last often leads to algorithms without workspace",
+        "away, and channels_last often leads to algorithms without workspace"
     ]
     if is_3d:
         advice.append(

@@ -72,17 +72,9 @@ usage, or a step that cannot be recorded.
 @result_options("the findings")
 @ci_options
 def command(
-    fail_on: str,
-    ignored: tuple[str, ...],
-    context: int,
-    fix: bool,
-    top: int,
-    results: ResultFiles,
-    sarif: str | None,
-    github: bool,
-    junit: str | None,
-    **values: Any,
-) -> int:
+    fail_on: str, ignored: tuple[str, ...], context: int, fix: bool, top: int, results: ResultFiles, sarif: str | None,
+    github: bool, junit: str | None, **values: Any,
+) -> int:  # fmt: skip
     """Check a step, print the findings, and return the exit code: 1 if one is at least as severe as ``fail_on``.
     ``values`` are the options of the step and of ``--script``; the others are as `HELP` describes them."""
     from memplan.checks.finding import SEVERITIES, Findings

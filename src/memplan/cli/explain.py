@@ -86,15 +86,9 @@ a recording does not have.
 @host_option
 @output_options
 def command(
-    really: bool,
-    top: int,
-    host: str | None,
-    weights: str | None,
-    activations: str | None,
-    lengths: str | None,
-    outputs: Outputs,
-    **values: Any,
-) -> int:
+    really: bool, top: int, host: str | None, weights: str | None, activations: str | None, lengths: str | None,
+    outputs: Outputs, **values: Any,
+) -> int:  # fmt: skip
     """Explain a step, print the explanation, and return the exit code: 1 if it does not fit its card, 2 if a branch was
     assumed. ``values`` are the options of the step, its rank and a recipe; the others are as `HELP` describes them."""
     recipe = take_recipe(values)

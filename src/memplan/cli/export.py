@@ -94,26 +94,11 @@ operation without a C kernel.
 @click.option("--force", is_flag=True, help="Write into a folder that holds other files.")
 @json_option("the figures")
 def command(
-    budget: str,
-    folder: str,
-    accumulate: int,
-    clip_norm: float | None,
-    clip_value: float | None,
-    normalize: str | None,
-    name: str | None,
-    batches: str | None,
-    frozen_weights: Literal["float32", "int8"],
-    frozen_layers: Literal["float32", "int8"],
-    calibration: str | None,
-    weights_file: bool,
-    arena_apart: bool,
-    flash: str | None,
-    verify: bool | None,
-    core: str | None,
-    force: bool,
-    json_file: str | None,
-    **values: Any,
-) -> int:
+    budget: str, folder: str, accumulate: int, clip_norm: float | None, clip_value: float | None, normalize: str | None,
+    name: str | None, batches: str | None, frozen_weights: Literal["float32", "int8"],
+    frozen_layers: Literal["float32", "int8"], calibration: str | None, weights_file: bool, arena_apart: bool,
+    flash: str | None, verify: bool | None, core: str | None, force: bool, json_file: str | None, **values: Any,
+) -> int:  # fmt: skip
     """Export a training step as C, print what it takes, and return the exit code: 1 if it exceeds the budget, or if the
     compiled step differs from PyTorch's.
 

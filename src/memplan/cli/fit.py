@@ -29,14 +29,7 @@ from memplan.cli.progress import progress
 from memplan.cli.recipe_options import recipe_option, take_recipe
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.errors import (
-    BudgetError,
-    InputError,
-    MemplanError,
-    StepError,
-    TargetError,
-    VerificationError,
-)
+from memplan.errors import BudgetError, InputError, MemplanError, StepError, TargetError, VerificationError
 from memplan.trace.naming.targets import contained, location
 
 if TYPE_CHECKING:

@@ -72,17 +72,9 @@ step that cannot be recorded, no baseline of it, or one of another torch.
 @result_options("the outcome")
 @ci_options
 def command(
-    baseline_file: str,
-    tolerance: str,
-    named_cudnn: str | None,
-    update: bool,
-    top: int,
-    results: ResultFiles,
-    sarif: str | None,
-    github: bool,
-    junit: str | None,
-    **values: Any,
-) -> int:
+    baseline_file: str, tolerance: str, named_cudnn: str | None, update: bool, top: int, results: ResultFiles,
+    sarif: str | None, github: bool, junit: str | None, **values: Any,
+) -> int:  # fmt: skip
     """Compare a step's memory with its baseline, print the outcome, and return the exit code: 1 if it takes more.
 
     With ``update``, write the baseline instead. ``values`` are the options of the step and of ``--script``; the others

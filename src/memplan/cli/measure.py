@@ -65,9 +65,7 @@ Exit code: 0 done; 2 bad usage, a step that does not run, no GPU, no CUDA build 
 )
 @click.option("--dry", is_flag=True, help="Run it on the card of --device, emulated.")
 @click.option(
-    "--environment",
-    metavar="PATH",
-    help="With --dry: environment with the CUDA build of torch. Default: this.",
+    "--environment", metavar="PATH", help="With --dry: environment with the CUDA build of torch. Default: this."
 )
 @click.option("--steps", type=Whole(min=1), default=2, show_default=True, metavar="N", help="How often it runs.")
 @click.option(
@@ -78,16 +76,9 @@ Exit code: 0 done; 2 bad usage, a step that does not run, no GPU, no CUDA build 
 @top_option(12, "Layers")
 @output_options
 def command(
-    place: str | None,
-    dry: bool,
-    environment: str | None,
-    steps: int,
-    snapshot: str | None,
-    contribute: str | None,
-    top: int,
-    outputs: Outputs,
-    **values: Any,
-) -> int:
+    place: str | None, dry: bool, environment: str | None, steps: int, snapshot: str | None, contribute: str | None,
+    top: int, outputs: Outputs, **values: Any,
+) -> int:  # fmt: skip
     """Run a step, print what it allocated, and return the exit code. ``place`` is the value of ``--device``, ``values``
     are the other options of the step; the others are as `HELP` and the options describe them."""
     if environment is not None and not dry:

@@ -205,12 +205,7 @@ def all_ranks_options(function: Decorated) -> Decorated:
 def _rank_options(function: Decorated, number: RankNumber, metavar: str, text: str) -> Decorated:
     """Add ``--world``, and ``--rank`` with this type, placeholder and help."""
     rank = click.option("--rank", type=number, default=0, metavar=metavar, help=text)
-    world = click.option(
-        "--world",
-        type=Whole(min=1),
-        metavar="N",
-        help="Record one rank of N, without the others.",
-    )
+    world = click.option("--world", type=Whole(min=1), metavar="N", help="Record one rank of N, without the others.")
     return world(rank(function))
 
 

@@ -12,13 +12,7 @@ from memplan.errors import InputError
 from memplan.trace.naming.targets import contained
 
 
-def quantize(
-    arguments: StepArguments,
-    weights: str | None,
-    activations: str | None,
-    outputs: Outputs,
-    top: int,
-) -> int:
+def quantize(arguments: StepArguments, weights: str | None, activations: str | None, outputs: Outputs, top: int) -> int:
     """Compare inference of a model with its quantized copy, print the comparison, and return the exit code.
 
     Args:

@@ -9,10 +9,7 @@ _PRECISIONS = {
     "fp32": [], "bf16": ["--autocast", "bf16"], "fp16": ["--autocast", "fp16"],
     "bf16-true": ["--dtype", "bf16"], "fp16-true": ["--dtype", "fp16"],
 }  # fmt: skip
-_RENAMED = {
-    "export": {"--out": "--folder", "--on": "--device"},
-    "measure": {"--torch": "--environment"},
-}
+_RENAMED = {"export": {"--out": "--folder", "--on": "--device"}, "measure": {"--torch": "--environment"}}
 """Command -> former option with a value -> its present name."""
 _KEPT = {"run": ("--infer", "--precision"), "sweep": ("--precision",)}
 """Words that are no former spelling in a command: a script's own options, an axis."""

@@ -50,13 +50,9 @@ differs from the recording, or a rank holds more than the others; 2 bad usage, o
 @result_options("everything")
 @debug_option
 def command(
-    files: tuple[str, ...],
-    settings: tuple[str, ...],
-    capacity: str | None,
-    gpu: int | None,
-    top: int,
+    files: tuple[str, ...], settings: tuple[str, ...], capacity: str | None, gpu: int | None, top: int,
     results: ResultFiles,
-) -> int:
+) -> int:  # fmt: skip
     """Replay a snapshot, or compare those of several ranks; print the result, and return the exit code: 1 if memory ran
     out, the replay differs, or a rank holds more than the others.
 

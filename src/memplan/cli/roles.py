@@ -73,13 +73,9 @@ def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, 
 
 
 def run_roles(
-    request: Request,
-    run: Callable[[Request], RunResult],
-    room: int | None,
-    settings: str | None,
-    outputs: Outputs,
+    request: Request, run: Callable[[Request], RunResult], room: int | None, settings: str | None, outputs: Outputs,
     top: int,
-) -> int:
+) -> int:  # fmt: skip
     """Record all ranks of a script, each in a process of its own, and return the exit code.
 
     Args:

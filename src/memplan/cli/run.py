@@ -103,13 +103,7 @@ def unprotected_option(command: Any) -> Any:
 @output_options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(
-    top: int,
-    settings: str | None,
-    host: str | None,
-    outputs: Outputs,
-    **values: Any,
-) -> int:
+def command(top: int, settings: str | None, host: str | None, outputs: Outputs, **values: Any) -> int:
     """Run a script, print what it needs, and return the exit code: 1 if it does not fit its card, 2 if a branch was
     assumed.
 
