@@ -186,7 +186,7 @@ class ScriptRun:
 
     def _common_updates(self) -> int:
         """Return the smallest number of updates of any optimizer, without those that are updated far less often."""
-        counts = self._optimizers.values()
+        counts = list(self._optimizers.values())
         most = max(counts, default=0)
         return min((count for count in counts if most < _RARE * max(count, self._steps)), default=most)
 
