@@ -86,6 +86,7 @@ class _Exploration:
         """Override all scalar reads at once, since most are only logged; then each branch; then each scalar read that
         has an effect on memory."""
         queue = self._new_choices(self._first)
+        # all reads return their smallest value; then all return the values of their range in turn
         for kind in ("other value", "in turn"):
             reads = [choice for choice in queue if choice.kind == kind]
             other = self._record(self._first.overrides ^ frozenset(reads)) if reads else None
@@ -93,32 +94,36 @@ class _Exploration:
                 # without a known range, another value proves no effect only if all storages have the same bytes
                 ranges, same_bytes = self._first.decisions.reads, other.bytes == self._first.bytes
                 self._without_effect.update(choice for choice in reads if same_bytes or ranges[choice.line].bounded)
-        queue.sort(key=lambda choice: choice.kind != "branch")
+        queue.sort(key=lambda choice: choice.kind != "branch")  # branches first
         while queue:
             choice = queue.pop(0)
             if choice not in self._without_effect:
                 queue += self._try(choice)
 
     def _new_choices(self, recorded: Recorded) -> list[Choice]:
-        """Return the choices of a recording that no earlier recording reached, and note the recording for each."""
+        """Return the choices of a recording that no earlier recording reached, and note the recording for each.
+
+        A scalar read can return the values of its range "in turn" if they are integers, the range is always the same,
+        and the line reads more than once per step.
+        """
         if not isinstance(recorded.outcome, Trace):
             return []
         (branches, reads), steps = recorded.decisions, len(recorded.outcome.steps)
         choices = [Choice(line, "branch") for line in branches]
         choices += [Choice(line, "other value") for line in reads]
-        choices += [
-            Choice(line, "in turn") for line, read in reads.items()
-            if read.bounded and read.alike and isinstance(read.value, int) and read.times > steps
-        ]  # fmt: skip
-        guards = {choice for choice in recorded.overrides if choice.kind == "branch"}
-        new = [choice for choice in choices if choice not in self._first_reached_in and choice not in guards]
-        self._first_reached_in |= dict.fromkeys(new, recorded)
+        for line, read in reads.items():
+            if read.bounded and read.alike and isinstance(read.value, int) and read.times > steps:
+                choices.append(Choice(line, "in turn"))
+        overridden = {choice for choice in recorded.overrides if choice.kind == "branch"}
+        new = [choice for choice in choices if choice not in self._first_reached_in and choice not in overridden]
+        for choice in new:
+            self._first_reached_in[choice] = recorded
         return new
 
     def _try(self, choice: Choice) -> list[Choice]:
-        """Record the step with a choice overridden. Returns the choices that no earlier recording reached."""
-        first_with_choice = self._first_reached_in[choice]
-        base = self._best if self._best.reaches(choice) else first_with_choice
+        """Record the step with a choice overridden, in addition to the overrides of the best recording that reaches it.
+        Returns the choices that no earlier recording reached."""
+        base = self._best if self._best.reaches(choice) else self._first_reached_in[choice]
         other = self._record(base.overrides ^ {choice})
         if other is None:
             return []
@@ -126,26 +131,25 @@ class _Exploration:
         return self._new_choices(other)
 
     def _record(self, overrides: Overrides) -> Recorded | None:
-        """Record the step with overrides; None after `_MAX_RECORDINGS`, or if no time is left."""
+        """Record the step with overrides, unless it is already recorded; None after `_MAX_RECORDINGS`, or if no time is
+        left."""
         if overrides not in self._recorded:
             if len(self._recorded) > _MAX_RECORDINGS or not self._has_time():
                 return None
             other = self._recorded[overrides] = self._record_again(overrides)
             if isinstance(other.outcome, Trace):
-                # at equal peaks, show the trace of a program that runs more steps
-                more = len(other.outcome.steps) - len(self._trace.steps)
-                if other.peak * (_SAME if more > 0 else 1) > self._best.peak * (_SAME if more < 0 else 1):
+                # at about equal peaks, the trace with more steps is the better
+                steps, best_steps = len(other.outcome.steps), len(self._trace.steps)
+                peak = other.peak * (_SAME if steps > best_steps else 1)
+                if peak > self._best.peak * (_SAME if steps < best_steps else 1):
                     self._best, self._trace = other, other.outcome
         return self._recorded[overrides]
 
     def result(self) -> Trace:
         """Return the trace with the largest peak, with the assumptions about all choices."""
         branches = [choice for choice in self._first_reached_in if choice.kind == "branch"]
-        rows = [self._branch_row(choice) for choice in branches]
-        rows += [
-            self._read_row(line)
-            for line in dict.fromkeys(line for line, kind in self._first_reached_in if kind != "branch")
-        ]
+        read_lines = dict.fromkeys(choice.line for choice in self._first_reached_in if choice.kind != "branch")
+        rows = [*(self._branch_row(choice) for choice in branches), *(self._read_row(line) for line in read_lines)]
         at_branches = {format_frame(choice.line) for choice in branches}
         others = [row for row in self._trace.assumptions if row.where not in at_branches or not _is_of_branch(row)]
         assumptions = (*(row for row in rows if row is not None), *others)
@@ -172,32 +176,31 @@ class _Exploration:
 
     def _read_row(self, line: Line) -> Assumption | None:
         """Return the Assumption to report for the scalar reads of a line, or None if the peak does not depend on it."""
-        choices = [Choice(line, "other value"), Choice(line, "in turn")]
-        choices = [
-            choice for choice in choices if choice in self._first_reached_in and choice not in self._without_effect
-        ]
-        if not choices:
+        choices = (Choice(line, "other value"), Choice(line, "in turn"))
+        relevant = [choice for choice in choices if choice in self._first_reached_in.keys() - self._without_effect]
+        if not relevant:
             return None
-        where, read = format_frame(line), self._first_reached_in[choices[0]].decisions.reads[line]
-        tried = [recorded for choice in choices if choice in self._tried for recorded in self._tried[choice]]
-        outcomes = {_value_text(line, recorded.overrides): recorded for recorded in tried}
-        peaks = {text: recorded.peak for text, recorded in outcomes.items() if isinstance(recorded.outcome, Trace)}
+        where, read = format_frame(line), self._first_reached_in[relevant[0]].decisions.reads[line]
+        recordings = [recorded for choice in relevant for recorded in self._tried.get(choice, ())]
+        by_value = {_value_text(line, recorded.overrides): recorded for recorded in recordings}
+        peaks = {value: recorded.peak for value, recorded in by_value.items() if isinstance(recorded.outcome, Trace)}
         if not read.bounded:
-            changes = len({recorded.bytes for recorded in outcomes.values() if recorded.peak}) != 1
+            changes = len({recorded.bytes for recorded in by_value.values() if recorded.peak}) != 1
             return Assumption("branch", _UNBOUNDED.format(value=read.value), where) if changes else None
-        for text, recorded in outcomes.items():
+        for value, recorded in by_value.items():
             if isinstance(recorded.outcome, RecordingError):
                 how = shorten(recorded.outcome.found, 120, placeholder=" ...")
-                return Assumption("bound", _RAISED.format(end=next(iter(peaks)), other=text, how=how), where)
-        if any(choice not in self._tried for choice in choices):
+                return Assumption("bound", _RAISED.format(end=next(iter(peaks)), other=value, how=how), where)
+        if any(choice not in self._tried for choice in relevant):
             return Assumption("bound", _UNTRIED, where)
-        most, least = max(peaks, key=lambda text: peaks[text]), min(peaks, key=lambda text: peaks[text])
+        most, least = max(peaks, key=lambda value: peaks[value]), min(peaks, key=lambda value: peaks[value])
         if peaks[most] <= _SAME * peaks[least]:
             return None
         sizes = {"most": format_bytes(peaks[most]), "less": format_bytes(peaks[least])}
         text = _SIZES.format(end=most, other=least, **sizes)
-        if read.times // len(self._trace.steps) > 1:
-            text += _MIXED.format(times=read.times // len(self._trace.steps))
+        reads_per_step = read.times // len(self._trace.steps)
+        if reads_per_step > 1:
+            text += _MIXED.format(times=reads_per_step)
         return Assumption("bound", text, where)
 
 
@@ -218,10 +221,12 @@ _UNBOUNDED = "a value of unknown range that is read decides sizes: it is taken a
 
 
 def _value_text(line: Line, overrides: Overrides) -> str:
+    """Return how a message names the value that the scalar reads of a line return under overrides."""
     if Choice(line, "in turn") in overrides:
         return "as one value after the other"
     return "as the smallest" if Choice(line, "other value") in overrides else "as the largest it can be"
 
 
 def _is_of_branch(assumption: Assumption) -> bool:
+    """Return whether a recording's Assumption is about a branch, which the exploration reports in its own words."""
     return assumption.kind == "branch" or "decided a branch" in assumption.text

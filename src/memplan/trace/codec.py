@@ -17,10 +17,11 @@ _OPTIONAL = (
 
 
 def sections_of(trace: Any) -> dict[str, Any]:
-    """Return the sections of a saved Trace, with a row for each op or storage.
+    """Return the sections of a saved Trace: name -> value, with a row for each op or storage.
 
-    Rows of ops and storages omit the index, which is the row's number; a view is a list that begins with its argument's
-    name.
+    A row lists the values of a record's fields. Those of ops and storages omit the first, the index, which is the row's
+    number; those of layers omit the last, which is in the section "made". A view that an op reads is a list that begins
+    with the name of the argument.
     """
     return {
         **{name: getattr(trace, name) for name in _HEAD},
@@ -43,11 +44,11 @@ def fields_of(data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, ValueError: ``data`` has no sections of a trace.
     """
-    lines = data.pop("made", ())
+    created_at = data.pop("made", ())  # files of earlier versions lack it
     return data | {
         "ops": [[index, *row] for index, row in enumerate(data["ops"])],
         "storages": [[index, *row] for index, row in enumerate(data["storages"])],
-        "layers": [[*row, where] for row, where in itertools.zip_longest(data["layers"], lines)],
+        "layers": [[*row, where] for row, where in itertools.zip_longest(data["layers"], created_at)],
         "forms": [
             [op, [[name, view] for name, *view in reads], writes, options]
             for op, reads, writes, options in data.get("forms", ())
@@ -75,8 +76,8 @@ def check(trace: Any) -> None:
                 f"has storage {storage.id}, which lives from {storage.born} to {storage.died} and takes "
                 f"{storage.low} to {storage.bytes} bytes"
             )
-        makers = () if storage.op is None else (storage.op,)
-        _within(f"ops of storage {storage.id}", (*makers, *(s.op for s in storage.sharers)), ops)
+        allocating_op = () if storage.op is None else (storage.op,)
+        _within(f"ops of storage {storage.id}", (*allocating_op, *(s.op for s in storage.sharers)), ops)
         events += (storage.born,) if storage.died is None else (storage.born, storage.died)
     if sum(storage.bytes for storage in trace.storages) > MOST_BYTES:
         raise Unreadable(f"has storages of more than {MOST_BYTES} bytes, more than can be counted")

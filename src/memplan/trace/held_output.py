@@ -51,8 +51,10 @@ class CapturedOutput:
             yield
             return
         with ExitStack() as stack:
-            for stream in {id(out): out for out in (sys.stdout, sys.stderr) if hasattr(out, "__dict__")}.values():
-                stack.enter_context(patched(stream, write=self._capturing(stream.write, id(stream))))
+            streams = {id(stream): stream for stream in (sys.stdout, sys.stderr)}  # which may be the same
+            for stream in streams.values():
+                if hasattr(stream, "__dict__"):  # else its attributes cannot be patched
+                    stack.enter_context(patched(stream, write=self._capturing_write(stream.write, id(stream))))
             stack.enter_context(self.in_thread())
             try:
                 yield
@@ -80,9 +82,12 @@ class CapturedOutput:
         lines = "1 line that it printed is" if self.lines == 1 else f"{self.lines} lines that it printed are"
         return (f"{lines} not shown: values are stand-ins (--show-output, show_output=True)",)
 
-    def _capturing(self, write: Callable[[str], Any], stream: int) -> Callable[[str], Any]:
-        """Return a ``write`` for a stream that captures what our threads write, except debuggers, and splits it into
-        lines."""
+    def _capturing_write(self, write: Callable[[str], Any], stream: int) -> Callable[[str], Any]:
+        """Return a replacement for a stream's ``write`` that captures what the threads within `in_thread` write, by
+        lines. Debuggers and other threads write as before.
+
+        ``stream``: id() of the stream, whose unfinished line continues with the next text.
+        """
 
         def capture(text: str) -> Any:
             package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
@@ -102,6 +107,7 @@ class CapturedOutput:
         self._open.clear()
 
     def _count_line(self, line: str) -> None:
+        """Count a line, unless it is blank. Of a progress bar, which redraws its line, the last state is noted."""
         if line.strip():
             self.lines += 1
             self._last.append(line.rpartition("\r")[2].rstrip() or line.strip())

@@ -7,16 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from memplan.trace.records import Storage
 
 
-def _requested(storage: Storage) -> int:
-    return storage.bytes
+def live_bytes(
+    storages: Iterable[Storage], size: Callable[[Storage], int] = lambda storage: storage.bytes
+) -> Iterator[tuple[int, int]]:
+    """Yield (tick, live bytes right after it) for each allocation and free of the storages, in order.
 
-
-def live_bytes(storages: Iterable[Storage], size: Callable[[Storage], int] = _requested) -> Iterator[tuple[int, int]]:
-    """Yield (tick, live bytes right after it) for each allocation and free, in order.
-
-    Args:
-        storages: to count.
-        size: bytes of a storage: as requested, or in blocks.
+    ``size``: returns the bytes of a storage; by default as requested.
     """
     changes = list[tuple[int, int]]()
     for storage in storages:

@@ -85,28 +85,27 @@ def measure(
     check_steps(steps)
     # suspended, since the step itself may measure something
     with recording_suspended(), called("memplan.measure", profiles=not dry):
-        return _measure_on(build, device, steps, dry, environment, snapshot, contribute)
-
-
-def _measure_on(
-    build: Runs, device: str | None, steps: int, dry: bool, environment: str | os.PathLike[str] | None,
-    snapshot: str | os.PathLike[str] | None, contribute: str | os.PathLike[str] | None,
-) -> Trace:  # fmt: skip
-    """Measure on the CPU, the GPU or an emulated card; raise UsageError for options of another of the three."""
-    if dry:
-        _refuse("with dry=True", contribute=contribute)
-        return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
-    _refuse("without dry=True", environment=environment)
-    if is_cuda(device):
-        return _on_card(build, own_gpu(), steps, snapshot, contribute)
-    _refuse("without a card", snapshot=snapshot, contribute=contribute)
-    return _on_cpu(build, device, steps)
+        if dry:
+            _refuse("with dry=True", contribute=contribute)
+            return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
+        _refuse("without dry=True", environment=environment)
+        if is_cuda(device):
+            return _on_card(build, own_gpu(), steps, snapshot, contribute)
+        _refuse("without a card", snapshot=snapshot, contribute=contribute)
+        return _on_cpu(build, device, steps)
 
 
 def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
     """Measure on this machine's CPU: join the ops of a run under a dispatch mode to the allocator's events of a run
-    without the mode."""
-    target, notes = _checked_device(device)
+    without the mode. Raises DeviceError if ``device`` is neither the CPU nor None."""
+    if device is not None and str(device).lower() != HOST:
+        raise DeviceError(
+            f"device {device!r} to measure on",
+            expected="'cpu', or 'cuda' where a GPU is",
+            do="Leave it out, name this machine's GPU (device='cuda'), or emulate the card: memplan measure --dry "
+            "--device h100 TARGET (dry=True)",
+        )
+    notes: tuple[str, ...] = (CUDA_DIFFERS,) if device is None else ()
     with undisturbed(real=True):
         with random_kept():
             named = named_run(build, steps)
@@ -120,7 +119,7 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
         )
     elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
-    return trace_of(joined.parts, origin="measured", device=target, notes=notes)
+    return trace_of(joined.parts, origin="measured", device=HOST, notes=notes)
 
 
 _UNENDED = "a thread that the step started is still running: what it allocates is not measured"
@@ -145,7 +144,7 @@ def _profiled_run(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, .
 
 
 def _refuse(why: str, **options: object) -> None:
-    """Raise UsageError if an option is not None; ``why`` completes the message."""
+    """Raise UsageError if any of the options is not None. ``why`` says when they have no meaning: "without a card"."""
     used = [name for name, value in options.items() if value is not None]
     if used:
         raise UsageError(
@@ -193,15 +192,3 @@ def _on_card(
 def _first_three(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _checked_device(device: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return the CPU's name and notes about the choice. Raises DeviceError for another device."""
-    if device is not None and str(device).lower() != HOST:
-        raise DeviceError(
-            f"device {device!r} to measure on",
-            expected="'cpu', or 'cuda' where a GPU is",
-            do="Leave it out, name this machine's GPU (device='cuda'), or emulate the card: memplan measure --dry "
-            "--device h100 TARGET (dry=True)",
-        )
-    return HOST, (CUDA_DIFFERS,) if device is None else ()

@@ -46,7 +46,8 @@ class NamedRun:
 
 @contextmanager
 def compiled_as_torch_is(build: Runs) -> Iterator[None]:
-    """Undo memplan's patches of a script, which Dynamo cannot trace, while compiled functions of a program run."""
+    """Within this context, memplan's patches of a script are undone while compiled functions run: Dynamo cannot trace
+    them. Scripted functions run as Python. A ``build`` that is no script (`Program`) has no such patches."""
     if not isinstance(build, Program):
         yield
         return
@@ -62,35 +63,35 @@ def compiled_as_torch_is(build: Runs) -> Iterator[None]:
 
 
 def named_run(build: Runs, steps: int, device: str = HOST) -> NamedRun:
-    """Run the step under a dispatch mode and a memory profile of ``device``; on the CPU, restore the state that it
-    changed."""
+    """Run the step ``steps`` times under a dispatch mode and a memory profile of ``device``. On the CPU, restore the
+    tensors from outside of ``build`` that it changed, since another run follows."""
     place = Place()
     observer = Observer(place, real=True, on_card=device != HOST)
     outside = OutsideState(place, observer.ledger) if device == HOST else None
     profile = _torch.memory_profile()
     mode = _torch.EagerMode(_dispatch_in_ranges(observer, outside))
-    compiled: list[str] = []
+    notes: list[str] = []  # about compiled or scripted functions, which run as plain Python
     finished: list[StepParts] = []
     entries: list[Entry] = []
     with ExitStack() as stack:
         with mode:
             observer.calibrate()
         stack.enter_context(place.following())
-        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(_COMPILED)))
-        stack.enter_context(_torch.scripted_as_python(lambda: compiled.append(SCRIPTED)))
+        stack.enter_context(_torch.eager_instead_of_compiled(lambda: notes.append(_COMPILED)))
+        stack.enter_context(_torch.scripted_as_python(lambda: notes.append(SCRIPTED)))
         marks = StepMarks(observer)
 
-        def ended() -> None:
+        def finish_observation() -> None:  # now, since layers get their names from modules that are alive
             observer.ledger.close()
             finished.append(finish(observer, marks.ticks))
             entries.extend(observer.ledger.entries)
 
-        marks.after_last_step = ended
+        marks.after_last_step = finish_observation
         with recording_runs(measurement(place, device)), profile, mode:
             run_steps(build, steps, observer, marks)
     if outside is not None:  # on a card this is the last run of the process
         outside.restore()
-    return NamedRun(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
+    return NamedRun(observer, finished[0], entries, _torch.Profile.of(profile, device), tuple(dict.fromkeys(notes)))
 
 
 def measurement(place: Place, device: str = HOST) -> Running:
@@ -106,10 +107,6 @@ def measurement(place: Place, device: str = HOST) -> Running:
     return Running(Target(device), suspended, really=True)
 
 
-def _nothing() -> None:
-    return None
-
-
 class StepMarks(ObservedRun):
     """Boundaries that mark the profiler's record where steps begin and end.
 
@@ -118,13 +115,13 @@ class StepMarks(ObservedRun):
 
     def __init__(self, observer: Observer) -> None:
         super().__init__(observer)
-        self.after_part: Callable[[], None] = _nothing
+        self.after_part: Callable[[], None] = lambda: None
         """Called after building and after each step."""
-        self.after_last_step: Callable[[], None] = _nothing
+        self.after_last_step: Callable[[], None] = lambda: None
         """Called after the last step."""
 
     def end_part(self) -> None:
-        """Collect garbage, call `after_part` and mark the record."""
+        """End the build or a step: collect garbage, call `after_part`, and mark the end in the profiler's record."""
         super().end_part()
         self.after_part()
         with _torch.marker(f"{STEP}{self.observer.place.step}"):
@@ -132,20 +129,20 @@ class StepMarks(ObservedRun):
 
     def ended(self) -> None:
         """Call `after_last_step` while model and optimizer are alive."""
-        with _torch.marker(_torch.END_MARK):
+        with _torch.marker(_torch.END_MARK):  # memory events after this mark do not count
             self.after_last_step()
 
 
 def _dispatch_in_ranges(observer: Observer, outside: OutsideState | None) -> _torch.Dispatch:
-    """Return the observer's dispatch with each op in a profiler range named by its index, to join memory events to
-    ops. Tensors from outside of ``build`` are saved before an op writes them."""
+    """Return the observer's dispatch with each op in a profiler range named by the op's index, to join memory events
+    to ops. With ``outside``, tensors from outside of ``build`` are saved before an op writes them."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         if outside is not None:
             outside.save_before(func, args, kwargs)
 
         def run_marked(op: Any) -> Any:
-            with _torch.marker(str(len(observer.notes) - 1)):
+            with _torch.marker(str(len(observer.notes) - 1)):  # the observer has just noted this op
                 return run(op)
 
         return observer.dispatch(func, args, kwargs, run_marked)

@@ -38,7 +38,7 @@ def own_streams() -> Iterator[None]:
     A function imported from its module (``from random import random``) still draws from the process's generator. Its
     state is restored only if there are no other threads, which may have drawn from it, too.
     """
-    states, nested = _generator_states(), _is_recording_thread()
+    states, nested = _generator_states(), _is_recording_thread()  # nested: within a recording, which replaced them
     try:
         with nullcontext() if nested else _generators_replaced():
             yield
@@ -101,7 +101,10 @@ def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Ite
         others: further functions of the module -> their replacements.
     """
     names = [name for name, value in vars(module).items() if getattr(value, "__self__", None) is shared]
-    (own.setstate if module is random else own.set_state)((module.getstate if module is random else module.get_state)())
+    if module is random:
+        own.setstate(module.getstate())
+    else:
+        own.set_state(module.get_state())
 
     def redirect(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         function = getattr(module, name)

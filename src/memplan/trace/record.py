@@ -43,7 +43,7 @@ from memplan.trace.recording.session import (
     run_steps,
     undisturbed,
 )
-from memplan.trace.recording.symbolic_scalars import Choice, Decisions, Overrides, ScalarPolicy, may_hold_symbolic
+from memplan.trace.recording.symbolic_scalars import Choice, Overrides, ScalarPolicy, may_hold_symbolic
 from memplan.trace.recording.values.bounds import Bounds, Execution, Shares
 from memplan.trace.recording.values.selected_counts import count_from_shape_error
 from memplan.trace.records import HOST, ON_CARD, RankGroup
@@ -179,49 +179,53 @@ class _Compiled:
 
 
 def _reason(error: RecordingError) -> str:
-    """Return the first line of the reason why a compiled step could not be recorded."""
-    cause = getattr(error.__cause__, "inner_exception", error.__cause__)
+    """Return the first line of the exception that ended the recording of a compiled step."""
+    cause = getattr(error.__cause__, "inner_exception", error.__cause__)  # of torch's BackendCompilerFailed
     return f"{type(cause).__name__}: {cause}".strip().partition("\n")[0][:200]
 
 
 def _record_branches(target: Target, known: Known, build: Runs, steps: int, compiled: _Compiled) -> Trace:
-    """Record a step, and again with other branches and values where unknown values decide."""
+    """Record a step, and again with other branches and values where unknown values decide; return the trace with the
+    largest peak."""
     recording, trace = _record_on_device(target, known, build, steps, compiled)
+    most_ops = _OPS_FACTOR * len(trace.ops) + _EXTRA_OPS
 
     def record_again(overrides: Overrides) -> Recorded:
-        most_ops = _OPS_FACTOR * len(trace.ops) + _EXTRA_OPS
         other, outcome = _record(
             target, recording.on_card, known, build, steps, compiled, overrides, recording.counts, most_ops=most_ops
         )
-        return Recorded(outcome, overrides, other.decisions)
+        return Recorded(outcome, overrides, other.scalars.decisions)
 
     def has_time() -> bool:
         return not isinstance(build, Program) or build.has_time
 
-    return explore_branches(Recorded(trace, recording.overrides, recording.decisions), record_again, has_time)
+    return explore_branches(Recorded(trace, recording.overrides, recording.scalars.decisions), record_again, has_time)
 
 
 def _record_on_device(
     target: Target, known: Known, build: Runs, steps: int, compiled: _Compiled
 ) -> tuple[_Recording, Trace]:
-    """Record a step, and a second time if only the first recording shows which storages are on the card: if ``build``
-    names no CUDA device, either the step does so later, or everything counts as on the card."""
-    first, trace = _record(target, "unknown", known, build, steps, compiled)
-    if isinstance(trace, RecordingError):
-        if not first.names_cuda_late:
-            raise trace
-        trace = None  # it may have failed because all of its tensors claimed to be on the card
-    if trace is not None and not first.names_cuda_late:
-        return first, trace
-    place = "named" if first.names_cuda_late else "everything"
-    second, second_trace = _record(target, place, known, build, steps, compiled)
-    if isinstance(second_trace, RecordingError):
-        raise second_trace
-    assert second_trace is not None, "devices of the storages of build are settled"
-    weights = [storage for storage in second_trace.storages if storage.cause == "weight"]
-    if trace is not None and weights and all(storage.device == HOST for storage in weights):
-        return first, trace  # the step took "cuda" from a tensor's device, which the recording had reported
-    return second, second_trace
+    """Record a step, and a second time if only the first recording shows which storages are on the card.
+
+    If ``build`` names no CUDA device, either the step does so later, and other tensors are on the host, or everything
+    counts as on the card.
+    """
+    first, outcome = _record(target, "unknown", known, build, steps, compiled)
+    if not first.names_cuda_late:
+        if isinstance(outcome, RecordingError):
+            raise outcome
+        if outcome is not None:
+            return first, outcome
+    # otherwise an error may be due to the recording's claim that all tensors are on the card: record again
+    on_card = "named" if first.names_cuda_late else "everything"
+    second, second_outcome = _record(target, on_card, known, build, steps, compiled)
+    if isinstance(second_outcome, RecordingError):
+        raise second_outcome
+    assert second_outcome is not None, "devices of the storages of build are settled"
+    weights = [storage for storage in second_outcome.storages if storage.cause == "weight"]
+    if isinstance(outcome, Trace) and weights and all(storage.device == HOST for storage in weights):
+        return first, outcome  # the step took "cuda" from a tensor's device, which the recording had reported
+    return second, second_outcome
 
 
 _MAX_COUNTS = 32
@@ -252,6 +256,9 @@ def _record(
     error imply; scalar reads return their smallest possible value, as the largest may not fit; a branch that ends in a
     ``raise`` or ``assert`` goes in its other direction.
 
+    Returns:
+        The last recording, with its trace, the error that ended it, or None (see `_Recording.run`).
+
     Args:
         target: the device and rank to record for.
         on_card: which storages are on the card.
@@ -264,36 +271,35 @@ def _record(
         most_ops: for further recordings, the number of ops after which to give up; scalar reads then follow
             ``overrides`` alone.
     """
-    first, first_misfit, counts = None, None, dict(counts or {})
+    counts = dict(counts or {})
+    first: StepError | None = None  # of the first direction of an overridden branch
+    first_misfit: StepError | None = None  # of an op that refused the largest values
     while True:
         recording = _Recording(target, on_card, known, overrides, counts, compiled)
         recording.observer.most_ops = most_ops
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
-            cause, raised_explicitly = error.__cause__, raised_by_statement(error.__cause__)
-            selected = recording.last_bound
-            if (
-                selected is not None
-                and cause is not None
-                and not raised_explicitly
-                and selected == frame_of_error(cause)
-            ):
-                execution = selected, recording.last_execution
-                count = count_from_shape_error(cause, recording.last_selected)
-                if count is None or execution in counts or len(counts) == _MAX_COUNTS:
-                    return recording, _wrong_count(error, selected, counted=execution in counts)
-                counts[execution] = count
-                continue
-            smallest = recording.smallest_values - overrides
-            if most_ops is None and smallest and not raised_explicitly:
-                first_misfit, overrides = first_misfit or error, overrides | smallest
-                continue
-            error = error if raised_explicitly else first_misfit or error
-            if may_hold_symbolic(error.__cause__) and not raised_explicitly:
-                return recording, _unknown_argument(error)
+            cause = error.__cause__
+            if not raised_by_statement(cause):  # an op refused its arguments
+                selected = recording.scalars.last_bound
+                if selected is not None and cause is not None and selected == frame_of_error(cause):
+                    execution = selected, recording.bounds.last_execution
+                    count = count_from_shape_error(cause, recording.scalars.last_selected)
+                    if count is None or execution in counts or len(counts) == _MAX_COUNTS:
+                        return recording, _wrong_count(error, selected, counted=execution in counts)
+                    counts[execution] = count
+                    continue
+                smallest = recording.smallest_values - overrides
+                if most_ops is None and smallest:
+                    first_misfit, overrides = first_misfit or error, overrides | smallest
+                    continue
+                error = first_misfit or error
+                if may_hold_symbolic(error.__cause__):
+                    return recording, _unknown_argument(error)
+                return recording, error if first is None else _both_directions(first, error, overrides)
             decision = recording.last_decision
-            if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS or not raised_explicitly:
+            if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS:
                 return recording, error if first is None else _both_directions(first, error, overrides)
             first, overrides = first or error, overrides | {decision}
         except RecordingError as error:
@@ -312,7 +318,8 @@ def _unknown_argument(error: StepError) -> DataDependentError:
 
 
 def _wrong_count(error: StepError, selected: Line, *, counted: bool) -> DataDependentError:
-    """Return the error to raise where an op does not fit the number of elements assumed to be selected.
+    """Return the error to raise where an op refuses the number of elements that values were assumed to select at the
+    line ``selected``.
 
     ``counted``: the number was inferred from other shapes; else it is the largest possible.
     """
@@ -328,7 +335,7 @@ def _wrong_count(error: StepError, selected: Line, *, counted: bool) -> DataDepe
 
 
 def _both_directions(first: StepError, later: RecordingError, overrides: Overrides) -> StepError:
-    """Return the first error, with what happened in the other direction of the overridden branches."""
+    """Return the error of the first direction of the overridden branches, with what happened in the other."""
     places = ", ".join(sorted(str(format_frame(line)) for line, kind in overrides if kind == "branch"))
     then = "it ends so, too" if later.found == first.found else later.found
     joined = StepError(
@@ -364,11 +371,11 @@ class _Recording(ObservedRun):
         place = Place()
         self._printed = CapturedOutput()
         self._shares = Shares(target.assumed)
-        self._scalars = ScalarPolicy(self._shares, overrides)
-        super().__init__(Observer(place, real=False, semantics=known(cpu.SEMANTICS), events=self._scalars))
-        self._bounds = Bounds(self._shares, self._scalars.bounded, self.observer.ranges.of, counts)
+        self.scalars = ScalarPolicy(self._shares, overrides)
+        super().__init__(Observer(place, real=False, semantics=known(cpu.SEMANTICS), events=self.scalars))
+        self.bounds = Bounds(self._shares, self.scalars.bounded, self.observer.ranges.of, counts)
         self._mode = _torch.FakeMode(
-            self.observer.dispatch, lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
+            self.observer.dispatch, lambda func, args, kwargs: self.bounds.result(func, args, kwargs, user_frame())
         )
         self.observer.fake_of = self._mode.fake_of
         self.observer.needs_of_wrapped = self._mode.needs_of_wrapped
@@ -399,33 +406,14 @@ class _Recording(ObservedRun):
     @property
     def last_decision(self) -> Choice | None:
         """Return the last branch that an unknown value decided."""
-        line = self._scalars.last_decision
+        line = self.scalars.last_decision
         return None if line is None else Choice(line, "branch")
-
-    @property
-    def decisions(self) -> Decisions:
-        """Return the lines at which unknown values decided branches or were read."""
-        return self._scalars.decisions
 
     @property
     def smallest_values(self) -> Overrides:
         """Return the overrides by which all scalar reads of known range return the smallest possible value."""
-        return frozenset(Choice(line, "other value") for line, read in self.decisions.reads.items() if read.bounded)
-
-    @property
-    def last_bound(self) -> Line | None:
-        """Return the last line at which values selected elements."""
-        return self._scalars.last_bound
-
-    @property
-    def last_execution(self) -> int:
-        """Return the number of earlier executions of line `last_bound`."""
-        return self._bounds.last_execution
-
-    @property
-    def last_selected(self) -> int:
-        """Return the number of elements that was assumed for `last_bound`."""
-        return self._scalars.last_selected
+        reads = self.scalars.decisions.reads
+        return frozenset(Choice(line, "other value") for line, read in reads.items() if read.bounded)
 
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
@@ -456,15 +444,15 @@ class _Recording(ObservedRun):
             resize = torch.UntypedStorage.resize_
             resized = lambda storage, size: observer.ledger.resize(storage, size, resize)  # noqa: E731
             stack.enter_context(_torch.patched(torch.UntypedStorage, resize_=resized))
-            stack.enter_context(self._scalars.installed(observer, self._mode))
+            stack.enter_context(self.scalars.installed(observer, self._mode))
             stack.enter_context(self._compiling(patches))
             if self._card is not None and self._target.card is not None:
-                chosen = self._scalars.assumed.kernel_chosen
+                chosen = self.scalars.assumed.kernel_chosen
                 composites = stack.enter_context(
                     fake_cuda.installed(self._card, self._target.card, chosen, self._differing, self.observer.launched)
                 )
                 self._mode.replacements, self._other_kernels = composites, composites.differing
-            stack.enter_context(self._scalars.making_tensors(observer))
+            stack.enter_context(self.scalars.making_tensors(observer))
             stack.enter_context(_torch.around_cache_clearing(observer.ledger.freed_in_order))
             stack.enter_context(self._mode.recording())
             stack.enter_context(_torch.around_started_threads(self._in_thread))
@@ -491,7 +479,7 @@ class _Recording(ObservedRun):
         calls = () if self._card is None else (call for call in self._card.calls if call.tick <= self._parts.end)
         trace = trace_of(
             self._parts, origin="recorded", device=self._target.name, notes=notes,
-            assumptions=self._scalars.assumed.rows(), calls=tuple(calls),
+            assumptions=self.scalars.assumed.rows(), calls=tuple(calls),
             other_kernels=other_kernels, alike=() if queries else self._alike(other_kernels),
             collected=tuple(self.collected), loaders=self._loading.rows(), host=self._loading.host(),
         )  # fmt: skip
@@ -508,16 +496,19 @@ class _Recording(ObservedRun):
 
     @contextmanager
     def _compiling(self, patches: list[Patch]) -> Iterator[None]:
-        """Record the compiled code of compiled functions, or run them as if eager. ``patches``: the recording's patches
-        of torch."""
+        """Within this context, record the compiled code of compiled functions, or run them as if eager.
 
-        def seen() -> None:
+        ``patches``: the recording's patches of torch, which Dynamo cannot trace. They are undone while it compiles and
+        while compiled code runs, and back in functions that `torch.compiler.disable` excludes.
+        """
+
+        def note_call() -> None:
             self._compiled.seen = True
             if self._compiled.refused:
-                self._scalars.assumed.add("compiled", f"{AS_IF_EAGER} (not followed: {self._compiled.refused})")
+                self.scalars.assumed.add("compiled", f"{AS_IF_EAGER} (not followed: {self._compiled.refused})")
 
         if self._compiled.refused:
-            with _torch.eager_instead_of_compiled(seen, lambda: unpatched(patches)):
+            with _torch.eager_instead_of_compiled(note_call, lambda: unpatched(patches)):
                 yield
             return
 
@@ -525,7 +516,7 @@ class _Recording(ObservedRun):
 
         @contextmanager
         def around_call() -> Iterator[None]:
-            seen()
+            note_call()
             in_compiled = nullcontext() if self._card is None else self._card.in_compiled()
             with unpatched(patches) as undone[:], _torch.without_global_hooks(), in_compiled:
                 yield
@@ -546,12 +537,12 @@ class _Recording(ObservedRun):
             # without a warning about the recording's hooks
             _torch.compiled_modules_seen(lambda: None, lambda: unpatched(patches)),
             _torch.compiled_without_kernels(
-                around_call, around_disabled, around_compiling, self.observer.launched, self._place_of
+                around_call, around_disabled, around_compiling, self.observer.launched, self._device_for
             ),
         ):
             yield
 
-    def _place_of(self, arguments: Sequence[Any]) -> str:
+    def _device_for(self, arguments: Sequence[Any]) -> str:
         """Return the device on which a compiled function with these arguments allocates."""
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         on_card = self._card is not None and (self._card.everything or any(map(self._card.holds, tensors)))
@@ -564,6 +555,7 @@ class _Recording(ObservedRun):
             _Unsettled: `build` has to be recorded again, on the card.
         """
         if self._card is not None:
+            # CPU kernels ran before it was known that everything is on the card
             if not self._card.fixed_precision and any(cuda.is_own(note.name) for note in self.observer.notes):
                 raise _Unsettled
             self._card.end_build()

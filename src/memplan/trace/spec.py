@@ -37,7 +37,11 @@ class Spec:
     seed: int = 0
 
     def make(self) -> torch.Tensor:
-        """Return the tensor, drawn from a new generator with `seed`; a fake tensor under a fake mode."""
+        """Return the tensor, drawn from a new generator with `seed`; a fake tensor under a fake mode.
+
+        Floats without a range are from a normal distribution. A missing end of a range is 0 or, for floats, 1 (for
+        integers 2).
+        """
         generator = torch.Generator().manual_seed(self.seed)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             values = torch.randn(self.shape, generator=generator)

@@ -73,7 +73,7 @@ class StepOptions:
 
     @property
     def callables(self) -> tuple[Callable[..., Any] | None, Callable[[Any], Any] | None]:
-        """Loss and optimizer of checked options."""
+        """Loss and optimizer of checked options, each a callable or None."""
         loss, optimizer = self.loss, self.optimizer
         assert not isinstance(loss, str), "options were checked"
         assert not isinstance(optimizer, str), "options were checked"
@@ -85,7 +85,8 @@ class StepOptions:
         return batch_of(*self.inputs, *self.kwargs.values())
 
     def with_batch(self, new: int) -> StepOptions:
-        """Return the options with leading dimension ``new`` for all inputs, keywords and targets that have `batch`."""
+        """Return the options with batch size ``new``: the leading dimension of all inputs, keyword arguments and
+        targets in which it was `batch`."""
         old = self.batch
         if old is None:
             return self
@@ -144,12 +145,12 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module, with fake tensors under a fake mode.
+    """Return a deep copy of a module; under a fake mode, its parameters, buffers and other tensors become fake.
 
     Raises:
         TargetError: it cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # id of a tensor -> its copy, which deepcopy then takes
     for part in module.modules():
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
         for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
@@ -195,8 +196,14 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
         model.train(options.train)
     _check_inputs(model, options)
     inputs, kwargs, targets = _placed((options.inputs, dict(options.kwargs), options.targets), device)
+
+    def infer() -> None:
+        with torch.no_grad(), _autocast(options, device):
+            output = model(*inputs, **kwargs)
+        del output
+
     if not options.train:
-        return lambda: _infer(model, inputs, kwargs, options, device)
+        return infer
     optimizer = _optimizer(model, options)
 
     def step() -> None:
@@ -230,24 +237,18 @@ def forward_of(model: nn.Module, options: StepOptions) -> Step:
 
 def _placed(value: Any, device: str) -> Any:
     """Return nested inputs with a tensor for each spec, and all tensors on ``device``."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().to(device).requires_grad_(leaf.requires_grad)  # stays a leaf of the autograd graph
+
     realized = realize(value)
-    return realized if device == HOST else _torch.tree_map(lambda leaf: _move(leaf, device), realized)
-
-
-def _move(leaf: Any, device: str) -> Any:
-    """Move a tensor to a device; it stays a leaf of the autograd graph."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
-
-
-def _infer(model: nn.Module, inputs: Any, kwargs: Any, options: StepOptions, device: str) -> None:
-    with torch.no_grad(), _autocast(options, device):
-        output = model(*inputs, **kwargs)
-    del output
+    return realized if device == HOST else _torch.tree_map(move, realized)
 
 
 def _autocast(options: StepOptions, device: str) -> AbstractContextManager[Any]:
+    """Return `torch.autocast` with the dtype of checked options, or a context that does nothing."""
     if options.autocast is None:
         return nullcontext()
     assert isinstance(options.autocast, torch.dtype), "options were checked"
@@ -271,7 +272,7 @@ def _optimizer(model: nn.Module, options: StepOptions) -> Any:
 
 
 def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
-    """Return the loss of an output: by the loss function of the options, else `default_loss`."""
+    """Return the loss of an output by the loss function of the options; by `default_loss` if there is none."""
     if options.loss is not None:
         assert not isinstance(options.loss, str), "options were checked"
         value = _call_loss(options.loss, output, targets)
@@ -340,7 +341,7 @@ WHOLE = re.compile(r"\b(Long|int64)\b")
 
 
 def _target_advice(text: str, targets: Any) -> str:
-    """Return the advice for the message (``text``) of a loss function's exception."""
+    """Return what to do about a loss function's exception with the message ``text``."""
     if not targets:
         return "Give the targets that it takes: targets (--target)"
     if WHOLE.search(text) and any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in targets):
@@ -388,15 +389,21 @@ def _check_inputs(model: nn.Module, options: StepOptions) -> None:
 
 
 def _parameters(model: nn.Module) -> str:
-    names = [str(p).split(":")[0].split(" =")[0] for p in inspect.signature(model.forward).parameters.values()]
+    """Return the parameters of ``forward`` as text, at most 8, without annotations and defaults."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [
+        str(each.replace(annotation=inspect.Parameter.empty, default=inspect.Parameter.empty)) for each in parameters
+    ]
     return f"({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
 
 
 def _title(what: Any) -> str:
-    return getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", None) or "it"
+    """Return the name of a function or class, for messages; of a `functools.partial`, that of its function."""
+    function = getattr(what, "func", what)
+    return getattr(function, "__qualname__", None) or "it"
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype)[6:]}"
+        return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     return "None" if value is None else f"a value of type {type(value).__name__}"

@@ -71,6 +71,7 @@ class Holder:
 
 
 def _fill(leaf: Any, tensors: Iterator[Any]) -> Any:
+    """Return a leaf of a Structure with the next of ``tensors`` in the place of each tensor in it."""
     if leaf is TENSOR:
         return next(tensors)
     return leaf.fill(tensors) if isinstance(leaf, Holder) else leaf
@@ -88,6 +89,7 @@ def take_apart(value: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
 
 
 def _structure(value: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Structure:
+    """Return the structure of a value, and append its tensors to ``tensors``. ``path``: see `_leaf`."""
     leaves, spec = _torch.tree_flatten(value)
     return Structure(spec, tuple(_leaf(leaf, tensors, path) for leaf in leaves))
 
@@ -116,7 +118,7 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
 
 
 def _contains_tensor(value: Any, path: tuple[int, ...]) -> bool:
-    """Return whether a value contains a tensor. ``path``: see `_leaf`."""
+    """Return whether a value contains a tensor. ``path``: id() of each enclosing object, against endless recursion."""
     for leaf in _torch.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             return True

@@ -114,6 +114,7 @@ class Trace(Saved, Displayed):
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a Trace from its JSON; raise Unreadable if sections are missing or malformed."""
         try:
             return codec.fields_of(plain)
         except (KeyError, TypeError, ValueError) as error:
@@ -132,7 +133,7 @@ class Trace(Saved, Displayed):
 
 
 def at_least(trace: Trace) -> Trace:
-    """Return the trace with every interval of bytes replaced by its lower end."""
+    """Return the trace with each storage whose size is only known as an interval at its least bytes."""
     if all(storage.low is None for storage in trace.storages):
         return trace
     storages = tuple(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 
 from memplan._bytes import round_to_blocks
 from memplan.cudnn.ask import AnyQuestion, ask
@@ -49,19 +50,34 @@ def with_workspaces(trace: Trace, queries: Mapping[int, WorkspaceQuery], library
             predicted[storage] = query.question
             size = answers.expected[query.question].bytes
             storages[storage] = dataclasses.replace(storages[storage], bytes=size, low=None)
+        if not plans:
             continue
-        else:
-            continue
-        sizes = [plan.workspace for plan in plans]
-        least, most = min(sizes), max(sizes)
         if query.plan == "any":
-            change = {"bytes": most, "low": None if least == most else least}
-        else:
-            by_size = sorted(plans, key=lambda plan: -plan.workspace)
-            tried = stairs(plans if query.plan == "first" else tuple(by_size))
-            engines.append(Engines(storage, tried))
-            change = {"bytes": tried[0].workspace, "low": None}
-        storages[storage] = dataclasses.replace(storages[storage], **change)
+            sizes = [plan.workspace for plan in plans]
+            low = None if min(sizes) == max(sizes) else min(sizes)
+            storages[storage] = dataclasses.replace(storages[storage], bytes=max(sizes), low=low)
+            continue
+        if query.plan == "largest":
+            plans = tuple(sorted(plans, key=lambda plan: -plan.workspace))
+        tried = stairs(plans)
+        engines.append(Engines(storage, tried))
+        storages[storage] = dataclasses.replace(storages[storage], bytes=tried[0].workspace, low=None)
+    notes = _notes(library, card, answered, [queries[storage].question for storage in measured], [*predicted.values()])
+    trace = dataclasses.replace(
+        trace, storages=tuple(storages), notes=(*trace.notes, *notes, *answers.notes), engines=tuple(engines),
+        measured=tuple(measured),
+    )  # fmt: skip
+    return dataclasses.replace(trace, expected=_band(trace, predicted, answers.expected)) if predicted else trace
+
+
+def _notes(
+    library: Cudnn, card: Device, answered: int, measured: Sequence[AnyQuestion], predicted: Sequence[AnyQuestion]
+) -> list[str]:
+    """Return the notes on where the bytes of workspaces come from.
+
+    ``answered``: number of workspaces from cuDNN itself. ``measured``, ``predicted``: the questions of workspaces that
+    are measured on a real card, or expected.
+    """
     build = (
         "builds of torch with CUDA 12.6 come"
         if card.architecture < OLDEST_CAPABILITY
@@ -70,15 +86,16 @@ def with_workspaces(trace: Trace, queries: Mapping[int, WorkspaceQuery], library
     name = library.title + (f", which {build} with," if library.is_default and library.packages is None else "")
     notes = [f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
     if measured:
-        taken = _counted(queries[storage].question for storage in measured)
-        notes.append(f"a real {card.name} took the workspaces of {taken} with {name.rstrip(',')}, and these count")
-    recurrent = sum(isinstance(question, RecurrentQuestion) for question in predicted.values())
+        notes.append(
+            f"a real {card.name} took the workspaces of {_counted(measured)} with {name.rstrip(',')}, and these count"
+        )
+    recurrent = sum(isinstance(question, RecurrentQuestion) for question in predicted)
     if len(predicted) > recurrent:
         notes.append(
             f"the workspaces of {len(predicted) - recurrent} convolutions are those that {name} is expected to choose; "
             "for its own answer: pip install memplan[cudnn], or --cudnn ENVIRONMENT (cudnn= in Python)"
         )
-    unlearned = sum(isinstance(question, Question) and is_unlearned(question) for question in predicted.values())
+    unlearned = sum(isinstance(question, Question) and is_unlearned(question) for question in predicted)
     if unlearned:
         notes.append(
             f"{unlearned} of these convolutions have tensors of 2^31 elements or more, beyond all from which that is "
@@ -89,11 +106,7 @@ def with_workspaces(trace: Trace, queries: Mapping[int, WorkspaceQuery], library
             f"the workspaces of {recurrent} calls of recurrent networks are expected by a formula from seven that an "
             "H100 and an H200 ran; cuDNN names them on a card only"
         )
-    trace = dataclasses.replace(
-        trace, storages=tuple(storages), notes=(*trace.notes, *notes, *answers.notes), engines=tuple(engines),
-        measured=tuple(measured),
-    )  # fmt: skip
-    return dataclasses.replace(trace, expected=_band(trace, predicted, answers.expected)) if predicted else trace
+    return notes
 
 
 def _counted(questions: Iterable[AnyQuestion]) -> str:
@@ -122,12 +135,17 @@ def _band(
     probability of a peak of at most P is the product, over convolutions, of the probability that the workspace fits
     into P minus the other live bytes. At an end of the band, all workspaces are at the same quantile, for which the
     peak is that end.
+
+    Args:
+        trace: with the expected workspaces as the bytes of their storages.
+        predicted: storage of an expected workspace -> its question.
+        expected: question -> the possible workspaces, with probabilities.
     """
     counted = (storage for storage in trace.counted if storage.id not in predicted)
     levels = list(live_bytes(counted, size=lambda storage: round_to_blocks(storage.bytes)))
     peak_of_others = max((level for _, level in levels), default=0)
     distinct = {question: _Sizes(expected[question]) for question in predicted.values()}
-    most_others = dict[AnyQuestion, int]()
+    most_others = dict[AnyQuestion, int]()  # peak of the other live bytes while the workspace is allocated
     for storage, question in predicted.items():
         most_others[question] = max(most_others.get(question, 0), _most_live(levels, trace.storages[storage]))
 
@@ -143,9 +161,10 @@ def _band(
 
     moments = (most_others[question] + size for question, sizes in distinct.items() for size in sizes.blocks)
     peaks = sorted({max(peak_of_others, moment) for moment in moments})
-    quantiles = sorted({0.0, *(quantile for sizes in distinct.values() for quantile in sizes.sums)})
+    quantiles = sorted({0.0, *(quantile for sizes in distinct.values() for quantile in sizes.cumulative)})
     tail = (1 - BAND) / 2
     low, high = (peaks[min(bisect_left(peaks, p, key=probability), len(peaks) - 1)] for p in (tail, 1 - tail))
+    # the last quantile whose peak is at most `low`, and the first whose peak is at least `high`
     lowest = quantiles[max(0, bisect_right(quantiles, low, key=peak_at) - 1)]
     highest = quantiles[min(bisect_left(quantiles, high, key=peak_at), len(quantiles) - 1)]
     return tuple(
@@ -163,27 +182,28 @@ class _Sizes:
 
     def __init__(self, expected: ExpectedWorkspace) -> None:
         self.sizes = expected.sizes
+        """Bytes as requested."""
         self.blocks = [round_to_blocks(size) for size in expected.sizes]
-        self.sums = [min(1.0, total) for total in accumulate(expected.probabilities)]
-        self.sums[-1] = 1.0
+        """Bytes in the allocator's blocks."""
+        self.cumulative = [min(1.0, total) for total in accumulate(expected.probabilities)]
+        self.cumulative[-1] = 1.0
 
     def at(self, quantile: float) -> int:
-        return self.sizes[bisect_left(self.sums, quantile)]
+        """Return the workspace in bytes at a quantile."""
+        return self.sizes[bisect_left(self.cumulative, quantile)]
 
     def blocks_at(self, quantile: float) -> int:
-        return self.blocks[bisect_left(self.sums, quantile)]
+        """Return the bytes of the allocator's blocks for the workspace at a quantile."""
+        return self.blocks[bisect_left(self.cumulative, quantile)]
 
-    def probability_of_at_most(self, blocks: int) -> float:
-        number = bisect_right(self.blocks, blocks)
-        return self.sums[number - 1] if number else 0.0
+    def probability_of_at_most(self, size: int) -> float:
+        """Return the probability that the workspace fits into ``size`` bytes of blocks."""
+        count = bisect_right(self.blocks, size)
+        return self.cumulative[count - 1] if count else 0.0
 
 
 def _most_live(levels: list[tuple[int, int]], storage: Storage) -> int:
-    """Return the peak of ``levels``, (tick, bytes after it), during the lifetime of a storage."""
-    first = max(0, bisect_left(levels, storage.born, key=_tick_of) - 1)
-    last = len(levels) if storage.died is None else bisect_left(levels, storage.died, key=_tick_of)
-    return max((level for _, level in levels[first:last]), default=0)
-
-
-def _tick_of(level: tuple[int, int]) -> int:
-    return level[0]
+    """Return the peak of ``levels``, (tick, live bytes after it), during the lifetime of a storage."""
+    first = max(0, bisect_left(levels, storage.born, key=itemgetter(0)) - 1)  # the level at the allocation
+    end = len(levels) if storage.died is None else bisect_left(levels, storage.died, key=itemgetter(0))
+    return max((level for _, level in levels[first:end]), default=0)

@@ -14,7 +14,6 @@ from memplan._text import write_whole
 from memplan.dry.card import CARD
 from memplan.trace.card_run import golden_format, machine
 from memplan.trace.card_run.observed import CardRun
-from memplan.trace.records import Op, Storage
 
 NAME = "contributed"
 _SETTING = re.compile(r"[A-Za-z0-9_:,.\[\]>-]{1,200}")
@@ -33,7 +32,7 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
         "gpu": machine.gpu(number), "versions": machine.versions(),
         "environment": _settings(machine.environment()), "flags": machine.flags(),
         "allocator_settings": _settings(settings),
-        "build": _pair(run, 0), "peaks": [_pair(run, i) for i in range(1, len(run.counters))],
+        "build": _peaks(run, 0), "peaks": [_peaks(run, part) for part in range(1, len(run.counters))],
         "end": [run.end.allocated, run.end.reserved], "context": None,
         "events": events, "segments": segments, "workspaces": None, "calls": None, "notes": [],
         "allocations": allocations(run),
@@ -43,9 +42,12 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
 def allocations(run: CardRun) -> list[list[Any]]:
     """Return [bytes, cause, phase, op (`op_name`), dtype, shape] of each allocation, in order."""
     ops = {op.index: op for op in run.step.parts.ops}
-    return [
-        _allocation(storage, None if storage.op is None else ops.get(storage.op)) for storage in run.step.parts.storages
-    ]
+    rows: list[list[Any]] = []
+    for storage in run.step.parts.storages:
+        op = None if storage.op is None else ops.get(storage.op)
+        phase, name = ("", "") if op is None else (op.phase, op_name(op.name))
+        rows.append([storage.bytes, storage.cause, phase, name, storage.dtype, list(storage.shape)])
+    return rows
 
 
 def write(path: str, content: Mapping[str, Any]) -> int:
@@ -55,22 +57,18 @@ def write(path: str, content: Mapping[str, Any]) -> int:
     return len(data)
 
 
-def _allocation(storage: Storage, op: Op | None) -> list[Any]:
-    phase, name = ("", "") if op is None else (op.phase, op_name(op.name))
-    return [storage.bytes, storage.cause, phase, name, storage.dtype, list(storage.shape)]
-
-
 def op_name(name: str) -> str:
     """Return the name of a torch op; `OTHER` for an op that a library or the user registered."""
     return name if name.startswith(("aten.", "prims.")) else OTHER
 
 
-def _pair(run: CardRun, index: int) -> list[int]:
-    return [run.counters[index].allocated, run.counters[index].reserved]
+def _peaks(run: CardRun, part: int) -> list[int]:
+    """Return the peaks [allocated, reserved] in bytes of the build (part 0) or of a step (part 1 is the first step)."""
+    return [run.counters[part].allocated, run.counters[part].reserved]
 
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings whose values match `_SETTING`: users may have put anything into a variable."""
+    """Return the settings without texts other than those of `_SETTING`: users may have put anything into a variable."""
     safe: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -30,14 +30,14 @@ class Events:
 
 @dataclass
 class _Allocation:
-    """The profiler's events of an allocation."""
+    """The profiler's events of an allocation, None for those that it missed."""
 
     allocated: _torch.MemoryEvent | None = None
     freed: _torch.MemoryEvent | None = None
 
 
 def _allocations_by_address(profile: _torch.Profile) -> defaultdict[int, deque[_Allocation]]:
-    """Return address -> the allocations at it, in order."""
+    """Return address -> the allocations at this address that the profiler recorded, in order."""
     by_address: defaultdict[int, deque[_Allocation]] = defaultdict(deque)
     for event in profile.events:
         allocations = by_address[event.address]
@@ -48,10 +48,6 @@ def _allocations_by_address(profile: _torch.Profile) -> defaultdict[int, deque[_
     return by_address
 
 
-def _size(allocation: _Allocation) -> int:
-    return 0 if allocation.allocated is None else allocation.allocated.bytes
-
-
 def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Events:
     """Join a memory history with the profiler's record of the same run, which has the calls around each event.
 
@@ -60,29 +56,33 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
     """
     profiled = _allocations_by_address(profile)
     events, pools, calls = list[_torch.MemoryEvent](), list[int](), list[tuple[int, CallKind]]()
-    profiled_of_live = dict[int, _Allocation]()
-    numbers = {_DEFAULT_POOL: 0}  # (stream, pool) -> number
-    live, pending_frees = dict[int, int](), dict[int, int]()  # address -> number of the allocation
+    pool_numbers = {_DEFAULT_POOL: 0}  # (stream, pool) -> number
+    live = dict[int, tuple[int, _Allocation]]()  # address -> (number of the allocation, its profiler's events)
+    pending_frees = dict[int, int]()  # address -> number of the allocation
     awaited_frees = set[int]()
-    time = 0
+    time = 0  # of the profiler's last event: the history's events have no time of the same clock
+
+    def append_event(address: int, size: int, recorded: _torch.MemoryEvent | None) -> None:
+        nonlocal time
+        mark, call = "", -1
+        if recorded is not None:
+            time, mark, call = max(time, recorded.time), recorded.mark, recorded.call
+        events.append(_torch.MemoryEvent(address, size, time, mark, call))
+
     for index, row in enumerate(history):
-        if row.action in ("alloc", _FREE_REQUESTED):
-            is_alloc = row.action == "alloc"
-            if is_alloc:
-                candidates = profiled[row.address]
-                matches = bool(candidates) and _size(candidates[0]) == round_to_blocks(max(row.bytes, 1))
-                profiled_of_live[row.address] = allocation = candidates.popleft() if matches else _Allocation()
-            else:
-                allocation = profiled_of_live.pop(row.address, _Allocation())
-            event = allocation.allocated if is_alloc else allocation.freed
-            time = max(time, event.time) if event is not None else time
-            mark, call = (event.mark, event.call) if event is not None else ("", -1)
-            events.append(_torch.MemoryEvent(row.address, row.bytes if is_alloc else -row.bytes, time, mark, call))
-            if is_alloc:
-                live[row.address] = len(pools)
-                pools.append(numbers.setdefault((row.stream, row.pool), len(numbers)))
-            elif not _is_completed_at_once(history, index):
-                pending_frees[row.address] = live.get(row.address, -1)
+        if row.action == "alloc":
+            candidates = profiled[row.address]
+            recorded = candidates[0].allocated if candidates else None
+            matches = recorded is not None and recorded.bytes == round_to_blocks(max(row.bytes, 1))
+            allocation = candidates.popleft() if matches else _Allocation()
+            append_event(row.address, row.bytes, allocation.allocated)
+            live[row.address] = len(pools), allocation
+            pools.append(pool_numbers.setdefault((row.stream, row.pool), len(pool_numbers)))
+        elif row.action == _FREE_REQUESTED:
+            number, allocation = live.pop(row.address, (-1, _Allocation()))
+            append_event(row.address, -row.bytes, allocation.freed)
+            if not _is_completed_at_once(history, index):
+                pending_frees[row.address] = number
         elif row.action == _FREE_COMPLETED and row.address in pending_frees:
             awaited_frees.add(pending_frees.pop(row.address))
             calls.append((len(events), "synchronize"))
@@ -93,7 +93,7 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
 
 
 def _is_completed_at_once(history: list[_torch.HistoryEvent], index: int) -> bool:
-    """Return whether the next event completes a requested free, so that it waited for no stream."""
+    """Return whether the free requested by event ``index`` is completed by the next event: it waited for no stream."""
     following = history[index + 1 : index + 2]
     return bool(following) and following[0].action == _FREE_COMPLETED and following[0].address == history[index].address
 
@@ -107,10 +107,12 @@ class OnCard:
 
 
 def on_card(parts: StepParts, events: Events) -> OnCard:
-    """Return the parts of a step, joined to its memory history, with its storages on the card. Each call of the
-    allocator gets a tick, which moves all later ticks by 1."""
-    before = [number for number, _ in events.calls]
-    calls = tuple(Call(number + 1 + position, kind) for position, (number, kind) in enumerate(events.calls))
+    """Return a step's parts with the streams and pools of its storages, which are the allocations of ``events``.
+
+    Each call of the allocator gets a tick of its own, which moves all later ticks by 1.
+    """
+    before = [number for number, _ in events.calls]  # the tick after which each call comes
+    calls = tuple(Call(number + 1 + earlier, kind) for earlier, (number, kind) in enumerate(events.calls))
 
     def shifted(tick: int) -> int:
         return tick + sum(1 for number in before if number < tick)

@@ -41,7 +41,7 @@ def versions(libraries: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's driver, from its kernel module or its library."""
+    """Return the version of NVIDIA's driver, such as "550.54.15", from its kernel module or from its library."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             words = file.readline().split()

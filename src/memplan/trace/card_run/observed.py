@@ -80,14 +80,14 @@ def observed(
         random_state = torch.cuda.get_rng_state()
         with random_kept():
             try:
-                unmodified = _run_unmodified(build, steps, snapshot_file, snapshot, around, elsewhere=True)
+                unmodified = _run_unmodified(build, steps, snapshot_file, snapshot, around, require_cuda=True)
             except _NothingOnCard:
                 build = everything_on_card(build)
                 notes.append(_EVERYTHING)
-                unmodified = _run_unmodified(build, steps, snapshot_file, snapshot, around, elsewhere=False)
+                unmodified = _run_unmodified(build, steps, snapshot_file, snapshot, around, require_cuda=False)
         _settle()
         torch.cuda.set_rng_state(random_state)
-        before = len(_torch.history())
+        before = len(_torch.history())  # torch's history still has the events of the unmodified run
         attributed = named_run(build, steps, device="cuda")
         requested = events_of(_torch.history()[before:], attributed.record).profile
         _torch.end_history()
@@ -106,7 +106,7 @@ def observed(
 
 
 def _calls_library(call: str) -> bool:
-    """Return whether allocations in a call that belong to no tensor are workspaces of cuBLAS or cuDNN."""
+    """Return whether ``call``, a name in the profiler's record, calls cuBLAS or cuDNN, which allocate workspaces."""
     return any(part in call for part in _LIBRARIES)
 
 
@@ -119,12 +119,12 @@ def _settle() -> None:
 
 
 def _run_unmodified(
-    build: Runs, steps: int, snapshot_file: str | None, snapshot: bool, around: Around, *, elsewhere: bool
+    build: Runs, steps: int, snapshot_file: str | None, snapshot: bool, around: Around, *, require_cuda: bool
 ) -> _UnmodifiedRun:
-    """Run the unmodified step. Earlier allocations on the card do not count.
+    """Run the step unmodified, as `observed` says of its arguments. Earlier allocations on the card do not count.
 
     Raises:
-        _NothingOnCard: the build put nothing on the card, and ``elsewhere``: it may be written for the CPU.
+        _NothingOnCard: with ``require_cuda``, the build put nothing on the card.
     """
     run, profile = _UnmodifiedRun(), _torch.memory_profile()
     place = Place()
@@ -138,7 +138,8 @@ def _run_unmodified(
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         run.counters.append(Counters(peak[0] - initial[0], peak[1] - initial[1]))
-        if len(run.counters) == 1 and elsewhere and not run.counters[0].reserved:
+        built_nothing = len(run.counters) == 1 and not run.counters[0].reserved
+        if require_cuda and built_nothing:
             raise _NothingOnCard
         torch.cuda.reset_peak_memory_stats()
 

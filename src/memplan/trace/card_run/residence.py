@@ -45,6 +45,7 @@ class _ProgramOnCard:
 
     @property
     def has_time(self) -> bool:
+        """Whether there is time for another run."""
         return self._program.has_time
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:

@@ -42,13 +42,14 @@ def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Pac
     """
     name, module = getattr(build, "__qualname__", ""), getattr(build, "__module__", None) or ""
     home = sys.modules.get(module)
-    if home is not None and name and "<" not in name and operator.attrgetter(name)(home) is build:
+    is_local = "<" in name  # <locals>, <lambda>
+    if home is not None and name and not is_local and operator.attrgetter(name)(home) is build:
         file = getattr(home, "__file__", None)
         if module != "__main__" or file is not None:
             return Packed(module, name, None if file is None else os.path.abspath(file))
     try:
         data = pickle.dumps(build)
-        if b"__main__" not in data:
+        if b"__main__" not in data:  # else it names a class of this process's main file
             return Packed(data=data)
     except Exception:  # pickle raises whatever a value's own code does
         pass
@@ -88,8 +89,8 @@ def _import_module_of(build: Packed) -> Any:
         if build.module != "__main__":
             return importlib.import_module(build.module)
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if build.file is None or not f"{build.module}.".startswith(f"{missing}."):
+        is_own_name = f"{build.module}.".startswith(f"{error.name or ''}.")  # else a module that it imports is missing
+        if build.file is None or not is_own_name:
             raise
     assert build.file is not None, "packed so"
     name = "memplan_dry_target" if build.module == "__main__" else build.module

@@ -60,7 +60,7 @@ def check_card(card: Device) -> None:
             do="Report it, with the versions of torch and of the C library",
         )
     names = [name for name in torch.cuda.get_arch_list() if name.startswith("sm_") and name[3:].isdigit()]
-    built = tuple((int(name[3:-1]), int(name[-1])) for name in names)
+    built = tuple((int(name[3:-1]), int(name[-1])) for name in names)  # "sm_120" is (12, 0)
     binary = newest_binary(card.architecture, built)
     if not binary:
         raise DeviceError(

@@ -193,7 +193,7 @@ def _with_environment_notes(trace: Trace, torch: CudaTorch) -> Trace:
 
 
 def _version(torch: CudaTorch) -> tuple[int, int]:
-    """Return the Python version of the environment."""
+    """Return the Python version (major, minor) of the environment."""
     if str(torch.python) == sys.executable:
         return sys.version_info[:2]
     code = "import sys, json; print(json.dumps(sys.version_info[:2]))"
@@ -211,24 +211,26 @@ def allocator_settings() -> str | None:
 
 
 def _folders() -> tuple[str, ...]:
-    """Return the import path of this process, without the folders of its Python."""
+    """Return the user's folders on the import path of this process: without memplan's, Python's own and packages."""
     libraries = tuple(os.path.join(root, "lib") + os.sep for root in (sys.prefix, sys.base_prefix))
     folders = [os.path.abspath(entry) for entry in sys.path]
     own = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     return tuple(
-        entry for entry in folders
-        if entry != own and os.path.isdir(entry)
-        and not entry.endswith("-packages") and not entry.startswith(libraries)
+        folder for folder in folders
+        if folder != own and os.path.isdir(folder)
+        and not folder.endswith("-packages") and not folder.startswith(libraries)
     )  # fmt: skip
 
 
 def _on_dry_card(error: StepError) -> StepError:
     """Return the error of a step with the advice for an emulated card."""
     if "OutOfMemoryError" in error.found:
-        fewer = "Take fewer samples or a larger card; memplan fit makes a step fit"
-        return StepError(error.found, expected="a step that fits on the card", do=fewer)
-    lacks = "Check the inputs; docs/dry.md says what that card lacks, and memplan.record(build, device=...) needs none"
-    return StepError(error.found, expected="a step that runs on the emulated card", do=lacks)
+        expected = "a step that fits on the card"
+        do = "Take fewer samples or a larger card; memplan fit makes a step fit"
+    else:
+        expected = "a step that runs on the emulated card"
+        do = "Check the inputs; docs/dry.md says what that card lacks, and memplan.record(build, device=...) needs none"
+    return StepError(error.found, expected=expected, do=do)
 
 
 def answer(folder: str) -> None:

@@ -23,8 +23,11 @@ class Composites:
     """The composite ops that a dispatch mode must decompose itself, in inference mode, where they reach it whole."""
 
     instead: Mapping[Any, Callable[..., Any]]
+    """Op -> its decomposition; other ops are decomposed by torch."""
     whole: frozenset[Any]
+    """Ops that are not decomposed."""
     taking_apart: Callable[[], AbstractContextManager[None]]
+    """Returns the context of a decomposition."""
     differing: set[tuple[int, int]]
     """Compute capabilities on which an op runs another kernel; filled while the step runs."""
 
@@ -49,16 +52,17 @@ def installed(
         stack.enter_context(functions.installed(card, device, differing))
         stack.enter_context(tensors.installed(card))
         stack.enter_context(triton_kernels.installed(launched))
-        stack.enter_context(_torch.managed_memory(partial(_managed, card, chosen)))
+        stack.enter_context(_torch.managed_memory(partial(_managed_zeros, card, chosen)))
         cast = stack.enter_context(autocast.installed(card.holds))
         replaced = stack.enter_context(composites.installed(card.holds, device.architecture, chosen, others))
         yield Composites(replaced.instead, replaced.whole, cast.taking_apart, replaced.differing)
 
 
-def _managed(
+def _managed_zeros(
     card: Card, chosen: Callable[[str, str], None], shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return zeros in memory that CUDA manages: outside of torch's allocator, so on the host to a recording."""
+    """Return zeros in CUDA's managed memory, which is outside of torch's allocator: the recording counts them on the
+    host, and reports that by ``chosen``."""
     chosen(
         "bitsandbytes",
         "paged states are in CUDA's managed memory, which torch's allocator does not count: they are counted on the "

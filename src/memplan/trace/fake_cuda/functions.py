@@ -65,7 +65,8 @@ def _no_op(*_: Any, **__: Any) -> None:
 
 
 def _compared(name: str, card: Card, device: Device, differing: set[str]) -> Answer:
-    """Return the function of `_properties` with this name, which adds cards with another result to ``differing``."""
+    """Return the function ``name`` of `_properties` for ``device``. Each call adds to ``differing`` the names of the
+    catalogue's cards for which the function returns something else."""
     answers = {other.name: _properties(card, other)[name] for other in catalogue()}
     own = _properties(card, device)[name]
 
@@ -78,7 +79,7 @@ def _compared(name: str, card: Card, device: Device, differing: set[str]) -> Ans
 
 
 def _properties(card: Card, device: Device) -> dict[str, Answer]:
-    """Return name -> function that returns a property of the card."""
+    """Return name -> function of `torch.cuda` that returns a property of ``device``, or the free memory of ``card``."""
     major, minor = device.architecture
     properties = SimpleNamespace(
         name=device.title, major=major, minor=minor, total_memory=device.capacity, is_integrated=0,

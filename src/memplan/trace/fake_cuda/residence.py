@@ -69,7 +69,7 @@ class Card:
         if threading.get_ident() != self._thread:
             return False
         tensor = next(iter(_torch.inner_tensors(tensor).values()), tensor)
-        if self.within_compiled and not self._is_own(tensor):
+        if self.within_compiled and not self._is_own(tensor):  # a fake tensor of the compiler
             return True
         try:
             entry = self.ledger.find(tensor)

@@ -128,8 +128,9 @@ class _Tensors:
 
     def type(self, tensor: Any, dtype: Any = None, **kwargs: Any) -> Any:
         """Emulate `torch.Tensor.type`, whose argument can name a device, too ("torch.cuda.FloatTensor")."""
-        name = dtype if isinstance(dtype, str) else f"{getattr(dtype, '__module__', '')}."
-        name += "" if isinstance(dtype, str) else getattr(dtype, "__name__", "")
+        name = dtype
+        if not isinstance(dtype, str):  # a class, such as torch.cuda.FloatTensor
+            name = f"{getattr(dtype, '__module__', '')}.{getattr(dtype, '__name__', '')}"
         if self._card.inside() or not name.startswith("torch.cuda."):
             return _TYPE(tensor, dtype, **kwargs) if dtype is not None else _TYPE(tensor)
         return self.cuda(_TYPE(tensor, name.replace("torch.cuda.", "torch.")))
@@ -158,6 +159,7 @@ class _Tensors:
                 entry.used_on += (number,)
 
     def _moves(self, tensor: Any, place: torch.device) -> bool:
+        """Return whether a tensor has to be copied to be on ``place``, the CPU or the card."""
         if self._card.everything:
             return False
         return (place.type == "cuda") != self._card.holds(tensor)
@@ -216,11 +218,13 @@ def _copy_to(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, l
 
 
 def _split_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Split the arguments of `torch.Tensor.to` into the device (or None) and all others."""
+    """Return the device (or None) that the arguments of `torch.Tensor.to` name, the other positional arguments, and the
+    other keyword arguments."""
     kwargs = dict(kwargs)
     device, first = kwargs.pop("device", None), args[0] if args else kwargs.pop("other", None)
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, torch.Tensor):  # x.to(other): to the other's device and dtype
         return first.device, (first.dtype, *args[1:]), kwargs
     if isinstance(first, (str, torch.device)) or (isinstance(first, int) and not isinstance(first, bool)):
-        return first, args[1:] if len(args) > 1 and args[1] is not None else (), kwargs
+        has_dtype = len(args) > 1 and args[1] is not None  # x.to(device, None) keeps the dtype
+        return first, args[1:] if has_dtype else (), kwargs
     return device, args, kwargs

@@ -98,10 +98,10 @@ def check_arguments(
 
     Args:
         function: the callable.
-        arguments: by name.
+        arguments: name -> value.
         title: the callable's name in messages.
         option: the option that the arguments came from: ``--arg``.
-        first: number of positional arguments that precede them.
+        first: number of leading parameters that get positional arguments.
 
     Raises:
         InputError: an unknown argument, or a missing required one.
@@ -110,9 +110,9 @@ def check_arguments(
     if known is None:
         return
     kinds = inspect.Parameter
-    free = [p.name for p in known.values() if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)][first:]
+    names = [name for name, p in known.items() if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)][first:]
     takes_any = any(p.kind is kinds.VAR_KEYWORD for p in known.values())
-    settable = [name for name in free if known[name].kind is not kinds.POSITIONAL_ONLY]
+    settable = [name for name in names if known[name].kind is not kinds.POSITIONAL_ONLY]
     for name in arguments:
         if name not in settable and not takes_any:
             near = difflib.get_close_matches(name, settable, n=1)
@@ -121,7 +121,7 @@ def check_arguments(
                 expected=f"one of {_first_ten(settable)}" if settable else "none: it takes no arguments",
                 do=offer(name, settable) if near else f"Change {option}, or leave it out",
             )
-    missing = [name for name in free if known[name].default is kinds.empty and name not in arguments]
+    missing = [name for name in names if known[name].default is kinds.empty and name not in arguments]
     if missing:
         raise InputError(
             f"{title} needs {_first_ten(missing)}, without a default",

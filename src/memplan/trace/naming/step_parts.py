@@ -62,8 +62,9 @@ def optimizer_of(optimizer: Optimizer, option: str = "optimizer") -> Callable[[A
         return _check_callable(optimizer, option, expected)
     known = _optimizers()
     name, _, options = optimizer.partition(":")
-    if name.lower() not in known and ":" in optimizer:  # module:callable, with options after another colon
-        name, _, options = optimizer.rpartition(":") if "=" in optimizer.rpartition(":")[2] else (optimizer, "", "")
+    if name.lower() not in known and ":" in optimizer:  # module:callable or module:callable:options
+        before, _, last = optimizer.rpartition(":")
+        name, options = (before, last) if "=" in last else (optimizer, "")
     if name.lower() == "none":
         return None
     arguments = keywords(options, option) if options else {}
@@ -82,7 +83,7 @@ def optimizer_of(optimizer: Optimizer, option: str = "optimizer") -> Callable[[A
 
 
 def _check_callable(value: Any, option: str, expected: str) -> Any:
-    """Return ``value``, or raise InputError if it is not callable."""
+    """Return ``value``, or raise InputError if it is not callable. ``option``: its name in the message."""
     if callable(value):
         return value
     kind = type(value).__name__

@@ -141,28 +141,28 @@ def contained(what: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        parses = "argparse" in frames or "click.core" in frames
-        do = "Take the call out, or put it under if __name__ == '__main__'"
-        raise StepError(
-            f"{what} called sys.exit({'' if error.code is None else repr(error.code)})"
-            + (" as it read the arguments " + repr(shlex.join(sys.argv[1:])) if parses else ""),
-            expected="arguments that it takes" if parses else "code that returns",
-            do="Give those of its own last, behind --, as in -- --epochs 1" if parses else do,
-            where=location(error),
-        ) from error
+        modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        problem = f"{what} called sys.exit({'' if error.code is None else repr(error.code)})"
+        expected, do = "code that returns", "Take the call out, or put it under if __name__ == '__main__'"
+        if "argparse" in modules or "click.core" in modules:
+            problem += f" as it read the arguments {shlex.join(sys.argv[1:])!r}"
+            expected, do = "arguments that it takes", "Give those of its own last, behind --, as in -- --epochs 1"
+        raise StepError(problem, expected=expected, do=do, where=location(error)) from error
 
 
 def location(error: BaseException) -> str | None:
-    """Return ``file:line`` of the innermost frame of the user's own code in a traceback, or None."""
+    """Return ``file:line`` of the innermost frame of the user's own code in a traceback; else of a library's; or None.
+
+    For a syntax error, that of the error.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short(error.filename)}:{error.lineno}"
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", _OURS))
     ]
-    others = _STDLIB, "site-packages"
-    own = [frame for frame in frames if not any(other in frame.filename for other in others)] or frames
-    return f"{short(own[-1].filename)}:{own[-1].lineno}" if own else None
+    users = [frame for frame in frames if _STDLIB not in frame.filename and "site-packages" not in frame.filename]
+    innermost = (users or frames or [None])[-1]
+    return None if innermost is None else f"{short(innermost.filename)}:{innermost.lineno}"
 
 
 def short(path: str) -> str:
@@ -218,13 +218,14 @@ def _import_module(place: str) -> ModuleType:
     except TargetError as error:
         cause = error.__cause__
         missing = cause.name if isinstance(cause, ModuleNotFoundError) and cause.name else ""
-        if missing and (place == missing or place.startswith(f"{missing}.")):
+        if missing and f"{place}.".startswith(f"{missing}."):  # else a module that it imports is missing
             raise _no_module(place, missing) from None
         raise
 
 
 def _import_by(place: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Import by ``load``; what the user's module raises becomes a TargetError, except memplan's own errors."""
+    """Return ``load()``, which imports the module or file ``place``; what the user's code raises becomes a TargetError,
+    except memplan's own errors."""
     try:
         with contained(f"importing {place}"):
             return load()
@@ -249,6 +250,7 @@ def _import_failed(place: str, error: Exception) -> TargetError:
 
 
 def _put_first(folder: str) -> None:
+    """Move or add a folder to the front of ``sys.path``."""
     if folder in sys.path:
         sys.path.remove(folder)
     sys.path.insert(0, folder)

@@ -64,21 +64,22 @@ def _allocated_bytes(run: _torch.Profile) -> dict[int, int]:
 
 
 def _keys(run: _torch.Profile, calls: Sequence[int], allocated: Mapping[int, int]) -> list[list[Hashable]]:
-    """Return three lists with a key for each call, for three rounds of matching; None: no part in that round."""
+    """Return the keys of the calls for three rounds of matching, a list with a key for each call: (name, bytes), then
+    name, both None for calls without allocations; then the name of any call. ``allocated``: call -> bytes."""
     names = [run.calls[call].name for call in calls]
-    named = list(zip(names, calls, strict=True))
-    return [
-        [(name, allocated[call]) if call in allocated else None for name, call in named],
-        [name if call in allocated else None for name, call in named],
-        list(names),
-    ]
+    allocating = [name if call in allocated else None for name, call in zip(names, calls, strict=True)]
+    with_bytes = [(run.calls[call].name, allocated[call]) if call in allocated else None for call in calls]
+    return [[*with_bytes], [*allocating], [*names]]
 
 
 def _aligned_in_turn(
     first: Sequence[Sequence[Hashable]], second: Sequence[Sequence[Hashable]]
 ) -> list[tuple[int, int]]:
     """Align two sequences in several rounds, each with its own keys: by the first keys, then by the next keys between
-    matched pairs. Items whose key is None take no part in the round."""
+    matched pairs. Items whose key is None take no part in the round.
+
+    ``first``, ``second``: for each round, the keys of the items. Returns the pairs of indices that match.
+    """
     pairs: list[tuple[int, int]] = []
     for keys, others in zip(first, second, strict=True):
         ends = (len(keys), len(others))

@@ -58,6 +58,8 @@ class Assumed:
             counted: whether the values of an operand are sizes, as in `repeat_interleave`, instead of selecting
                 elements.
         """
-        why = "the most there can be" if size == most else "as the shapes beside it say" if known else "as was assumed"
+        why = "as the shapes beside it say" if known else "as was assumed"
+        if size == most:
+            why = "the most there can be"
         form = _COUNTED if counted else _SELECTS
         self.add("bound", form.format(op=op.removeprefix("_"), taken=size, most=most, why=why))

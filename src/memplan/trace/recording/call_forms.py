@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,14 +30,15 @@ class Forms:
         options: list[tuple[str, Option]] = []
         for position, name, is_tensor, default in self._arguments_of(func):
             value = args[position] if position < len(args) else kwargs.get(name, default)
-            views = [(name, view) for view in self._views(value)] if is_tensor else []
-            reads += views
-            if not views and (option := _plain(value)) is not None:  # a number can stand for a tensor: x + 1
+            views = list(self._views(value)) if is_tensor else []
+            reads += [(name, view) for view in views]
+            option = None if views else _plain(value)  # also of a tensor argument, which can be a number: x + 1
+            if option is not None:
                 options.append((name, option))
         self.forms.append(Form(op, tuple(reads), tuple(self._views(result)), tuple(options)))
 
     def returns(self, module: int, after: int, result: Any) -> None:
-        """Record what a module returned after ``after`` ops."""
+        """Record the tensors that a module (its id()) returned after ``after`` ops."""
         self.returned.append((module, after, tuple(self._views(list(tensors_in(result))))))
 
     def _arguments_of(self, func: Any) -> list[tuple[int, str, bool, Any]]:
@@ -76,9 +78,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _plain(value: Any) -> Option:
-    """Return a number, a string or a list of numbers as a saved option; None for other values, such as a dtype."""
+    """Return a number, a string or a list of numbers as a saved option; None for other values, such as a dtype.
+
+    Inf and nan, which JSON lacks, become strings.
+    """
     if isinstance(value, (bool, int, float, str)):
-        return value if not isinstance(value, float) or value - value == 0 else str(value)
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
     if isinstance(value, (list, tuple)) and all(item is None or isinstance(item, (bool, int, float)) for item in value):
         return tuple(map(_plain, value))
     return None

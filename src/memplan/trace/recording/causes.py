@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
-from torch import nn
 
 from memplan import _torch
 from memplan.trace.recording.collectives import Collective, collective_storages
@@ -104,16 +103,15 @@ def finish(observer: Observer, ticks: Sequence[int], lines: tuple[FunctionLines,
             if entry.id in sharers:
                 sharers.setdefault(companion.id, sharers[entry.id])
     storages = list[Storage]()
-    updated = {
-        op.writes[0]
-        for op in ops
-        if op.phase == "optimizer" and op.writes and op.writes[0] in {operand.storage for operand in op.reads}
-    }
+    updated = set[int]()  # storages that an update reads and writes in place
+    for op in ops:
+        if op.phase == "optimizer" and op.writes and op.writes[0] in {operand.storage for operand in op.reads}:
+            updated.add(op.writes[0])
     computed = _computed(ops, observer)
     collective = collective_storages(ops, observer.ownership.weights.keys())
     for entry in observer.ledger.entries:
         cause = _cause(entry, observer, ops, sharers, updated, computed, collective, ticks[0])
-        weight = observer.ownership.gradients.get(entry.id, entry.id)
+        weight = observer.ownership.gradients.get(entry.id, entry.id)  # a gradient gets the name of its parameter
         storages.append(Storage(
             id=entry.id, bytes=entry.bytes, cause=cause, born=entry.born, died=entry.died, op=entry.op,
             dtype=entry.dtype, shape=entry.shape, device=entry.device, name=names.storages.get(weight, ""),
@@ -138,15 +136,15 @@ def module_names(place: Place) -> dict[int, str]:
     live = list(place.live_modules())
     children = {id(child) for module in live for child in module.children()}
     roots = [module for module in live if id(module) not in children]
-    models = [root for root in roots if any(True for _ in root.parameters())]
+    models = [root for root in roots if next(root.parameters(), None) is not None]
     called = set(place.called)
-    used = [root for root in models if any(id(m) in called for m in root.modules())] or models
+    used = [root for root in models if any(id(module) in called for module in root.modules())] or models
     result: dict[int, str] = {}
-    counts: dict[str, int] = {}
-    for root in used + [r for r in roots if r not in used]:
+    roots_of_kind: dict[str, int] = {}  # class name -> number of its roots so far
+    for root in used + [root for root in roots if root not in used]:
         kind = type(root).__name__
-        counts[kind] = counts.get(kind, 0) + 1
-        title = kind if counts[kind] == 1 else f"{kind}#{counts[kind]}"
+        roots_of_kind[kind] = number = roots_of_kind.get(kind, 0) + 1
+        title = kind if number == 1 else f"{kind}#{number}"
         prefix = "" if len(used) == 1 and root is used[0] else title + "."
         for path, module in root.named_modules():
             result.setdefault(id(module), prefix + path if path else title)
@@ -154,71 +152,64 @@ def module_names(place: Place) -> dict[int, str]:
 
 
 def _name_layers(observer: Observer) -> _Names:
-    """Return the names of all live modules, with a Layer for each."""
+    """Return the names of all live modules and of their parameters and buffers, with a Layer for each module."""
     names = _Names(module_names(observer.place))
-    for module in observer.place.live_modules():
-        layer = _layer(module, names, observer)
-        if layer is not None:
-            names.layers.append(layer)
-    return names
 
-
-def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None:
-    """Return the Layer of a module, and add its parameters and buffers to ``names``; None if the module has no path."""
-    path = names.modules.get(id(module))
-    if path is None:
-        return None
-    owned: list[list[int]] = [[], []]  # storages of parameters, of buffers
-    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-    for kind, tensors in enumerate((parameters, buffers)):
+    def storages_of(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, ...]:
+        """Return the storages of a module's (name, tensor) pairs, and add their names."""
+        storages: list[int] = []
         for name, tensor in tensors:
             for part, inner in _torch.inner_tensors(tensor).items():  # a quantized weight consists of several
                 entry = observer.ledger.find(inner)
                 if entry is not None:
-                    owned[kind].append(entry.id)
+                    storages.append(entry.id)
                     names.storages.setdefault(entry.id, f"{path}.{name}" + (f".{part}" if part else ""))
                     names.owners.setdefault(entry.id, path)
-    where = format_frame(observer.place.made_at.get(id(module)))
-    return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]), where)
+        return tuple(storages)
+
+    for module in observer.place.live_modules():
+        path = names.modules.get(id(module))
+        if path is not None:
+            weights = storages_of(path, module.named_parameters(recurse=False, remove_duplicate=False))
+            buffers = storages_of(path, module.named_buffers(recurse=False, remove_duplicate=False))
+            where = format_frame(observer.place.made_at.get(id(module)))
+            names.layers.append(Layer(path, type(module).__name__, weights, buffers, where))
+    return names
 
 
 def _ops(observer: Observer, names: _Names) -> list[Op]:
     """Return an Op for each note. A backward op gets layer and line of its forward op, else the layer whose weight it
     works on."""
-    frames: dict[tuple[str, int], str | None] = {}
+    lines = {frame: format_frame(frame) for frame in {note.frame for note in observer.notes}}
     ops: list[Op] = []
     for index, note in enumerate(observer.notes):
+        # within a backward pass, only a checkpoint calls modules with gradients enabled
         recomputed = note.phase == "backward" and note.grad_enabled and note.module != 0
-        source = None
+        forward_op = None
         if note.phase == "backward" and not recomputed and note.sequence is not None:
-            source = observer.creating_ops.by_sequence_number.get(note.sequence)
-        if note.frame is not None and note.frame not in frames:
-            frames[note.frame] = format_frame(note.frame)
-        where = frames[note.frame] if note.frame is not None else None
+            forward_op = observer.creating_ops.by_sequence_number.get(note.sequence)
+        where = lines[note.frame]
         layer = names.modules.get(note.module, "")
-        if source is not None:
-            layer, where = ops[source].layer, ops[source].where
+        if forward_op is not None:
+            layer, where = ops[forward_op].layer, ops[forward_op].where
         elif note.phase in ("backward", "optimizer") and not layer:
             layer = _owning_layer(note, observer, names)
         ops.append(
             Op(
                 index=index, name=note.name, phase=note.phase, step=note.step, layer=layer, where=where,
                 start=note.start, end=note.end, reads=tuple(Operand(name, storage) for name, storage in note.reads),
-                writes=tuple(note.writes), needs_grad=note.needs_grad, gradient_of=source, recomputed=recomputed,
+                writes=tuple(note.writes), needs_grad=note.needs_grad, gradient_of=forward_op, recomputed=recomputed,
             )
         )  # fmt: skip
     return ops
 
 
 def _owning_layer(note: Note, observer: Observer, names: _Names) -> str:
-    """Return the layer of the only weight whose value or gradient an op reads or writes; "" if there are several."""
-    gradients = observer.ownership.gradients
-    owners = {
-        names.owners[weight]
-        for entry in (*(storage for _, storage in note.reads), *note.writes)
-        if (weight := gradients.get(entry, entry)) in names.owners
-    }
+    """Return the layer whose weights, or their gradients, an op reads or writes; "" if there is none or several."""
+    weight_of = observer.ownership.gradients  # storage of a gradient -> storage of its weight
+    storages = [storage for _, storage in note.reads] + note.writes
+    weights = {weight_of.get(storage, storage) for storage in storages}
+    owners = {names.owners[weight] for weight in weights if weight in names.owners}
     return owners.pop() if len(owners) == 1 else ""
 
 
@@ -230,35 +221,35 @@ def _saving_ops(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
     for op in ops:
         if op.phase != "backward" or op.gradient_of is None:
             continue
-        source = ops[op.gradient_of]
+        forward_op = ops[op.gradient_of]
         for read in op.reads:
-            allocating = entries[read.storage].op
-            maker = ops[allocating] if allocating is not None else None
-            if maker is not None and maker.phase == "backward" and not maker.recomputed and maker.index > source.index:
-                continue  # a gradient or temporary of this backward pass
-            if maker is not None and maker.phase == "optimizer":
-                continue
-            for role in _roles(source, read, recomputed):
+            allocated_by = entries[read.storage].op
+            if allocated_by is not None:
+                allocating = ops[allocated_by]
+                is_of_backward = allocating.phase == "backward" and not allocating.recomputed
+                if allocating.phase == "optimizer" or (is_of_backward and allocated_by > forward_op.index):
+                    continue  # a gradient or temporary of this backward pass or of an update, so not saved
+            for role in _roles(forward_op, read, recomputed):
                 by_storage.setdefault(read.storage, {}).setdefault(
-                    (source.index, role), Sharer(source.index, role, read.name)
+                    (forward_op.index, role), Sharer(forward_op.index, role, read.name)
                 )
     return {storage: list(sharers.values()) for storage, sharers in by_storage.items()}
 
 
-def _roles(source: Op, read: Operand, recomputed: dict[int, list[tuple[str, str]]]) -> list[str]:
-    """Return the roles (argument name, "result", "kept") of a storage in the forward op whose backward reads it.
+def _roles(forward_op: Op, read: Operand, recomputed: dict[int, list[tuple[str, str]]]) -> list[str]:
+    """Return the roles (argument name, "result", "kept") in ``forward_op`` of a storage that its backward reads.
 
-    ``recomputed``: by storage, (name of the op, role in it) for the recomputed ops that read or made it.
+    ``recomputed``: storage -> (op name, role) of the recomputed ops that read or wrote it.
     """
-    if read.storage in source.writes:
+    if read.storage in forward_op.writes:
         # in place: the formula of an op that overwrote its input can only mean the result
         return ["result"]
-    roles = sorted({operand.name for operand in source.reads if operand.storage == read.storage})
-    # under checkpointing the formula reads the storages of the recomputed op
-    roles = roles or sorted({role for name, role in recomputed.get(read.storage, ()) if name == source.name})
-    if not roles and read.name in {operand.name for operand in source.reads}:
-        roles = [read.name]  # a copy that the op saved under the same name
-    return roles or ["kept"]
+    roles = {operand.name for operand in forward_op.reads if operand.storage == read.storage}
+    if not roles:  # under checkpointing the formula reads the storages of the recomputed op
+        roles = {role for name, role in recomputed.get(read.storage, ()) if name == forward_op.name}
+    if not roles and read.name in {operand.name for operand in forward_op.reads}:
+        roles = {read.name}  # a copy that the op saved under the same name
+    return sorted(roles) or ["kept"]
 
 
 def _recomputed_roles(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
@@ -274,29 +265,32 @@ def _recomputed_roles(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
 
 
 def _computed(ops: list[Op], observer: Observer) -> set[int]:
-    """Return the storages of results computed in modules, and storages into which ops write such results in place, as
-    into the buffer of an output that is stitched from tiles."""
+    """Return the storages that forward ops compute in modules or from results of modules.
+
+    Includes those into which an op writes such results in place, as into a buffer for an output computed in tiles.
+    """
     entries, computed = observer.ledger.entries, set[int]()
     for op in ops:
         if op.phase != "forward":
             continue
         in_place = op.name.split(".")[1].endswith("_")
-        if any(read.storage in computed for read in op.reads) or (op.layer and not in_place):
-            computed.update(number for number in op.writes if in_place or entries[number].op == op.index)
+        reads_computed = any(read.storage in computed for read in op.reads)
+        if reads_computed or (op.layer and not in_place):
+            computed.update(storage for storage in op.writes if in_place or entries[storage].op == op.index)
     return computed
 
 
 def _is_input_copy(entry: Entry, op: Op, observer: Observer, ops: list[Op]) -> bool:
-    """Return whether a storage is a copy on the card of results of ops on the host: a batch moved to the card."""
+    """Return whether ``op`` copies to the card what was computed on the host alone: it moves a batch to the card."""
     if entry.device == HOST or op.name != _COPY or not op.reads:
         return False
-    sources, seen = [operand.storage for operand in op.reads], set[int]()
-    while sources:
-        source = observer.ledger.entries[sources.pop()]
+    queue, seen = [operand.storage for operand in op.reads], set[int]()
+    while queue:
+        source = observer.ledger.entries[queue.pop()]
         if source.device != HOST:
             return False
         if source.id not in seen and source.op is not None:
-            sources += [operand.storage for operand in ops[source.op].reads]
+            queue += [operand.storage for operand in ops[source.op].reads]
         seen.add(source.id)
     return True
 
@@ -311,7 +305,18 @@ def _cause(
     collective: Collective,
     first_step: int,
 ) -> Cause:
-    """Return why a storage exists. Owners come first, then when it was allocated, then its op and who saves it."""
+    """Return why a storage exists. Owners come first, then when it was allocated, then its op and who saves it.
+
+    Args:
+        entry: the storage.
+        observer: has the owners.
+        ops: of the trace, by index.
+        sharers: storage -> the forward ops that saved it for backward.
+        updated: storages that updates write in place.
+        computed: storages that forward ops compute in modules.
+        collective: storages of collective operations.
+        first_step: tick at which the first step begins.
+    """
     ownership = observer.ownership
     if entry.id in ownership.workspaces:
         return "workspace"
@@ -338,7 +343,7 @@ def _cause(
         return "temporary"
     if op.phase == "optimizer":
         return "temporary"
-    created = not op.reads and not op.layer and entry.id not in computed
+    created = not op.reads and not op.layer and entry.id not in computed  # outside of modules, by a factory
     if op.phase == "forward" and (created or _is_input_copy(entry, op, observer, ops)):
         return "input"
     if entry.id in sharers:

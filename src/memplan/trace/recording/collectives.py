@@ -41,8 +41,8 @@ def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
     if not any(op.name.startswith(_LIBRARIES) for op in ops):
         return Collective(frozenset(), frozenset(), frozenset())
     sent, gathered, gradients = set[int](), set[int](), set[int]()
-    casts = set[int]()
-    computed_with = set[int]()
+    casts = set[int]()  # copies of weights, as in the dtype in which they are gathered
+    computed_with = set[int]()  # operands of ops that do more than move elements
     for op in ops:
         reads, writes = {operand.storage for operand in op.reads}, set(op.writes)
         if op.name.startswith(_LIBRARIES):

@@ -21,10 +21,10 @@ class CreatingOps:
         self._newest_assigned = _torch.sequence_number()
 
     def follow(self, index: int, *, after_clone: bool, on_view: bool) -> None:
-        """Assign the nodes created since the previous op.
+        """Assign the autograd nodes that were created since the previous op to the op dispatched now.
 
         Args:
-            index: of the op dispatched now.
+            index: of that op.
             after_clone: the op is in place and follows a clone: an in-place op whose formula needs its input clones it
                 first, and the clone's nodes are its own.
             on_view: the op writes into a view and needs a gradient: autograd adds a CopySlices node after it

@@ -44,9 +44,8 @@ class EngineForms:
         if entry is None or entry.op is None or notes[entry.op].name not in _ZEROS:
             return False
         later = notes[entry.op + 1 :]
-        if len(later) > _MAX_OPS_BETWEEN or any(entry.id == read for note in later for _, read in note.reads):
-            return False
-        return _torch.called_by_engine()
+        is_read = any(entry.id == storage for note in later for _, storage in note.reads)
+        return len(later) <= _MAX_OPS_BETWEEN and not is_read and _torch.called_by_engine()
 
     def in_place_variant(self, op: Any, args: tuple[Any, ...], notes: Sequence[Note]) -> Any:
         """Return the in-place variant of an op if a derivative formula applies it to its own temporary, or None."""
@@ -90,11 +89,8 @@ class EngineForms:
         gradient, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or gradient.shape != other.shape or gradient.dtype != other.dtype:
             return False
-        if (
-            _torch.is_sparse(gradient)
-            or _torch.use_counts(gradient) != self._buffered_use_counts
-            or not is_dense(gradient)
-        ):
+        is_buffered = _torch.use_counts(gradient) == self._buffered_use_counts
+        if _torch.is_sparse(gradient) or not is_buffered or not is_dense(gradient):
             return False
         node = _torch.backward_node()  # the node that ran last
         by_node = node is not None and self._is_result_of(node, gradient, notes)
@@ -106,6 +102,6 @@ class EngineForms:
         return _torch.called_by_engine()
 
     def _is_result_of(self, node: Any, tensor: torch.Tensor, notes: Sequence[Note]) -> bool:
-        """Return whether an autograd node computed a tensor."""
+        """Return whether an op of an autograd node allocated a tensor."""
         entry = self._ledger.find(tensor)
         return entry is not None and entry.op is not None and notes[entry.op].sequence == _torch.node_sequence(node)

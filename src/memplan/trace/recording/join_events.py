@@ -51,6 +51,7 @@ def join(
     named_events, events = _Events(named), _Events(plain)
     same = _same_allocations(named_events, named, events, plain, calls)
     in_named = _allocation_numbers(entries, _on_clock(parts.ops, named_events, named.ranges), named_events)
+    # id of a ledger entry -> number of its allocation in the plain run, which becomes the storage's id
     number_of = {entry: same[number] for entry, number in in_named.items() if number in same}
     ops = _on_clock(parts.ops, events, _op_ranges_of_plain_run(named, plain, calls))
     op_of = _ops_of_calls(named, plain, calls)
@@ -61,14 +62,15 @@ def join(
     storages: list[Storage] = []
     lost = 0
     for number, allocation in enumerate(events.allocations):
-        op = op_of.get(allocation.call, bisect_left(starts, allocation.born))
         storage = known.get(number)
         if storage is None:
-            explained = op < len(ops) and events.is_freed_before_next(allocation, ops[op])
-            op = op if op < len(ops) else None
-            workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
-            lost += 0 if explained or workspace else allocation.bytes
-            storage = Storage(number, 0, "workspace" if workspace else "temporary", 0, None, op)
+            next_op = bisect_left(starts, allocation.born)
+            op = op_of.get(allocation.call, next_op if next_op < len(ops) else None)
+            is_part_of_op = op is not None and events.is_freed_before_next(allocation, ops[op])
+            is_workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
+            if not is_part_of_op and not is_workspace:
+                lost += allocation.bytes
+            storage = Storage(number, 0, "workspace" if is_workspace else "temporary", 0, None, op)
         storages.append(_with_allocation(storage, number, allocation, steps[0]))
     unpaired = [allocation for number, allocation in enumerate(events.allocations) if number not in paired]
     outside = [entry for entry in entries if entry.id in read and entry.op is None and entry.id not in in_named]
@@ -108,10 +110,10 @@ def _starts_of_steps(plain: _torch.Profile) -> list[int]:
 
 
 def _with_allocation(storage: Storage, number: int, allocation: _Allocation, first_step: int) -> Storage:
-    """Return the storage with number, size and lifetime of its allocation."""
+    """Return the storage with number, size and lifetime of its allocation. ``first_step``: tick of its beginning."""
     cause = storage.cause
     if cause == "input" and allocation.died is not None and allocation.died <= first_step:
-        cause = "temporary"
+        cause = "temporary"  # freed while building, in the plain run
     born, died = allocation.born, allocation.died
     return replace(storage, id=number, cause=cause, bytes=allocation.bytes, born=born, died=died)
 
@@ -165,8 +167,8 @@ class _Events:
         that op, such as a wrapped scalar."""
         if allocation.died is None:
             return False
-        ticks = self._born_ticks
-        return bisect_right(ticks, op.end) >= bisect_left(ticks, allocation.died)
+        allocations_up_to_op = bisect_right(self._born_ticks, op.end)
+        return allocations_up_to_op >= bisect_left(self._born_ticks, allocation.died)
 
     def find(self, address: int, tick: int) -> int | None:
         """Return the number of the allocation that is live at an address right after a tick; None if none is."""
@@ -179,9 +181,10 @@ class _Events:
 def _same_allocations(
     named_events: _Events, named: _torch.Profile, events: _Events, plain: _torch.Profile, calls: dict[int, int]
 ) -> dict[int, int]:
-    """Return allocation under the mode -> allocation of the plain run.
+    """Return number of an allocation under the mode -> number of the same allocation in the plain run.
 
     Allocations within matched calls match by size, in order. A call without a match counts as part of its parent.
+    ``calls``: call under the mode -> matching call of the plain run, both as indices of the profiles' calls.
     """
     in_named = _grouped_by_call(named_events, named.calls, set(calls))
     in_plain = _grouped_by_call(events, plain.calls, set(calls.values()))
@@ -194,7 +197,7 @@ def _same_allocations(
 
 
 def _grouped_by_call(events: _Events, calls: list[_torch.Call], among: set[int]) -> dict[int, list[_Allocation]]:
-    """Group allocations by the innermost call around them that is in ``among``."""
+    """Return call -> the allocations whose innermost call in ``among`` it is. Calls are indices; -1: outside of all."""
     grouped: dict[int, list[_Allocation]] = {}
     for allocation in events.allocations:
         call = allocation.call
@@ -207,7 +210,8 @@ def _grouped_by_call(events: _Events, calls: list[_torch.Call], among: set[int])
 def _op_ranges_of_plain_run(
     named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]
 ) -> dict[str, tuple[int, int]]:
-    """Return mark of an op under the mode -> (start, end) of the op in the plain run."""
+    """Return mark of an op under the mode -> (start, end) of the op in the plain run, in ns. ``calls``: call under the
+    mode -> matching call of the plain run, as indices."""
     ranges: dict[str, tuple[int, int]] = {}
     for number, call in enumerate(named.calls):
         if call.at_mark and call.mark.isdigit() and number in calls and call.mark not in ranges:
@@ -248,19 +252,25 @@ def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> t
 
 
 def _on_clock(ops: Iterable[Op], events: _Events, ranges: dict[str, tuple[int, int]]) -> list[Op]:
-    """Return the ops with start and end in ticks of ``events``, by the time ranges of their marks. Ops without a range
-    span no tick."""
+    """Return the ops with start and end in ticks of ``events``.
+
+    ``ranges``: mark of an op, its index -> (start, end) in ns. An op without a range spans no tick.
+    """
     result: list[Op] = []
-    tick = 0
+    end = 0
     for op in ops:
-        span = ranges.get(str(op.index))
-        start, tick = (events.tick(span[0]), events.tick(span[1])) if span is not None else (tick, tick)
-        result.append(replace(op, start=start, end=tick))
+        start, range_of_op = end, ranges.get(str(op.index))
+        if range_of_op is not None:
+            start, end = events.tick(range_of_op[0]), events.tick(range_of_op[1])
+        result.append(replace(op, start=start, end=end))
     return result
 
 
 def _allocation_numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
-    """Return id of a ledger entry -> number of its allocation: that at its address when its op ended."""
+    """Return id of a ledger entry -> number of its allocation: that at its address when its op ended.
+
+    ``ops``: with start and end in ticks of ``events``.
+    """
     first_read: dict[int, int] = {}
     for op in ops:
         for read in op.reads:
@@ -278,19 +288,23 @@ def _allocation_numbers(entries: list[Entry], ops: list[Op], events: _Events) ->
 
 
 def _renumbered(op: Op, number_of: dict[int, int]) -> Op:
-    reads = tuple(Operand(r.name, number_of[r.storage]) for r in op.reads if r.storage in number_of)
+    """Return the op with new numbers of its storages (``number_of``: old -> new), without those that have none."""
+    reads = tuple(Operand(read.name, number_of[read.storage]) for read in op.reads if read.storage in number_of)
     return replace(op, reads=reads, writes=_renumbered_ids(op.writes, number_of))
 
 
 def _renumbered_form(form: Form, number_of: dict[int, int]) -> Form:
+    """Return the form with new numbers of its storages (``number_of``: old -> new)."""
     names = [name for name, _ in form.reads]
     views = _renumbered_views([view for _, view in form.reads], number_of)
     return replace(form, reads=tuple(zip(names, views, strict=True)), writes=_renumbered_views(form.writes, number_of))
 
 
 def _renumbered_views(views: Iterable[View], number_of: dict[int, int]) -> tuple[View, ...]:
+    """Return the views with new numbers of their storages (old -> new); a unique negative number if there is none."""
     return tuple(replace(view, storage=number_of.get(view.storage, -1 - view.storage)) for view in views)
 
 
-def _renumbered_ids(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
-    return tuple(number_of[entry] for entry in entries if entry in number_of)
+def _renumbered_ids(storages: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:
+    """Return the new numbers of storages (old -> new), without those that have none."""
+    return tuple(number_of[storage] for storage in storages if storage in number_of)

@@ -28,6 +28,7 @@ class Entry:
     shape: tuple[int, ...]
     died: int | None = None
     key: int = 0
+    """Identifies the storage while it is alive (`_torch.storage_key`)."""
     address: int = 0
     """Address of the data of a real storage."""
     foreign: bool = False
@@ -145,7 +146,7 @@ class Ledger:
         self.free(entry)
 
     def resize(self, storage: torch.UntypedStorage, size: int, resize: Callable[..., Any]) -> Any:
-        """Resize a storage by ``resize``, and record an allocation of the new size, then a free of the old. Sharded
+        """Return ``resize(storage, size)``, and record an allocation of the new size, then a free of the old. Sharded
         parameters free their gathered weights in this way."""
         key = _torch.storage_key(storage)
         entry = self._live.get(key)
@@ -153,7 +154,8 @@ class Ledger:
             return resize(storage, size)
         entry.reference = None
         result = resize(storage, size)
-        device, stream, self.device, self.stream = self.device, self.stream, entry.device, entry.stream
+        device, stream = self.device, self.stream
+        self.device, self.stream = entry.device, entry.stream
         self._watch(self._add(size, entry.op, entry.dtype, entry.shape), storage, key)
         self.device, self.stream = device, stream
         self.free(entry)
@@ -236,16 +238,9 @@ class Ledger:
         """Add an entry for a new storage on the ledger's current device and stream."""
         self.clock += 1
         entry = Entry(
-            len(self.entries),
-            size,
-            self.clock,
-            op,
-            dtype,
-            shape,
-            device=self.device,
-            stream=self.stream,
-            pool=self.pool,
-        )
+            id=len(self.entries), bytes=size, born=self.clock, op=op, dtype=dtype, shape=shape,
+            device=self.device, stream=self.stream, pool=self.pool,
+        )  # fmt: skip
         self.entries.append(entry)
         if entry.device != HOST:
             self._change_level(entry.bytes)
@@ -258,7 +253,7 @@ class Ledger:
 
     def _allocate(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:
         """Add an entry for a new storage and watch for its free. Storages without memory of their own get 0 bytes."""
-        entry = self._add(storage.nbytes(), op, str(tensor.dtype)[6:], tuple(tensor.shape))
+        entry = self._add(storage.nbytes(), op, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         self._watch(entry, storage, key)
         is_traced = self.real and isinstance(tensor, _torch.FakeTensor)  # the step itself compiles or plans
         if is_traced or tensor.device.type == "meta":  # tensors without memory

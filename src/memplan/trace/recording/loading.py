@@ -99,7 +99,8 @@ class LoaderWatch:
         return batch
 
     def _pass_of(self, loader: Any, iterator: Any) -> _Pass:
-        """Return the pass of an iterator over a loader; with persistent workers, all passes count as a single pass."""
+        """Return the pass of an iterator over a loader, which begins at the first batch. With persistent workers, all
+        passes over the loader count as a single pass."""
         persistent = loader.num_workers > 0 and loader.persistent_workers
         source = loader if persistent else iterator
         for pass_ in self._passes:
@@ -121,9 +122,12 @@ class LoaderWatch:
         return len(self._data_sets) - 1
 
     def _note_batch(self, batch: Any, pass_: _Pass, start: int) -> tuple[int, ...]:
-        """Return the bytes of a batch's storages, and mark new storages as shared or pinned memory."""
-        sizes = dict[int, int]()
-        for leaf in _torch.tree_leaves(_as_plain(batch)):
+        """Return the bytes of a batch's storages, and mark those allocated since the tick ``start`` as shared or pinned
+        memory."""
+        sizes = dict[int, int]()  # storage -> bytes
+        if hasattr(batch, "keys") and not isinstance(batch, dict):
+            batch = dict(batch)  # torch's pytrees know no other mapping
+        for leaf in _torch.tree_leaves(batch):
             if not isinstance(leaf, torch.Tensor):
                 continue
             entry = self._ledger.find(leaf)
@@ -135,11 +139,15 @@ class LoaderWatch:
         return tuple(sizes.values())
 
     def _contents_of(self, data_set: Any) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of a data set's numpy arrays, and of tensors that share memory with arrays and that the
-        ledger does not count; and the storages of its other tensors on the host."""
+        """Search a data set's attributes and containers for arrays and tensors.
+
+        Returns:
+            The bytes of its numpy arrays, including tensors with an array's memory, which the ledger does not count;
+            and the storages of its other tensors on the host.
+        """
         seen = set[int]()
         total, storages = 0, set[int]()
-        stack: list[tuple[Any, int]] = [(data_set, 0)]
+        stack: list[tuple[Any, int]] = [(data_set, 0)]  # (object, depth)
         while stack and len(seen) < _MOST:
             value, depth = stack.pop()
             if id(value) in seen or depth > _DEPTH:
@@ -153,7 +161,7 @@ class LoaderWatch:
                     storages.add(entry.id)
             elif isinstance(value, numpy.ndarray):
                 owner = value
-                while isinstance(owner.base, numpy.ndarray):
+                while isinstance(owner.base, numpy.ndarray):  # a view
                     owner = owner.base
                 if id(owner) not in seen or owner is value:
                     seen.add(id(owner))
@@ -189,7 +197,8 @@ class _Pass:
         self.end: int | None = None
         self.workers: int = loader.num_workers
         self.prefetch: int = (loader.prefetch_factor or 0) if self.workers else 0
-        self.method = _start_method(loader) if self.workers else ""
+        processes = loader.multiprocessing_context or torch.multiprocessing
+        self.start_method = str(processes.get_start_method()) if self.workers else ""
         self.pinned = bool(loader.pin_memory) and pins
         # as in `LoaderUse`
         self.data_set = data_set
@@ -202,13 +211,16 @@ class _Pass:
 
     def end_with(self, tick: int) -> None:
         """Note the end of the pass, unless it has ended."""
-        self.end = tick if self.end is None else self.end
+        if self.end is None:
+            self.end = tick
 
     def row(self) -> LoaderUse:
         """Return the record of the pass."""
         return LoaderUse(
-            self.where, self.start, self.end, self.workers, self.prefetch, self.method, self.pinned, self.data_set,
-            self.arrays, self.tensors, self.batch, tuple(self.loads), tuple(self.exhausted), self.length,
+            where=self.where, start=self.start, end=self.end, workers=self.workers, prefetch=self.prefetch,
+            start_method=self.start_method, pinned=self.pinned, data_set=self.data_set, arrays=self.arrays,
+            tensors=self.tensors, batch=self.batch, loads=tuple(self.loads), exhausted=tuple(self.exhausted),
+            length=self.length,
         )  # fmt: skip
 
 
@@ -221,17 +233,6 @@ def _identifies(data_set: Any) -> Callable[[Any], bool]:
         number = id(data_set)
         return lambda other: id(other) == number
     return lambda other: reference() is other
-
-
-def _as_plain(batch: Any) -> Any:
-    """Return a mapping of any class as a dict, as torch's pytrees know no other mapping."""
-    return dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
-
-
-def _start_method(loader: Any) -> str:
-    """Return a loader's method of starting workers: fork, spawn or forkserver."""
-    context = loader.multiprocessing_context or torch.multiprocessing
-    return str(context.get_start_method())
 
 
 def _length(loader: Any) -> int | None:

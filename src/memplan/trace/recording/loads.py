@@ -46,8 +46,8 @@ class _Storages:
         self._recorded: dict[int, torch.Tensor] = {}
 
     def tensor_of(self, leaf: Any) -> Any:
-        """Return the recording's tensor for a real tensor: small integer tensors keep their values, aliases share a
-        storage. A module's tensors are replaced in place; other leaves are returned unchanged."""
+        """Return the recording's tensor for a real tensor of the file: small integer tensors keep their values, aliases
+        share a storage. A module's tensors are replaced in place; other leaves are returned unchanged."""
         if isinstance(leaf, nn.Module):
             for module in leaf.modules():
                 named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -63,20 +63,23 @@ class _Storages:
             is_integral = not dtype.is_floating_point and not dtype.is_complex
             values = plain.tolist() if is_integral and owns_storage and plain.numel() <= _KNOWN else None
             address, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
-        device = self._here(self._place_of(address), size if address not in self._recorded else 0)
+        is_new = address not in self._recorded
+        device = self._here(self._place_of(address), size if is_new else 0)
         if values is not None and self._file is None:
             return torch.tensor(values, dtype=dtype, device=device)
         if not size:
             return torch.empty(shape, dtype=dtype, device=device)
-        if address not in self._recorded:
+        if is_new:
             self._recorded[address] = self._record(address, size, device)
-        content = self._recorded[address].view(dtype)
+        content = self._recorded[address].view(dtype)  # the whole storage, for a mapped file a slice of the file
         view = content.as_strided(shape, strides, content.storage_offset() + offset)
-        is_parameter = isinstance(leaf, nn.Parameter)
-        return nn.Parameter(view.detach(), needs_grad) if is_parameter else view.requires_grad_(needs_grad)
+        if isinstance(leaf, nn.Parameter):
+            return nn.Parameter(view.detach(), needs_grad)
+        return view.requires_grad_(needs_grad)
 
     def _here(self, device: str | torch.device, size: int) -> str | torch.device:
-        """Return the device of a storage in the recording, and count its bytes if it is for another rank's card."""
+        """Return the device of a storage in this rank's recording: the host if ``device`` is another rank's card. Its
+        ``size`` bytes are then added to `elsewhere`."""
         target = torch.device(device)
         if self._own is None or target.type != "cuda" or target.index in (None, self._own.index):
             return device
@@ -84,8 +87,8 @@ class _Storages:
         return HOST
 
     def _record(self, address: int, size: int, device: str | torch.device) -> torch.Tensor:
-        """Return a storage as a tensor of bytes: read or mapped into host memory, and copied to ``device`` if that is a
-        card."""
+        """Return a new storage as a tensor of ``size`` bytes: in host memory, or a slice of the mapped file, and copied
+        to ``device`` if that is a card. ``address``: of the real storage."""
         if self._file is None:
             loaded = torch.empty(size, dtype=torch.uint8)
         else:
@@ -113,12 +116,12 @@ class _Moved:
         self.place: str | torch.device = HOST
 
     def cpu(self) -> _Moved:
-        self.place = HOST
-        return self
+        return self.to(HOST)
 
-    def cuda(self, device: Any = None, **_: Any) -> _Moved:
-        self.place = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
-        return self
+    def cuda(self, device: Any = "cuda", **_: Any) -> _Moved:
+        if device is None:
+            device = "cuda"
+        return self.to(f"cuda:{device}" if isinstance(device, int) else device)
 
     def to(self, device: Any = None, **_: Any) -> _Moved:
         self.place = device
@@ -136,7 +139,9 @@ def place_of(storage: Any, location: str, map_location: Any) -> str | torch.devi
         return map_location.decode()
     if callable(map_location):
         moved = map_location(_Moved(storage), location)
-        return location if moved is None else moved.place if isinstance(moved, _Moved) else HOST
+        if moved is None:  # torch then ignores map_location
+            return location
+        return moved.place if isinstance(moved, _Moved) else HOST
     return location if map_location is None else map_location
 
 
@@ -181,7 +186,7 @@ def loads_recorded(is_recorded: Callable[[], bool], report: Callable[[str], None
             return plain(f, map_location, pickle_module, mmap=mmap, **kwargs)
         places = dict[int, str | torch.device]()
 
-        def locate(storage: Any, location: str) -> Any:
+        def locate(storage: Any, location: str) -> Any:  # the map_location of the real load: all stays on the host
             places[storage.data_ptr()] = place_of(storage, location, map_location)
             return storage
 

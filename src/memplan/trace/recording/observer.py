@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -100,9 +101,7 @@ class _Signature:
         self.positions = _torch.tensor_arguments(func)
         self.mutable = _torch.is_mutable(func)
         self.writes = _torch.written_arguments(func) if self.mutable else []
-        self.unrecorded = self.name in _UNRECORDED or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
-        if not self.name.startswith(("aten.", "prim.", "profiler.")):
-            self.unrecorded = False  # an operator of a library or of the user
+        self.unrecorded = self.name in _UNRECORDED or self.name.startswith(("prim.", "profiler."))
         self.from_library = not self.name.startswith(_TORCH_NAMESPACES) and self.name not in _WITHOUT_TEMPORARIES
 
     @classmethod
@@ -159,8 +158,9 @@ class Observer:
         place.after_update = self.ownership.mark_states
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
-        """Run an op by ``run(func)`` and record it."""
-        if self.engine.use_counts is not None:
+        """Run an op by ``run(func)``, record it, and return its result. In a recording, which has no values, a scalar
+        read and `torch.equal` return an assumed result."""
+        if self.engine.use_counts is not None:  # within `calibrate`
             if func is _ADD and _torch.in_backward():
                 self.engine.use_counts.append(_torch.use_counts(args[0]))
             return run(func)
@@ -171,7 +171,7 @@ class Observer:
             if self._events is not None and signature.name == _SCALAR:
                 return self._events.read_scalar(args[0], run, self)
             if args and (_torch.is_sparse(args[0]) or self._is_outside(signature, args[0])):
-                self._operands(signature, args, kwargs)
+                self._operands(signature, args, kwargs)  # registers the tensor
             return run(func)
         if signature.name in _EQUAL and self._events is not None:
             self._run_and_note(signature, args, kwargs, None, func)
@@ -192,7 +192,7 @@ class Observer:
         return self._run_and_note(signature, args, kwargs, None, func, run)
 
     def _run_and_note_as(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
-        """Run and record ``op`` instead of the dispatched op, whose variant it is."""
+        """Run and record ``op`` instead of the dispatched op, of which it is a variant (in place, without vectors)."""
         return self._run_and_note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, None, op, run)
 
     def set_without_vectors(self, without: bool) -> None:
@@ -216,7 +216,7 @@ class Observer:
         """Record an op with its reads, allocations and frees, and return its result.
 
         The op runs by ``run(func)`` with the results of the device's semantics; without ``run``, ``result`` is its
-        result. On a card, the ledger's device and stream are set to the op's while it runs.
+        result, and it does not run. On a card, the ledger's device and stream are set to the op's while it runs.
         """
         index = len(self.notes)
         if self.most_ops is not None and index >= self.most_ops:
@@ -250,7 +250,7 @@ class Observer:
         correct = semantics.results.get(signature.name)
         result = result if correct is None else correct(args, kwargs, result)
         form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
-        if form is None:
+        if form is None:  # the op runs as its kernel does
             temporaries = semantics.temporaries(signature.name, args, kwargs, result, _torch.in_backward())
             temporaries = self._scalars.without_saved(temporaries, signature.name, args, note.sequence)
         else:
@@ -279,9 +279,9 @@ class Observer:
         """Record a launch of a Triton kernel or of a kernel of Inductor's generated code, whose buffers were allocated
         before. The allocation of a buffer gets the name of the first kernel that uses the buffer."""
         for tensor in tensors:
-            birth = self.ledger.entry(tensor, None).op
-            if birth is not None and self.notes[birth].name == _EMPTY_STRIDED:
-                self.notes[birth].name = kernel
+            allocating_op = self.ledger.entry(tensor, None).op
+            if allocating_op is not None and self.notes[allocating_op].name == _EMPTY_STRIDED:
+                self.notes[allocating_op].name = kernel
         if not kernel.startswith("aten."):  # torch's own kernels are dispatched as ops
             self._run_and_note(_Signature.of_kernel(kernel, len(tensors)), tuple(tensors), {}, None, None)
 
@@ -292,14 +292,14 @@ class Observer:
             self._run_and_note(signature, (list(state.shape),), {"dtype": state.dtype}, state, _EMPTY)
 
     def _on_result(self, module: int, result: Any) -> None:
-        """Note the result of a module's forward in the first step, for the forms of calls (`Forms`)."""
+        """Note the result of an outermost module's forward in the first step. ``module``: id() of the module."""
         if self.place.step == 0 and not _torch.in_backward():
             self.forms.returns(module, len(self.notes), result)
 
     def _stream_of(self, note: Note) -> int:
-        """Return an op's stream: the engine runs a derivative formula on the stream of its forward op."""
-        source = self.creating_ops.by_sequence_number.get(note.sequence) if note.sequence is not None else None
-        note.stream = self.ledger.stream if source is None else self.notes[source].stream
+        """Set and return an op's stream: the engine runs a derivative formula on the stream of its forward op."""
+        forward_op = self.creating_ops.by_sequence_number.get(note.sequence) if note.sequence is not None else None
+        note.stream = self.ledger.stream if forward_op is None else self.notes[forward_op].stream
         return note.stream
 
     def _operands(
@@ -316,22 +316,22 @@ class Observer:
         on_card = on_host = False
         for position, name in signature.positions:
             value = args[position] if position < len(args) else kwargs.get(name)
-            for item in (value,) if not isinstance(value, (list, tuple)) else value:
+            for item in value if isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(item, torch.Tensor):
                     continue
-                parts = self.ledger.parts(item, None)
+                parts = self.ledger.parts(item, None)  # the last is the tensor itself, or the values if it is sparse
                 if parts[-1].op is None and self._is_outside(signature, item):
                     self.ledger.register_outside(item, self.fake_of(item))
                 reads += [(name, entry.id) for entry in parts]
                 if parts[-1].device == ON_CARD:
                     on_card = True
-                elif item.dim():
+                elif item.dim():  # scalars on the host may be read by CUDA's kernels
                     on_host = True
                 if not item.requires_grad:
                     continue
                 if not self.ledger.real and not isinstance(item, _torch.FakeTensor):
                     raise _outside_error(item)
-                if not needs or needs[-1] != name:
+                if not needs or needs[-1] != name:  # a list of tensors counts once
                     needs.append(name)
                 # not while building, where a parameter may still be replaced: the reference would keep it alive
                 known = self.place.building or reads[-1][1] in self.ownership.weights
@@ -343,7 +343,8 @@ class Observer:
         return reads, tuple(needs), on_card
 
     def _is_outside(self, signature: _Signature, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor existed before a recording for the CPU, and the op does not lift it."""
+        """Return whether a tensor existed before a recording for the CPU, except for `aten.lift_fresh`, which takes a
+        tensor with the memory of Python or numpy."""
         if self.ledger.real or self.card or signature.name == _LIFT or not _torch.has_shape(tensor):
             return False
         return _torch.is_from_outside(tensor)
@@ -351,7 +352,10 @@ class Observer:
     def _begin_note(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int, args: Any
     ) -> Note:
-        """Return the note of an op that is about to run: its phase, module, line and autograd node."""
+        """Return the note of an op that is about to run: its phase, module, line and autograd node.
+
+        ``reads``, ``needs``: as from `_operands`. ``index``: the op's index in the trace.
+        """
         place = self.place
         phase = place.phase()
         grad_enabled = torch.is_grad_enabled()
@@ -392,7 +396,7 @@ class Observer:
         if not self._after_backward or _torch.in_backward():
             return
         self.ownership.mark_gradients()
-        if self.place.module:
+        if self.place.module:  # a module runs: the next forward pass has begun
             self._after_backward = False
             self.ownership.updating.clear()
 
@@ -413,17 +417,24 @@ def _result(
     run: _torch.Run,
     report: Callable[[str], None] | None,
 ) -> Any:
-    """Return an op's result by the device's semantics, else by ``run``. ``report`` gets the assumption, if any."""
+    """Return an op's result: by the device's semantics, or else by ``run(func)``.
+
+    ``name``: the op's overload name. ``report``: called with the assumption behind the result, if there is one.
+
+    Raises:
+        NotImplementedError: the op has no kernel for sparse tensors.
+    """
     is_sparse = any(isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo for value in args)
     if is_sparse and not _torch.runs_on_sparse(func):
         raise NotImplementedError(f"Could not run '{func.name()}' with arguments from the 'SparseCPU' backend")
     replacement = semantics.instead.get(name)
     result = NotImplemented if replacement is None else replacement(args, kwargs)
     replaced = result is not NotImplemented
-    result = result if replaced else run(func)
-    text = semantics.assumed(name, args, result, replaced)
-    if text is not None and report is not None:
-        report(text)
+    if not replaced:
+        result = run(func)
+    assumption = semantics.assumed(name, args, result, replaced)
+    if assumption is not None and report is not None:
+        report(assumption)
     return result
 
 
@@ -448,6 +459,15 @@ def _allocations(
 ) -> Iterator[int]:
     """Allocate an op's results and temporaries in the kernel's order, and free the temporaries that end with it.
 
+    Args:
+        result: of the op.
+        temporaries: of the op, in the order of their allocation.
+        ledger: records the allocations.
+        index: of the op.
+        note: of the op; gets the storages of the results.
+        absent: whether the results take no memory.
+        order: op name -> positions of the results in the order of their allocation, if not in sequence.
+
     Yields:
         Ids of the entries that are workspaces.
     """
@@ -459,8 +479,8 @@ def _allocations(
     for temporary in temporaries:
         if not temporary.first:
             allocated.append((temporary, _allocate(temporary, ledger, index)))
-            for later, (earlier, entry) in enumerate(reversed(allocated)):
-                if earlier.followed == later:
+            for allocations_since, (earlier, entry) in enumerate(reversed(allocated)):
+                if earlier.followed == allocations_since:
                     ledger.free(entry)
     yield from _free([(temporary, entry) for temporary, entry in allocated if temporary.followed is None], ledger)
     yield from (entry.id for temporary, entry in allocated if temporary.followed is not None and temporary.workspace)
@@ -470,7 +490,10 @@ def _allocate_between_results(
     result: Any, temporaries: Sequence[Temporary], allocated: list[tuple[Temporary, Entry]], ledger: Ledger, index: int,
     writes: list[int], absent: bool,
 ) -> Iterator[int]:  # fmt: skip
-    """Like `_allocations`, for kernels that allocate and free temporaries between their results."""
+    """Like `_allocations`, for kernels that allocate and free temporaries between their results.
+
+    ``allocated``: the temporaries before the first result, with their entries. ``writes``: gets the results' entries.
+    """
     for number, part in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
         yield from _free([(temporary, entry) for temporary, entry in allocated if temporary.until == number], ledger)
         _allocate_results(part, ledger, index, writes, absent)
@@ -479,10 +502,9 @@ def _allocate_between_results(
         long = [temporary for temporary in between if temporary.until is not None]
         yield from _free([(temporary, _allocate(temporary, ledger, index)) for temporary in short], ledger)
         allocated += [(temporary, _allocate(temporary, ledger, index)) for temporary in long]
-    allocated = [(temporary, entry) for temporary, entry in allocated if entry.died is None]
+    live = [(temporary, entry) for temporary, entry in allocated if entry.died is None]
     last = [temporary for temporary in temporaries if not temporary.first and temporary.after is None]
-    allocated += [(temporary, _allocate(temporary, ledger, index)) for temporary in last]
-    yield from _free(allocated, ledger)
+    yield from _free(live + [(temporary, _allocate(temporary, ledger, index)) for temporary in last], ledger)
 
 
 def _allocate(temporary: Temporary, ledger: Ledger, index: int) -> Entry:
@@ -493,8 +515,8 @@ def _allocate(temporary: Temporary, ledger: Ledger, index: int) -> Entry:
 
 
 def _free(allocated: list[tuple[Temporary, Entry]], ledger: Ledger) -> Iterator[int]:
-    """Free temporaries in reverse order, like the locals of a C++ function, but for those that are freed with a result
-    or never. Yields the ids of library workspaces."""
+    """Free temporaries in reverse order, like the locals of a C++ function, except those that are freed with a result
+    or never. Yields the ids of the entries that are workspaces of a library."""
     for temporary, entry in reversed(allocated):
         if not temporary.permanent and temporary.owner is None:
             ledger.free(entry)
@@ -529,9 +551,9 @@ def _allocate_results(
             for item in result:
                 _allocate_results(item, ledger, index, writes, absent)
             return
-        device, by_position = ledger.device, dict[int, list[int]]()
+        device, written = ledger.device, [list[int]() for _ in result]
         for position in (*order, *(set(range(len(result))) - set(order))):
             ledger.device = device if position in order else HOST
-            _allocate_results(result[position], ledger, index, by_position.setdefault(position, []), absent)
+            _allocate_results(result[position], ledger, index, written[position], absent)
         ledger.device = device
-        writes.extend(entry for _, entries in sorted(by_position.items()) for entry in entries)
+        writes.extend(itertools.chain(*written))  # in the order of the results

@@ -107,8 +107,9 @@ def _short(path: str) -> str:
     return next((path[len(root) :] for root in roots if path.startswith(root)), os.path.basename(path))
 
 
-@functools.lru_cache(maxsize=8)  # every op of a capture asks
+@functools.lru_cache(maxsize=8)  # called for every op of a capture
 def _roots(working_directory: str, search_path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the folders to which paths are shown relative, each with a separator, in order of precedence."""
     folders = [os.path.abspath(folder) for folder in search_path]
     packages = [folder for folder in folders if folder.endswith(("site-packages", "dist-packages"))]
     # site-packages first: the virtual environment may be inside the working directory
@@ -185,7 +186,8 @@ class Place:
     @contextmanager
     def suspending(self) -> Iterator[None]:
         """Within this context, ignore copied modules and backward passes; the caller suspends the hooks."""
-        on_backward, self._suspended, self.on_backward = self.on_backward, True, lambda keeps: _nothing
+        on_backward = self.on_backward
+        self._suspended, self.on_backward = True, lambda keeps: _nothing
         try:
             yield
         finally:
@@ -253,7 +255,7 @@ class Place:
             return
         module = _torch.hooked_module(module)
         if result is None and sys.exc_info()[1] is not None and self.failed_in == 0:
-            self.failed_in = self._stack[-1] if self._stack else 0
+            self.failed_in = self.module
         # inner modules that raised may not have run this hook: pop them, too
         if id(module) in self._stack:
             while self._stack.pop() != id(module):
@@ -271,6 +273,7 @@ class Place:
         self._optimizers_running += 1
 
     def _end_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Leave an optimizer's step, as a post-hook of all optimizers."""
         if threading.get_ident() != self._thread:
             return
         self._optimizers_running -= 1

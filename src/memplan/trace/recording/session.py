@@ -156,7 +156,7 @@ def _target(device: str | torch.device | None) -> Target:
 
 
 def own_card(place: torch.device | None = None) -> Device | None:
-    """Return this machine's current GPU, or the GPU ``place``; None if there is none."""
+    """Return this machine's current GPU, or that of the device ``place``, as in the catalogue; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     number = torch.cuda.current_device() if place is None or place.index is None else place.index
@@ -371,18 +371,18 @@ def collector_held() -> Iterator[None]:
         yield
         return
     enabled, inside = gc.isenabled(), _collector_is_held.get()
-    frees = not inside and not gc.get_freeze_count()  # unfreezing would also thaw what the user froze
+    is_outermost = not inside and not gc.get_freeze_count()  # unfreezing would also thaw what the user froze
     gc.disable()
     if inside:
         gc.collect()  # garbage that is frozen would stay to the end
-    if frees or inside:
+    if is_outermost or inside:
         gc.freeze()
-    token = _collector_is_held.set(frees or inside)
+    token = _collector_is_held.set(is_outermost or inside)
     try:
         yield
     finally:
         _collector_is_held.reset(token)
-        if frees:
+        if is_outermost:
             gc.unfreeze()
         if enabled:
             gc.enable()
@@ -601,7 +601,7 @@ class located:
 
 
 def _located_error(observer: Observer, what: str, error: Exception) -> MemplanError:
-    """Return the MemplanError to raise for an exception of the user's code or torch."""
+    """Return the MemplanError to raise for an exception of the user's code or torch. ``what`` raised it: "step 1"."""
     where = format_frame(frame_of_error(error))
     layer = module_names(observer.place).get(observer.place.failed_in)
     if isinstance(error, _torch.DATA_DEPENDENT):

@@ -75,6 +75,7 @@ class OutsideState:
         return arguments
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor existed before the run: no op of the run allocated it."""
         entry = self._ledger.find(tensor)
         return entry is None or entry.op is None
 
@@ -103,13 +104,14 @@ class OutsideState:
 
 
 def _copied(value: Any) -> Any:
-    """Copy dicts and lists, and share the tensors in them."""
+    """Return a copy of nested dicts and lists that shares all other values, such as tensors."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
-    return [*map(_copied, value)] if type(value) is list else value
+    return [_copied(item) for item in value] if type(value) is list else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an op's argument, which may be a list."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, torch.Tensor):
             yield item

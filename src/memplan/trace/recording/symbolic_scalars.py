@@ -88,6 +88,7 @@ def may_hold_symbolic(error: BaseException | None) -> bool:
 
 
 def _has_symbolic(value: Any) -> bool:
+    """Return whether a value is a symbolic scalar, or a list or tuple with one."""
     return any(map(is_symbolic, value)) if isinstance(value, (list, tuple)) else is_symbolic(value)
 
 
@@ -152,12 +153,14 @@ class ScalarPolicy:
             value = healthy
         else:
             self._last_range = bound = self._range(tensor, observer)
-            self._is_last_known = bound is not None and bound[0] == bound[1] and self._shares.of(user_frame()) == 1.0
+            has_share = bound is not None and self._shares.of(user_frame()) != 1.0  # the user's assumption
+            self._is_last_known = bound is not None and bound[0] == bound[1] and not has_share
             value = self._value(bound, whole=_is_whole(tensor))
-            if not self._is_last_known:
-                is_share = bound is not None and self._shares.of(user_frame()) != 1.0
-                text = f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}"
-                self.assumed.add("bound" if is_share else "scalar", text + (", as was assumed" if is_share else ""))
+            text = f"a value ({str(tensor.dtype).removeprefix('torch.')}) was read and taken as {value}"
+            if has_share:
+                self.assumed.add("bound", text + ", as was assumed")
+            elif not self._is_last_known:
+                self.assumed.add("scalar", text)
         if tensor.dtype == torch.bool:
             return bool(value)
         if tensor.dtype.is_complex:
@@ -165,16 +168,20 @@ class ScalarPolicy:
         return float(value) if tensor.dtype.is_floating_point else int(value)
 
     def _range(self, tensor: torch.Tensor, observer: Observer) -> Range | None:
-        """Return the range of a tensor's values; None if unknown or too wide."""
+        """Return the range of a tensor's values; None if unknown or too wide, for booleans if both are possible."""
         values = observer.ranges.of(tensor)
-        if values is not None and tensor.dtype is torch.bool:
-            return values if values[0] == values[1] else None
-        return None if values is None or max(map(abs, values)) > _LARGEST else values
+        if values is None or max(map(abs, values)) > _LARGEST:
+            return None
+        return None if tensor.dtype is torch.bool and values[0] != values[1] else values
 
     def _value(self, bound: Range | None, *, whole: bool) -> Number:
         """Return the assumed value for a scalar read at the user's line, and record the read.
 
         The value is the largest of the range, unless the line has a share or an override.
+
+        Args:
+            bound: the range of the value; None if unknown.
+            whole: whether the value is an integer.
         """
         line, share = user_frame(), self._shares.of(user_frame())
         if bound is not None and share != 1.0:
@@ -192,9 +199,9 @@ class ScalarPolicy:
             before.times + 1,
         )
         if Choice(line, "in turn") in self._overrides and isinstance(value, int) and bound is not None:
-            # from both ends, so that two offsets are as far apart as they can be
-            turn = before.times % (value - int(other) + 1)
-            return value - turn // 2 if turn % 2 else int(other) + turn // 2
+            # from both ends in turn, so that two offsets are as far apart as they can be
+            turn, smallest = before.times % (value - int(other) + 1), int(other)
+            return value - turn // 2 if turn % 2 else smallest + turn // 2
         return other if Choice(line, "other value") in self._overrides else value
 
     @contextmanager
@@ -203,6 +210,7 @@ class ScalarPolicy:
         fake = _torch.FakeTensor
 
         def unless_suspended(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+            """Return a method of fake tensors that calls ``read``, or the original while the mode is suspended."""
             original = getattr(fake, name)
             return lambda tensor, *args, **kwargs: (original if mode.suspended else read)(tensor, *args, **kwargs)
 
@@ -260,29 +268,31 @@ class ScalarPolicy:
         return _torch.patched(torch, **here)
 
     def _checked_parts(self, sizes: Sequence[Any], rows: int) -> Sequence[int]:
-        """Return the sizes of parts of an exchange between ranks as plain numbers. Refuse sizes read from tensors that
-        do not add up to the rows that are sent or received: without a share, each is assumed to be all there can be."""
+        """Return the sizes of an exchange's parts as plain numbers. ``rows``: of the exchanged tensor, -1 if unknown.
+
+        Raises:
+            DataDependentError: sizes that were read from tensors do not add up to ``rows``. Without a share, each is
+                assumed to be the largest possible.
+        """
         if not any(map(is_symbolic, sizes)):
             return sizes
         plain = [int.__add__(size, 0) for size in sizes]
         if rows in (-1, sum(plain)):
             return plain
-        limits = [bound_of(size) for size in sizes]
-        even = (
-            rows / sum(limit[1] for limit in limits if limit) if all(limit and limit[1] for limit in limits) else None
-        )
-        line = next(reversed(self._reads), None)
-        place = "FILE:LINE" if line is None else f"{os.path.basename(line[0])}:{line[1]}"
+        do = "Record even routing: leave the sizes out, or take the number of tokens over the number of ranks"
+        largest = [bound[1] if bound is not None else 0 for bound in map(bound_of, sizes)]
+        if all(largest):
+            line = next(reversed(self._reads), None)
+            place = "FILE:LINE" if line is None else f"{os.path.basename(line[0])}:{line[1]}"
+            do = (
+                "Record even routing: leave the sizes out, or assume it where they are read: --assume "
+                f"{place}={rows / sum(largest):.6g} (more than that where this rank receives: its experts are more "
+                "popular)"
+            )
         raise DataDependentError(
             "all_to_all_single sends as much as a tensor's values say, and recording has no values",
             expected="parts whose sizes follow from shapes, as those of experts with a capacity",
-            do="Record even routing: leave the sizes out, or "
-            + (
-                "take the number of tokens over the number of ranks"
-                if even is None
-                else f"assume it where they are read: --assume {place}={even:.6g} (more than that where this rank "
-                "receives: its experts are more popular)"
-            ),
+            do=do,
             where=format_frame(user_frame()),
         )
 
@@ -307,6 +317,7 @@ class ScalarPolicy:
         return symbolic(value, self, self._last_range)
 
     def _tolist(self, tensor: Any) -> Any:
+        """Replace `Tensor.tolist`: return the known values, or nested lists of symbolic scalars."""
         if tensor.constant is not None:
             return tensor.constant.tolist()
         return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
@@ -326,6 +337,7 @@ class ScalarPolicy:
         return _holding(numpy.full(tuple(tensor.shape), value, dtype=name), tensor)
 
     def _bool(self, tensor: torch.Tensor) -> bool:
+        """Replace ``bool(tensor)``: return the known truth value, or the assumed, which decides a branch."""
         value = torch.Tensor.__bool__(tensor)
         return value if self._is_last_known else self.decides(value)
 
@@ -438,14 +450,15 @@ def fitted(sizes: list[int] | tuple[int, ...], whole: int) -> list[int]:
     is too small, the last parts grow, as far as their ranges allow.
     """
     result, left = list[int](), whole
-    for later, size in zip(range(len(sizes) - 1, -1, -1), sizes, strict=True):
-        result.append(max(0, min(int(size), left - later)))
+    for position, size in enumerate(sizes):
+        later_parts = len(sizes) - 1 - position
+        result.append(max(0, min(int(size), left - later_parts)))
         left -= result[-1]
-    for part in range(len(sizes) - 1, -1, -1):
+    for part in reversed(range(len(sizes))):
         bound = sizes[part].bound if is_symbolic(sizes[part]) else None  # pyright: ignore[reportAttributeAccessIssue]
-        more = left if bound is None else max(0, min(left, int(bound[1]) - result[part]))
-        result[part] += more
-        left -= more
+        growth = left if bound is None else max(0, min(left, int(bound[1]) - result[part]))
+        result[part] += growth
+        left -= growth
     result[-1] += left  # the ranges do not allow the whole
     return result
 
@@ -454,14 +467,12 @@ def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `tensor_split` (``split``) that converts a tensor of split positions to a list: torch's C++ would read
     the memory of the fake tensor."""
 
-    def as_list(value: Any, position: int) -> Any:
-        return value.tolist() if position and isinstance(value, _torch.FakeTensor) else value
-
     def split_at(*args: Any, **kwargs: Any) -> Any:
         name = "tensor_indices_or_sections"
         if isinstance(kwargs.get(name), _torch.FakeTensor):
             kwargs["indices"] = kwargs.pop(name).tolist()
-        return split(*[as_list(value, position) for position, value in enumerate(args)], **kwargs)
+        positions = [value.tolist() if isinstance(value, _torch.FakeTensor) else value for value in args[1:]]
+        return split(*args[:1], *positions, **kwargs)
 
     return split_at
 
@@ -476,6 +487,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has an integer dtype other than bool."""
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
 
 
@@ -487,8 +499,10 @@ def _is_seed(observer: Observer, entry: Entry | None) -> bool:
     """Return whether a scalar was just drawn by `random_()` from all integers, as a seed: its value decides nothing."""
     if entry is None or entry.dtype not in ("int64", "int32"):
         return False
-    recent = reversed(observer.notes[-_SEED_OPS:])
-    return next((note.name == "aten.random_.default" for note in recent if entry.id in note.writes), False)
+    for note in reversed(observer.notes[-_SEED_OPS:]):
+        if entry.id in note.writes:
+            return note.name == "aten.random_.default"
+    return False
 
 
 def _holding(array: Any, tensor: torch.Tensor) -> Any:
@@ -535,7 +549,7 @@ def _shared_memory(observer: Observer) -> dict[str, Callable[[torch.Tensor], Any
         entry = observer.ledger.find(tensor)
         if entry is not None and not is_shared(tensor):
             shared.add(entry.id)
-            torch.empty(entry.bytes, dtype=torch.uint8)
+            torch.empty(entry.bytes, dtype=torch.uint8)  # recorded as allocated and freed here
         return tensor
 
     return {"share_memory_": share, "is_shared": is_shared}

@@ -68,11 +68,11 @@ class _FollowedFunction:
         self.spans[key] = self.spans.get(key, 0) + hits
 
     def row(self) -> FunctionLines:
-        """Return the function's source and spans as a record."""
+        """Return the function's source and spans as a record. Of a module, the source is the lines with code."""
         code = self._code
         numbers = sorted({line for *_, line in code.co_lines() if line})
         if code.co_name != _MODULE:
-            numbers = list(range(code.co_firstlineno, max([*numbers, *_last_lines(code)]) + 1))
+            numbers = list(range(code.co_firstlineno, max([*numbers, *_nested_lines(code)]) + 1))
         text = textwrap.dedent("".join(linecache.getline(code.co_filename, number) or "\n" for number in numbers))
         source = tuple(zip(numbers, map(str.rstrip, text.splitlines()), strict=True))
         file = (format_frame((code.co_filename, 0)) or "").rpartition(":")[0]
@@ -80,12 +80,12 @@ class _FollowedFunction:
         return FunctionLines(code.co_qualname.replace(".<locals>", ""), file, source, spans)
 
 
-def _last_lines(code: CodeType) -> Iterator[int]:
+def _nested_lines(code: CodeType) -> Iterator[int]:
     """Yield the lines of functions nested in ``code``."""
     for part in code.co_consts:
         if isinstance(part, CodeType):
             yield from (line for *_, line in part.co_lines() if line)
-            yield from _last_lines(part)
+            yield from _nested_lines(part)
 
 
 def _first_lines_of_statements(file: str) -> dict[int, int]:
@@ -174,16 +174,19 @@ class LineWatch:
         return self._trace_line
 
     def _end_span(self, frame: int, now: int, *, cut: bool = False) -> None:
+        """End the span of the line that a frame (its id()) is running, if any. ``cut``: see `LineSpan.cut`."""
         last = self._open.pop(frame, None)
         if last is not None:
             last.function.add(last.line, last.start, now, last.hits, cut=cut)
 
 
 def _resumes(frame: FrameType) -> bool:
-    """Return whether a call event is a generator or coroutine that resumes after a yield, by the low bits of the
-    argument of its RESUME instruction."""
+    """Return whether a call event is a generator or coroutine that resumes after a yield or await.
+
+    Then its instruction is a RESUME whose argument has low bits other than 0, which mean the start of a function.
+    """
     code, at = frame.f_code.co_code, frame.f_lasti
-    return at >= 0 and dis.opname[code[at]] == "RESUME" and code[at + 1] & 3 > 0
+    return at >= 0 and dis.opname[code[at]] == "RESUME" and code[at + 1] & 3 != 0
 
 
 _decorated: set[CodeType] = set()
@@ -271,6 +274,7 @@ def is_watched() -> bool:
 
 
 def _is_followed(code: CodeType) -> bool:
+    """Return whether `memplan.profile` decorates a function, or `following` requests its lines."""
     if code in _decorated or code in _requested_codes:
         return True
     path = os.path.realpath(code.co_filename) if _requested else ""

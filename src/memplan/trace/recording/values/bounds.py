@@ -104,7 +104,8 @@ class Bounds:
         self._executions[line] = self.last_execution + 1
         count = None if line is None or share != 1.0 else self._counts.get((line, self.last_execution))
         size = math.ceil(share * largest) if known is None else known
-        size = size if count is None else min(count, size)
+        if count is not None:
+            size = min(count, size)
         if known is None:
             self._note_assumption(str(func).split(".")[1], size, largest, count is not None)
         return selection.result(named, size)
@@ -118,8 +119,8 @@ def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
     """
     for place, share in (assumed or {}).items():
         file, colon, line = str(place).rpartition(":")
-        number = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
-        if not (file and colon and line.isdigit() and number):
+        is_share = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
+        if not (file and colon and line.isdigit() and is_share):
             raise UsageError(
                 f"assume {place}={share}",
                 expected="FILE:LINE and the share that is selected there, from 0 to 1, as in train.py:31=0.3",
@@ -141,8 +142,10 @@ class _Selection:
 
 
 def _most_elements(named: Keywords, range_of: RangeOf) -> int:
+    """Return the largest number of elements that `nonzero` or `unique` selects: all; of different booleans, two."""
     x = named["self"]
-    return min(x.numel(), 2) if x.dtype is torch.bool and "return_inverse" in named else x.numel()
+    is_unique = "return_inverse" in named
+    return min(x.numel(), 2) if x.dtype is torch.bool and is_unique else x.numel()
 
 
 def _nonzero_result(named: Keywords, count: int) -> torch.Tensor:
@@ -173,6 +176,7 @@ def _unique_result(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def _most_rows(named: Keywords, range_of: RangeOf) -> int:
+    """Return the largest number of rows that `unique` along a dimension returns; without a dimension, of elements."""
     x, dim = named["self"], named.get("dim")
     return x.numel() if dim is None else x.shape[dim]
 
@@ -189,12 +193,13 @@ def _unique_dim_result(named: Keywords, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def _lengths(named: Keywords) -> list[int] | None:
-    """Return the length of each sequence of a batch, None if unknown."""
+    """Return the length of each sequence of `pack_padded_sequence`, None if unknown."""
     lengths = named["lengths"].constant if isinstance(named["lengths"], _torch.FakeTensor) else named["lengths"]
     return None if lengths is None else lengths.tolist()
 
 
 def _known_steps(named: Keywords) -> int | None:
+    """Return the number of time steps of all sequences of `pack_padded_sequence`, None if unknown."""
     lengths = _lengths(named)
     return None if lengths is None else sum(lengths)
 
@@ -214,8 +219,8 @@ def _packed_sequence(named: Keywords, count: int) -> tuple[torch.Tensor, torch.T
 
 def _lengths_of_steps(steps: int, batch: int, longest: int) -> list[int]:
     """Return sequence lengths that sum to about ``steps``: the first is ``longest``, the others are equal."""
-    others = max(batch - 1, 1)
-    return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
+    average = math.ceil((steps - longest) / max(batch - 1, 1))
+    return [longest] + [min(longest, max(1, average))] * (batch - 1)
 
 
 def _most_bins(named: Keywords, range_of: RangeOf) -> int | None:
@@ -225,8 +230,11 @@ def _most_bins(named: Keywords, range_of: RangeOf) -> int | None:
 
 
 def _bincount_result(named: Keywords, count: int) -> torch.Tensor:
+    """Return ``count`` bins: numbers of elements as int64, or sums of weights as float32 or float64."""
     weights = named["weights"]
-    dtype = _INDEX if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
+    dtype = _INDEX
+    if weights is not None:
+        dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
     return named["self"].new_empty(count, dtype=dtype)
 
 

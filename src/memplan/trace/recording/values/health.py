@@ -23,8 +23,8 @@ def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Seque
 
 
 def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry], depth: int) -> bool | None:
-    """Evaluate a check by the ops that computed it, up to ``depth`` ops back; None if they are no check for nan or
-    inf."""
+    """Return the result of a check for finite values by the ops that computed it, up to ``depth`` ops back; None if
+    these are no check for nan or inf. ``entry``: the check's result; ``notes``, ``entries``: all ops and storages."""
     if entry is None or entry.op is None or entry.dtype != "bool":
         return None
     note = notes[entry.op]
@@ -42,13 +42,10 @@ def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]
 
 
 def _is_finite(note: Note, notes: Sequence[Note], entries: Sequence[Entry]) -> bool:
-    """Return whether a multiplication is the last op of `torch.isfinite`."""
-    makers = [entries[read].op for _, read in note.reads]
-    if len(makers) != 2 or None in makers:
+    """Return whether a multiplication is the last op of `torch.isfinite`: ``(x == x) * (x.abs() != inf)``."""
+    factors = [entries[read].op for _, read in note.reads]
+    if len(factors) != 2 or None in factors:
         return False
-    same, ordered = (notes[op] for op in makers if op is not None)
-    return (
-        same.name == "aten.eq.Tensor"
-        and len({read for _, read in same.reads}) == 1
-        and ordered.name == "aten.ne.Scalar"
-    )
+    equal, unequal = (notes[op] for op in factors if op is not None)
+    compares_to_itself = equal.name == "aten.eq.Tensor" and len({read for _, read in equal.reads}) == 1
+    return compares_to_itself and unequal.name == "aten.ne.Scalar"

@@ -63,12 +63,13 @@ class Positions:
         if name not in _COUNTING:
             return
         numbers = [arg for arg in args if isinstance(arg, int)]
-        if len(numbers) == len(args):
-            first, step = (0, 1) if len(args) == 1 else (numbers[0], numbers[2] if len(args) > 2 else 1)
+        if len(numbers) == len(args):  # arange(end), arange(start, end) or arange(start, end, step)
+            first = numbers[0] if len(numbers) > 1 else 0
+            step = numbers[2] if len(numbers) > 2 else 1
             self._first_and_step[self._ledger.entry(result, None).id] = first, step
 
     def _follow_shift(self, args: tuple[object, ...], sign: int, result: torch.Tensor) -> None:
-        """Note the values of position ids plus or minus a number (the length of a KV cache)."""
+        """Note the values of position ids plus (``sign`` 1) or minus (-1) a number: the length of a KV cache."""
         positions, number = args[:2]
         if not isinstance(positions, torch.Tensor) or positions.dim() != 1 or not isinstance(number, int):
             return
@@ -86,8 +87,7 @@ class Positions:
         if known is None or not indices.numel():
             return None
         first, step = known
+        sizes_and_strides = zip(indices.shape, indices.stride(), strict=True)
         begin = int(indices.storage_offset())
-        end = begin + sum(
-            (int(size) - 1) * int(stride) for size, stride in zip(indices.shape, indices.stride(), strict=True)
-        )
+        end = begin + sum((int(size) - 1) * int(stride) for size, stride in sizes_and_strides)
         return max(first + step * begin, first + step * end)

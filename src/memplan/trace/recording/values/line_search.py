@@ -18,13 +18,16 @@ ITERATES = "an optimizer asked whether it is done, and is taken to make all of i
 
 
 def goes_on() -> bool | None:
-    """Return the truth value of a condition in the optimizer for which it continues iterating; None for a condition in
-    other code.
+    """Return the truth value of the running condition for which `torch.optim.LBFGS` continues iterating; None for a
+    condition in other code.
 
     A line search accepts its first step, which leaves the most iterations.
     """
     frame = _frame_of_optimizer()
-    return None if frame is None else frame.f_code.co_name != "step" or frame.f_lineno not in _ends()
+    if frame is None:
+        return None
+    would_stop = frame.f_code.co_name == "step" and frame.f_lineno in _ends()
+    return not would_stop
 
 
 def is_optimizing() -> bool:

@@ -34,22 +34,24 @@ class Call:
     result: Any
     range_of: Callable[[torch.Tensor], Range | None]
 
-    def of(self, position: int) -> Range | None:
-        """Return the range of an argument: a tensor, a list of tensors or a number."""
-        return self._range(self.args[position])
+    def range(self, position: int) -> Range | None:
+        """Return the range of the argument at a position; None if unknown."""
+        return self._range_of(self.args[position])
 
-    def _range(self, value: Any) -> Range | None:
+    def _range_of(self, value: Any) -> Range | None:
+        """Return the range of an argument: a tensor, a list of tensors or a number; None if unknown."""
         if isinstance(value, torch.Tensor):
             return self.range_of(value)
         if isinstance(value, (list, tuple)):
-            return union([self._range(item) for item in value])
+            return union([self._range_of(item) for item in value])
         return (value, value) if isinstance(value, (int, float)) else None
 
     def last_index(self, dim_at: int, default: int | None = None) -> Range:
-        """Return the range of indices along the op's dimension, argument ``dim_at``; if that is None, over all
-        elements."""
+        """Return the range of the indices along the dimension that the argument ``dim_at`` (or ``dim=``) names; for
+        None, of the indices over all elements."""
         x, dim = self.args[0], self.args[dim_at] if dim_at < len(self.args) else self.kwargs.get("dim", default)
-        return 0, max((x.numel() if dim is None or not x.dim() else x.shape[dim]) - 1, 0)
+        size = x.numel() if dim is None or not x.dim() else x.shape[dim]
+        return 0, max(size - 1, 0)
 
 
 Rule = Callable[[Call], Range | list[Range | None] | None]
@@ -74,10 +76,11 @@ def corners(combine: Callable[[Number, Number], Number], left: Range | None, rig
 
 def _same(*positions: int) -> Rule:
     """Return the rule of an op whose results are elements of the arguments at these positions."""
-    return lambda call: union([call.of(at) for at in positions])
+    return lambda call: union([call.range(at) for at in positions])
 
 
 def _constant(value: Number) -> Rule:
+    """Return the rule of an op whose results have a single value."""
     return lambda call: (value, value)
 
 
@@ -85,25 +88,27 @@ def _binary(combine: Callable[[Number, Number], Number]) -> Rule:
     """Return the rule of an elementwise op of two operands, which is monotone in each; ``alpha`` scales the second."""
 
     def rule(call: Call) -> Range | None:
-        return corners(lambda a, b: combine(a, _alpha(call) * b), call.of(0), call.of(1))
+        return corners(lambda a, b: combine(a, _alpha(call) * b), call.range(0), call.range(1))
 
     return rule
 
 
 def _alpha(call: Call) -> Number:
+    """Return the factor ``alpha`` of `add` and `sub`."""
     return call.args[2] if len(call.args) > 2 else call.kwargs.get("alpha", 1)
 
 
 def _divided(call: Call) -> Range | None:
     """Return the range of a quotient; None if the divisor may be 0."""
-    divisor = call.of(1)
+    divisor = call.range(1)
     if divisor is None or divisor[0] <= 0 <= divisor[1]:
         return None
-    values = corners(operator.truediv, call.of(0), divisor)
+    values = corners(operator.truediv, call.range(0), divisor)
     return values if values is None or "rounding_mode" not in call.kwargs else _rounded(values)
 
 
 def _rounded(values: Range) -> Range:
+    """Return a range with its ends rounded outwards to integers."""
     return math.floor(values[0]), math.ceil(values[1])
 
 
@@ -118,7 +123,8 @@ def _rounding_rule(rule: Rule) -> Rule:
 
 
 def _remainder(call: Call) -> Range | None:
-    divisor = call.of(1)
+    """Return the range of a remainder: less than the divisor; None if the divisor may be 0 or negative."""
+    divisor = call.range(1)
     if divisor is None or divisor[0] <= 0:
         return None
     return 0, divisor[1] if call.result.is_floating_point() else divisor[1] - 1
@@ -128,78 +134,87 @@ def _clamped(low_at: int, high_at: int) -> Rule:
     """Return the rule of a clamp whose optional lower and upper bounds are at these argument positions."""
 
     def rule(call: Call) -> Range:
-        low, high = call.of(0) or (-math.inf, math.inf)
-        for combine, at in ((max, low_at), (min, high_at)):
+        low, high = call.range(0) or (-math.inf, math.inf)
+        for limit, at in ((max, low_at), (min, high_at)):
             if at < len(call.args) and call.args[at] is not None:
-                end = call.of(at) or (-math.inf, math.inf)
-                low, high = combine(low, end[0]), combine(high, end[1])
+                bound = call.range(at) or (-math.inf, math.inf)
+                low, high = limit(low, bound[0]), limit(high, bound[1])
         return low, high
 
     return rule
 
 
 def _summed(call: Call) -> Range | None:
-    """Return the range of a sum over the input elements for each element of the result."""
+    """Return the range of a sum, for each element of the result over an equal number of input elements."""
     count = call.args[0].numel() // max(call.result.numel(), 1)
-    return corners(operator.mul, call.of(0), (count, count))
+    return corners(operator.mul, call.range(0), (count, count))
 
 
 def _partly_summed(call: Call) -> Range | None:
-    return corners(operator.mul, call.of(0), (1, call.args[0].numel()))
+    """Return the range of a cumulative sum, of one element up to all."""
+    return corners(operator.mul, call.range(0), (1, call.args[0].numel()))
 
 
 def _added_at(call: Call) -> Range | None:
     """Return the range of `scatter_add` and `index_add`, which may add all elements to the same element."""
     count, factor = call.args[3].numel(), call.kwargs.get("alpha", 1)
-    added = corners(operator.mul, call.of(3), (0, count * factor))
-    return corners(operator.add, call.of(0), added)
+    added = corners(operator.mul, call.range(3), (0, count * factor))
+    return corners(operator.add, call.range(0), added)
 
 
 def _put(call: Call) -> Range | None:
-    return None if len(call.args) > 3 and call.args[3] else union([call.of(0), call.of(2)])
+    """Return the range of `index_put`, unless it accumulates: of elements of the input or of the values."""
+    accumulates = len(call.args) > 3 and call.args[3]
+    return None if accumulates else union([call.range(0), call.range(2)])
 
 
 def _drawn(call: Call) -> Range | None:
+    """Return the range of `randint`: from its lower bound, by default 0, to below its upper bound."""
     numbers = [arg for arg in call.args if isinstance(arg, int)]
     low = numbers[0] if len(numbers) > 1 else 0
     return (low, max(low, numbers[-1] - 1)) if numbers else None
 
 
 def _counting(call: Call) -> Range:
+    """Return the range of `arange`, including its end."""
     start, end = (0, call.args[0]) if len(call.args) == 1 else call.args[:2]
     return min(start, end), max(start, end)
 
 
 def _uniform(call: Call) -> Range:
     """Return the range of `uniform_`, whose upper end is never drawn: the largest number is half an eps below it."""
-    low, high = (*call.args[1:3], *(0.0, 1.0)[max(len(call.args) - 1, 0) :])
+    low = call.args[1] if len(call.args) > 1 else 0.0
+    high = call.args[2] if len(call.args) > 2 else 1.0
     return low, low + (high - low) * (1 - torch.finfo(call.result.dtype).eps / 2)
 
 
 def _unit(call: Call) -> Range:
+    """Return the range of `rand`: that of `uniform_` from 0 to 1."""
     return _uniform(Call((), {}, call.result, call.range_of))
 
 
 def _bin_counts(call: Call) -> Range | None:
+    """Return the range of `bincount`; None if it sums weights."""
     weighted = any(isinstance(arg, torch.Tensor) for arg in call.args[1:])
     return None if weighted else (0, call.args[0].numel())
 
 
 def _distinct(call: Call) -> list[Range | None]:
+    """Return the ranges of the results of `unique`: elements, inverse indices, counts."""
     count = call.args[0].numel()
-    return [call.of(0), (0, max(count - 1, 0)), (1, max(count, 1))]
+    return [call.range(0), (0, max(count - 1, 0)), (1, max(count, 1))]
 
 
 def _ordered(holds: Callable[[Number, Number], bool]) -> Rule:
     """Return the rule of an order comparison (``<``), certain for all values if it is for the ends of the ranges."""
-    return lambda call: corners(holds, call.of(0), call.of(1))
+    return lambda call: corners(holds, call.range(0), call.range(1))
 
 
 def _equality(*, when_equal: bool) -> Rule:
     """Return the rule of ``==`` or ``!=``: certain for disjoint ranges, and for equal single values."""
 
     def rule(call: Call) -> Range | None:
-        first, second = call.of(0), call.of(1)
+        first, second = call.range(0), call.range(1)
         if first is None or second is None:
             return None
         if first[1] < second[0] or second[1] < first[0]:
@@ -211,20 +226,22 @@ def _equality(*, when_equal: bool) -> Rule:
 
 
 def _both(call: Call) -> Range | None:
-    """Return the range of a bitwise "and", for non-negative numbers at most the smaller operand."""
-    first, second = call.of(0), call.of(1)
+    """Return the range of a bitwise "and", for non-negative numbers at most the smaller operand; else None."""
+    first, second = call.range(0), call.range(1)
     if first is None or second is None or min(*first, *second) < 0:
         return None
-    truths = max(*first, *second) <= 1
-    return min(first[0], second[0]) * truths, min(first[1], second[1])
+    are_truths = max(*first, *second) <= 1  # then it is the smaller operand; of other numbers, it may be 0
+    return min(first[0], second[0]) if are_truths else 0, min(first[1], second[1])
 
 
 def _either(call: Call) -> Range | None:
-    return corners(max, call.of(0), call.of(1)) if call.result.dtype is torch.bool else None
+    """Return the range of a bitwise "or" of booleans; None for other dtypes."""
+    return corners(max, call.range(0), call.range(1)) if call.result.dtype is torch.bool else None
 
 
 def _negated(call: Call) -> Range | None:
-    return corners(operator.sub, (1, 1), call.of(0)) if call.args[0].dtype is torch.bool else None
+    """Return the range of a bitwise "not" of booleans; None for other dtypes."""
+    return corners(operator.sub, (1, 1), call.range(0)) if call.args[0].dtype is torch.bool else None
 
 
 def _unknown(call: Call) -> None:
@@ -252,9 +269,9 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("scatter_add", "index_add"), _added_at),
     "add": _binary(operator.add),
     "sub": _binary(operator.sub),
-    "rsub": lambda call: corners(lambda a, b: b - _alpha(call) * a, call.of(0), call.of(1)),
+    "rsub": lambda call: corners(lambda a, b: b - _alpha(call) * a, call.range(0), call.range(1)),
     "mul": _binary(operator.mul),
-    "neg": lambda call: corners(operator.mul, call.of(0), (-1, -1)),
+    "neg": lambda call: corners(operator.mul, call.range(0), (-1, -1)),
     "div": _divided,
     "floor_divide": _rounding_rule(_divided),
     "remainder": _remainder,
@@ -267,8 +284,8 @@ RULES: Mapping[str, Rule] = {
     "count_nonzero": lambda call: (0, call.args[0].numel() // max(call.result.numel(), 1)),
     **dict.fromkeys(("argmax", "argmin"), lambda call: call.last_index(1)),
     "argsort": lambda call: call.last_index(1, -1),
-    **dict.fromkeys(("sort", "max.dim", "min.dim"), lambda call: [call.of(0), call.last_index(1, -1)]),
-    **dict.fromkeys(("sort.stable", "topk"), lambda call: [call.of(0), call.last_index(2, -1)]),
+    **dict.fromkeys(("sort", "max.dim", "min.dim"), lambda call: [call.range(0), call.last_index(1, -1)]),
+    **dict.fromkeys(("sort.stable", "topk"), lambda call: [call.range(0), call.last_index(2, -1)]),
     "nonzero": lambda call: (0, max([*call.args[0].shape, 1]) - 1),
     "randperm": lambda call: (0, max(call.args[0] - 1, 0)),
     **dict.fromkeys(("randint", "random"), _drawn),
@@ -281,7 +298,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
     "repeat_interleave": _same(0),
     "repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
-    **dict.fromkeys(("any", "all"), lambda call: call.of(0) if call.args[0].numel() else None),
+    **dict.fromkeys(("any", "all"), lambda call: call.range(0) if call.args[0].numel() else None),
     "bitwise_and": _both,
     "bitwise_or": _either,
     "bitwise_not": _negated,
@@ -317,6 +334,7 @@ class ValueRanges:
         return (0, 1) if values is None and tensor.dtype is torch.bool else values
 
     def _known(self, tensor: torch.Tensor) -> Range | None:
+        """Return the range of a tensor's elements by its values, if these are known, or by the ops that wrote it."""
         if tensor.is_complex() or tensor.layout != torch.strided or not _torch.has_shape(tensor):
             return None
         known = tensor.constant if isinstance(tensor, _torch.FakeTensor) else tensor
@@ -348,7 +366,7 @@ class ValueRanges:
     def after(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, written: Sequence[Any] = ()
     ) -> None:
-        """Set the ranges of an op's results. ``written``: arguments that the op wrote."""
+        """Set the ranges of an op's results by its rule. ``written``: arguments that the op wrote."""
         if self._ledger.real:
             return
         rule = _EXCHANGES.get(name) or rule_of(name)
@@ -366,24 +384,29 @@ class ValueRanges:
     def _put_written(self, targets: Sequence[Any], values: Range | list[Range | None] | None) -> None:
         """Set the ranges of arguments that an op wrote. A write into a part of a storage widens the storage's range."""
         ranges = values if isinstance(values, list) else [values]
-        ranges = ranges if len(ranges) == len(targets) else [None] * len(targets)
+        if len(ranges) != len(targets):
+            ranges = [None] * len(targets)
         for target, ends in zip(targets, ranges, strict=True):
             for tensor in target if isinstance(target, (list, tuple)) else [target]:
                 if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                    known = ends if tensor is target else None
-                    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-                    self.put(tensor, known if whole else union([self.of(tensor), known]))
+                    known = ends if tensor is target else None  # a list, as of a foreach op, has no rule
+                    is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+                    self.put(tensor, known if is_whole else union([self.of(tensor), known]))
 
 
 def rule_of(name: str) -> Rule | None:
     """Return the rule of an op with this name and overload, or None."""
     _, base, overload = name.split(".") if name.count(".") == 2 else ("", name, "")
     base = base.rstrip("_")
+    rule = RULES.get(f"{base}.{overload}")
     # of overloads that write into ``out=``, only the one named "out" has the plain op's arguments
-    return RULES.get(f"{base}.{overload}", RULES.get(base) if overload == "out" or "out" not in overload else None)
+    if rule is None and (overload == "out" or "out" not in overload):
+        rule = RULES.get(base)
+    return rule
 
 
 def _computed(rule: Rule, call: Call) -> Range | list[Range | None] | None:
+    """Return ``rule(call)``, or None if it fails."""
     try:
         return rule(call)
     except (IndexError, KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
@@ -391,12 +414,13 @@ def _computed(rule: Rule, call: Call) -> Range | list[Range | None] | None:
 
 
 def _stored(values: Range, dtype: torch.dtype) -> Range | None:
-    """Return the range after a cast, which rounds or truncates; None if an integer would wrap around."""
+    """Return the range after a cast, which rounds or truncates; None if it is unknown: an integer would wrap around."""
     if not all(map(math.isfinite, values)) or dtype.is_complex:
         return None
     if dtype is torch.bool:
-        truth = int(values[0] != 0)
-        return (truth, truth) if values[0] * values[1] > 0 or values[0] == values[1] == 0 else None
+        if values[0] == values[1] == 0:
+            return 0, 0
+        return (1, 1) if values[0] * values[1] > 0 else None  # without 0 in the range, all are true
     if dtype.is_floating_point:
         with _torch.no_modes():
             low, high = torch.tensor(values, dtype=torch.float64).to(dtype).tolist()
@@ -406,6 +430,7 @@ def _stored(values: Range, dtype: torch.dtype) -> Range | None:
 
 
 def _ends(known: torch.Tensor) -> Range | None:
+    """Return the smallest and the largest element of a real tensor; None if it is empty."""
     if not known.numel():
         return None
     with _torch.no_modes(), torch.no_grad():

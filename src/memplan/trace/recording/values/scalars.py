@@ -93,7 +93,7 @@ def _bound(name: str, *operands: Any) -> Range | None:
     ranges = [bound_of(operand) for operand in operands]
     if name not in _MONOTONE or None in ranges:
         return None
-    if name == "__floordiv__" and (is_symbolic(operands[1]) or operands[1] == 0):
+    if name == "__floordiv__" and (is_symbolic(operands[1]) or operands[1] == 0):  # the divisor may be 0
         return None
     return corners(_MONOTONE[name], *ranges)
 
@@ -113,12 +113,13 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
 
 def _is_certain(name: str, left: Range | None, right: Range | None) -> bool:
-    """Return whether a comparison has the same answer for all values in two ranges."""
+    """Return whether a comparison has the same answer for all values in two ranges. ``name``: "__lt__" and the like."""
     if left is None or right is None:
         return False
     if name in ("__eq__", "__ne__"):
-        return left[1] < right[0] or right[1] < left[0]
-    return len({getattr(operator, name)(a, b) for a in left for b in right}) == 1
+        return left[1] < right[0] or right[1] < left[0]  # disjoint
+    answers = {getattr(operator, name)(low_or_high, other) for low_or_high in left for other in right}
+    return len(answers) == 1
 
 
 def _whole(name: str) -> Callable[..., Any]:
@@ -139,12 +140,15 @@ def _whole(name: str) -> Callable[..., Any]:
 
 
 def _is_nonzero(self: Any) -> bool:
+    """``__bool__`` of symbolic scalars: a comparison, which reports a branch."""
     return self != 0
 
 
 def _reduced(self: Any, protocol: Any) -> Any:
-    """Replace ``__reduce_ex__``: copies and pickles of symbolic scalars are plain numbers."""
-    return (int, (int.__add__(self, 0),)) if isinstance(self, int) else (float, (float.__add__(self, 0.0),))
+    """``__reduce_ex__`` of symbolic scalars: copies and pickles are plain numbers."""
+    if isinstance(self, int):
+        return int, (int.__add__(self, 0),)  # the plain number
+    return float, (float.__add__(self, 0.0),)
 
 
 _MONOTONE: Mapping[str, Callable[[Number, Number], Number]] = {
