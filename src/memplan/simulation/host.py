@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -76,8 +77,8 @@ def pinned_block(size: int) -> int:
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
-def ahead(use: LoaderUse) -> int:
-    """Return the number of batches that a loader's workers prefetch, not counting the batch in use."""
+def prefetched_batches(use: LoaderUse) -> int:
+    """Return the number of batches that a loader's workers prefetch, without the batch in use."""
     most = use.workers * use.prefetch
     return most if use.length is None else max(min(most, use.length - 1), 0)
 
@@ -103,25 +104,24 @@ def host_use(trace: Trace, budget: int | None = None) -> HostUse:
     """
     # frees first: a tensor that moves to another term at a tick is not counted twice
     changes = sorted((*_of_storages(trace), *_of_loaders(trace)), key=lambda change: (change.tick, change.size > 0))
-    total = PYTHON + _cuda_build(trace) + _OPTIMIZER * any(op.phase == "optimizer" for op in trace.ops)
+    total = PYTHON + _cuda_build(trace)
+    if any(op.phase == "optimizer" for op in trace.ops):
+        total += _OPTIMIZER
     levels: dict[HostTerm, int] = {**dict.fromkeys(TERMS, 0), "python": total}
     exceeded = 0 if budget is not None and total > budget else None
-    used, blocks = dict[int, int](), dict[int, int]()  # number of pinned blocks by size: in use, and of all
+    cache = _PinnedCache()
     pinned = most_pinned = most_shared = 0
     peaks = list[HostPeak]()
-    place = 0
+    position = 0
     for start, end in pairwise((0, *trace.steps, trace.end + 1)):
         highest, tick, terms = total, start, dict(levels)
-        while place < len(changes) and changes[place].tick < end:
-            change = changes[place]
-            place += 1
+        while position < len(changes) and changes[position].tick < end:
+            change = changes[position]
+            position += 1
             size = change.size
             if change.term == "pinned":
                 pinned += size
-                block = pinned_block(abs(size))
-                used[block] = used.get(block, 0) + (1 if size > 0 else -1)
-                size = block if used[block] > blocks.get(block, 0) else 0
-                blocks[block] = max(blocks.get(block, 0), used[block])
+                size = cache.growth(size)
             levels[change.term] += size
             total += size
             most_pinned, most_shared = max(most_pinned, pinned), max(most_shared, levels["shared"])
@@ -135,13 +135,33 @@ def host_use(trace: Trace, budget: int | None = None) -> HostUse:
     )
 
 
+class _PinnedCache:
+    """Counts the blocks of pinned memory, which stay cached for requests of the same block size once they are free."""
+
+    def __init__(self) -> None:
+        self._used = Counter[int]()
+        """Block size -> number of blocks in use."""
+        self._held = Counter[int]()
+        """Block size -> number of blocks in use or cached."""
+
+    def growth(self, size: int) -> int:
+        """Return the bytes that are newly allocated for a request of ``size`` bytes; 0 if a cached block serves it, and
+        if ``size`` is negative, for a block that is freed."""
+        block = pinned_block(abs(size))
+        self._used[block] += 1 if size > 0 else -1
+        if self._used[block] <= self._held[block]:
+            return 0
+        self._held[block] = self._used[block]
+        return block
+
+
 def _cuda_build(trace: Trace) -> int:
     """Return the additional bytes of importing torch's CUDA build; 0 for a step on the CPU."""
     return 0 if trace.device == HOST else CUDA_BUILD
 
 
 def _of_storages(trace: Trace) -> Iterator[_Change]:
-    """Yield allocations and frees of storages on the host, but for those allocated within workers."""
+    """Yield allocations and frees of storages on the host, except for those allocated within workers."""
     kinds: dict[int, HostTerm] = {entry.storage: entry.kind for entry in trace.host}
     with_workers = [use for use in trace.loaders if use.workers]
     loads = sorted(load for use in with_workers for load in use.loads)
@@ -152,22 +172,24 @@ def _of_storages(trace: Trace) -> Iterator[_Change]:
     for storage in _on_host(trace):
         term, born = kinds.get(storage.id, "tensors"), storage.born
         load = _load_at(loads, born)
-        if load is not None:
+        if load is not None:  # allocated within a worker, except for the batch that it sends
             if term == "tensors":
                 continue
-            # a worker loads into the place of this batch once the loop has freed the previous batch
-            place = bisect_right(births, load[1])
-            born = births[place] if place < len(births) else trace.end
+            # a worker loads into the memory of this batch once the loop has freed the previous batch
+            next_birth = bisect_right(births, load[1])
+            born = births[next_birth] if next_birth < len(births) else trace.end
             if storage.died is not None and storage.died <= born:
                 continue
-        if not storage.bytes:
-            continue
-        if term == "tensors" and (moved := moves.get(storage.id)) is not None:
+        moved = moves.get(storage.id)
+        if term == "shared":
+            yield from _live("shared", _pages(storage.bytes), born, storage.died)
+        elif term == "pinned":
+            yield from _live("pinned", storage.bytes, born, storage.died)
+        elif moved is not None:
             yield from _live("tensors", storage.bytes, born, moved)
             yield from _live("shared", _pages(storage.bytes), moved, storage.died)
-            continue
-        yield from _live(term, _pages(storage.bytes) if term == "shared" else storage.bytes, born, storage.died)
-        if term == "tensors":
+        else:
+            yield from _live("tensors", storage.bytes, born, storage.died)
             for start, end in _copied_on_write(storage, forks, writes.get(storage.id, [])).items():
                 yield from _live("workers", storage.bytes, start, end)
 
@@ -202,19 +224,23 @@ def _writes(trace: Trace) -> dict[int, list[int]]:
 
 
 def _copied_on_write(storage: Storage, forks: list[LoaderUse], writes: list[int]) -> dict[int, int | None]:
-    """Return (start -> end) ticks during which forked workers own a storage's old pages alone: from the tick at which
-    the main process frees the storage or writes to it, which copies the pages, to the end of the workers."""
+    """Return start -> end (None: of the trace) of the times at which only forked workers own a storage's old pages.
+
+    They begin when the main process frees the storage or writes to it, which copies the pages; they end with the
+    workers.
+
+    ``forks``: loaders with forked workers. ``writes``: ticks at which ops write to the storage, in order.
+    """
     lifetimes = dict[int, int | None]()
     for use in forks:
-        if not storage.born <= use.start or (storage.died is not None and storage.died <= use.start):
+        is_live = storage.born <= use.start and (storage.died is None or storage.died > use.start)
+        next_write = bisect_right(writes, use.start)
+        changes = [tick for tick in (storage.died, *writes[next_write : next_write + 1]) if tick is not None]
+        if not is_live or not changes or (use.end is not None and use.end <= min(changes)):
             continue
-        place = bisect_right(writes, use.start)
-        ends = [tick for tick in (storage.died, *writes[place : place + 1]) if tick is not None]
-        if not ends or (use.end is not None and use.end <= min(ends)):
-            continue
-        start = min(ends)
-        ends = (use.end, lifetimes.get(start, use.end))
-        lifetimes[start] = None if None in ends else max(end for end in ends if end is not None)
+        start = min(changes)
+        other_end = lifetimes.get(start, use.end)  # of another loader's workers, which share the pages
+        lifetimes[start] = None if use.end is None or other_end is None else max(use.end, other_end)
     return lifetimes
 
 
@@ -228,16 +254,17 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
             data_sets.add(use.data_set)
             yield from _live("arrays", use.arrays, use.start, None)
         if use.workers:
-            spawned = use.start_method != "fork"
-            yield from _live("arrays", use.workers * use.arrays * spawned, use.start, use.end)
-            imports = spawned * _cuda_build(trace)
-            processes = use.workers * (_WORKERS[use.start_method] + imports) + _HELPERS[use.start_method]
+            worker = _WORKERS[use.start_method]
+            if use.start_method != "fork":  # workers get copies of the arrays, and import torch
+                yield from _live("arrays", use.workers * use.arrays, use.start, use.end)
+                worker += _cuda_build(trace)
+            processes = use.workers * worker + _HELPERS[use.start_method]
             yield from _live("workers", processes, use.start, use.end)
         samples = _peak_of_samples(use, on_host, marked)
         cached = _peak_of_samples(use, on_host, marked, _MALLOC_RETURNS)
-        idle = use.start
+        idle = use.start  # tick from which the workers wait for a pass over the data
         for _, loads in groupby(use.loads, key=lambda load: bisect_right(use.exhausted, load[0])):
-            (start, first), *_ = loads
+            start, first = next(loads)  # of the pass's first batch: begins to load, has arrived
             end = next((tick for tick in use.exhausted if tick >= first), use.end)
             yield from _live("cached", use.workers * cached, idle, start)
             yield from _queue(use, start, first, end)
@@ -256,8 +283,8 @@ def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[
     """Yield the prefetched batches of a pass over the data from ``start`` to ``end`` whose first batch arrives at
     ``first``. Workers have prefetched all of them before the first is pinned; later, a batch is in shared memory while
     it is copied to its pinned block."""
-    batches = ahead(use)
-    batch = sum(map(_pages, use.batch))
+    batches = prefetched_batches(use)
+    batch = sum(map(_pages, use.batch))  # bytes
     if not use.pinned:
         yield from _live("shared", batches * batch, start, end)
         return
@@ -270,9 +297,13 @@ def _queue(use: LoaderUse, start: int, first: int, end: int | None) -> Iterator[
 
 
 def _peak_of_samples(use: LoaderUse, on_host: list[Storage], marked: set[int], below: int = 1 << 62) -> int:
-    """Return the peak bytes while a batch is loaded, without the batch itself if it is pinned.
+    """Return the peak bytes of samples while a batch is loaded, without the batch itself if it is pinned.
 
-    Only storages of less than ``below`` bytes count, and none that are ``marked`` (pinned or shared).
+    Args:
+        use: of the loader.
+        on_host: the storages on the host, in order of allocation.
+        marked: storages in pinned or shared memory, which do not count.
+        below: only storages of less than this number of bytes count.
     """
     peaks = [0]
     for start, end in use.loads:
@@ -280,18 +311,21 @@ def _peak_of_samples(use: LoaderUse, on_host: list[Storage], marked: set[int], b
         last = bisect_right(on_host, end, key=lambda storage: storage.born)
         samples = (storage for storage in on_host[first:last] if storage.id not in marked and storage.bytes < below)
         peaks.append(peak_live_bytes(samples))
-    return max(max(peaks) - use.pinned * sum(size for size in use.batch if size < below), 0)
+    batch = sum(size for size in use.batch if size < below) if use.pinned else 0
+    return max(max(peaks) - batch, 0)
 
 
 def _on_host(trace: Trace) -> Iterable[Storage]:
     """Return the storages in host memory."""
-    return trace.storages if trace.device == HOST else (s for s in trace.storages if s.device == HOST)
+    if trace.device == HOST:
+        return trace.storages
+    return [storage for storage in trace.storages if storage.device == HOST]
 
 
 def _load_at(loads: list[tuple[int, int]], tick: int) -> tuple[int, int] | None:
     """Return the (start, end) of the load with ``start < tick <= end``, or None; ``loads`` are sorted."""
-    place = bisect_right(loads, (tick - 1, 1 << 62)) - 1
-    return loads[place] if place >= 0 and loads[place][0] < tick <= loads[place][1] else None
+    position = bisect_right(loads, (tick - 1, 1 << 62)) - 1  # the last load that starts before the tick
+    return loads[position] if position >= 0 and tick <= loads[position][1] else None
 
 
 def _pages(size: int) -> int:

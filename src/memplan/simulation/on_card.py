@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memplan.simulation.allocator.allocator import CachingAllocator, OutOfMemory
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.peaks import Level
@@ -15,6 +17,13 @@ _SEPARATE_STREAM = 1 << 20
 """Added to a stream's number, to give an allocation segments of its own: streams share no free blocks."""
 
 
+class AllocatorRun(NamedTuple):
+    """The caching allocator after the events of a trace, and the levels after each event."""
+
+    allocator: CachingAllocator
+    levels: list[Level]
+
+
 def drive(
     trace: Trace,
     settings: AllocatorSettings,
@@ -25,8 +34,8 @@ def drive(
     smaller: dict[int, int] | None = None,
     until: int | None = None,
     log: bool = True,
-) -> tuple[CachingAllocator, list[Level]]:
-    """Run the events of a trace. Return the allocator afterwards, and the levels after each event.
+) -> AllocatorRun:
+    """Run the allocations, frees and calls of a trace in a caching allocator.
 
     A block that another stream used (`record_stream`) becomes free at once in the low case, and when the step next
     synchronizes in the high case.
@@ -77,13 +86,14 @@ def drive(
         levels.append((tick, allocator.allocated, allocator.reserved))
         if not log:
             allocator.log.clear()
-    return allocator, levels
+    return AllocatorRun(allocator, levels)
 
 
 def _first_that_fits(
     allocator: CachingAllocator, sizes: list[int], *, stream: int, pool: Pool, owner: int, tick: int
 ) -> tuple[int, int]:
-    """Allocate a block of the first size that fits; return its address and size. Source: Conv_v8.cpp, try_configs."""
+    """Allocate a block of the first of ``sizes`` that fits, and return (address, size). The other arguments are those
+    of `CachingAllocator.malloc`. Source: Conv_v8.cpp, try_configs."""
     for size in sizes[:-1]:
         try:
             return allocator.malloc(size, stream=stream, pool=pool, owner=owner, tick=tick), size
@@ -113,9 +123,10 @@ def fits(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool)
 
 
 def _events(trace: Trace) -> list[_Event]:
+    """Return (tick, kind, storage or call) of the allocations, frees and calls of a trace, in order."""
     counted = trace.counted
-    events: list[_Event] = [(s.born, _ALLOC, s) for s in counted]
-    events += [(s.died, _FREE, s) for s in counted if s.died is not None]
+    events: list[_Event] = [(storage.born, _ALLOC, storage) for storage in counted]
+    events += [(storage.died, _FREE, storage) for storage in counted if storage.died is not None]
     events += [(call.tick, _CALL, call) for call in trace.calls]
     # No two events of a recorded step share a tick. In a step edited by hand, frees come first, as on the CPU.
     return sorted(events, key=lambda event: event[:2])

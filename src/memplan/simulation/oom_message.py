@@ -97,7 +97,8 @@ def read_message(text: str) -> OutOfMemoryMessage:
         )
     ends = [head.start() for head in heads[1:]] + [len(flat)]
     messages = [_message(head, flat[head.start() : end]) for head, end in zip(heads, ends, strict=True)]
-    return next((message for message in reversed(messages) if message.requested is not None), messages[-1])
+    with_request = [message for message in messages if message.requested is not None]
+    return (with_request or messages)[-1]
 
 
 def _message(head: re.Match[str], text: str) -> OutOfMemoryMessage:
@@ -108,17 +109,21 @@ def _message(head: re.Match[str], text: str) -> OutOfMemoryMessage:
         sizes["unallocated"] = max(reserved - sizes["allocated"], 0)
     device = "CPU" if head["cpu"] else head["device"].partition(" ")[0]
     gpu = _GPU.search(text)
-    processes = tuple(
-        (int(match[1]), size) for match in _PROCESS.finditer(text) if (size := _bytes(match[2], match[3]))
-    )
-    return OutOfMemoryMessage(device, gpu=None if gpu is None else int(gpu[1]), processes=processes, **sizes)
+    processes: list[tuple[int, int]] = []
+    for process, number, unit in _PROCESS.findall(text):
+        size = _bytes(number, unit)
+        if size:
+            processes.append((int(process), size))
+    return OutOfMemoryMessage(device, gpu=None if gpu is None else int(gpu[1]), processes=tuple(processes), **sizes)
 
 
 def _size(match: re.Match[str] | None) -> int | None:
+    """Return the bytes of a match of `_FIELDS`, whose only groups that matched are number and unit; None for None."""
     return None if match is None else _bytes(*(part for part in match.groups() if part is not None))
 
 
 def _bytes(number: str, unit: str) -> int | None:
+    """Return a size in bytes; None if it is a negative number that torch printed as unsigned."""
     factor = next(factor for name, factor in _UNITS.items() if name.lower() == unit.lower())
     size = round(float(number) * factor)
     return size if size < _MAX_SIZE else None

@@ -64,6 +64,15 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
 
 
 def _on_card(trace: Trace, settings: AllocatorSettings, workspace: Workspace) -> Timeline:
+    """Return the timeline of a step on a card: of two upper bounds, that which reserves more. Raises UsageError for
+    "measured" if a workspace was not measured."""
+
+    def run(*, separate: bool) -> Timeline:
+        """Return the timeline; ``separate``: whether workspaces get segments of their own, as in `drive`."""
+        allocator, levels = drive(trace, settings, low=workspace == "low", separate=separate)
+        bounds = (0, *trace.steps, trace.end)
+        return timeline_of(trace.device, levels, bounds, tuple(allocator.log), allocator.segments())
+
     unknown = [storage for storage in trace.counted if storage.low is not None and storage.low != storage.bytes]
     not_measured = [*unknown, *(trace.storages[size.storage] for size in trace.expected)]
     if workspace == "measured" and not_measured:
@@ -74,18 +83,14 @@ def _on_card(trace: Trace, settings: AllocatorSettings, workspace: Workspace) ->
             expected="a step whose workspaces were all measured",
             do="Take 'low' and 'high', which bound it.",
         )
-    timelines = [_run(trace, settings, low=workspace == "low", separate=False)]
+    timelines = [run(separate=False)]
     if workspace != "low" and unknown:  # either of the two can reserve more
-        timelines.append(_run(trace, settings, low=False, separate=True))
+        timelines.append(run(separate=True))
     return max(timelines, key=lambda timeline: timeline.peak_reserved)
-
-
-def _run(trace: Trace, settings: AllocatorSettings, *, low: bool, separate: bool) -> Timeline:
-    allocator, events = drive(trace, settings, low=low, separate=separate)
-    bounds = (0, *trace.steps, trace.end)
-    return timeline_of(trace.device, events, bounds, tuple(allocator.log), allocator.segments())
 
 
 def live_at(trace: Trace, tick: int) -> list[Storage]:
     """Return the counted storages that are live right after the event ``tick``."""
-    return [s for s in trace.counted if s.born <= tick and (s.died is None or s.died > tick)]
+    return [
+        storage for storage in trace.counted if storage.born <= tick and (storage.died is None or storage.died > tick)
+    ]

@@ -93,6 +93,7 @@ class Timeline(Displayed):
     segments: tuple[Segment, ...] = ()
 
     def __str__(self) -> str:
-        steps = ", ".join(f"step {k + 1}: {format_bytes(s.peak_allocated)}" for k, s in enumerate(self.steps))
+        peaks = [f"step {number}: {format_bytes(step.peak_allocated)}" for number, step in enumerate(self.steps, 1)]
+        steps = ", ".join(peaks)
         reserved = f", {format_bytes(self.peak_reserved)} reserved" if self.log else ""
         return f"peak {format_bytes(self.peak_allocated)}{reserved} on {self.device}" + (f" ({steps})" if steps else "")

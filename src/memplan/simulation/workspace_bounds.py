@@ -20,26 +20,31 @@ Share = Callable[[int, int], float]
 
 
 def reserved_bounds(trace: Trace, settings: AllocatorSettings) -> tuple[int, int]:
-    """Return the least and the most reserved bytes among the simulated cases.
+    """Return the least and the most peak of reserved bytes among the simulated cases.
 
     Larger requests can fit the segments better, so the ends of the intervals alone do not bound the reserved bytes.
     Simulated are also workspaces that grow over the step, which cached segments never fit, and some of random sizes.
     Within a case, calls of an op on operands of the same sizes get the same workspace, as a library chooses the same
     algorithm for them.
     """
-    workspaces = sorted((s for s in trace.counted if s.low is not None), key=lambda s: s.born)
-    order = {key: index for index, key in enumerate(dict.fromkeys(_key(trace, s) for s in workspaces))}
-    cases = ((True, False), (False, False), (False, True))
-    simulated = [drive(trace, settings, low=low, separate=separate)[1] for low, separate in cases]
-    if len(order) > 1:
+    workspaces = [storage for storage in trace.counted if storage.low is not None]
+    workspaces.sort(key=lambda storage: storage.born)
+    keys = list(dict.fromkeys(_key(trace, storage) for storage in workspaces))
+    simulated = [
+        drive(trace, settings, low=True),
+        drive(trace, settings, low=False),
+        drive(trace, settings, low=False, separate=True),
+    ]
+    if len(keys) > 1:
         for share in _shares(1 if len(trace.storages) > _MANY_STORAGES else _RANDOM_CASES):
-            shares = {key: share(index, len(order)) for key, index in order.items()}
-            simulated.append(drive(_with_fixed_workspaces(trace, shares), settings, low=False)[1])
-    peaks = [max((reserved for _, _, reserved in levels), default=0) for levels in simulated]
+            shares = {key: share(index, len(keys)) for index, key in enumerate(keys)}
+            simulated.append(drive(_with_fixed_workspaces(trace, shares), settings, low=False))
+    peaks = [max((reserved for _, _, reserved in run.levels), default=0) for run in simulated]
     return min(peaks), max(peaks)
 
 
 def _shares(random_cases: int) -> Iterator[Share]:
+    """Yield the cases besides the ends of the intervals: workspaces that grow over the step, then random sizes."""
     yield lambda index, total: 0.5 + 0.5 * index / (total - 1)
     for seed in range(random_cases):
         generator = random.Random(seed)  # the same cases for the same step
@@ -47,6 +52,7 @@ def _shares(random_cases: int) -> Iterator[Share]:
 
 
 def _key(trace: Trace, storage: Storage) -> tuple[str, int]:
+    """Return (op name, most bytes) of a workspace: equal for calls of an op on operands of the same sizes."""
     return "" if storage.op is None else trace.ops[storage.op].name, storage.bytes
 
 

@@ -179,9 +179,12 @@ class CachingAllocator(BlockTable):
         """
         if self._device.reserved or self.log:
             raise UsageError("an allocator that is in use cannot be given a state", expected="a new one")
-        for first in build_chunks(
-            segments, self._cache.expandable, lambda ident, small: self._cache.pool(ident)[0 if small else 1]
-        ):
+
+        def find_pool(ident: Pool, small: bool) -> ChunkPool:
+            for_small, for_large = self._cache.pool(ident)
+            return for_small if small else for_large
+
+        for first in build_chunks(segments, self._cache.expandable, find_pool):
             if first.reservation is None:
                 self._cache.firsts[first.address] = first
             chunk: Chunk | None = first
@@ -196,7 +199,8 @@ class CachingAllocator(BlockTable):
     # Within
 
     def _allocate_chunk(self, pool: ChunkPool, stream: int, size: int, requested: int) -> Chunk:
-        """Return a chunk of new memory. If the device has too little, release cached memory in torch's order first."""
+        """Return a chunk of new memory for a block of ``size`` bytes (``requested`` before rounding). If the device has
+        too little, release cached memory in torch's order first; if that is not enough, raise OutOfMemory."""
         if self._cache.collects_garbage:
             self._cache.collect_garbage()
         chunk = self._cache.allocate(pool, stream, size)

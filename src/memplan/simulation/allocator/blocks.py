@@ -22,7 +22,9 @@ class BlockTable:
         self.log: list[AllocatorEvent] = self._device.log
         """All events, in the order and with the names of torch's memory snapshots."""
         self._live: dict[int, Chunk] = {}
+        """Allocated blocks by address."""
         self._pending: dict[int, Chunk] = {}
+        """Freed blocks that wait for other streams, by address, in the order in which they were freed."""
 
     def free(self, address: int, *, tick: int = 0) -> None:
         """Free a block: at once, or pending until the other streams that used it are done with it.
@@ -30,7 +32,7 @@ class BlockTable:
         Raises:
             UsageError: no allocated block has this address.
         """
-        if address == 0:
+        if address == 0:  # of a request for no bytes
             return
         chunk = self._live.pop(address, None)
         if chunk is None:
@@ -110,9 +112,11 @@ class BlockTable:
             self._pending[chunk.address] = chunk
 
     def _log_block(self, action: Action, chunk: Chunk) -> None:
+        """Add an event of a block to the log."""
         pool, tick = chunk.pool.ident, self._device.tick
         self.log.append(AllocatorEvent(action, chunk.address, chunk.requested, chunk.stream, pool, chunk.owner, tick))
 
 
 def _no_block(address: int, state: str) -> UsageError:
+    """Return the error for an address at which no block in this state ("handed out") begins."""
     return UsageError(f"no block that is {state} begins at address {address:#x}")

@@ -49,13 +49,16 @@ class Chunk:
         """Whether its addresses have memory."""
         self.state = FREE
         self.requested = 0
+        """Bytes of the request that it serves, before rounding; 0 if it is free."""
         self.owner: int | None = None
+        """Identifies for the caller what it was allocated for."""
         self.other_streams: set[int] | None = None
         """Streams that used it besides its own."""
         self.freed_at = 0
         """``request_count`` of its pool when it became free."""
         self.left: Chunk | None = None
         self.right: Chunk | None = None
+        """Its neighbors in the segment."""
 
     def split(self, size: int) -> Chunk:
         """Keep the first ``size`` bytes and return the remainder as a new free chunk, in no pool."""
@@ -178,6 +181,7 @@ class ChunkPool:
 
 
 def _size_if_grown(chunk: Chunk) -> int:
+    """Return the size of a free chunk after mapping the unmapped addresses that follow it, if any."""
     right = chunk.right
     return chunk.size + (right.size if right is not None and not right.mapped else 0)
 

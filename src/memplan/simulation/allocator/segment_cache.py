@@ -60,22 +60,22 @@ class SegmentCache:
         chunk = pool.best_fit(stream, size)
         if chunk is None:
             return None
-        split = self.settings.max_split_size
-        if split is not None:
+        limit = self.settings.max_split_size
+        if limit is not None:
             rounding = self.settings.max_non_split_rounding
             slack = self.settings.large_segment_size if rounding is None else rounding
             # A block above the split limit serves only requests above the limit, of nearly its size.
-            if chunk.size >= (split if size < split else size + slack):
+            if chunk.size >= (limit if size < limit else size + slack):
                 return None
         pool.remove(chunk)
         return chunk
 
     def should_split(self, pool: ChunkPool, remainder: int, size: int) -> bool:
-        """Check whether ``remainder`` bytes behind a request of ``size`` are split off as a free chunk."""
+        """Return whether the ``remainder`` bytes of a chunk after a block of ``size`` bytes become a free chunk."""
         if pool.small or self.settings.expandable_segments:
             return remainder >= ALLOCATOR_BLOCK
-        split = self.settings.max_split_size
-        return remainder > LARGEST_SMALL and (split is None or size < split)
+        limit = self.settings.max_split_size
+        return remainder > LARGEST_SMALL and (limit is None or size < limit)
 
     def exceeds_limit(self, size: int) -> bool:
         """Check whether a segment for a request would exceed the process's limit."""
@@ -125,10 +125,10 @@ class SegmentCache:
         Returns:
             Whether enough was released for the request.
         """
-        split = self.settings.max_split_size
-        if split is None:
+        limit = self.settings.max_split_size
+        if limit is None:
             return False
-        needed = max(size, split)
+        needed = max(size, limit)
         chunks = pool.chunks_of_stream(stream)
         index = bisect_left(chunks, needed, key=lambda chunk: chunk.size)
         if index < len(chunks) and chunks[index].reservation is None:
@@ -137,7 +137,7 @@ class SegmentCache:
                 self.release(chunks[index])
             return chunks[index].fills_segment
         released = 0
-        while index > 0 and released < needed and chunks[index - 1].size >= split:
+        while index > 0 and released < needed and chunks[index - 1].size >= limit:
             index -= 1
             if chunks[index].reservation is None and chunks[index].fills_segment:
                 released += chunks[index].size

@@ -66,14 +66,15 @@ def _split_into_blocks(chunk: Chunk, segment: Segment) -> None:
         raise UsageError(f"the segment at {segment.address:#x} has no blocks", expected="blocks that fill it")
     address = segment.address
     for index, block in enumerate(segment.blocks):
-        last = index == len(segment.blocks) - 1
-        if block.address != address or block.size <= 0 or (block.size == chunk.size) != last or block.size > chunk.size:
+        is_last = index == len(segment.blocks) - 1
+        fits = block.size == chunk.size if is_last else 0 < block.size < chunk.size  # `chunk`: the remaining bytes
+        if block.address != address or not fits:
             raise UsageError(
                 f"the blocks of the segment at {segment.address:#x} do not fill it at {address:#x}",
                 expected="blocks in order of address, without gaps",
             )
         address += block.size
-        remainder = None if last else chunk.split(block.size)
+        remainder = None if is_last else chunk.split(block.size)
         chunk.state = _CODES[block.state]
         if chunk.state != FREE:
             chunk.requested, chunk.owner = block.requested, block.owner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -127,21 +128,22 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
 
 
 def _with_own_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> AllocatorSettings:
-    """Return the settings with those replaced that have an entry of their own in the snapshot."""
-    if (split := recorded.get("max_split_size")) is not None:
-        size = int(split)  # no limit: -1, or its unsigned 64 bits
-        settings = replace(settings, max_split_size=None if size < 0 or size >= 1 << 63 else size)
-    if (threshold := recorded.get("garbage_collection_threshold")) is not None:
-        settings = replace(settings, garbage_collection_threshold=float(threshold))
-    if (expandable := recorded.get("expandable_segments")) is not None:
-        settings = replace(settings, expandable_segments=bool(expandable))
-    if (large := recorded.get("large_segment_size")) is not None:
-        settings = replace(settings, large_segment_size=int(large))
-    if (table := recorded.get("roundup_power2_divisions")) is not None:
-        parts_by_mib = {int(bucket): int(parts) for bucket, parts in table.items()}
-        parts = [parts_by_mib.get(1 << k, 0) for k in range(BUCKETS)]
-        settings = replace(settings, roundup_power2_divisions=_divisions_of_buckets(parts))
-    return settings
+    """Return the settings with those replaced that have an entry of their own in ``recorded``, a snapshot's
+    ``allocator_settings``."""
+    entries = {name: value for name, value in recorded.items() if value is not None}
+    changes: dict[str, Any] = {}
+    if "max_split_size" in entries:
+        size = int(entries["max_split_size"])  # no limit: -1, or its unsigned 64 bits
+        changes["max_split_size"] = None if size < 0 or size >= 1 << 63 else size
+    for name, convert in (
+        ("garbage_collection_threshold", float), ("expandable_segments", bool), ("large_segment_size", int),
+    ):  # fmt: skip
+        if name in entries:
+            changes[name] = convert(entries[name])
+    if "roundup_power2_divisions" in entries:
+        by_mib = {int(bucket): int(divisions) for bucket, divisions in entries["roundup_power2_divisions"].items()}
+        changes["roundup_power2_divisions"] = _divisions_of_buckets([by_mib.get(1 << k, 0) for k in range(BUCKETS)])
+    return replace(settings, **changes)
 
 
 def _parse_recorded(text: str) -> AllocatorSettings:
@@ -152,10 +154,9 @@ def _parse_recorded(text: str) -> AllocatorSettings:
     except UsageError:
         return AllocatorSettings()
     for name, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):
-        try:
-            _PARSERS.get(name, _ignored)(parsed, name, value)
-        except UsageError:
-            continue
+        if name in _PARSERS:
+            with suppress(UsageError):
+                _PARSERS[name](parsed, name, value)
     return parsed.settings()
 
 
@@ -164,6 +165,7 @@ class _ParsedSettings:
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
+        """Fields of `AllocatorSettings` that were set."""
         self.divisions = [0] * BUCKETS
         """By bucket."""
 
@@ -172,6 +174,7 @@ class _ParsedSettings:
         return self.fields.get("large_segment_size", LARGE_SEGMENT)
 
     def settings(self) -> AllocatorSettings:
+        """Return the settings; those that were not parsed have torch's defaults."""
         return AllocatorSettings(roundup_power2_divisions=_divisions_of_buckets(self.divisions), **self.fields)
 
 
@@ -185,7 +188,7 @@ def _divisions_text(divisions: Divisions) -> str:
 
     Its first entry also covers all smaller buckets, and ">" all larger ones.
     """
-    table = [parts for _, parts in divisions]
+    table = [parts for _, parts in divisions]  # position k is the bucket from 2**k MiB on
     if len(set(table)) == 1:
         return str(table[0])
     first = next(k for k in range(BUCKETS) if table[k + 1] != table[k])
@@ -244,7 +247,7 @@ def _bracketed_pairs(tokens: list[str], position: int, text: str) -> tuple[list[
     pairs: list[tuple[str, str]] = []
     position += 1
     while tokens[position : position + 1] != ["]"]:
-        entry = tokens[position : position + 4]
+        entry = tokens[position : position + 4]  # bucket, ":", divisions, and "," or the closing bracket
         if len(entry) < 4 or entry[1] != ":" or entry[0] in ",:[]" or entry[2] in ",:[]" or entry[3] not in ",]":
             _refuse_text(text, position, tokens)
         pairs.append((entry[0], entry[2]))
@@ -263,6 +266,7 @@ def _refuse_text(text: str, position: int, tokens: list[str]) -> NoReturn:
 
 
 def _refuse_name(name: str) -> NoReturn:
+    """Raise the error of an unknown setting."""
     near = difflib.get_close_matches(name, _PARSERS, n=3, cutoff=0.5)
     raise UsageError(
         f"allocator setting {name!r} is unknown",
@@ -272,7 +276,8 @@ def _refuse_name(name: str) -> NoReturn:
 
 
 def _refuse_value(name: str, value: Value, expected: str) -> NoReturn:
-    shown = value if isinstance(value, str) else "[" + ",".join(f"{a}:{b}" for a, b in value) + "]"
+    """Raise the error of a value that a setting cannot have; ``expected`` says what it can be."""
+    shown = value if isinstance(value, str) else "[" + ",".join(":".join(pair) for pair in value) + "]"
     raise UsageError(f"allocator setting {name}:{shown}", expected=expected, do="Correct the value")
 
 
@@ -286,83 +291,73 @@ def _parse_number(name: str, value: Value, expected: str) -> int:
     return int(value)
 
 
-def _parse_real(name: str, value: Value, expected: str) -> float:
-    try:
-        number = float(value) if isinstance(value, str) else math.nan
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        _refuse_value(name, value, expected)
-    return number
+Parser = Callable[[_ParsedSettings, str, Value], None]
+"""``(parsed, name, value)``: checks a setting, and adds it to the parsed settings. Settings of host memory, locks or
+address reservation are not added: they do not affect where a block is placed."""
 
 
-def _parse_flag(name: str, value: Value) -> bool:
-    if value not in ("True", "False"):
-        _refuse_value(name, value, "True or False, written so")
-    return value == "True"
+def _flag(field: str | None = None) -> Parser:
+    """Return the parser of "True" or "False" for a field of `AllocatorSettings`, or for a setting that is not added."""
+
+    def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
+        """Parse "True" or "False"."""
+        if value not in ("True", "False"):
+            _refuse_value(name, value, "True or False, written so")
+        if field is not None:
+            parsed.fields[field] = value == "True"
+
+    return parse
+
+
+def _whole_number(expected: str, is_valid: Callable[[int], bool], field: str | None = None, unit: int = 1) -> Parser:
+    """Return the parser of a whole number of ``unit`` bytes; ``expected`` describes the valid numbers in errors.
+    ``field``: as for `_flag`."""
+
+    def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
+        """Parse a whole number that ``is_valid``, and add it in bytes."""
+        number = _parse_number(name, value, expected)
+        if not is_valid(number):
+            _refuse_value(name, value, expected)
+        if field is not None:
+            parsed.fields[field] = number * unit
+
+    return parse
+
+
+def _size_of_large_segment_or_more(field: str) -> Parser:
+    """Return the parser of a size in MiB that must be at least that of a large segment."""
+
+    def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
+        """Parse a size that is valid for the large segments parsed before."""
+        least = parsed.large_segment_size // MIB
+        expected = f"a number of MiB from {least}, the size of a large segment"
+        _whole_number(expected, lambda size: size >= least, field, MIB)(parsed, name, value)
+
+    return parse
+
+
+def _share(expected: str, is_valid: Callable[[float], bool], field: str) -> Parser:
+    """Return the parser of a number for a field of `AllocatorSettings`; ``expected`` describes the valid numbers."""
+
+    def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
+        """Parse a number that ``is_valid``; nan, which other texts become, is not."""
+        try:
+            number = float(value) if isinstance(value, str) else math.nan
+        except ValueError:
+            number = math.nan
+        if not is_valid(number):
+            _refuse_value(name, value, expected)
+        parsed.fields[field] = number
+
+    return parse
 
 
 def _ignored(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    """Ignore a setting for host memory, locks or address reservation: it does not affect where a block is placed."""
-
-
-def _ignored_flag(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    _parse_flag(name, value)
-
-
-def _ignored_threads(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    expected = "a power of two up to 128"
-    if not _power_of_two(threads := _parse_number(name, value, expected)) or threads > 128:
-        _refuse_value(name, value, expected)
-
-
-def _ignored_size(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    if not _parse_number(name, value, "a number of MiB above 0"):
-        _refuse_value(name, value, "a number of MiB above 0")
-
-
-def _large_segment(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    expected = "a number of MiB above 10"
-    if (size := _parse_number(name, value, expected)) <= 10:
-        _refuse_value(name, value, expected)
-    parsed.fields["large_segment_size"] = size * MIB
-
-
-def _parser_of_large_size(field: str) -> Callable[[_ParsedSettings, str, Value], None]:
-    """Return the parser of a size in MiB that must be at least that of a large segment."""
-
-    def parser(parsed: _ParsedSettings, name: str, value: Value) -> None:
-        expected = f"a number of MiB from {parsed.large_segment_size // MIB}, the size of a large segment"
-        if (size := _parse_number(name, value, expected) * MIB) < parsed.large_segment_size:
-            _refuse_value(name, value, expected)
-        parsed.fields[field] = size
-
-    return parser
-
-
-def _threshold(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    expected = "a number between 0 and 1, both excluded"
-    if not 0 < (share := _parse_real(name, value, expected)) < 1:
-        _refuse_value(name, value, expected)
-    parsed.fields["garbage_collection_threshold"] = share
-
-
-def _memory_fraction(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    expected = "a number from 0 to 1"
-    if not 0 <= (share := _parse_real(name, value, expected)) <= 1:
-        _refuse_value(name, value, expected)
-    parsed.fields["memory_fraction"] = share
-
-
-def _expandable(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    parsed.fields["expandable_segments"] = _parse_flag(name, value)
-
-
-def _reject(parsed: _ParsedSettings, name: str, value: Value) -> None:
-    parsed.fields["reject_over_limit"] = _parse_flag(name, value)
+    """The parser of a setting without effect on sizes: accepts any value, and adds nothing."""
 
 
 def _backend(parsed: _ParsedSettings, name: str, value: Value) -> None:
+    """Accept "native"; refuse the allocators whose rules are not public."""
     if value in ("cudaMallocAsync", "hipMallocAsync"):
         raise UsageError(
             f"allocator setting backend:{value}",
@@ -381,11 +376,12 @@ def _roundup(parsed: _ParsedSettings, name: str, value: Value) -> None:
     """Parse a number for all sizes, or [bucket:number,...] with buckets in MiB, the last of which may be ">"."""
     expected = "powers of two, one for all sizes or like [256:1,512:2,>:4] with 0 for none"
     if isinstance(value, str):
-        if not _power_of_two(parts := _parse_number(name, value, expected)):
+        parts = _parse_number(name, value, expected)
+        if not _power_of_two(parts):
             _refuse_value(name, value, expected)
         parsed.divisions[:] = [parts] * BUCKETS
         return
-    last, is_first = 0, True
+    last, is_first = 0, True  # position of the last bucket
     for bucket, text in value:
         parts = _parse_number(name, text, expected)
         if parts and not _power_of_two(parts):
@@ -393,35 +389,42 @@ def _roundup(parsed: _ParsedSettings, name: str, value: Value) -> None:
         if bucket == ">":
             parsed.divisions[last + 1 :] = [parts] * (BUCKETS - last - 1)
             continue
-        if not _power_of_two(start := _parse_number(name, bucket, expected)):
+        lower_end = _parse_number(name, bucket, expected)
+        if not _power_of_two(lower_end):
             _refuse_value(name, value, expected)
-        last = min(start.bit_length() - 1, BUCKETS - 1)
-        parsed.divisions[0 if is_first else last : last + 1] = [parts] * (last + 1 if is_first else 1)
+        last = min(lower_end.bit_length() - 1, BUCKETS - 1)
+        first = 0 if is_first else last  # the first entry also covers all smaller buckets
+        parsed.divisions[first : last + 1] = [parts] * (last + 1 - first)
         is_first = False
 
 
-_PARSERS: dict[str, Callable[[_ParsedSettings, str, Value], None]] = {
+_SIZE = _whole_number("a number of MiB above 0", lambda mib: mib > 0)
+_PARSERS: dict[str, Parser] = {
     "backend": _backend,
-    "expandable_segments": _expandable,
+    "expandable_segments": _flag("expandable_segments"),
     "expandable_segments_reserve": _ignored,
     "expandable_segments_reserve_by_class": _ignored,
-    "garbage_collection_threshold": _threshold,
-    "graph_capture_record_stream_reuse": _ignored_flag,
-    "large_segment_size_mb": _large_segment,
-    "max_non_split_rounding_mb": _parser_of_large_size("max_non_split_rounding"),
-    "max_split_size_mb": _parser_of_large_size("max_split_size"),
-    "per_process_memory_fraction": _memory_fraction,
-    "pinned_free_catch_all": _ignored_flag,
-    "pinned_max_cached_size_mb": _ignored_size,
-    "pinned_max_round_threshold_mb": _ignored_size,
-    "pinned_num_register_threads": _ignored_threads,
-    "pinned_reserve_segment_size_mb": _ignored_size,
-    "pinned_use_background_threads": _ignored_flag,
-    "pinned_use_cuda_host_register": _ignored_flag,
-    "pinned_use_hip_host_register": _ignored_flag,
-    "release_lock_on_cudamalloc": _ignored_flag,
-    "release_lock_on_hipmalloc": _ignored_flag,
+    "garbage_collection_threshold": _share(
+        "a number between 0 and 1, both excluded", lambda share: 0 < share < 1, "garbage_collection_threshold"
+    ),
+    "graph_capture_record_stream_reuse": _flag(),
+    "large_segment_size_mb": _whole_number("a number of MiB above 10", lambda mib: mib > 10, "large_segment_size", MIB),
+    "max_non_split_rounding_mb": _size_of_large_segment_or_more("max_non_split_rounding"),
+    "max_split_size_mb": _size_of_large_segment_or_more("max_split_size"),
+    "per_process_memory_fraction": _share("a number from 0 to 1", lambda share: 0 <= share <= 1, "memory_fraction"),
+    "pinned_free_catch_all": _flag(),
+    "pinned_max_cached_size_mb": _SIZE,
+    "pinned_max_round_threshold_mb": _SIZE,
+    "pinned_num_register_threads": _whole_number(
+        "a power of two up to 128", lambda threads: _power_of_two(threads) and threads <= 128
+    ),
+    "pinned_reserve_segment_size_mb": _SIZE,
+    "pinned_use_background_threads": _flag(),
+    "pinned_use_cuda_host_register": _flag(),
+    "pinned_use_hip_host_register": _flag(),
+    "release_lock_on_cudamalloc": _flag(),
+    "release_lock_on_hipmalloc": _flag(),
     "roundup_power2_divisions": _roundup,
-    "throw_on_cudamalloc_oom": _reject,
+    "throw_on_cudamalloc_oom": _flag("reject_over_limit"),
 }
 """The settings of torch 2.13, and later ones."""

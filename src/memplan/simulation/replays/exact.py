@@ -151,9 +151,9 @@ class ExactReplay:
             fresh=self._just_released and bool(self._segment_allocs),
         )
         self._addresses[request.owner] = address
-        if len(log) - before - 1 != len(self._segment_allocs) or self._segment_allocs:
-            replayed = log[before:-1]
-            if [event[:3] for event in replayed] != [recorded[:3] for recorded in self._segment_allocs]:
+        if len(log) - before > 1 or self._segment_allocs:
+            replayed = log[before:-1]  # without the event of the block itself
+            if _actions(replayed) != _actions(self._segment_allocs):
                 self._differs(request.event, "segment", _describe_all(self._segment_allocs), _describe_all(replayed))
             self._segment_allocs.clear()
         if address != entry.address:
@@ -162,7 +162,8 @@ class ExactReplay:
             self._differs(request.event, "address", f"{entry.address:#x}", f"{address:#x}")
 
     def _block_of_wrong_size(self, address: int) -> tuple[int, int] | None:
-        """Return (owner, bytes) of a block whose assumed size explains that torch did not use the block at ``address``.
+        """Return (owner, additional bytes) of a block that is larger than assumed, which explains that torch did not
+        allocate at ``address`` as the replay did; None if there is no such block.
 
         Torch passed over a free block that fits best here, so the free block was smaller. The block in front of it can
         be larger than assumed if it was live at the start: up to 1 MiB behind its request may not have been split off.
@@ -173,13 +174,14 @@ class ExactReplay:
                 continue
             index = next(index for index, block in enumerate(segment.blocks) if block.address == address)
             block, left = segment.blocks[index], segment.blocks[index - 1]
-            right = segment.blocks[index + 1 : index + 2]
+            right = segment.blocks[index + 1 : index + 2]  # the remainder that was split off, if any
             free = block.size + sum(block.size for block in right if block.state == "inactive")
+            # with so many bytes less, the free block is a unit too small for the request
             extra = free - block_size(settings, block.requested) + ALLOCATOR_BLOCK
-            remainder = left.size + extra - block_size(settings, left.requested)
-            owner = left.owner
-            if owner is not None and owner in self.start.uncertain and remainder <= LARGEST_SMALL and extra < free:
-                return owner, extra
+            unsplit = left.size + extra - block_size(settings, left.requested)
+            if left.owner in self.start.uncertain and unsplit <= LARGEST_SMALL and extra < free:
+                assert left.owner is not None, "uncertain blocks have owners"
+                return left.owner, extra
         return None
 
     def _release_recorded(self) -> None:
@@ -197,8 +199,8 @@ class ExactReplay:
             for pool in self._pools_of(frees):
                 allocator.retire(pool)
             allocator.empty_cache(tick=frees[-1][0] + 1)
-        replayed = {event[:3] for event in allocator.log[before:]}
-        recorded = {entry[:3] for _, entry in frees}
+        replayed = set(_actions(allocator.log[before:]))
+        recorded = set(_actions([entry for _, entry in frees]))
         if self._segment_allocs:
             # A failed attempt mapped pages that were unmapped together with the others: here they never were mapped.
             recorded = _unmapped_ranges(recorded, self._segment_allocs)
@@ -210,7 +212,8 @@ class ExactReplay:
             self._differs(index, "segment", "nothing", _describe(surplus))
 
     def _pools_of(self, frees: list[tuple[int, Entry]]) -> set[Pool]:
-        """Return the memory pools of released segments: as recorded, else those of the segments at their addresses."""
+        """Return the memory pools of the segments that ``frees``, (index, event), release: as recorded, else those of
+        the segments at their addresses."""
         pools = {entry.pool for _, entry in frees if entry.pool is not None}
         addresses = sorted(entry.address for _, entry in frees if entry.pool is None)
         if addresses:
@@ -226,7 +229,8 @@ class ExactReplay:
         if self._segment_allocs:
             self._map_failed_attempt(request)
         segments = allocator.segments()
-        if not self._releases_partially and (block := _free_block_for(request, segments)) is not None:
+        block = None if self._releases_partially else _free_block_for(request, segments)
+        if block is not None:
             self._differs(request.event, "free", "out of memory", f"{block.size} bytes at {block.address:#x}")
         free = None if entry.address < 0 else entry.address
         event = AllocatorEvent("oom", free or 0, request.size, request.stream, request.pool, tick=request.event + 1)
@@ -238,7 +242,8 @@ class ExactReplay:
         self.ooms.append(oom)
 
     def _map_failed_attempt(self, request: Request) -> None:
-        """Map the pages that a request got before it ran out of memory; expandable segments keep them."""
+        """Map the pages that a request got before it ran out of memory, by the same request on a card of that capacity;
+        expandable segments keep the pages."""
         allocator = self.allocator
         allocator.capacity = reserved = allocator.reserved + sum(entry.size for entry in self._segment_allocs)
         self._segment_allocs.clear()
@@ -270,15 +275,24 @@ def _free_block_for(request: Request, segments: Sequence[Segment]) -> Block | No
     return None
 
 
+_Action = tuple[Action, int, int]
+"""(action, address, bytes) of an event."""
+
+
+def _actions(events: Sequence[Entry] | Sequence[AllocatorEvent]) -> list[_Action]:
+    return [(event.action, event.address, event.size) for event in events]
+
+
 def _describe_all(events: Sequence[Entry] | Sequence[AllocatorEvent]) -> str:
-    return ", ".join(_describe(event) for event in events) or "none"
+    return ", ".join(map(_describe, _actions(events))) or "none"
 
 
-def _describe(event: Sequence[object]) -> str:
-    return f"{event[0]} of {event[2]} bytes at {event[1]:#x}"
+def _describe(event: _Action) -> str:
+    action, address, size = event
+    return f"{action} of {size} bytes at {address:#x}"
 
 
-def _unmapped_ranges(frees: set[tuple[Action, int, int]], mapped: Sequence[Entry]) -> set[tuple[Action, int, int]]:
+def _unmapped_ranges(frees: set[_Action], mapped: Sequence[Entry]) -> set[_Action]:
     """Return the address ranges in ``frees`` minus those in ``mapped``, adjacent ranges merged, as segment_unmaps."""
     edges: dict[int, int] = {}  # address -> change in the number of ranges that cover the addresses from there on
     for _, address, size in frees:
@@ -287,8 +301,8 @@ def _unmapped_ranges(frees: set[tuple[Action, int, int]], mapped: Sequence[Entry
     for entry in mapped:
         edges[entry.address] = edges.get(entry.address, 0) - 1
         edges[entry.address + entry.size] = edges.get(entry.address + entry.size, 0) + 1
-    ranges: set[tuple[Action, int, int]] = set()
-    depth, begin = 0, 0
+    ranges: set[_Action] = set()
+    depth, begin = 0, 0  # number of ranges that cover the addresses from here on; where the present range begins
     for address in sorted(edges):
         before, depth = depth, depth + edges[address]
         if before <= 0 < depth:

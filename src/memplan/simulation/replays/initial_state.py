@@ -117,6 +117,7 @@ class _Rewinder:
         self.blocks: dict[int, _Block] = {}
         """Live blocks by address."""
         self.conflicts: list[tuple[int, str]] = []
+        """(index of an event, why it cannot follow the earlier events)."""
         self.lowest_map: dict[tuple[int, bool, Pool], int] = {}
         """For each kind of expandable segment, the lowest address mapped while another part of the kind was mapped."""
         self._undo_by_action: dict[str, Callable[[int, Entry], None]] = {
@@ -147,6 +148,7 @@ class _Rewinder:
     # Blocks
 
     def _undo_alloc(self, index: int, entry: Entry) -> None:
+        """Remove the block that event ``index`` allocated."""
         block = self.blocks.pop(entry.address, None)
         if block is None:
             self._conflict(index, f"the block at {entry.address:#x} is not there afterwards")
@@ -156,6 +158,7 @@ class _Rewinder:
             del segment.block_addresses[bisect_left(segment.block_addresses, entry.address)]
 
     def _undo_free_requested(self, index: int, entry: Entry) -> None:
+        """Make a pending block a live block."""
         block = self.blocks.get(entry.address)
         if block is None:
             self._conflict(index, f"the block at {entry.address:#x} is given back without ever being free")
@@ -163,7 +166,7 @@ class _Rewinder:
             block.pending = False
 
     def _undo_free_completed(self, index: int, entry: Entry) -> None:
-        """Insert the freed block again, as pending; its size may be known from the gap behind it."""
+        """Insert the freed block again, as pending; the gap behind it may show its size."""
         segment = self._segment_at(entry.address)
         rounded = block_size(self.settings, entry.size)
         if segment is None or entry.address + rounded > segment.end or entry.address in self.blocks:
@@ -176,7 +179,7 @@ class _Rewinder:
         addresses = segment.block_addresses
         position = bisect_left(addresses, entry.address)
         addresses.insert(position, entry.address)
-        if segment.small or self.settings.expandable_segments:
+        if segment.small or self.settings.expandable_segments:  # then torch splits off even the smallest remainder
             return
         next_address = addresses[position + 1] if position + 1 < len(addresses) else segment.end
         self._claim_gap(block, entry.address, next_address)
@@ -185,15 +188,18 @@ class _Rewinder:
             self._claim_gap(self.blocks[previous], previous, entry.address)
 
     def _claim_gap(self, block: _Block, address: int, next_address: int) -> None:
-        """Set the size of a block of the large pool where the gap up to the next block is too small for a free one."""
+        """Set the size of a block of the large pool to include the gap up to the next block, if that cannot be a free
+        block: it is too small, or the block is above the split limit."""
         gap = next_address - (address + block.rounded)
-        split = self.settings.max_split_size
-        if not block.size and (0 < gap <= LARGEST_SMALL or (split is not None and block.rounded >= split and gap > 0)):
+        limit = self.settings.max_split_size
+        is_never_split = limit is not None and block.rounded >= limit
+        if not block.size and gap > 0 and (gap <= LARGEST_SMALL or is_never_split):
             block.size = next_address - address
 
     # Segments
 
     def _undo_segment_alloc(self, index: int, entry: Entry) -> None:
+        """Remove the segment that event ``index`` allocated."""
         segment = self.segments.get(entry.address)
         if segment is None or segment.size != entry.size or segment.block_addresses:
             self._conflict(index, f"the segment at {entry.address:#x} is not there afterwards, or not empty before")
@@ -201,6 +207,7 @@ class _Rewinder:
             self._remove(segment)
 
     def _undo_segment_free(self, index: int, entry: Entry) -> None:
+        """Insert the released segment again."""
         self._insert_range(index, entry, entry.size == SMALL_SEGMENT, expandable=False)
 
     def _undo_map(self, index: int, entry: Entry) -> None:
@@ -239,9 +246,9 @@ class _Rewinder:
         """Insert a segment at the addresses of an event; record a conflict and return None if they are in use."""
         addresses = self.segment_addresses
         position = bisect_right(addresses, entry.address)
-        if (position and self.segments[addresses[position - 1]].end > entry.address) or (
-            position < len(addresses) and addresses[position] < entry.address + entry.size
-        ):
+        overlaps_left = position > 0 and self.segments[addresses[position - 1]].end > entry.address
+        overlaps_right = position < len(addresses) and addresses[position] < entry.address + entry.size
+        if overlaps_left or overlaps_right:
             self._conflict(index, f"the {entry.size} bytes at {entry.address:#x} are held already")
             return None
         pool = entry.pool or DEFAULT_POOL
@@ -263,6 +270,7 @@ class _Rewinder:
         return segment if segment is not None and address < segment.end else None
 
     def _conflict(self, index: int, text: str) -> None:
+        """Record that event ``index`` contradicts the later events."""
         self.conflicts.append((index, text))
 
     # The result
@@ -295,7 +303,7 @@ class _Rewinder:
         )
 
     def _uncertain_owners(self, segments: list[Segment]) -> Iterator[int]:
-        """Yield the owners of live blocks in large segments whose size is only known from below."""
+        """Yield the owners of the live blocks in segments of the large pool of which only the least size is known."""
         if self.settings.expandable_segments:
             return
         for segment in segments:
@@ -321,7 +329,8 @@ class _Rewinder:
                 yield Segment(begin, page, stream, small, pool, True, (Block(begin, page, 0, "inactive"),))
 
     def _blocks_of(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
-        """Return the live blocks at ``addresses`` and the free blocks between them."""
+        """Return the live blocks at ``addresses``, whose owners count from ``first_owner``, and the free blocks between
+        them."""
         blocks: list[Block] = []
         position = segment.address
         next_addresses = (*addresses[1:], segment.end)
@@ -339,7 +348,8 @@ class _Rewinder:
 
 
 def _with_larger_block(segment: Segment, owner: int, extra: int) -> Segment:
-    """Return a segment with a block larger and the free block behind it smaller; unchanged without such a block."""
+    """Return a segment with the block of ``owner`` ``extra`` bytes larger and the free block behind it smaller; without
+    such a block, unchanged."""
     blocks = list(segment.blocks)
     index = next((index for index, block in enumerate(blocks) if block.owner == owner), None)
     if index is None:

@@ -109,10 +109,11 @@ def replay_ranks(
             replayed = replay(file)
         except SnapshotFormatError as error:
             raise error.about(file.name) if file.name not in error.found else error from None
-        rank = _rank_of(file, replayed)
+        named_rank = rank_in_name(file)
+        rank = replayed.snapshot.gpu if named_rank is None else named_rank
         if rank in replays:
             other = replays[rank][0]
-            by = "" if rank_in_name(file) is not None else " (of their GPUs, as the names have no rank)"
+            by = "" if named_rank is not None else " (of their GPUs, as the names have no rank)"
             raise InputError(
                 f"{other} and {file} are both of rank {rank}{by}", expected="one snapshot for each rank",
                 do="Leave one out, or write the ranks in the names: rank0.pickle",
@@ -124,8 +125,9 @@ def replay_ranks(
     owners, usual = beyond_median(by_line), median(list(allocated.values()))
     rows = [
         RankRow(
-            rank, str(file), len(replayed.snapshot.entries), allocated[rank], _reserved(replayed, at_peak=at_peak),
-            allocated[rank] - usual, is_odd(allocated[rank], usual), tuple(OwnerRow(*row) for row in owners[rank]),
+            rank=rank, source=str(file), events=len(replayed.snapshot.entries), allocated=allocated[rank],
+            reserved=_reserved(replayed, at_peak=at_peak), beyond=allocated[rank] - usual,
+            odd=is_odd(allocated[rank], usual), owners=tuple(OwnerRow(*row) for row in owners[rank]),
         )
         for rank, (file, replayed) in replays.items()
     ]  # fmt: skip
@@ -169,17 +171,13 @@ def _check_steps(files: Sequence[Path]) -> None:
         )  # fmt: skip
 
 
-def _rank_of(file: Path, replayed: Replay) -> int:
-    """Return the rank in the file's name, else the number of the snapshot's GPU."""
-    rank = rank_in_name(file)
-    return replayed.snapshot.gpu if rank is None else rank
-
-
 def _allocated(replayed: Replay, *, at_peak: bool) -> int:
+    """Return the bytes of allocated blocks at the peak or at the end."""
     return replayed.peak_allocated if at_peak else sum(size for _, size in _live_at_end(replayed))
 
 
 def _reserved(replayed: Replay, *, at_peak: bool) -> int:
+    """Return the bytes of segments at the peak or at the end."""
     return replayed.peak_reserved if at_peak else sum(segment.size for segment in replayed.timeline.segments)
 
 
@@ -204,8 +202,11 @@ def _live_at_peak(replayed: Replay) -> Iterator[tuple[int | None, int]]:
     """Yield owner and requested bytes of the blocks that are allocated at the peak: the blocks at the end, with the
     events after the peak undone."""
     timeline = replayed.timeline
-    blocks = (block for segment in timeline.segments for block in segment.blocks if block.state == "active_allocated")
-    live: dict[int, tuple[int | None, int]] = {block.address: (block.owner, block.requested) for block in blocks}
+    live: dict[int, tuple[int | None, int]] = {}  # address -> (owner, requested bytes)
+    for segment in timeline.segments:
+        for block in segment.blocks:
+            if block.state == "active_allocated":
+                live[block.address] = block.owner, block.requested
     for event in reversed(timeline.log):
         if event.tick <= timeline.peak_tick:
             break
@@ -217,7 +218,10 @@ def _live_at_peak(replayed: Replay) -> Iterator[tuple[int | None, int]]:
 
 
 def _notes(rows: Sequence[RankRow], replays: dict[int, tuple[Path, Replay]]) -> Iterator[str]:
-    """Yield notes on differences between the snapshots that make the comparison less certain."""
+    """Yield notes on differences between the snapshots that make the comparison less certain.
+
+    ``replays``: rank -> (file of the snapshot, its replay).
+    """
     most, least = max(rows, key=lambda row: row.events), min(rows, key=lambda row: row.events)
     if most.events - least.events > _EVENTS * most.events:
         yield (

@@ -57,15 +57,9 @@ class Replay(Displayed):
     @property
     def fragmentation(self) -> int:
         """Return ``peak_reserved`` minus the most bytes allocated at its tick."""
-        tick = self.timeline.reserved_tick
-        return self.peak_reserved - max(
-            (
-                allocated
-                for event_tick, allocated, reserved in self.timeline.events
-                if event_tick == tick and reserved == self.peak_reserved
-            ),
-            default=self.peak_reserved,
-        )
+        at_peak = (self.timeline.reserved_tick, self.peak_reserved)
+        allocated = [allocated for tick, allocated, reserved in self.timeline.events if (tick, reserved) == at_peak]
+        return self.peak_reserved - max(allocated, default=self.peak_reserved)
 
     @property
     def fragmentation_share(self) -> float:

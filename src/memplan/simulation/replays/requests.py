@@ -59,8 +59,8 @@ class _Requests:
             owner = self.owners.get(address)
             if owner is None or address in self.pending:
                 return None
-            next_event = entries[index + 1][:2] if index + 1 < len(entries) else None
-            if next_event == ("free_completed", address):
+            following = entries[index + 1] if index + 1 < len(entries) else None
+            if following is not None and (following.action, following.address) == ("free_completed", address):
                 del self.owners[address]
                 return Request("free", index, owner)
             self.pending.add(address)
@@ -73,8 +73,8 @@ class _Requests:
         if action == "oom":
             return Request("oom", index, size=entry.size, stream=entry.stream, pool=self.pools.pool_of(entry))
         self.pools.update(index, entry)
-        first_free = action in SEGMENT_FREES and (not index or entries[index - 1].action not in SEGMENT_FREES)
-        return Request("empty_cache", index) if first_free and _is_empty_cache(self.snapshot, index) else None
+        is_first_free = action in SEGMENT_FREES and (not index or entries[index - 1].action not in SEGMENT_FREES)
+        return Request("empty_cache", index) if is_first_free and _is_empty_cache(self.snapshot, index) else None
 
 
 def _is_empty_cache(snapshot: Snapshot, index: int) -> bool:
@@ -120,7 +120,10 @@ class _PrivatePools:
         """Index of a segment_alloc -> the private segment, if it still exists at the end."""
         final = {segment.address: segment for segment in private if not segment.expandable}
         if final:
-            last_alloc = {e.address: index for index, e in enumerate(snapshot.entries) if e.action == "segment_alloc"}
+            last_alloc: dict[int, int] = {}  # address -> index of the last segment_alloc there
+            for index, entry in enumerate(snapshot.entries):
+                if entry.action == "segment_alloc":
+                    last_alloc[entry.address] = index
             self.allocated_later = {
                 last_alloc[address]: segment for address, segment in final.items() if address in last_alloc
             }
@@ -145,6 +148,7 @@ class _PrivatePools:
             del self.starts[bisect_left(self.starts, entry.address)]
 
     def _add(self, address: int, size: int, pool: Pool) -> None:
+        """Add a range of addresses of a private pool."""
         if address not in self.ends:
             insort(self.starts, address)
         self.ends[address] = address + size, pool

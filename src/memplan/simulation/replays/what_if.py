@@ -32,13 +32,13 @@ def recorded_capacity(replay: Replay) -> Capacity | None:
     if not known:
         return None
     settings = replay.recorded_settings
-    full = [
-        oom.reserved + free
-        for oom, free in known
-        if settings.expandable_segments or free < segment_size(settings, oom.requested)
-    ]
-    if full:
-        return Capacity(min(full), True)
+    capacities: list[int] = []
+    for oom, free in known:
+        is_full = settings.expandable_segments or free < segment_size(settings, oom.requested)
+        if is_full:
+            capacities.append(oom.reserved + free)
+    if capacities:
+        return Capacity(min(capacities), True)
     return Capacity(max(reserved for _, _, reserved in replay.timeline.events), False)
 
 
@@ -58,7 +58,8 @@ def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity:
         capacity: bytes of the card available to torch; by default `recorded_capacity`, else unlimited.
     """
     settings = replay.recorded_settings if settings is None else settings
-    if capacity is None and (recorded := recorded_capacity(replay)) is not None:
+    recorded = recorded_capacity(replay)
+    if capacity is None and recorded is not None:
         capacity = recorded.bytes
     run = _WhatIfRun(replay.start, settings, capacity, as_recorded=settings == replay.recorded_settings)
     run.serve_all(replay.requests)
@@ -94,15 +95,16 @@ class _WhatIfRun:
         if self.from_recorded_start:
             self.allocator = start.allocator(settings, capacity=capacity)
             self.addresses = {owner: block.address for _, block, owner in blocks if owner is not None}
-            self.pending = {o for _, block, o in blocks if o is not None and block.state == "active_pending_free"}
+            pending = [owner for _, block, owner in blocks if block.state == "active_pending_free"]
+            self.pending = {owner for owner in pending if owner is not None}
         else:
             self.allocator = CachingAllocator(settings, capacity=capacity)
             self._allocate_live([(segment, block, owner) for segment, block, owner in blocks if owner is not None])
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
 
     def _allocate_live(self, blocks: Sequence[tuple[Segment, Block, int]]) -> None:
-        """Allocate the blocks that were live at the start."""
-        for segment, block, owner in blocks:
+        """Allocate the blocks, each with its owner, that were live at the start."""
+        for segment, block, owner in blocks:  # by requests at event -1: before the first
             self._serve_alloc(Request("alloc", -1, owner, block.requested, segment.stream, segment.pool))
             if self.ended:
                 return
@@ -167,6 +169,7 @@ class _WhatIfRun:
             self._update_pending(before)
 
     def _free_later(self, owner: int, tick: int) -> None:
+        """Free a block that is still in use on another stream."""
         self.allocator.record_stream(self.addresses[owner], OTHER_STREAM)
         self.allocator.free(self.addresses[owner], tick=tick)
         self.pending.add(owner)

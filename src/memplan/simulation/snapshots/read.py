@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from memplan._json import MOST_BYTES, parse
 from memplan.errors import DeviceError, SnapshotFormatError, TargetError
+from memplan.simulation.allocator.rounding import SMALL_SEGMENT
 from memplan.simulation.allocator.settings import AllocatorSettings, settings_of_snapshot
 from memplan.simulation.snapshots.safe_pickle import DO, EXPECTED, load_plain, shown
 from memplan.simulation.timeline import DEFAULT_POOL, Action, Block, BlockState, Pool, Segment
@@ -111,6 +112,7 @@ def read_snapshot(what: str | os.PathLike[str] | Mapping[str, Any], gpu: int | N
 
 
 def _read_file(path: Path, source: str) -> bytes:
+    """Return the content of a file or pipe; refuse folders, devices and files of more than `LARGEST_FILE` bytes."""
     try:
         status = os.stat(path)
         is_file = stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode)
@@ -165,6 +167,7 @@ def _parse(data: bytes, source: str, packed: int) -> Any:
 
 
 def _refuse(source: str, what: str, do: str) -> NoReturn:
+    """Raise the error of a file (``source``) that is no snapshot; ``what`` completes the sentence that it begins."""
     raise SnapshotFormatError(f"{source} {what}", expected=EXPECTED, do=do) from None
 
 
@@ -185,6 +188,7 @@ class _Reader:
         self.stack_by_id: dict[int, int] = {}
         """id() of a raw stack -> index."""
         self.frame_by_id: dict[int, Frame] = {}
+        """id() of a raw frame -> the frame."""
         self.unknown: dict[str, int] = {}
         """Name of an unknown action -> how many events."""
 
@@ -214,7 +218,7 @@ class _Reader:
             if segment.address + segment.size > following.address:
                 self.fail(f"has segments that overlap, at {following.address:#x}")
         trace = self.items(traces[chosen], f"device_traces[{chosen}]") if chosen < len(traces) else []
-        entries = [entry for raw in trace if (entry := self.entry(raw)) is not None]
+        entries = [entry for entry in map(self.entry, trace) if entry is not None]
         if sum(segment.size for segment in checked) + sum(entry.size for entry in entries) > MOST_BYTES:
             self.fail(f"is damaged: its segments and events are of more than {MOST_BYTES} bytes")
         settings = settings_of_snapshot(self.settings(data.get("allocator_settings")))
@@ -230,9 +234,11 @@ class _Reader:
         )
 
     def fail(self, what: str) -> NoReturn:
+        """Raise the error of a snapshot; ``what`` completes a sentence that begins with its name."""
         _refuse(self.source, what, DO)
 
     def notes(self) -> tuple[str, ...]:
+        """Return a note for each unknown action whose events were left out."""
         return tuple(f"{count} events {shown(name)!r} were left out: unknown" for name, count in self.unknown.items())
 
     def items(self, value: Any, name: str) -> list[Any]:
@@ -245,19 +251,22 @@ class _Reader:
         return value if isinstance(value, list) else list(value)
 
     def number(self, row: Mapping[str, Any], name: str, minimum: int = 0, default: int | None = None) -> int:
-        """Return the whole number of this name in a dict; anything else, or one out of range, is refused."""
+        """Return the whole number of this name in a dict of the snapshot; anything else, or a number out of range, is
+        refused."""
         value = row.get(name, default)
         if type(value) is not int or not minimum <= value < _MAX_NUMBER:
             self.fail(f"is damaged: {name} is {_repr(value)}, not a number of {minimum} to 2**63")
         return value
 
     def stream(self, row: Mapping[str, Any]) -> int:
+        """Return the stream of an event or segment: an address, as a number of 64 bits with or without sign."""
         value = row.get("stream", 0)
         if type(value) is not int or not -_MAX_NUMBER <= value < 2 * _MAX_NUMBER:
             self.fail(f"is damaged: stream is {_repr(value)}, not a number of 64 bits")
         return value
 
     def pool(self, value: Any) -> Pool:
+        """Return the id of a memory pool: two unsigned numbers of 64 bits."""
         if not isinstance(value, (list, tuple)) or len(value) != 2 or any(type(part) is not int for part in value):
             self.fail(f"is damaged: the id of a pool is {_repr(value)}, not two numbers")
         if not all(0 <= part < 2 * _MAX_NUMBER for part in value):
@@ -272,9 +281,8 @@ class _Reader:
                 self.fail(f"is damaged: a segment is {_repr(raw)}, not a dict")
             gpus.add(self.number(raw, "device", default=0))
         for device, trace in enumerate(traces):
-            if any(
-                isinstance(raw, Mapping) and raw.get("action") != "snapshot" for raw in self.items(trace, "a trace")
-            ):
+            events = [raw for raw in self.items(trace, "a trace") if isinstance(raw, Mapping)]
+            if any(event.get("action") != "snapshot" for event in events):  # which does not change the allocator
                 gpus.add(device)
         if len(traces) > _MAX_GPUS or max(gpus, default=0) >= _MAX_GPUS:
             self.fail(f"is damaged: it is of more than {_MAX_GPUS} GPUs")
@@ -294,7 +302,8 @@ class _Reader:
         return gpu if gpu is not None else min(gpus, default=0)
 
     def segment(self, row: Mapping[str, Any], block_stacks: dict[int, int]) -> Segment:
-        """Return a segment with its blocks, and add the stacks of its live blocks to ``block_stacks``."""
+        """Return a segment of the snapshot (``row``) with its blocks, and add the stacks of its live blocks to
+        ``block_stacks``: address -> index in ``stacks``."""
         start = self.number(row, "address", 1)
         size = self.number(row, "total_size", 1)
         blocks: list[Block] = []
@@ -310,12 +319,15 @@ class _Reader:
         kind = row.get("segment_type")
         if kind not in ("large", "small", None):
             self.fail(f"is damaged: segment_type is {_repr(kind)}, not large or small")
-        small = kind == "small" if kind else size == 2 << 20
+        small = kind == "small" if kind else size == SMALL_SEGMENT
         pool = self.pool(row.get("segment_pool_id", DEFAULT_POOL))
         return Segment(start, size, self.stream(row), small, pool, row.get("is_expandable") is True, tuple(blocks))
 
     def block(self, row: Any, address: int) -> tuple[Block, int]:
-        """Return a block and the index of its stack. Old versions of torch wrote both into a "history" of the block."""
+        """Return a block and the index of its stack in ``stacks``. ``address``: the end of the block before it.
+
+        Old versions of torch wrote requested size and stack into a "history" of the block.
+        """
         if not isinstance(row, Mapping):
             self.fail(f"is damaged: a block is {_repr(row)}, not a dict")
         size = self.number(row, "size", 1)
@@ -328,8 +340,9 @@ class _Reader:
             return Block(address, size, 0, "inactive"), 0
         history = row.get("history")
         last = history[0] if isinstance(history, list) and history and isinstance(history[0], Mapping) else {}
-        requested = self.number(row if "requested_size" in row else {"requested_size": last.get("real_size", size)},
-                                "requested_size")  # fmt: skip
+        if "requested_size" not in row:
+            row = {**row, "requested_size": last.get("real_size", size)}
+        requested = self.number(row, "requested_size")
         if requested > size:
             self.fail(f"is damaged: the block at {address:#x} has {size} bytes for a request of {requested}")
         stack = self.stack(row.get("frames", last.get("frames")))
@@ -390,14 +403,17 @@ class _Reader:
         if not isinstance(raw, Mapping):
             self.fail(f"is damaged: allocator_settings is {_repr(raw)}, not a dict")
         for name, value in raw.items():
-            table = value.values() if isinstance(value, Mapping) else ()
-            plain = isinstance(value, str) or _is_number(value) or isinstance(value, Mapping)
-            if not isinstance(name, str) or not plain or not all(_is_number(part) for part in table):
+            if isinstance(value, Mapping):
+                is_plain = all(map(_is_number, value.values()))
+            else:
+                is_plain = isinstance(value, str) or _is_number(value)
+            if not isinstance(name, str) or not is_plain:
                 self.fail(f"is damaged: allocator setting {shown(str(name))} is {_repr(value)}")
         return dict(raw)
 
 
 def _is_number(value: object) -> bool:
+    """Return whether a setting's value is a finite number, of at most 64 bits, or None."""
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or (isinstance(value, int) and abs(value) < 2 * _MAX_NUMBER)

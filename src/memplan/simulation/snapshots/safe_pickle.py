@@ -102,12 +102,13 @@ def _first_forbidden(data: bytes) -> int | None:
     """Return the offset of the first opcode that is not accepted, ``len(data)`` if the pickle is truncated, or None."""
     offset, end = 0, len(data)
     while True:
-        if (safe := _SAFE_OPCODES.match(data, offset)) is not None:
+        safe = _SAFE_OPCODES.match(data, offset)
+        if safe is not None:
             offset = safe.end()
         code = data[offset] if offset < end else -1
         if code == _STOP:
             return None
-        if code in _LENGTHS:
+        if code in _LENGTHS:  # a string: its length, then its bytes
             start = offset + 1 + _LENGTHS[code]
             string_end = start + int.from_bytes(data[offset + 1 : start], "little")
             if string_end > end:
@@ -128,7 +129,8 @@ def _problem(data: bytes, offset: int) -> str:
     if offset + size >= len(data):
         return "ends in the middle"
     if code in _TEXT_GLOBALS:
-        return _refusal(".".join(data[offset + 1 : offset + 1001].decode("utf-8", "replace").split("\n")[:2]))
+        text = data[offset + 1 : offset + 1001].decode("utf-8", "replace")  # module and name, each on a line
+        return _refusal(".".join(text.split("\n")[:2]))
     if code == _STACK_GLOBAL:
         return _refusal(_name_on_stack(data))
     if code in _OBJECTS:

@@ -31,12 +31,16 @@ _NO_FRAMES: list[dict[str, Any]] = []
 def frames_of(trace: Trace) -> dict[int, tuple[Frame, ...]]:
     """Return the stack to show for each storage of a trace: frames of its op, its source line and layer, and its
     name."""
-    frames = {op.index: _frames(op) for op in trace.ops}
-    names = {s.id: (Frame("", 0, s.name),) if s.name else () for s in trace.storages}
-    return {s.id: (() if s.op is None else frames[s.op]) + names[s.id] for s in trace.storages}
+    frames_of_ops = {op.index: _frames(op) for op in trace.ops}
+    frames: dict[int, tuple[Frame, ...]] = {}
+    for storage in trace.storages:
+        of_op = () if storage.op is None else frames_of_ops[storage.op]
+        frames[storage.id] = (*of_op, Frame("", 0, storage.name)) if storage.name else of_op
+    return frames
 
 
 def _frames(op: Op) -> tuple[Frame, ...]:
+    """Return the frames to show for an op: its name and phase, then its source line and layer."""
     file, _, line = (op.where or "").rpartition(":")
     source = Frame(file, whole_number(line) or 0, op.layer or "(outside of modules)")
     return Frame("torch/aten", 0, f"{op.name} ({op.phase})"), source
@@ -101,7 +105,8 @@ def write_snapshot(
     settings: AllocatorSettings | None = None,
     causes: Mapping[int, str] | None = None,
 ) -> None:
-    """Write `snapshot_of` as a pickle. An existing file is replaced only when the new file is complete.
+    """Write `snapshot_of` (with these arguments) as a pickle. An existing file is replaced only when the new file is
+    complete.
 
     Raises:
         UsageError: the timeline has no log, and there is no trace.
@@ -119,8 +124,11 @@ class _Writer:
 
     def __init__(self, frames: Frames, causes: Mapping[int, str] | None) -> None:
         self.frames = frames
+        """Stack of each owner of blocks."""
         self.causes = causes
+        """Category of each owner of blocks."""
         self.stacks: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
+        """Stack -> the stack as torch writes it, shared by all events that have it."""
 
     def stack(self, owner: int | None) -> list[dict[str, Any]]:
         """Return the frames of an owner as torch writes them."""
@@ -168,6 +176,7 @@ class _Writer:
         }
 
     def block(self, block: Block) -> dict[str, Any]:
+        """Return a block as torch writes it."""
         return {
             "address": block.address,
             "size": block.size,
@@ -193,19 +202,21 @@ def _without_cache(trace: Trace) -> tuple[tuple[AllocatorEvent, ...], tuple[Segm
     addresses: dict[int, int] = {}
     address = _FIRST_ADDRESS
     counted = [storage for storage in trace.counted if storage.bytes]
-    for storage in sorted(counted, key=lambda s: s.born):
+    counted.sort(key=lambda storage: storage.born)
+    for storage in counted:
         addresses[storage.id] = address
         address += -(-storage.bytes // _ALIGNMENT) * _ALIGNMENT
-    changes = [(s.born, True, s.id, s.bytes) for s in counted]
-    changes += [(s.died, False, s.id, s.bytes) for s in counted if s.died is not None]
+    changes = [(storage.born, True, storage.id, storage.bytes) for storage in counted]
+    changes += [(storage.died, False, storage.id, storage.bytes) for storage in counted if storage.died is not None]
     log: list[AllocatorEvent] = []
     for tick, is_alloc, owner, size in sorted(changes):
         log += _events(is_alloc, addresses[owner], size, owner, tick)
     segments: list[Segment] = []
-    for storage in sorted((s for s in counted if s.died is None), key=lambda s: addresses[s.id]):
-        block = Block(addresses[storage.id], storage.bytes, storage.bytes, "active_allocated", storage.id)
-        small = storage.bytes <= LARGEST_SMALL
-        segments.append(Segment(block.address, block.size, 0, small, DEFAULT_POOL, False, (block,)))
+    for storage in counted:
+        if storage.died is None:
+            block = Block(addresses[storage.id], storage.bytes, storage.bytes, "active_allocated", storage.id)
+            small = storage.bytes <= LARGEST_SMALL
+            segments.append(Segment(block.address, block.size, 0, small, DEFAULT_POOL, False, (block,)))
     return tuple(log), tuple(segments)
 
 
