@@ -58,6 +58,7 @@ class _Memory:
     """Allocated bytes over time, with the net change over spans of ticks."""
 
     def __init__(self, levels: Sequence[tuple[int, int]], lives: Iterable[tuple[int, int | None]]) -> None:
+        """``levels``, ``lives``: as for `profiles_of`."""
         self._ticks = [tick for tick, _ in levels]
         self._levels = [level for _, level in levels]
         freed_at = dict(lives)

@@ -46,8 +46,9 @@ def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | Non
     smallest = next((verdict.device for verdict in others if verdict.answer == "fits"), None)
     allocated = max(case.timeline.peak_allocated for case in cases)
     return CardUse(
-        charges, own, tuple(others), trace.other_kernels, smallest, allocated, (_NOT_MODELLED,),
-        cases[1].smaller_plans(card), band.allocated if band is not None and trace.expected else None,
+        charges=charges, verdict=own, others=tuple(others), other_kernels=trace.other_kernels, smallest=smallest,
+        peak_allocated_high=allocated, not_modelled=(_NOT_MODELLED,), smaller=cases[1].smaller_plans(card),
+        allocated_band=band.allocated if band is not None and trace.expected else None,
     )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def _band_case(trace: Trace, timeline: Timeline, end: Literal["low", "high"], se
     if trace.expected:
         trace = band_end(trace, end)
         timeline = simulate(trace, settings=settings)
-    factor = READINGS[end == "high"]
+    factor = READINGS[0] if end == "low" else READINGS[1]
     return Case(
         trace, timeline, timeline.peak_reserved, parse_settings(settings or ""),
         lambda card: round(context_of(trace, card) * factor),
@@ -107,7 +108,7 @@ def _band_case(trace: Trace, timeline: Timeline, end: Literal["low", "high"], se
 
 
 def _charges(low: dict[ChargeName, int], high: dict[ChargeName, int]) -> tuple[Charge, ...]:
-    """Return the terms of both cases, with no term lower in the high case.
+    """Return the terms, in bytes, of the low and the high case, with no term lower in the high case.
 
     With large workspaces the peak can move to a moment with fewer tensors. Then part of the workspaces replaces
     tensors, and only the remainder is added.
@@ -141,6 +142,7 @@ class Case:
         self._trace = trace
         self._settings = settings
         self._low = low
+        """Whether it is the low case, in which sizes known as intervals are at their lower ends."""
 
     def terms_on(self, card: Device) -> dict[ChargeName, int]:
         """Return the terms of the step's memory on a card, in bytes."""
@@ -179,6 +181,7 @@ class _Band:
         self._expected, self._low, self._high = expected, low, high
         peaks = [case.timeline.peak_allocated for case in (low, expected, high)]
         self.allocated = min(peaks), max(peaks)
+        """Bytes of the ends of the band of the peak."""
 
     def needs(self, card: Device) -> tuple[int, int]:
         """Return the ends of the band of the step's memory on a card."""
@@ -187,12 +190,15 @@ class _Band:
 
 
 def _smaller(trace: Trace, storage: int, plans: Plans, size: int) -> SmallerPlan:
+    """Return the row of a convolution that runs with the plan whose workspace has ``size`` bytes. ``storage``: of the
+    workspace; ``plans``: cuDNN's, the first of which does not fit."""
     op = trace.ops[trace.storages[storage].op or 0]
     plan = next(plan for plan in plans if plan.workspace == size)
     return SmallerPlan(op.layer, origin_word(op, trace), op.where, plans[0], plan)
 
 
 def _verdict(cases: tuple[Case, Case], band: _Band | None, card: Device) -> Verdict:
+    """Return whether the step fits on a card, by its (low, high) cases. ``band``: of the expected case, or None."""
     low, high = cases
     answer: Answer = "fits" if high.fits(card) else "does not fit"
     if answer != "fits" and low is not high and low.fits(card):
@@ -204,8 +210,8 @@ def _verdict(cases: tuple[Case, Case], band: _Band | None, card: Device) -> Verd
 def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[ChargeName, int]:
     """Return the terms of the allocated peak, and as fragmentation the reserved bytes beyond it."""
     live = live_at(trace, timeline.peak_tick)
-    workspace = sum(s.bytes for s in live if s.cause == "workspace")
-    tensors = sum(s.bytes for s in live if s.cause != "workspace")
+    workspace = sum(storage.bytes for storage in live if storage.cause == "workspace")
+    tensors = sum(storage.bytes for storage in live if storage.cause != "workspace")
     return {
         "tensors": tensors,
         "workspace": workspace,
@@ -216,4 +222,7 @@ def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[ChargeName, 
 
 def levels_at(timeline: Timeline, tick: int) -> tuple[int, int]:
     """Return the bytes (allocated, reserved) after an event; (0, 0) if none has this tick."""
-    return next(((a, r) for t, a, r in timeline.events if t == tick), (0, 0))
+    for event_tick, allocated, reserved in timeline.events:
+        if event_tick == tick:
+            return allocated, reserved
+    return 0, 0

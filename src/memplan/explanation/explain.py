@@ -187,7 +187,9 @@ def explain_trace(
         timeline,
         by_cause=by_cause | {"rounding": rounding},
         by_cause_reserved=_by_cause_reserved(trace, timeline),
-        by_cause_most={cause: peak_live_bytes(s for s in trace.counted if s.cause == cause) for cause in CAUSES},
+        by_cause_most={
+            cause: peak_live_bytes(storage for storage in trace.counted if storage.cause == cause) for cause in CAUSES
+        },
         layers=tuple(layer_rows(trace, saved, step.start, step.end)),
         saved=tuple(saved),
         saved_bytes=sum(row.bytes for row in saved if row.counted),
@@ -216,7 +218,7 @@ def _catalogue_card(name: str) -> Device | None:
 
 
 def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
-    """Like `_by_cause` at the reserved peak, with rounding and fragmentation."""
+    """Return the bytes live at the reserved peak, by cause, with rounding and fragmentation, which add up to it."""
     by_cause = _by_cause(trace, timeline.reserved_tick)
     allocated, reserved = levels_at(timeline, timeline.reserved_tick)
     return by_cause | {"rounding": allocated - sum(by_cause.values()), "fragmentation": reserved - allocated}
@@ -231,7 +233,7 @@ def _title(what: Any) -> str:
 
 def _representative_step(timeline: Timeline) -> StepPeak:
     """Return the step with the highest peak, the first among equals: the step of the tables and of the headline."""
-    return max(timeline.steps, key=lambda s: s.peak_allocated, default=timeline.build)
+    return max(timeline.steps, key=lambda step: step.peak_allocated, default=timeline.build)
 
 
 def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
@@ -260,7 +262,7 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
         notes.append(_workspace_note(trace, timeline))
     if len(timeline.steps) > 1 and any("cudnn.benchmark = True" in note for note in trace.notes):
         notes.append(_benchmark_note(trace, timeline))
-    if any(s.cause == "workspace" and s.low is not None for s in trace.counted):
+    if any(storage.cause == "workspace" and storage.low is not None for storage in trace.counted):
         notes.append(
             "cuDNN chooses an algorithm, and with it a workspace, on the card: causes and layers are of the low case, "
             "without it (with torch.backends.cudnn.benchmark = True the first step tries all of them, and takes most)"

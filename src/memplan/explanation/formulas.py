@@ -45,10 +45,11 @@ class Formula:
 
     @property
     def function(self) -> str:
-        """Return the function that the formula calls: ``convolution_backward``, ``threshold_backward``."""
-        calls = [name for name in re.findall(r"([A-Za-z_]\w*)\(", self.text) if name.endswith("_backward")]
-        calls = calls or [name for name in re.findall(r"([A-Za-z_]\w*)\(", self.text) if "backward" in name]
-        return calls[0].removesuffix("_symint") if calls else self.text
+        """Return the function that the formula calls: ``convolution_backward``; the formula itself if there is none."""
+        called = re.findall(r"([A-Za-z_]\w*)\(", self.text)
+        candidates = [name for name in called if name.endswith("_backward")]
+        candidates += [name for name in called if "backward" in name]  # as in convolution_backward_symint
+        return candidates[0].removesuffix("_symint") if candidates else self.text
 
 
 def formulas(op: str) -> tuple[Formula, ...]:
@@ -100,12 +101,11 @@ def _derivative_table() -> dict[str, tuple[Formula, ...]]:
     for entry in entries:
         signature = entry["name"]
         arguments = set(re.findall(r"\b(\w+)(?=[,=)])", signature[: signature.rindex("->")]))
-        rules = entry.get("dispatch", {}).get("Default", entry)
-        rows = [
-            Formula(tuple(part.strip() for part in key.split(",")), text)
-            for key, text in rules.items()
-            if isinstance(text, str) and text not in ("non_differentiable", "not_differentiable")
-            and all(part.strip() in arguments for part in key.split(","))
-        ]  # fmt: skip
+        rows: list[Formula] = []
+        for key, text in entry.get("dispatch", {}).get("Default", entry).items():
+            variables = tuple(part.strip() for part in key.split(","))  # other keys, such as "name", are no arguments
+            is_formula = isinstance(text, str) and text not in ("non_differentiable", "not_differentiable")
+            if is_formula and arguments.issuperset(variables):
+                rows.append(Formula(variables, text))
         table[signature.split("(")[0]] = tuple(rows)
     return table

@@ -18,9 +18,9 @@ from memplan.trace.trace import Trace, at_least
 
 
 def with_training_note(explanation: Explanation, build: Build, target: Target) -> Explanation:
-    """Add a note on the activations that a training step of the same model saves.
+    """Return the explanation with a note on the activations that a training step of the same model saves.
 
-    The explanation is returned unchanged if the training step cannot be recorded, as when nothing needs a gradient.
+    It is unchanged if the training step cannot be recorded, as when nothing needs a gradient.
 
     Args:
         explanation: of inference.
@@ -38,7 +38,7 @@ def with_training_note(explanation: Explanation, build: Build, target: Target) -
 
 
 def with_eager_note(explanation: Explanation, build: Build, target: Target) -> Explanation:
-    """Add a note on the peak that a compiled step would have in eager mode.
+    """Return the explanation with a note on the peak that the compiled step would have in eager mode.
 
     Args:
         explanation: of the compiled step.
@@ -52,6 +52,7 @@ def with_eager_note(explanation: Explanation, build: Build, target: Target) -> E
 
 
 def _peak_saved_bytes(trace: Trace) -> int:
+    """Return the most bytes that are saved for backward at any time of the steps."""
     trace = at_least(trace)
     tick = tick_of_most_saved(trace, trace.steps[0], trace.end)
     return sum(storage.bytes for storage in live_at(trace, tick) if storage.cause == "saved")

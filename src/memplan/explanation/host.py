@@ -65,11 +65,15 @@ def host_need(
     if trace.device == HOST and budget is None and not any(use.workers for use in trace.loaders):
         return None
     use = host_use(trace, budget)
-    room = None if card is None else card.capacity - context
-    on_card = next((tick for tick, allocated, _ in timeline.events if room is not None and allocated > room), None)
-    first: Literal["", "host", "card"] = ""
-    if on_card is not None or use.exceeded is not None:
-        first = "card" if use.exceeded is None or (on_card is not None and on_card < use.exceeded) else "host"
+    exceeded: list[tuple[int, Literal["host", "card"]]] = []  # (first tick, memory)
+    if use.exceeded is not None:
+        exceeded.append((use.exceeded, "host"))
+    if card is not None:
+        room = card.capacity - context
+        ticks = [tick for tick, allocated, _ in timeline.events if allocated > room]
+        if ticks:
+            exceeded.append((ticks[0], "card"))
+    first: Literal["", "host", "card"] = min(exceeded, key=lambda pair: pair[0])[1] if exceeded else ""
     return HostNeed(use, op_at(use.peak.tick), budget, first)
 
 

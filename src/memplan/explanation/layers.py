@@ -37,7 +37,7 @@ def op_word(op: Op, trace: Trace) -> str:
     base = op.name.split(".")[1] if op.name.count(".") > 1 else op.name
     base = base.removesuffix("_") if base.endswith("_") and not base.startswith("__") else base
     if base == "convolution":
-        shapes = [trace.storages[r.storage].shape for r in op.reads if r.name == "weight"]
+        shapes = [trace.storages[read.storage].shape for read in op.reads if read.name == "weight"]
         return f"conv{len(shapes[0]) - 2}d" if shapes and len(shapes[0]) > 2 else "convolution"
     if base in _NAMES:
         return _NAMES[base]
@@ -62,12 +62,12 @@ def tick_of_most_saved(trace: Trace, start: int, end: int) -> int:
 def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
     """Return a row for each storage saved at a tick and each op that saves it, in the order of the ops."""
     rows: list[tuple[int, SavedRow]] = []
-    masks = {w for op in trace.ops if op.name.startswith("aten.bernoulli_") for w in op.writes}
+    drawing = [op for op in trace.ops if op.name.startswith("aten.bernoulli_")]  # masks of dropout
+    masks = {storage for op in drawing for storage in op.writes}
     in_place = _in_place_ops(trace)
     for storage in live_at(trace, tick):
-        if storage.cause != "saved":
-            continue
-        if not (keepers := keepers_of(storage)):  # in a file that was edited
+        keepers = keepers_of(storage)
+        if storage.cause != "saved" or not keepers:  # none in a file that was edited
             continue
         producer = _producer_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], in_place)
         for position, keeper in enumerate(keepers):
@@ -113,23 +113,24 @@ class _Draft:
     def row(self, name: str, kind: str) -> LayerRow:
         """Return the finished row; reasons of equal storages are listed once, the largest first."""
         distinct = {(row.bytes, row.shape, row.shared_with, row.role): row for row in self.saved}
+        largest_first = sorted(distinct.values(), key=lambda row: -row.bytes)
         return LayerRow(
-            name,
-            kind,
-            self.output_bytes,
-            sum(row.bytes for row in self.saved if row.counted),
-            sum(row.bytes for row in self.saved),
-            tuple(dict.fromkeys(other for row in self.saved for other in row.shared_with)),
-            tuple(sorted({need for row in self.saved for need in row.needed_for}, reverse=True)),
-            self.weight_bytes,
-            self.gradient_bytes,
-            tuple(dict.fromkeys(row.why for row in sorted(distinct.values(), key=lambda r: -r.bytes))),
-            self.where,
+            name=name,
+            kind=kind,
+            output_bytes=self.output_bytes,
+            saved_bytes=sum(row.bytes for row in self.saved if row.counted),
+            kept_bytes=sum(row.bytes for row in self.saved),
+            shared_with=tuple(dict.fromkeys(other for row in self.saved for other in row.shared_with)),
+            needed_for=tuple(sorted({need for row in self.saved for need in row.needed_for}, reverse=True)),
+            weight_bytes=self.weight_bytes,
+            gradient_bytes=self.gradient_bytes,
+            why=tuple(dict.fromkeys(row.why for row in largest_first)),
+            where=self.where,
         )
 
 
 def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
-    """Add the bytes of weights and of their gradients (with the indices of sparse gradients) to their layers.
+    """Add the bytes of weights and of their gradients (with the indices of sparse gradients) to the layers' ``drafts``.
 
     A weight that several layers share counts for the first of them.
     """
@@ -181,26 +182,27 @@ def _saved_row(
     op = trace.ops[keeper[0].op]
     needs, needed_for = gradients_needing(trace, keeper)
     others = tuple(dict.fromkeys(_keeper_title(trace, other, is_mask) for other in keepers if other is not keeper))
-    others = (*others, producer) if producer and producer not in others else others
+    if producer and producer not in others:
+        others = (*others, producer)
     word = "dropout" if is_mask else op_word(op, trace)
     role = _roles_text(op, keeper, is_mask)
     return SavedRow(
-        op.layer or OUTSIDE,
-        word,
-        role,
-        storage.bytes,
-        counted,
-        storage.shape,
-        storage.dtype,
-        needed_for,
-        others,
-        _why_text(f"{word} saves {role}", needs, needed_for, others),
-        op.where,
+        layer=op.layer or OUTSIDE,
+        op=word,
+        role=role,
+        bytes=storage.bytes,
+        counted=counted,
+        shape=storage.shape,
+        dtype=storage.dtype,
+        needed_for=needed_for,
+        shared_with=others,
+        why=_why_text(f"{word} saves {role}", needs, needed_for, others),
+        where=op.where,
     )
 
 
 def gradients_needing(trace: Trace, keeper: Keeper) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Return the gradients for which an op saves a storage.
+    """Return the gradients for which an op saves a storage. ``keeper``: the sharers of the storage that are this op.
 
     Returns:
         (argument, name of the function that computes its gradient) for each, and which of ``weight_gradient`` and
@@ -230,10 +232,12 @@ def _is_weight(trace: Trace, storage: Storage) -> bool:
         return False
     op = trace.ops[storage.op]
     is_copy = op.name.split(".")[1] in ("_to_copy", "clone", "cat", "stack") and bool(op.reads)
-    return is_copy and all(_is_weight(trace, trace.storages[r.storage]) for r in op.reads)
+    return is_copy and all(_is_weight(trace, trace.storages[read.storage]) for read in op.reads)
 
 
 def _roles_text(op: Op, keeper: Keeper, is_mask: bool) -> str:
+    """Return the roles of a saved storage for an op, in words: "its input and result". ``keeper``: the sharers of the
+    storage that are this op."""
     if is_mask:
         return "its mask"
     words = list(dict.fromkeys(_role_text(op, sharer) for sharer in keeper))
@@ -257,9 +261,17 @@ def _role_text(op: Op, sharer: Sharer) -> str:
 
 
 def _why_text(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ...], others: tuple[str, ...]) -> str:
-    """Return the sentence on why a storage is saved: for which gradients, by which function, shared with whom."""
+    """Return the sentence on why a storage is saved: for which gradients, by which function, shared with whom.
+
+    Args:
+        what: beginning of the sentence: "linear saves its input".
+        needs: (argument, name of the function that computes its gradient) for each gradient that reads the storage.
+        needed_for: which of ``weight_gradient`` and ``input_gradient`` these are.
+        others: names of the storage at other ops.
+    """
     if needed_for:
-        text = f"{what} for the {' and the '.join(need.replace('_', chr(39) + 's ') for need in needed_for)}"
+        gradients = [need.replace("_", "'s ") for need in needed_for]  # "weight's gradient"
+        text = f"{what} for the {' and the '.join(gradients)}"
     else:
         text = f"{what} although no gradient reads it"
     if needs:
@@ -271,25 +283,32 @@ def _why_text(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ..
 
 
 def _keeper_title(trace: Trace, keeper: Keeper, is_mask: bool) -> str:
-    """Return a name of a shared storage, by an op that saves it: "layer1.conv's input"."""
+    """Return a name of a shared storage, by an op that saves it: "layer1.conv's input". ``keeper``: the sharers of the
+    storage that are this op."""
     op = trace.ops[keeper[0].op]
     what = _roles_text(op, keeper, is_mask).removeprefix("its ").removeprefix("a ")
     return f"{op.layer or op_word(op, trace)}'s {what}"
 
 
 def _producer_title(trace: Trace, storage: Storage, sharers: list[Sharer], in_place: dict[int, list[Op]]) -> str:
-    """Return a name of a saved storage by the op that computed it ("layer1.relu's result"); "" if that op saves it."""
+    """Return a name of a saved storage by the op that computed it ("layer1.relu's result"); "" if that op saves it.
+
+    ``sharers``: of the storage; ``in_place``: storage -> the forward ops that changed it in place.
+    """
     first = min(sharer.op for sharer in sharers)
-    writers = [op for op in in_place.get(storage.id, ()) if op.index < first]
-    producer = writers[-1] if writers else trace.ops[storage.op] if storage.op is not None else None
-    if producer is None or any(s.op == producer.index or s.role == "result" for s in sharers):
+    computing = [] if storage.op is None else [trace.ops[storage.op]]
+    computing += [op for op in in_place.get(storage.id, ()) if op.index < first]
+    if not computing:
+        return ""
+    producer = computing[-1]
+    if any(sharer.op == producer.index or sharer.role == "result" for sharer in sharers):
         return ""
     own_copy = producer.name == "aten.clone.default" and producer.layer == trace.ops[first].layer
     return f"{producer.layer}'s result" if producer.layer and not own_copy else ""
 
 
 def _in_place_ops(trace: Trace) -> dict[int, list[Op]]:
-    """Return the forward ops that changed each storage in place, in order."""
+    """Return storage -> the forward ops that changed it in place, in order."""
     by_storage: dict[int, list[Op]] = {}
     for op in trace.ops:
         if op.phase == "forward" and op.name.split(".")[1].endswith("_"):

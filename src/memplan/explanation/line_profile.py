@@ -87,11 +87,13 @@ def merge_profiles(profiles: Iterable[LineProfile]) -> tuple[LineProfile, ...]:
     return tuple(by_function.values())
 
 
-def _merge_pair(a: LineProfile, b: LineProfile) -> LineProfile:
-    rows = tuple(_merge_rows(pair) for pair in zip(a.rows, b.rows, strict=True))
-    return dataclasses.replace(a, rows=rows, notes=tuple(dict.fromkeys((*a.notes, *b.notes))))
+def _merge_pair(first: LineProfile, second: LineProfile) -> LineProfile:
+    """Merge two profiles of the same function."""
+    rows = tuple(_merge_rows(pair) for pair in zip(first.rows, second.rows, strict=True))
+    return dataclasses.replace(first, rows=rows, notes=tuple(dict.fromkeys((*first.notes, *second.notes))))
 
 
 def _merge_rows(rows: Sequence[LineRow]) -> LineRow:
+    """Merge rows of the same line: hits add up, and the largest of each size counts."""
     sizes = {name: max(getattr(row, name) for row in rows) for name in ("held", "added", "freed", "peak")}
     return dataclasses.replace(rows[0], hits=sum(row.hits for row in rows), **sizes)

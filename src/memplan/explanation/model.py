@@ -286,7 +286,8 @@ class Explanation(Saved, Displayed):
         causes = {
             *self.by_cause, *self.by_cause_reserved, *self.by_cause_most, *(row.cause for row in self.holders)
         }  # fmt: skip
-        if unknown := causes - LABELS.keys():
+        unknown = causes - LABELS.keys()
+        if unknown:
             raise Unreadable(f"has the cause {min(unknown)!r:.40}, which is unknown")
         peak = self.timeline.peak_allocated
         if sum(self.by_cause.values()) != peak:
@@ -296,12 +297,11 @@ class Explanation(Saved, Displayed):
             raise Unreadable("has a scaling without lines, or without a peak for each batch")
         if self.course is not None and max(self.course.allocated, default=0) != peak:
             raise Unreadable("has another peak in its course than in its timeline")
-        bands = [] if self.card is None else [
-            (peak, self.card.allocated_band),
-            *((verdict.low, verdict.band) for verdict in (self.card.verdict, *self.card.others)),
-        ]  # fmt: skip
-        if any(band is not None and not band[0] <= expected <= band[1] for expected, band in bands):
-            raise Unreadable("has expected bytes outside of their band")
+        if self.card is not None:
+            bands = [(peak, self.card.allocated_band)]
+            bands += [(verdict.low, verdict.band) for verdict in (self.card.verdict, *self.card.others)]
+            if any(band is not None and not band[0] <= expected <= band[1] for expected, band in bands):
+                raise Unreadable("has expected bytes outside of their band")
 
     def __repr__(self) -> str:
         peak = self.timeline.peak_allocated

@@ -93,12 +93,12 @@ def _by_cause(trace: Trace, ticks: np.ndarray) -> dict[str, np.ndarray]:
     by_cause: dict[str, np.ndarray] = {}
     for cause in CAUSES:
         storages = [storage for storage in trace.counted if storage.cause == cause]
-        changes = np.zeros(len(ticks) + 1, np.int64)
-        allocations = np.array([s.born for s in storages], np.int64)
-        np.add.at(changes, np.searchsorted(ticks, allocations), [s.bytes for s in storages])
-        freed = [s for s in storages if s.died is not None]
-        frees = np.array([s.died for s in freed], np.int64)
-        np.add.at(changes, np.searchsorted(ticks, frees), [-s.bytes for s in freed])
+        changes = np.zeros(len(ticks) + 1, np.int64)  # bytes allocated minus bytes freed at each tick
+        allocations = np.array([storage.born for storage in storages], np.int64)
+        np.add.at(changes, np.searchsorted(ticks, allocations), [storage.bytes for storage in storages])
+        freed = [storage for storage in storages if storage.died is not None]
+        frees = np.array([storage.died for storage in freed], np.int64)
+        np.add.at(changes, np.searchsorted(ticks, frees), [-storage.bytes for storage in freed])
         by_cause[cause] = changes[:-1].cumsum()
     return by_cause
 
@@ -111,7 +111,7 @@ def spans_of(trace: Trace) -> tuple[Span, ...]:
         if op.step < 0 or (phase, op.step) == (spans[-1].phase, spans[-1].step):
             continue
         start = trace.steps[op.step] if op.step != spans[-1].step else op.start
-        spans.append(Span(phase, op.step, start, trace.end))
+        spans.append(Span(phase, op.step, start, trace.end))  # up to the next span, as set below
     ends = [span.start for span in spans[1:]] + [trace.end]
     return tuple(replace(span, end=end) for span, end in zip(spans, ends, strict=True) if span.start < end)
 
@@ -132,12 +132,13 @@ def _live_at_peak(trace: Trace, tick: int) -> tuple[tuple[LiveStorage, ...], dic
     del storages[ALIVE:]
     engines = {engine.storage: engine.plans[0].engine for engine in trace.engines}
     owners = {storage: layer.name for layer in trace.layers for storage in (*layer.weights, *layer.buffers)}
-    rows = [_live_row(trace, s, owners.get(s.id, ""), engines.get(s.id)) for s in storages]
+    rows = [_live_row(trace, each, owners.get(each.id, ""), engines.get(each.id)) for each in storages]
     return tuple(rows), {storage.id: index for index, storage in enumerate(storages)}
 
 
 def _live_row(trace: Trace, storage: Storage, owner: str, engine: str | None) -> LiveStorage:
-    """Return the row of a storage; ``owner`` is the layer whose weight or buffer it is, if any."""
+    """Return the row of a storage. ``owner``: the layer whose weight or buffer it is, or ""; ``engine``: cuDNN's engine
+    whose workspace it is, or None."""
     op = None if storage.op is None else trace.ops[storage.op]
     name = storage.name or ("" if op is None else origin_word(op, trace))
     layer = owner or ("" if op is None else op.layer)
@@ -151,17 +152,21 @@ def _live_row(trace: Trace, storage: Storage, owner: str, engine: str | None) ->
 def _segments(
     trace: Trace, timeline: Timeline, settings: str | None, alive_indices: Mapping[int, int]
 ) -> tuple[PeakSegment, ...]:
-    """Return the caching allocator's segments at the allocated peak."""
+    """Return the caching allocator's segments at the allocated peak. ``alive_indices``: storage -> index of its row in
+    `MemoryTimeline.alive`."""
     if trace.device == HOST or not timeline.log:
         return ()
     parsed = parse_settings(settings) if settings else AllocatorSettings()
-    allocator, _ = drive(trace, parsed, low=True, until=timeline.peak_tick)
+    allocator = drive(trace, parsed, low=True, until=timeline.peak_tick).allocator
     causes = {storage.id: storage.cause for storage in trace.counted}
     return tuple(_segment(segment, causes, alive_indices) for segment in allocator.segments())
 
 
 def _segment(segment: Segment, causes: Mapping[int, str], alive_indices: Mapping[int, int]) -> PeakSegment:
-    """Return a segment for the picture: each block with its cause, and the index of its storage in the list."""
+    """Return a segment for the picture: each block with its cause, and the index of its storage's row.
+
+    ``causes``: storage -> cause. ``alive_indices``: storage -> index in `MemoryTimeline.alive`.
+    """
     blocks = [
         PeakBlock(
             block.address - segment.address, block.size, block.requested, block.state,
@@ -174,4 +179,5 @@ def _segment(segment: Segment, causes: Mapping[int, str], alive_indices: Mapping
 
 
 def _column(values: np.ndarray) -> tuple[int, ...]:
+    """Return an array as a tuple of Python integers, for JSON."""
     return tuple(values.tolist())

@@ -13,7 +13,9 @@ _Key = tuple[str, str, str | None, str, str, int, tuple[int, ...], str]
 
 def owners_at(trace: Trace, tick: int) -> tuple[OwnerRow, ...]:
     """Return the owners of the storages live after a tick, the largest first; equal storages share a row."""
-    layers = {trace.storages[s].name: layer for layer in trace.layers for s in (*layer.weights, *layer.buffers)}
+    layers = {
+        trace.storages[storage].name: layer for layer in trace.layers for storage in (*layer.weights, *layer.buffers)
+    }
     root = next((layer for layer in trace.layers if not layer.name), None)
     sizes_by_key: dict[_Key, list[int]] = {}
     for storage in live_at(trace, tick):
@@ -25,16 +27,18 @@ def owners_at(trace: Trace, tick: int) -> tuple[OwnerRow, ...]:
 
 
 def _key(trace: Trace, storage: Storage, layer: Layer | None) -> _Key:
-    """Return the fields of a storage's row. ``layer`` owns the parameter or buffer of that name, else the root."""
-    op = trace.ops[storage.op] if storage.op is not None else None
+    """Return the fields of a storage's `OwnerRow` except count and bytes.
+
+    ``layer``: the layer that owns the parameter or buffer in the storage, or whose gradient it is; else the root.
+    """
     step = sum(start < storage.born for start in trace.steps) - 1
-    return (
-        storage.name or ("" if op is None else origin_word(op, trace)),
-        (layer.name if layer else "") or (op.layer if op is not None else ""),
-        (op.where if op is not None else None) or (layer.made if layer else None),
-        storage.cause,
-        "build" if step < 0 else op.phase if op is not None else "forward",
-        step,
-        storage.shape,
-        storage.dtype,
-    )
+    name, layer_name, where, phase = storage.name, layer.name if layer else "", None, "forward"
+    if storage.op is not None:
+        op = trace.ops[storage.op]
+        name, layer_name = name or origin_word(op, trace), layer_name or op.layer
+        where, phase = op.where, op.phase
+    if layer is not None:
+        where = where or layer.made
+    if step < 0:
+        phase = "build"
+    return name, layer_name, where, storage.cause, phase, step, storage.shape, storage.dtype

@@ -64,9 +64,13 @@ def with_scaling(
 
 
 def _is_on_lines(third: int, scaling: Scaling, doubled: Timeline) -> bool:
-    """Return whether the peak at batch 3 (``third`` bytes) is the peak that the scaling predicts."""
+    """Return whether the peak at batch 3 (``third`` bytes) is about the peak that the scaling predicts.
+
+    ``doubled``: the timeline at batch 2. Like it, the recording at batch 3 may have fewer steps than that at batch 1.
+    """
+    added_later = scaling.peaks[1] - doubled.peak_allocated
     expected = scaling.peak(3)
-    return abs(third + scaling.peaks[1] - doubled.peak_allocated - expected) <= _TOLERANCE * expected
+    return abs(third + added_later - expected) <= _TOLERANCE * expected
 
 
 def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:
@@ -78,37 +82,34 @@ def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:
     """
     # ``twice`` can have fewer steps. What later steps add (optimizer state) does not depend on the batch.
     end = once.steps[len(twice.steps) - 1].end
-    events = [event for event in once.events if event[0] <= end]
-    common_peak = max(once.build.peak_allocated, *(s.peak_allocated for s in once.steps if s.end <= end))
+    levels_once = {tick: allocated for tick, allocated, _ in once.events if tick <= end}
+    levels_twice = {tick: allocated for tick, allocated, _ in twice.events}
+    common_peak = max(once.build.peak_allocated, *(step.peak_allocated for step in once.steps if step.end <= end))
     added_later = once.peak_allocated - common_peak
-    if [tick for tick, _, _ in events] == [tick for tick, _, _ in twice.events]:
-        levels = {(a + added_later, b + added_later) for (_, a, _), (_, b, _) in zip(events, twice.events, strict=True)}
-    else:
-        levels = {(once.peak_allocated, twice.peak_allocated + added_later)}
-    lines = _envelope([((b - a) / batch, 2 * a - b) for a, b in levels])
+    peaks = once.peak_allocated, twice.peak_allocated + added_later
+    levels = {peaks}  # (bytes at the batch, bytes at twice the batch)
+    if levels_once.keys() == levels_twice.keys():
+        levels = {(level + added_later, levels_twice[tick] + added_later) for tick, level in levels_once.items()}
+    # through (batch, single) and (2 * batch, doubled): its slope, and its bytes at batch 0
+    lines = _envelope([((doubled - single) / batch, 2 * single - doubled) for single, doubled in levels])
     current = next(line for line in reversed(lines) if line.batch <= batch)
-    return Scaling(
-        (batch, 2 * batch),
-        (once.peak_allocated, twice.peak_allocated + added_later),
-        current.fixed,
-        current.per_sample,
-        tuple(lines),
-    )
+    return Scaling((batch, 2 * batch), peaks, current.fixed, current.per_sample, tuple(lines))
 
 
 def _envelope(lines: list[tuple[float, float]]) -> list[Line]:
     """Return the upper envelope, from batch 0 on, of lines (slope, intercept)."""
-    hull: list[Line] = []
-    slope, level = max(lines, key=lambda line: (line[1], line[0]))
+    envelope: list[Line] = []
+    slope, intercept = max(lines, key=lambda line: (line[1], line[0]))  # the highest at batch 0
     start = 0.0
     while True:
-        hull.append(Line(start, level, slope))
+        envelope.append(Line(start, intercept, slope))
+        # the next line is the first of the steeper lines to cross this; of several at that batch, the steepest
         crossings = [
-            ((level - other_level) / (other - slope), -other, other_level)
-            for other, other_level in lines
-            if other > slope
+            ((intercept - other_intercept) / (other_slope - slope), -other_slope, other_intercept)
+            for other_slope, other_intercept in lines
+            if other_slope > slope
         ]
         if not crossings:
-            return hull
-        start, negative_slope, level = min(crossings)
+            return envelope
+        start, negative_slope, intercept = min(crossings)
         slope = -negative_slope

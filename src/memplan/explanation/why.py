@@ -141,7 +141,7 @@ def _parts(message: OutOfMemoryMessage) -> list[Part]:
 
 
 def _verdict(message: OutOfMemoryMessage) -> tuple[Verdict, int | None]:
-    """Return the verdict, and the bytes that were missing."""
+    """Return the verdict, and the missing bytes (at most 0: none; None: unknown)."""
     requested, free = message.requested, _free(message)
     if requested is None or (free is None and message.total is None):
         return "no figures", None
@@ -150,7 +150,7 @@ def _verdict(message: OutOfMemoryMessage) -> tuple[Verdict, int | None]:
     if free is None:
         return "no figures", None
     unallocated, reserved = message.unallocated or 0, message.reserved
-    if message.allowed is not None and reserved is not None and free >= requested:
+    if message.allowed is not None and reserved is not None and free >= requested:  # the process has a limit
         lack = requested - max(message.allowed - reserved, 0) - unallocated
         return ("fragmentation" if lack <= 0 else "limit"), lack
     lack = requested - free - unallocated
@@ -220,7 +220,8 @@ def _advice(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> 
         advice.append("Let CUDA graphs share one pool: torch.cuda.graph(..., pool=...)")
     if verdict in ("refused", "no figures") and message.device != "CPU":
         advice.append("See what else uses the device (nvidia-smi, rocm-smi), and how much memory the host has left")
-    if verdict not in ("fragmentation", "refused") or (verdict == "fragmentation" and _is_nearly_full(message, lack)):
+    is_need = verdict not in ("fragmentation", "refused")
+    if is_need or (verdict == "fragmentation" and _is_nearly_full(message, lack)):
         advice += [
             "See what the step needs, and of what: memplan run SCRIPT, or memplan explain TARGET --device CARD",
             "Find the largest batch that fits: memplan largest TARGET --device CARD",

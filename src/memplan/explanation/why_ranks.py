@@ -103,7 +103,7 @@ def texts_by_rank(text: str) -> dict[int, str]:
 
 
 def _read(paths: Sequence[str | os.PathLike[str]]) -> dict[int, tuple[str, str]]:
-    """Return text and file by rank; texts of several files of a rank (stdout and stderr) are joined."""
+    """Return rank -> (text, file); texts of several files of a rank (stdout and stderr) are joined."""
     by_rank: dict[int, tuple[str, str]] = {}
     for file in [file for path in paths for file in _files(Path(path))]:
         text = _text(file)
@@ -136,6 +136,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _attempt(file: Path) -> int:
+    """Return the number of torchrun's restart from the path of a log; -1 if it has none."""
     numbers = _ATTEMPT.findall(file.parent.as_posix())
     return int(numbers[-1]) if numbers else -1
 
@@ -144,10 +145,13 @@ def _rank_of(file: Path) -> int | None:
     """Return the rank in a file's name, else torchrun's folder of the rank."""
     named = rank_in_name(file)
     folder = file.parent.name
-    return int(folder) if named is None and folder.isdecimal() and len(folder) < 7 else named
+    if named is None and folder.isdecimal() and len(folder) < 7:
+        return int(folder)
+    return named
 
 
 def _text(file: Path) -> str:
+    """Return the text of a log; raise TargetError if it cannot be read."""
     try:
         return read_text(file)
     except (OSError, Unreadable) as error:
@@ -178,11 +182,13 @@ def _reasons(texts: Mapping[int, tuple[str, str]]) -> RankReasons:
         odd = reason is not None and (alone or (size is not None and is_odd(size, usual)))
         rows.append(RankReason(rank, source, reason, 0 if size is None else size - usual, odd, others))
     crowded = _crowded(rows)
+    # first those that ran out of memory: odd ranks, then those beside other processes, then by their bytes
     rows.sort(key=lambda row: (row.why is None, not row.odd, row.rank not in crowded, -row.beyond, row.rank))
     return RankReasons(tuple(rows), tuple(_verdict(rows, crowded)))
 
 
 def _why(text: str) -> Why | None:
+    """Explain the out-of-memory message in a text; None if it has none."""
     try:
         return why(text)
     except InputError:
@@ -231,9 +237,7 @@ def _on_one_gpu(failed: Sequence[RankReason]) -> list[int]:
     for row in failed:
         if row.why is not None and row.why.message.gpu is not None:
             by_gpu.setdefault(row.why.message.gpu, []).append(row.rank)
-    processes = {
-        row.rank: len(memory_by_process(row.why.message)[1]) for row in failed if row.why is not None
-    }  # fmt: skip
+    processes = {row.rank: len(memory_by_process(row.why.message)[1]) for row in failed if row.why is not None}
     for ranks in by_gpu.values():
         if len(ranks) > 1 and all(processes[rank] >= len(ranks) - 1 for rank in ranks):
             return sorted(ranks)
