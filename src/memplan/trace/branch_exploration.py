@@ -76,11 +76,13 @@ class _Exploration:
         self._trace = first.outcome
         """Trace of the best recording."""
         self._recorded = {first.overrides: first}
+        """Overrides -> the recording under them."""
         self._first_reached_in: dict[Choice, Recorded] = {}
         """Choice -> the first recording that reached it."""
         self._tried: dict[Choice, tuple[Recorded, Recorded]] = {}
         """Explored choice -> the recordings without and with its override."""
         self._without_effect: set[Choice] = set()
+        """Scalar reads whose other values need no more memory."""
 
     def run(self) -> None:
         """Override all scalar reads at once, since most are only logged; then each branch; then each scalar read that
@@ -172,7 +174,9 @@ class _Exploration:
         times = self._first_reached_in[choice].decisions.branches[choice.line] // len(self._trace.steps)
         if times > 1:  # iterations that go different directions in the same step were not recorded
             text += _ROUNDS.format(times=times)
-        return Assumption("scalar" if is_same else "branch" if times > 1 else "bound", text, where)
+        if is_same:
+            return Assumption("scalar", text, where)
+        return Assumption("branch" if times > 1 else "bound", text, where)
 
     def _read_row(self, line: Line) -> Assumption | None:
         """Return the Assumption to report for the scalar reads of a line, or None if the peak does not depend on it."""
@@ -181,6 +185,7 @@ class _Exploration:
         if not relevant:
             return None
         where, read = format_frame(line), self._first_reached_in[relevant[0]].decisions.reads[line]
+        # of each choice, first the recording without its override, with the largest value
         recordings = [recorded for choice in relevant for recorded in self._tried.get(choice, ())]
         by_value = {_value_text(line, recorded.overrides): recorded for recorded in recordings}
         peaks = {value: recorded.peak for value, recorded in by_value.items() if isinstance(recorded.outcome, Trace)}

@@ -65,7 +65,7 @@ def check(trace: Any) -> None:
     for op in trace.ops:
         if "." not in op.name or not op.start <= op.end <= end:
             raise Unreadable(f"has op {op.index}, {op.name!r:.40}, over the ticks {op.start} to {op.end}")
-        _within(f"storages of op {op.index}", (*(r.storage for r in op.reads), *op.writes), storages)
+        _within(f"storages of op {op.index}", (*(read.storage for read in op.reads), *op.writes), storages)
         _within(f"gradient_of op {op.index}", () if op.gradient_of is None else (op.gradient_of,), ops)
     events = [call.tick for call in trace.calls]
     _within("ticks of calls", events, end + 1)
@@ -77,7 +77,7 @@ def check(trace: Any) -> None:
                 f"{storage.low} to {storage.bytes} bytes"
             )
         allocating_op = () if storage.op is None else (storage.op,)
-        _within(f"ops of storage {storage.id}", (*allocating_op, *(s.op for s in storage.sharers)), ops)
+        _within(f"ops of storage {storage.id}", (*allocating_op, *(sharer.op for sharer in storage.sharers)), ops)
         events += (storage.born,) if storage.died is None else (storage.born, storage.died)
     if sum(storage.bytes for storage in trace.storages) > MOST_BYTES:
         raise Unreadable(f"has storages of more than {MOST_BYTES} bytes, more than can be counted")

@@ -36,9 +36,11 @@ class CapturedOutput:
         self.lines = 0
         """Number of lines captured."""
         self._last = deque[str](maxlen=_NOTED_LINES)
+        """The last lines captured."""
         self._open: dict[int, str] = {}
         """id() of a stream -> its unfinished line."""
         self._threads: set[int] = set()
+        """Identifiers of the threads whose output is captured."""
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -90,6 +92,7 @@ class CapturedOutput:
         """
 
         def capture(text: str) -> Any:
+            """Count the lines of ``text``; write it only for other threads and debuggers."""
             package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
             if threading.get_ident() not in self._threads or package in _DEBUGGERS:
                 return write(text)

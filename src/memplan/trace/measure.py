@@ -190,5 +190,6 @@ def _on_card(
 
 
 def _first_three(names: tuple[str, ...]) -> str:
+    """Return the first three names for a message, with the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

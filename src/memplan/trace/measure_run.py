@@ -55,6 +55,7 @@ def compiled_as_torch_is(build: Runs) -> Iterator[None]:
 
         @contextmanager
         def around() -> Iterator[None]:
+            """The context in which compiled functions run."""
             with unpatched(patches), _torch.without_global_hooks():
                 yield
 
@@ -99,6 +100,7 @@ def measurement(place: Place, device: str = HOST) -> Running:
 
     @contextmanager
     def suspended() -> Iterator[None]:
+        """Within this context, ops of memplan itself are not measured."""
         with (
             place.suspending(), _torch.without_global_hooks(), _torch.without_function_modes(), _torch.no_modes(),
         ):  # fmt: skip
@@ -138,6 +140,7 @@ def _dispatch_in_ranges(observer: Observer, outside: OutsideState | None) -> _to
     to ops. With ``outside``, tensors from outside of ``build`` are saved before an op writes them."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
+        """Run an op by ``run(func)`` and record it."""
         if outside is not None:
             outside.save_before(func, args, kwargs)
 

@@ -107,6 +107,7 @@ def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Ite
         own.set_state(module.get_state())
 
     def redirect(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls ``method`` in recording threads, else the module's function ``name``."""
         function = getattr(module, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:

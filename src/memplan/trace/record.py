@@ -191,6 +191,7 @@ def _record_branches(target: Target, known: Known, build: Runs, steps: int, comp
     most_ops = _OPS_FACTOR * len(trace.ops) + _EXTRA_OPS
 
     def record_again(overrides: Overrides) -> Recorded:
+        """Record the step under overrides; an endless loop is given up after ``most_ops``."""
         other, outcome = _record(
             target, recording.on_card, known, build, steps, compiled, overrides, recording.counts, most_ops=most_ops
         )
@@ -272,7 +273,7 @@ def _record(
             ``overrides`` alone.
     """
     counts = dict(counts or {})
-    first: StepError | None = None  # of the first direction of an overridden branch
+    first_error: StepError | None = None  # of the first direction of an overridden branch
     first_misfit: StepError | None = None  # of an op that refused the largest values
     while True:
         recording = _Recording(target, on_card, known, overrides, counts, compiled)
@@ -297,13 +298,13 @@ def _record(
                 error = first_misfit or error
                 if may_hold_symbolic(error.__cause__):
                     return recording, _unknown_argument(error)
-                return recording, error if first is None else _both_directions(first, error, overrides)
+                return recording, _both_directions(first_error, error, overrides)
             decision = recording.last_decision
             if decision is None or decision in overrides or len(overrides) == _MAX_GUARDS:
-                return recording, error if first is None else _both_directions(first, error, overrides)
-            first, overrides = first or error, overrides | {decision}
+                return recording, _both_directions(first_error, error, overrides)
+            first_error, overrides = first_error or error, overrides | {decision}
         except RecordingError as error:
-            return recording, error if first is None else _both_directions(first, error, overrides)
+            return recording, _both_directions(first_error, error, overrides)
 
 
 def _unknown_argument(error: StepError) -> DataDependentError:
@@ -334,8 +335,11 @@ def _wrong_count(error: StepError, selected: Line, *, counted: bool) -> DataDepe
     return mismatch
 
 
-def _both_directions(first: StepError, later: RecordingError, overrides: Overrides) -> StepError:
-    """Return the error of the first direction of the overridden branches, with what happened in the other."""
+def _both_directions(first: StepError | None, later: RecordingError, overrides: Overrides) -> RecordingError:
+    """Return the error of the first direction of the overridden branches, with what happened in the other (``later``);
+    ``later`` itself if no branch is overridden (``first`` is None)."""
+    if first is None:
+        return later
     places = ", ".join(sorted(str(format_frame(line)) for line, kind in overrides if kind == "branch"))
     then = "it ends so, too" if later.found == first.found else later.found
     joined = StepError(
@@ -503,6 +507,7 @@ class _Recording(ObservedRun):
         """
 
         def note_call() -> None:
+            """Note that the step calls a compiled function; if that runs as if eager, as an assumption."""
             self._compiled.seen = True
             if self._compiled.refused:
                 self.scalars.assumed.add("compiled", f"{AS_IF_EAGER} (not followed: {self._compiled.refused})")
@@ -516,6 +521,7 @@ class _Recording(ObservedRun):
 
         @contextmanager
         def around_call() -> Iterator[None]:
+            """Context of a call of a compiled function: without patches of torch and global hooks."""
             note_call()
             in_compiled = nullcontext() if self._card is None else self._card.in_compiled()
             with unpatched(patches) as undone[:], _torch.without_global_hooks(), in_compiled:
@@ -523,12 +529,14 @@ class _Recording(ObservedRun):
 
         @contextmanager
         def around_disabled() -> Iterator[None]:
+            """Context of a function that `torch.compiler.disable` excludes: recorded as usual, with the patches."""
             as_usual = nullcontext() if self._card is None else self._card.in_compiled(within=False)
             with repatched(patches, undone), as_usual:
                 yield
 
         @contextmanager
         def around_compiling() -> Iterator[None]:
+            """Context of the compilation itself: without patches of torch and dispatch modes."""
             in_compiled = nullcontext() if self._card is None else self._card.in_compiled()
             with unpatched(patches), _torch.no_modes(), in_compiled:
                 yield

@@ -113,8 +113,9 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 
 def _check_range(text: str, dtype: torch.dtype, low: float | None, high: float | None) -> None:
     """Raise InputError for an empty range of values; ``text`` names the input."""
-    is_float = dtype.is_floating_point or dtype.is_complex
-    bottom, top = low or 0, high if high is not None else (1 if is_float else 2)
+    bottom, top = low or 0, high
+    if top is None:
+        top = 1 if dtype.is_floating_point or dtype.is_complex else 2
     if top <= bottom:
         raise InputError(
             f"input {text!r} draws values from {bottom} up to, not including, {top}",

@@ -128,7 +128,8 @@ class Trace(Saved, Displayed):
             f"{self.origin} on {self.device}: {counted(len(self.steps), 'step')}, {counted(len(self.ops), 'op')}, "
             f"{counted(len(self.storages), 'storage')} (torch {self.torch})"
         ]
-        lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
+        for assumption in self.assumptions:
+            lines.append(f"assumed: {assumption.text}" + (f" at {assumption.where}" if assumption.where else ""))
         return "\n".join(lines + list(self.notes))
 
 

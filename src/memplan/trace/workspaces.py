@@ -84,7 +84,9 @@ def _notes(
         else "the CUDA build of this torch comes"
     )
     name = library.title + (f", which {build} with," if library.is_default and library.packages is None else "")
-    notes = [f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}"] * (answered > 0)
+    notes: list[str] = []
+    if answered:
+        notes.append(f"{name} chose the workspaces of {answered} convolutions {_DESCRIBED}")
     if measured:
         notes.append(
             f"a real {card.name} took the workspaces of {_counted(measured)} with {name.rstrip(',')}, and these count"
@@ -150,10 +152,12 @@ def _band(
         most_others[question] = max(most_others.get(question, 0), _most_live(levels, trace.storages[storage]))
 
     def peak_at(quantile: float) -> int:
+        """Return the allocated peak with all expected workspaces at a quantile."""
         moments = (most_others[question] + sizes.blocks_at(quantile) for question, sizes in distinct.items())
         return max(peak_of_others, *moments)
 
     def probability(peak: int) -> float:
+        """Return the probability that the allocated peak is at most ``peak`` bytes, if no other peak is larger."""
         product = 1.0
         for question, sizes in distinct.items():
             product *= sizes.probability_of_at_most(peak - most_others[question])
@@ -163,7 +167,8 @@ def _band(
     peaks = sorted({max(peak_of_others, moment) for moment in moments})
     quantiles = sorted({0.0, *(quantile for sizes in distinct.values() for quantile in sizes.cumulative)})
     tail = (1 - BAND) / 2
-    low, high = (peaks[min(bisect_left(peaks, p, key=probability), len(peaks) - 1)] for p in (tail, 1 - tail))
+    ends = [bisect_left(peaks, quantile, key=probability) for quantile in (tail, 1 - tail)]
+    low, high = (peaks[min(end, len(peaks) - 1)] for end in ends)
     # the last quantile whose peak is at most `low`, and the first whose peak is at least `high`
     lowest = quantiles[max(0, bisect_right(quantiles, low, key=peak_at) - 1)]
     highest = quantiles[min(bisect_left(quantiles, high, key=peak_at), len(quantiles) - 1)]

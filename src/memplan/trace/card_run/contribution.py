@@ -51,7 +51,7 @@ def allocations(run: CardRun) -> list[list[Any]]:
 
 
 def write(path: str, content: Mapping[str, Any]) -> int:
-    """Write a golden file, gzipped JSON, and return its size in bytes."""
+    """Write a `contribution` as gzipped JSON, and return the size of the file in bytes."""
     data = golden_format.packed(content)
     write_whole(path, data)
     return len(data)

@@ -106,14 +106,17 @@ def _block(block: Mapping[str, Any]) -> list[int]:
 
 
 def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the lowest address, and the largest unit (`UNIT` or 1) of which all offsets from it are multiples."""
+    """Return the lowest address, and the largest unit (`UNIT` or 1) of which all offsets from it are multiples.
+
+    ``rows``, ``segments``: events and segments of torch's snapshot.
+    """
     addresses = [row["addr"] for row in rows if row["action"] != "oom"] + [segment["address"] for segment in segments]
     base = min(addresses, default=0)
     return base, UNIT if all((address - base) % UNIT == 0 for address in addresses) else 1
 
 
 def _letters_of_events(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any], int | None]]:
-    """Yield (letter, event, age) for each event. Letters are those of `CODES`.
+    """Yield (letter, event, age) for each event of torch's snapshot (``rows``). Letters are those of `CODES`.
 
     A requested free whose completion is the next event is a single event ``f``. For the free of a block whose
     allocation, of the same size, is among the events, ``age`` is the number of allocations since (1: the last one).
@@ -149,6 +152,7 @@ def _letters_of_events(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str,
 
 
 def _same_block(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two events of torch's snapshot are of the same block."""
     return all(row.get(key) == other.get(key) for key in ("addr", "size", "stream", "pool_id"))
 
 
@@ -206,7 +210,7 @@ def packed(content: Mapping[str, Any]) -> bytes:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> int:
-    """Write a golden file atomically and return its size in bytes."""
+    """Write the content of a golden file as `packed`, atomically, and return the size of the file in bytes."""
     data = packed(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")

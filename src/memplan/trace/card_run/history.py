@@ -63,6 +63,7 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
     time = 0  # of the profiler's last event: the history's events have no time of the same clock
 
     def append_event(address: int, size: int, recorded: _torch.MemoryEvent | None) -> None:
+        """Append an allocation, or a free (negative size), with mark and call of the profiler's event, if any."""
         nonlocal time
         mark, call = "", -1
         if recorded is not None:
@@ -115,12 +116,13 @@ def on_card(parts: StepParts, events: Events) -> OnCard:
     calls = tuple(Call(number + 1 + earlier, kind) for earlier, (number, kind) in enumerate(events.calls))
 
     def shifted(tick: int) -> int:
+        """Return a tick of the history as a tick that also counts the calls."""
         return tick + sum(1 for number in before if number < tick)
 
     storages = tuple(
         replace(
             storage, device=ON_CARD, stream=events.pools[storage.id],
-            used_on=(-1,) if storage.id in events.awaited_frees else (),
+            used_on=(-1,) if storage.id in events.awaited_frees else (),  # an unknown stream
             born=shifted(storage.born), died=None if storage.died is None else shifted(storage.died),
         )
         for storage in parts.storages

@@ -135,6 +135,7 @@ def _run_unmodified(
     initial = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
     def count_peak() -> None:
+        """Append the peaks of torch's counters, without earlier allocations, and reset them."""
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         run.counters.append(Counters(peak[0] - initial[0], peak[1] - initial[1]))
@@ -144,6 +145,7 @@ def _run_unmodified(
         torch.cuda.reset_peak_memory_stats()
 
     def finish() -> None:
+        """Save torch's counters, snapshot and history at the end of the run."""
         if snapshot_file is not None:
             _torch.dump_history(snapshot_file)
         run.end = Counters(torch.cuda.memory_allocated() - initial[0], torch.cuda.memory_reserved() - initial[1])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import operator
 import os
 import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from memplan.errors import TargetError, UsageError
+from memplan.trace.naming.targets import module_from_file
 from memplan.trace.recording.boundaries import Program
 
 VERSION = sys.version_info[:2]
@@ -94,10 +95,4 @@ def _import_module_of(build: Packed) -> Any:
             raise
     assert build.file is not None, "packed so"
     name = "memplan_dry_target" if build.module == "__main__" else build.module
-    spec = importlib.util.spec_from_file_location(name, build.file)
-    assert spec is not None, "a .py file has a spec"
-    assert spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_from_file(name, Path(build.file))

@@ -111,7 +111,7 @@ def run_dry(
 
 def process_variables(inherited: Mapping[str, str], card: Device, library: Library, log: Path) -> dict[str, str]:
     """Return the environment variables of a process with the emulated card, whose driver logs unknown calls to
-    ``log``."""
+    ``log``. ``inherited``: those of this process."""
     variables = {name: value for name, value in inherited.items() if name not in _REAL_CARD_VARIABLES}
     return variables | {CARD: description(card), DRIVER_LOG: str(log), **library.variables}
 
@@ -125,7 +125,10 @@ def process_command(torch: CudaTorch, code: str) -> list[str]:
 
 
 def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
-    """Start the process for the request in ``folder``, wait for it, and return its trace or raise its error."""
+    """Start the process for the request in ``folder``, wait for it, and return its trace or raise its error.
+
+    ``variables``: the process's environment variables.
+    """
     command = process_command(torch, _ANSWER.format(folder=folder))
     with open(os.path.join(folder, _STDERR), "w+b") as stderr:
         process = subprocess.Popen(command, env=variables, stderr=stderr)

@@ -28,6 +28,7 @@ class Reads:
         self._counts: dict[tuple[str, str, tuple[str, int] | None], int] = {}
         """Number of reads by (kind, text, line)."""
         self._inside = False
+        """Whether a method that reads is running: the methods that it calls are no further reads."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -54,6 +55,7 @@ class Reads:
         """Return a tensor's method that reads a value, with an assumption noted if the tensor is on the card."""
 
         def read_and_note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            """Return the value; if it is read from the card, note the assumption that it is a real value."""
             if self._inside or not tensor.is_cuda:  # these methods call each other
                 return read(tensor, *args, **kwargs)
             self._inside = True

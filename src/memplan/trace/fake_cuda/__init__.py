@@ -61,8 +61,8 @@ def installed(
 def _managed_zeros(
     card: Card, chosen: Callable[[str, str], None], shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return zeros in CUDA's managed memory, which is outside of torch's allocator: the recording counts them on the
-    host, and reports that by ``chosen``."""
+    """Return zeros of this shape in CUDA's managed memory, which is outside of torch's allocator: the recording counts
+    them on the host, and reports that by ``chosen(op, reason)``."""
     chosen(
         "bitsandbytes",
         "paged states are in CUDA's managed memory, which torch's allocator does not count: they are counted on the "

@@ -71,6 +71,7 @@ def _compared(name: str, card: Card, device: Device, differing: set[str]) -> Ans
     own = _properties(card, device)[name]
 
     def answer(*args: Any, **kwargs: Any) -> Any:
+        """Return the result for ``device``, and compare it with those for the catalogue's cards."""
         result = own(*args, **kwargs)
         differing.update(other for other, its in answers.items() if its(*args, **kwargs) != result)
         return result
@@ -104,15 +105,19 @@ def _memory(card: Card) -> dict[str, Answer]:
     ledger = card.ledger
 
     def current(device: Any = None) -> int:
+        """Return the present bytes."""
         return ledger.level
 
     def peak(device: Any = None) -> int:
+        """Return the peak since it was last reset."""
         return ledger.peak
 
     def reset_peak(device: Any = None) -> None:
+        """Let the peak be that from now on."""
         ledger.peak = ledger.level
 
     def stats(device: Any = None) -> dict[str, int]:
+        """Emulate `torch.cuda.memory_stats`: counters other than bytes are 0."""
         counts: dict[str, int] = defaultdict(int)
         for kind in ("allocated", "reserved", "active", "requested"):
             counts[f"{kind}_bytes.all.current"], counts[f"{kind}_bytes.all.peak"] = current(), peak()
@@ -207,14 +212,16 @@ def _buckets_on_card(card: Card) -> AbstractContextManager[None]:
     begin = parallel.__init__
 
     def begin_on_card(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        with card.placing(next((p.device for p in module.parameters()), torch.device("cpu"))):
+        first = next(module.parameters(), None)
+        with card.placing(torch.device("cpu") if first is None else first.device):
             begin(self, module, *args, **kwargs)
 
     return _torch.patched(parallel, __init__=begin_on_card)
 
 
 def _replacements(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:
-    """Return name -> replacement for each public function and class of a module: an emulation, or an error."""
+    """Return name -> replacement for each public function and class of a module: that in ``emulated``, or a function
+    that raises an error."""
     replacements: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name in emulated:

@@ -37,7 +37,9 @@ class Card:
     ) -> None:
         self.ledger = ledger
         self._inside = inside
+        """Returns whether an op is dispatched, to which ``tensor.device`` is the CPU."""
         self._is_own = is_own
+        """Returns whether a tensor is of this recording."""
         self.within_compiled = False
         """Whether a compiled function runs: ``.device`` of its tensors is the CPU, for which it is compiled; ops
         decompose and are cast as on the card."""
@@ -45,9 +47,11 @@ class Card:
         self.everything = on_card == "everything"
         self.named = on_card == "named"
         self.calls: list[Call] = []
+        """The step's calls to the allocator so far."""
         self.names_cuda_late = False
         """Whether CUDA was first named in a step, after all tensors had been assumed to be on the card."""
         self._destination: str | None = None
+        """As for `destination`."""
         self._may_guess = on_card == "unknown"
         """Whether `end_build` assumes the devices of tensors, which a later naming of CUDA can contradict."""
         if self.everything:

@@ -183,6 +183,7 @@ def _pinned(tensor: Any) -> Any:
 
 
 def _is_pinned(tensor: Any) -> bool:
+    """Emulate `torch.Tensor.is_pinned`."""
     running = running_recording()
     return running is not None and running.loading is not None and running.loading.is_pinned(tensor)
 

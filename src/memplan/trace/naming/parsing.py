@@ -110,8 +110,9 @@ def check_arguments(
     if known is None:
         return
     kinds = inspect.Parameter
-    names = [name for name, p in known.items() if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)][first:]
-    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in known.values())
+    variadic = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    names = [name for name, parameter in known.items() if parameter.kind not in variadic][first:]
+    takes_any = any(parameter.kind is kinds.VAR_KEYWORD for parameter in known.values())
     settable = [name for name in names if known[name].kind is not kinds.POSITIONAL_ONLY]
     for name in arguments:
         if name not in settable and not takes_any:

@@ -195,6 +195,11 @@ def _load(path: Path) -> ModuleType:
         return known
     if known is not None or name in sys.stdlib_module_names:
         name = f"memplan_target_{name}"
+    return module_from_file(name, path)
+
+
+def module_from_file(name: str, path: Path) -> ModuleType:
+    """Import a Python file as a module of this name, and return the module."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a .py file has a spec"
     assert spec.loader is not None, "a .py file has a loader"

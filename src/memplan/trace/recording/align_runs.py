@@ -46,8 +46,8 @@ def matched_calls(first: _torch.Profile, second: _torch.Profile) -> dict[int, in
     while stack:
         parent, other_parent = stack.pop()
         children, others = children_of_first[parent], children_of_second[other_parent]
-        keys = _keys(first, children, bytes_in_first)
-        pairs = [(children[i], others[j]) for i, j in _aligned_in_turn(keys, _keys(second, others, bytes_in_second))]
+        keys, other_keys = _keys(first, children, bytes_in_first), _keys(second, others, bytes_in_second)
+        pairs = [(children[index], others[other]) for index, other in _aligned_in_turn(keys, other_keys)]
         matched.update(pairs)
         stack.extend(pairs)
     return matched
@@ -56,9 +56,10 @@ def matched_calls(first: _torch.Profile, second: _torch.Profile) -> dict[int, in
 def _allocated_bytes(run: _torch.Profile) -> dict[int, int]:
     """Return call -> bytes of the allocations in it and in the calls within; calls that allocate nothing are absent."""
     allocated: dict[int, int] = {}
-    for _, size, _, _, call in run.events:
-        while size > 0 and call >= 0:
-            allocated[call] = allocated.get(call, 0) + size
+    for event in run.events:
+        call = event.call
+        while event.bytes > 0 and call >= 0:  # no free, and not outside of all calls
+            allocated[call] = allocated.get(call, 0) + event.bytes
             call = run.calls[call].parent
     return allocated
 
@@ -66,10 +67,12 @@ def _allocated_bytes(run: _torch.Profile) -> dict[int, int]:
 def _keys(run: _torch.Profile, calls: Sequence[int], allocated: Mapping[int, int]) -> list[list[Hashable]]:
     """Return the keys of the calls for three rounds of matching, a list with a key for each call: (name, bytes), then
     name, both None for calls without allocations; then the name of any call. ``allocated``: call -> bytes."""
-    names = [run.calls[call].name for call in calls]
-    allocating = [name if call in allocated else None for name, call in zip(names, calls, strict=True)]
-    with_bytes = [(run.calls[call].name, allocated[call]) if call in allocated else None for call in calls]
-    return [[*with_bytes], [*allocating], [*names]]
+    names: list[Hashable] = [run.calls[call].name for call in calls]
+    of_allocating: list[Hashable] = [run.calls[call].name if call in allocated else None for call in calls]
+    with_bytes: list[Hashable] = [
+        (run.calls[call].name, allocated[call]) if call in allocated else None for call in calls
+    ]
+    return [with_bytes, of_allocating, names]
 
 
 def _aligned_in_turn(
@@ -83,10 +86,11 @@ def _aligned_in_turn(
     pairs: list[tuple[int, int]] = []
     for keys, others in zip(first, second, strict=True):
         ends = (len(keys), len(others))
-        for (i, j), (i_next, j_next) in pairwise([(-1, -1), *pairs, ends]):
-            left = [n for n in range(i + 1, i_next) if keys[n] is not None]
-            right = [n for n in range(j + 1, j_next) if others[n] is not None]
-            pairs.extend((left[k], right[m]) for k, m in aligned([keys[n] for n in left], [others[n] for n in right]))
+        for (index, other), (next_index, next_other) in pairwise([(-1, -1), *pairs, ends]):
+            left = [item for item in range(index + 1, next_index) if keys[item] is not None]
+            right = [item for item in range(other + 1, next_other) if others[item] is not None]
+            matches = aligned([keys[item] for item in left], [others[item] for item in right])
+            pairs.extend((left[position], right[other_position]) for position, other_position in matches)
         pairs.sort()
     return pairs
 
@@ -111,15 +115,17 @@ def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple
     prefix = _common_prefix(first[: len(first) - suffix], second[: len(second) - suffix])
     ends = len(first) - suffix, len(second) - suffix
     differing = SequenceMatcher(None, first[prefix : ends[0]], second[prefix : ends[1]], autojunk=False)
-    blocks = [
+    blocks = [  # (start in the first, start in the second, number of items) of equal runs
         (0, 0, prefix),
-        *((prefix + i, prefix + j, size) for i, j, size in differing.get_matching_blocks()),
+        *((prefix + start, prefix + other, size) for start, other, size in differing.get_matching_blocks()),
         (*ends, suffix),
     ]
-    return [(i + k, j + k) for i, j, size in blocks for k in range(size)]
+    return [(start + k, other + k) for start, other, size in blocks for k in range(size)]
 
 
 def _common_prefix(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """Return the length of the common prefix."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    for length, (item, other) in enumerate(zip(first, second, strict=False)):
+        if item != other:
+            return length
+    return min(len(first), len(second))

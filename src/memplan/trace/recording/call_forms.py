@@ -23,6 +23,7 @@ class Forms:
         """(id() of the module, number of ops begun by then, its tensors)."""
         self._ledger = ledger
         self._arguments: dict[Any, list[tuple[int, str, bool, Any]]] = {}
+        """Op -> its arguments: (position, name, whether it is a tensor, default)."""
 
     def note(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record the call of op number ``op``."""

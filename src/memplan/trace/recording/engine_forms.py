@@ -25,6 +25,7 @@ class EngineForms:
         self._buffered_use_counts: tuple[int, int] | None = None
         """Use counts (see `_torch.use_counts`) of a gradient that only the engine's buffer references."""
         self._in_linear = False
+        """Whether `torch.nn.functional.linear` is running."""
         self.use_counts: list[tuple[int, int]] | None = None
         """While `calibrate` runs: use counts of the left operands of additions in the backward pass; else None."""
 

@@ -42,7 +42,8 @@ def _zero_count(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
     """Return the bytes of temporaries of a product's gradient: the mask of zeros, the mask as int64, and its sum along
     the dimension."""
     count = result.numel()
-    return count, 8 * count, 8 * count // result.shape[args[1] if len(args) > 1 else 0]
+    dim = args[1] if len(args) > 1 else 0
+    return count, 8 * count, 8 * count // result.shape[dim]
 
 
 def _masked_select(args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
@@ -130,10 +131,10 @@ def form_of(
 
 
 def _calls_before(op: str, notes: Sequence[Note]) -> int:
-    """Return the number of earlier calls of an op by the running autograd node."""
+    """Return the number of earlier calls of an op by the running autograd node, that of the last note."""
     count = 0
     for note in reversed(notes[:-1]):
-        if note.sequence != notes[-1].sequence:
+        if note.sequence != notes[-1].sequence:  # of another node
             break
         count += note.name == op
     return count

@@ -42,9 +42,16 @@ def join(
 ) -> Joined:
     """Return a storage for each allocation of the plain run, with ticks of its allocator's events.
 
-    Identity and cause come from the ledger entry at the same address and time in the run under the mode, as far as
-    calls and allocations of the two runs match. ``libraries`` returns whether a call's allocation without a tensor is
-    a library's workspace.
+    Identity and cause come from the ledger entry at the same address and time in the run under a dispatch mode, as far
+    as calls and allocations of the two runs match.
+
+    Args:
+        parts: of the run under the mode.
+        entries: of its ledger.
+        named: its profile, with a mark for each op.
+        plain: the profile of the run without a mode.
+        libraries: returns whether a call's allocation without a tensor is a library's workspace.
+        lines: followed functions of the plain run, on the clock of its marks.
     """
     named = without_mode(named)
     calls = matched_calls(named, plain)
@@ -56,14 +63,14 @@ def join(
     ops = _on_clock(parts.ops, events, _op_ranges_of_plain_run(named, plain, calls))
     op_of = _ops_of_calls(named, plain, calls)
     steps = [events.tick(start) for start in _starts_of_steps(plain)]
-    known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
+    known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}  # the first entry counts
     paired, read = set(same.values()), {operand.storage for op in parts.ops for operand in op.reads}
     starts = [op.start for op in ops]
     storages: list[Storage] = []
     lost = 0
     for number, allocation in enumerate(events.allocations):
         storage = known.get(number)
-        if storage is None:
+        if storage is None:  # of no tensor that the dispatch mode saw
             next_op = bisect_left(starts, allocation.born)
             op = op_of.get(allocation.call, next_op if next_op < len(ops) else None)
             is_part_of_op = op is not None and events.is_freed_before_next(allocation, ops[op])
@@ -191,8 +198,9 @@ def _same_allocations(
     same: dict[int, int] = {}
     for named_call, plain_call in calls.items():
         first, second = in_named.get(named_call, []), in_plain.get(plain_call, [])
-        for i, j in aligned([allocation.bytes for allocation in first], [allocation.bytes for allocation in second]):
-            same[first[i].number] = second[j].number
+        matches = aligned([allocation.bytes for allocation in first], [allocation.bytes for allocation in second])
+        for index, other in matches:
+            same[first[index].number] = second[other].number
     return same
 
 

@@ -93,6 +93,7 @@ class Ledger:
         self._live: dict[int, Entry] = {}
         """Storage key -> entry, of live storages with a tensor."""
         self._closed = False
+        """Whether the recording has ended: frees no longer count."""
         self.device = HOST
         """Device of new storages."""
         self.stream = 0

@@ -27,8 +27,8 @@ class _Storages:
     Args:
         place_of: address of a real storage -> its device.
         own: device of this rank's card. Tensors loaded to another card are put on the host, where they do not count.
-        mapped: for a memory-mapped file, the address of its first storage and the bytes of the file, of which its
-            storages on the host are slices.
+        mapped: for a memory-mapped file, (address of its first storage, bytes of the file), of which its storages on
+            the host are slices.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class _Storages:
         """Card of another rank -> bytes loaded to it."""
         self._first, size = mapped or (0, 0)
         self._file = torch.empty(size, dtype=torch.uint8) if mapped else None
+        """The memory-mapped file."""
         self._recorded: dict[int, torch.Tensor] = {}
+        """Address of a real storage -> the recording's tensor for it, as bytes."""
 
     def tensor_of(self, leaf: Any) -> Any:
         """Return the recording's tensor for a real tensor of the file: small integer tensors keep their values, aliases
@@ -124,6 +126,7 @@ class _Moved:
         return self.to(f"cuda:{device}" if isinstance(device, int) else device)
 
     def to(self, device: Any = None, **_: Any) -> _Moved:
+        """Note the device to which a ``map_location`` function moves the storage, which stays where it is."""
         self.place = device
         return self
 
@@ -182,6 +185,7 @@ def loads_recorded(is_recorded: Callable[[], bool], report: Callable[[str], None
     def load(
         f: Any, map_location: Any = None, pickle_module: Any = None, *, mmap: bool | None = None, **kwargs: Any
     ) -> Any:
+        """Replace `torch.load`: load the real file on the host, and return tensors of the recording in its place."""
         if not is_recorded():
             return plain(f, map_location, pickle_module, mmap=mmap, **kwargs)
         places = dict[int, str | torch.device]()

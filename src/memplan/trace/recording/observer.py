@@ -99,10 +99,12 @@ class _Signature:
     def __init__(self, func: Any) -> None:
         self.name = str(func)
         self.positions = _torch.tensor_arguments(func)
+        """(position, name) of the arguments that can be tensors."""
         self.mutable = _torch.is_mutable(func)
         self.writes = _torch.written_arguments(func) if self.mutable else []
         self.unrecorded = self.name in _UNRECORDED or self.name.startswith(("prim.", "profiler."))
         self.from_library = not self.name.startswith(_TORCH_NAMESPACES) and self.name not in _WITHOUT_TEMPORARIES
+        """Whether it is a library's op, whose temporaries are unknown."""
 
     @classmethod
     def of_kernel(cls, name: str, tensors: int) -> _Signature:
@@ -142,6 +144,7 @@ class Observer:
         self.most_ops: int | None = None
         """Number of ops after which the recording is given up."""
         self.card: Residence | None = None
+        """Devices of tensors in a recording for a card; else None."""
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
         self.engine = EngineForms(self.ledger)
@@ -176,11 +179,13 @@ class Observer:
         if signature.name in _EQUAL and self._events is not None:
             self._run_and_note(signature, args, kwargs, None, func)
             return self._events.equal()
+        # a decomposition whose vectors are not needed, as of svdvals: the real run calls an op without them
         values_only = _torch.without_vectors(func, args) if self._without_vectors else None
         if values_only is not None:
             op, args = values_only
             result = self._run_and_note_as(op, args, kwargs, lambda op: op(*args, **kwargs))
             return result if isinstance(result, tuple) else (result, result)
+        # ops that a real run does in place, and out of place only under a dispatch mode
         if func is _ADD and self.engine.is_in_place(args, self.notes):
             return self._run_and_note_as(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
@@ -224,7 +229,7 @@ class Observer:
         ledger = self.ledger
         reads, needs, on_card = self._operands(signature, args, kwargs)
         needs = needs or self.needs_of_wrapped(func)
-        if signature.name == _UNSCALE:
+        if signature.name == _UNSCALE:  # its second argument is the GradScaler's flag for overflows
             self.ownership.found_inf.add(ledger.entry(args[1], None).id)
         note = self._begin_note(signature, reads, needs, index, args)
         self.notes.append(note)  # before it runs, so that what it raises can be located
@@ -247,7 +252,7 @@ class Observer:
             result = _result(semantics, signature.name, func, args, kwargs, run, self._on_assumption)
         if signature.mutable and signature.positions and isinstance(args[0], torch.Tensor):
             ledger.reallocate_resized(args[0], index)
-        correct = semantics.results.get(signature.name)
+        correct = semantics.results.get(signature.name)  # sets the device's sizes and strides
         result = result if correct is None else correct(args, kwargs, result)
         form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
         if form is None:  # the op runs as its kernel does
@@ -287,7 +292,7 @@ class Observer:
 
     def random_state(self, state: torch.Tensor) -> None:
         """Record the tensor of `torch.get_rng_state` on the CPU, which no op creates."""
-        if self.card is None:
+        if self.card is None:  # of a card, only the card's own memory counts
             signature = self._signatures.setdefault(_EMPTY, _Signature(_EMPTY))
             self._run_and_note(signature, (list(state.shape),), {"dtype": state.dtype}, state, _EMPTY)
 
@@ -359,7 +364,7 @@ class Observer:
         place = self.place
         phase = place.phase()
         grad_enabled = torch.is_grad_enabled()
-        sequence = None
+        sequence = None  # of the autograd node whose derivative formula runs
         if phase == "backward":
             self._after_backward = True
             node = _torch.backward_node()
@@ -382,7 +387,10 @@ class Observer:
     def _phase_after_backward(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool
     ) -> Phase:
-        """Return "optimizer" for ops on weights and gradients (clipping, a hand-written update), else "forward"."""
+        """Return "optimizer" for ops on weights and gradients (clipping, a hand-written update), else "forward".
+
+        ``reads``: (argument name, storage) of the operands; ``needs``: the arguments that require a gradient.
+        """
         if self._after_backward and not self.ownership.updating:
             self.leave_backward()
         if grad_enabled and needs:
@@ -419,7 +427,7 @@ def _result(
 ) -> Any:
     """Return an op's result: by the device's semantics, or else by ``run(func)``.
 
-    ``name``: the op's overload name. ``report``: called with the assumption behind the result, if there is one.
+    ``name``: the op's overload name. ``report``: called with the assumption behind the result, if any.
 
     Raises:
         NotImplementedError: the op has no kernel for sparse tensors.
@@ -479,6 +487,7 @@ def _allocations(
     for temporary in temporaries:
         if not temporary.first:
             allocated.append((temporary, _allocate(temporary, ledger, index)))
+            # free earlier temporaries of which this is the last allocation that they outlive (`Temporary.followed`)
             for allocations_since, (earlier, entry) in enumerate(reversed(allocated)):
                 if earlier.followed == allocations_since:
                     ledger.free(entry)
@@ -490,7 +499,8 @@ def _allocate_between_results(
     result: Any, temporaries: Sequence[Temporary], allocated: list[tuple[Temporary, Entry]], ledger: Ledger, index: int,
     writes: list[int], absent: bool,
 ) -> Iterator[int]:  # fmt: skip
-    """Like `_allocations`, for kernels that allocate and free temporaries between their results.
+    """Allocate an op's results and free its temporaries, of which some live between two results (`Temporary.after`,
+    ``until``). The parameters are those of `_allocations`, and these:
 
     ``allocated``: the temporaries before the first result, with their entries. ``writes``: gets the results' entries.
     """
@@ -498,10 +508,10 @@ def _allocate_between_results(
         yield from _free([(temporary, entry) for temporary, entry in allocated if temporary.until == number], ledger)
         _allocate_results(part, ledger, index, writes, absent)
         between = [temporary for temporary in temporaries if temporary.after == number]
-        short = [temporary for temporary in between if temporary.until is None]
-        long = [temporary for temporary in between if temporary.until is not None]
-        yield from _free([(temporary, _allocate(temporary, ledger, index)) for temporary in short], ledger)
-        allocated += [(temporary, _allocate(temporary, ledger, index)) for temporary in long]
+        until_next = [temporary for temporary in between if temporary.until is None]
+        until_later = [temporary for temporary in between if temporary.until is not None]
+        yield from _free([(temporary, _allocate(temporary, ledger, index)) for temporary in until_next], ledger)
+        allocated += [(temporary, _allocate(temporary, ledger, index)) for temporary in until_later]
     live = [(temporary, entry) for temporary, entry in allocated if entry.died is None]
     last = [temporary for temporary in temporaries if not temporary.first and temporary.after is None]
     yield from _free(live + [(temporary, _allocate(temporary, ledger, index)) for temporary in last], ledger)

@@ -24,6 +24,7 @@ class Ownership:
         self.weights: dict[int, str] = {}
         """Storage -> name of the parameter in its module."""
         self.buffers: dict[int, str] = {}
+        """Storage -> name of the buffer in its module."""
         self.gradients: dict[int, int] = {}
         """Gradient -> its weight."""
         self.graded: set[int] = set()
@@ -33,6 +34,7 @@ class Ownership:
         self.found_inf: set[int] = set()
         """Flags of a GradScaler for gradients that overflowed."""
         self.workspaces: set[int] = set()
+        """Storages that are a library's workspaces."""
         self.updating: set[int] = set()
         """Gradients and tensors computed from them since the last backward pass."""
         self.unowned: list[weakref.ref[nn.Parameter]] = []
@@ -40,6 +42,7 @@ class Ownership:
         self.optimized: set[int] = set()
         """Weights that optimizers update and that require a gradient."""
         self.passes: list[BackwardPass] = []
+        """All backward passes so far."""
         self._place = place
         self._ledger = ledger
         self._notes = notes
@@ -52,10 +55,8 @@ class Ownership:
         for module in self._place.live_modules():
             for parameter in module.parameters(recurse=False):
                 self._mark_gradient(parameter)
-        for optimizer in self._place.live_optimizers():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._mark_gradient(parameter)
+        for parameter in self._place.optimizer_parameters():
+            self._mark_gradient(parameter)
 
     def mark_modules(self) -> None:
         """Register the present parameters and buffers of all modules."""
@@ -92,13 +93,11 @@ class Ownership:
 
     def before_update(self) -> None:
         """Register the parameters that optimizers are about to update, and their gradients."""
-        for optimizer in self._place.live_optimizers():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self.add(self.weights, parameter, "")
-                    weight = self._ledger.find(parameter)
-                    if weight is not None and parameter.requires_grad:
-                        self.optimized.add(weight.id)
+        for parameter in self._place.optimizer_parameters():
+            self.add(self.weights, parameter, "")
+            weight = self._ledger.find(parameter)
+            if weight is not None and parameter.requires_grad:
+                self.optimized.add(weight.id)
         self.mark_gradients()
 
     def _begin_backward(self, keeps: _torch.Keeps) -> Callable[[], None]:
@@ -116,7 +115,6 @@ class Ownership:
         for optimizer in self._place.live_optimizers():
             for state in optimizer.state.values():
                 tensors = [leaf for leaf in _torch.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-                for part in (part for tensor in tensors for part in _torch.inner_tensors(tensor).values()):
-                    entry = self._ledger.find(part)
-                    if entry is not None:
-                        self.states.add(entry.id)
+                for tensor in tensors:
+                    entries = map(self._ledger.find, _torch.inner_tensors(tensor).values())
+                    self.states.update(entry.id for entry in entries if entry is not None)

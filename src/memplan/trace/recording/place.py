@@ -95,10 +95,12 @@ def local_variables(frame: FrameType) -> dict[str, Any]:
 
 
 def format_frame(frame: tuple[str, int] | None) -> str | None:
-    """Return ``file:line``, relative to the working directory or to a folder of ``sys.path``; None for None."""
+    """Return ``file:line`` for (file, line), relative to the working directory or to a folder of ``sys.path``; None for
+    None."""
     if frame is None:
         return None
-    return f"{_short(frame[0])}:{frame[1]}"
+    file, line = frame
+    return f"{_short(file)}:{line}"
 
 
 def _short(path: str) -> str:
@@ -131,21 +133,24 @@ class Place:
         self.called: list[int] = []
         """id() of each module that was called from outside of all modules, in order."""
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self.compiled: tuple[str, int] | None = None
         self.failed_in = 0
         """id() of the module in which an exception began, if one passed through; for messages only."""
         self._stack: list[int] = []
+        """id() of the running modules, the innermost last."""
         self._thread = threading.get_ident()
         self._optimizers_running = 0
         self._suspended = False
         self.on_module = _nothing
+        """Called when a module is called."""
         self.on_result: Callable[[int, Any], None] = lambda module, result: None
         """Called with id() and result of a module that was called from outside of all modules."""
         self.on_update: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        """Called before an optimizer's `step`."""
         self.on_backward: Callable[[_torch.Keeps], Callable[[], None]] = lambda keeps: _nothing
         """Called when a backward pass begins; the returned callback is called when it ends."""
         self.before_update = _nothing
         self.after_update = _nothing
+        """Called before and after an optimizer's `step`."""
 
     @property
     def module(self) -> int:
@@ -175,6 +180,12 @@ class Place:
             optimizer = reference()
             if optimizer is not None:
                 yield optimizer
+
+    def optimizer_parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of the live optimizers."""
+        for optimizer in self.live_optimizers():
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def add_modules(self, root: nn.Module) -> None:
         """Register a module and its submodules."""

@@ -75,12 +75,8 @@ class SavedScalars:
 
         The formula of such an op (`semantics.cpu.scalar_operands`) counts a single temporary: the scalar.
         """
-        if (
-            not temporaries
-            or name not in _OPS
-            or isinstance(args[1], torch.Tensor)
-            or sequence not in self._by_sequence
-        ):
+        is_saved = name in _OPS and sequence in self._by_sequence
+        if not temporaries or not is_saved or isinstance(args[1], torch.Tensor):
             return temporaries
         return (Temporary(temporaries[0].bytes - wrapped(args[1]).itemsize),)
 

@@ -468,6 +468,7 @@ def _loaded_in_order() -> Iterator[None]:
     iterate = DataLoader.__iter__
 
     def iterate_here(self: Any) -> Any:
+        """Replace `DataLoader.__iter__`: iterate in this process, and note the iterator in a recording."""
         workers, timeout = self.num_workers, self.timeout
         self.num_workers = self.timeout = 0
         try:
@@ -606,15 +607,13 @@ def _located_error(observer: Observer, what: str, error: Exception) -> MemplanEr
     layer = module_names(observer.place).get(observer.place.failed_in)
     if isinstance(error, _torch.DATA_DEPENDENT):
         func = getattr(error, "func", None)
+        do = "Run memplan.measure(build) instead: it really runs the step."
+        if observer.card is not None:
+            do = "Give the step shapes that are known, or measure it for the CPU: memplan.measure(build)"
         return DataDependentError(
             f"{func or 'an op'} makes a tensor whose shape depends on values, and recording has no values",
-            expected="shapes that follow from the shapes of the inputs",
-            do="Run memplan.measure(build) instead: it really runs the step."
-            if observer.card is None
-            else "Give the step shapes that are known, or measure it for the CPU: memplan.measure(build)",
-            layer=layer,
-            where=where,
-        )
+            expected="shapes that follow from the shapes of the inputs", do=do, layer=layer, where=where,
+        )  # fmt: skip
     text = str(error).strip().split("\n")[0] or "no message"
     problem = f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}"
     expected = RUNS

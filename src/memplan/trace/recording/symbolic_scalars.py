@@ -188,15 +188,16 @@ class ScalarPolicy:
             value = bound[0] + share * (bound[1] - bound[0])
             return math.ceil(value) if whole else value
         other, value = bound or (_THREE, _ONE)
-        if line is None or other == value or (bound is None and not whole):
+        decides_nothing = other == value or (bound is None and not whole)  # no size follows from an unknown float
+        if line is None or decides_nothing:
             return value
         before = self._reads.get(line, ScalarRead(value, other, bound is not None, True, 0))
         self._reads[line] = ScalarRead(
-            max(before.value, value),
-            min(before.other, other),
-            before.bounded and bound is not None,
-            before.alike and (before.value, before.other) == (value, other),
-            before.times + 1,
+            value=max(before.value, value),
+            other=min(before.other, other),
+            bounded=before.bounded and bound is not None,
+            alike=before.alike and (before.value, before.other) == (value, other),
+            times=before.times + 1,
         )
         if Choice(line, "in turn") in self._overrides and isinstance(value, int) and bound is not None:
             # from both ends in turn, so that two offsets are as far apart as they can be
@@ -215,6 +216,7 @@ class ScalarPolicy:
             return lambda tensor, *args, **kwargs: (original if mode.suspended else read)(tensor, *args, **kwargs)
 
         def random_state(state: torch.Tensor) -> None:
+            """Tell the observer of a tensor that `torch.get_rng_state` returned."""
             if not mode.suspended:
                 observer.random_state(state)
 
@@ -372,6 +374,7 @@ class ScalarPolicy:
         """Return a `Tensor.split` for sizes that may be symbolic: assumed sizes are adjusted to add up (`fitted`)."""
 
         def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
+            """Replace `Tensor.split`."""
             if isinstance(sizes, (list, tuple)) and any(map(is_symbolic, sizes)):
                 self.assumed.add("bound", _SPLIT.format(parts=len(sizes)))
                 sizes = fitted(sizes, tensor.shape[dim])
@@ -384,6 +387,7 @@ class ScalarPolicy:
         the union of their ranges."""
 
         def make_with_unknown_values(*args: Any, **kwargs: Any) -> Any:
+            """Call ``make``, and forget the values of a result from symbolic scalars."""
             result = make(*args, **kwargs)
             if self._has_read and isinstance(result, _torch.FakeTensor) and result.constant is not None:
                 numbers = list(_leaves(args[0] if args else kwargs.get("data")))
@@ -468,6 +472,7 @@ def _splitting_at(split: Callable[..., Any]) -> Callable[..., Any]:
     the memory of the fake tensor."""
 
     def split_at(*args: Any, **kwargs: Any) -> Any:
+        """Call ``split`` with split positions, other than the tensor itself, as lists."""
         name = "tensor_indices_or_sections"
         if isinstance(kwargs.get(name), _torch.FakeTensor):
             kwargs["indices"] = kwargs.pop(name).tolist()
@@ -546,6 +551,7 @@ def _shared_memory(observer: Observer) -> dict[str, Callable[[torch.Tensor], Any
         return tensor.is_cuda or (entry is not None and entry.id in shared)
 
     def share(tensor: torch.Tensor) -> torch.Tensor:
+        """Replace `Tensor.share_memory_`, which copies the tensor's storage into shared memory."""
         entry = observer.ledger.find(tensor)
         if entry is not None and not is_shared(tensor):
             shared.add(entry.id)

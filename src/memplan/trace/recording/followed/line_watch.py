@@ -51,6 +51,7 @@ class _FollowedFunction:
     def __init__(self, code: CodeType) -> None:
         self._code = code
         self._first_of = _first_lines_of_statements(code.co_filename)
+        """Line of a statement with several lines -> its first line."""
         self.spans: dict[tuple[int, int, int, bool], int] = {}
         """(line, start, end, cut) -> hits: iterations without allocations share an entry."""
 
@@ -97,7 +98,7 @@ def _first_lines_of_statements(file: str) -> dict[int, int]:
     first: dict[int, int] = {}
     for node in ast.walk(tree):  # nested statements come later and overwrite
         if isinstance(node, ast.stmt):
-            body = getattr(node, "body", None)
+            body = getattr(node, "body", None)  # a block's header ends before it
             last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
             if last > node.lineno:
                 first.update(dict.fromkeys(range(node.lineno, last + 1), node.lineno))
@@ -206,7 +207,8 @@ def start_watch() -> None:
     Tracing every Python call doubles the time of a recording, so a recording is traced only from the first call of a
     decorated function on.
     """
-    if _watches and (watch := _watches[-1]) is not None:
+    watch = _watches[-1] if _watches else None
+    if watch is not None:
         watch.start()
 
 

@@ -73,17 +73,20 @@ class Positions:
         positions, number = args[:2]
         if not isinstance(positions, torch.Tensor) or positions.dim() != 1 or not isinstance(number, int):
             return
-        entry = self._ledger.find(positions)
-        known = None if entry is None else self._first_and_step.get(entry.id)
+        known = self._known(positions)
         if known is not None:
             first, step = known
             begin = first + step * int(positions.storage_offset()) + sign * number
             self._first_and_step[self._ledger.entry(result, None).id] = begin, step * int(positions.stride(0))
 
+    def _known(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return (first element, difference of consecutive elements) of a tensor's storage; None if unknown."""
+        entry = self._ledger.find(tensor)
+        return None if entry is None else self._first_and_step.get(entry.id)
+
     def _largest(self, indices: torch.Tensor) -> int | None:
         """Return the largest value of a view of a storage of position ids; None if its values are unknown."""
-        entry = self._ledger.find(indices)
-        known = None if entry is None else self._first_and_step.get(entry.id)
+        known = self._known(indices)
         if known is None or not indices.numel():
             return None
         first, step = known

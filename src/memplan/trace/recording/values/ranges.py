@@ -70,7 +70,7 @@ def corners(combine: Callable[[Number, Number], Number], left: Range | None, rig
     """Return the range of a function that is monotone in each of its two arguments, from their ranges."""
     if left is None or right is None:
         return None
-    ends = [combine(a, b) for a, b in itertools.product(left, right)]
+    ends = [combine(end, other_end) for end, other_end in itertools.product(left, right)]
     return min(ends), max(ends)
 
 

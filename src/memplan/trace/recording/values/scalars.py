@@ -104,6 +104,7 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(base, name))
     def compare(self: Any, other: Any) -> Any:
+        """Return the answer for the assumed value; if other values could differ, as the reader decides."""
         answer = method(self, other)
         if not isinstance(answer, bool) or _is_certain(name, bound_of(self), bound_of(other)):
             return answer
@@ -128,6 +129,7 @@ def _whole(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def convert(self: Any, *digits: Any) -> Any:
+        """Return a symbolic integer; ``__int__``, which must return a plain int, reports an unknown range."""
         result = method(self, *digits)
         if isinstance(result, float):
             return symbolic(result, self.reader)
