@@ -469,16 +469,25 @@ class _Recording(ObservedRun):
                 run_steps(build, steps, observer, self)
             except _Unsettled:
                 return None
-            benchmark = (_BENCHMARK,) if torch.backends.cudnn.benchmark else ()
-        assert self._parts is not None, "the run has ended"
-        notes = self._target.notes + note_about_outside(observer.ledger.outside_bytes)
+            is_benchmarking = torch.backends.cudnn.benchmark
+        return self._recorded_trace(self._notes(is_benchmarking))
+
+    def _notes(self, is_benchmarking: bool) -> tuple[str, ...]:
+        """Return the notes on the run. ``is_benchmarking``: whether the step lets cuDNN benchmark its algorithms."""
+        notes = self._target.notes + note_about_outside(self.observer.ledger.outside_bytes)
         notes += self._shares.unused + self._printed.note()
-        notes += (*_environment(), *benchmark) if self._card is not None else ()
+        if self._card is not None:
+            notes += _environment()
+            notes += (_BENCHMARK,) if is_benchmarking else ()
         if self._compiled.seen and not self._compiled.refused:
             notes += (COMPILED,) if self._card is None else (COMPILED, COMPILED_FOR_CARD)
-        notes += tuple(self._running.notes)
+        return (*notes, *self._running.notes)
+
+    def _recorded_trace(self, notes: tuple[str, ...]) -> Trace:
+        """Return the trace of the run, with the workspaces that the target's cuDNN chooses."""
+        assert self._parts is not None, "the run has ended"
         other_kernels = tuple(other.name for other in catalogue() if other.architecture in self._other_kernels)
-        queries = {entry.id: entry.query for entry in observer.ledger.entries if entry.query is not None}
+        queries = {entry.id: entry.query for entry in self.observer.ledger.entries if entry.query is not None}
         # events after the last step (a trainer empties the cache when it ends) are not recorded
         calls = () if self._card is None else (call for call in self._card.calls if call.tick <= self._parts.end)
         trace = trace_of(

@@ -194,6 +194,35 @@ class _Reader:
 
     def read(self, data: Any, gpu: int | None) -> Snapshot:
         """Return the snapshot of one GPU in untrusted data."""
+        fields = self.fields(data)
+        segments = self.items(fields["segments"], "segments")
+        traces = fields.get("device_traces")
+        traces = [] if traces is None else self.items(traces, "device_traces")
+        chosen = self.choose_gpu(segments, traces, gpu)
+        block_stacks: dict[int, int] = {}
+        checked = [self.segment(raw, block_stacks) for raw in segments if raw.get("device", 0) == chosen]
+        checked.sort(key=lambda segment: segment.address)
+        for segment, following in pairwise(checked):
+            if segment.address + segment.size > following.address:
+                self.fail(f"has segments that overlap, at {following.address:#x}")
+        trace = self.items(traces[chosen], f"device_traces[{chosen}]") if chosen < len(traces) else []
+        entries = [entry for entry in map(self.entry, trace) if entry is not None]
+        if sum(segment.size for segment in checked) + sum(entry.size for entry in entries) > MOST_BYTES:
+            self.fail(f"is damaged: its segments and events are of more than {MOST_BYTES} bytes")
+        settings = settings_of_snapshot(self.settings(fields.get("allocator_settings")))
+        return Snapshot(
+            self.source,
+            chosen,
+            segments=tuple(checked),
+            entries=tuple(entries),
+            settings=settings,
+            stacks=tuple(self.stacks),
+            block_stacks=block_stacks,
+            notes=self.notes(),
+        )
+
+    def fields(self, data: Any) -> Mapping[str, Any]:
+        """Return the dict of a snapshot; refuse other data, and what memplan wrote from a step on the CPU."""
         if isinstance(data, list):
             self.fail("holds a list, not a snapshot (torch.cuda.memory_snapshot() returns one, without the history)")
         if isinstance(data, Mapping) and str(data.get("format")).startswith("memplan."):
@@ -207,31 +236,7 @@ class _Reader:
                 expected="a snapshot of a CUDA device",
                 do="Open it in torch's memory_viz, or record the step for a card",
             )
-        segments = self.items(data["segments"], "segments")
-        traces = data.get("device_traces")
-        traces = [] if traces is None else self.items(traces, "device_traces")
-        chosen = self.choose_gpu(segments, traces, gpu)
-        block_stacks: dict[int, int] = {}
-        checked = [self.segment(raw, block_stacks) for raw in segments if raw.get("device", 0) == chosen]
-        checked.sort(key=lambda segment: segment.address)
-        for segment, following in pairwise(checked):
-            if segment.address + segment.size > following.address:
-                self.fail(f"has segments that overlap, at {following.address:#x}")
-        trace = self.items(traces[chosen], f"device_traces[{chosen}]") if chosen < len(traces) else []
-        entries = [entry for entry in map(self.entry, trace) if entry is not None]
-        if sum(segment.size for segment in checked) + sum(entry.size for entry in entries) > MOST_BYTES:
-            self.fail(f"is damaged: its segments and events are of more than {MOST_BYTES} bytes")
-        settings = settings_of_snapshot(self.settings(data.get("allocator_settings")))
-        return Snapshot(
-            self.source,
-            chosen,
-            segments=tuple(checked),
-            entries=tuple(entries),
-            settings=settings,
-            stacks=tuple(self.stacks),
-            block_stacks=block_stacks,
-            notes=self.notes(),
-        )
+        return data
 
     def fail(self, what: str) -> NoReturn:
         """Raise the error of a snapshot; ``what`` completes a sentence that begins with its name."""

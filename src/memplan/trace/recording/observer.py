@@ -254,18 +254,7 @@ class Observer:
             ledger.reallocate_resized(args[0], index)
         correct = semantics.results.get(signature.name)  # sets the device's sizes and strides
         result = result if correct is None else correct(args, kwargs, result)
-        form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
-        if form is None:  # the op runs as its kernel does
-            temporaries = semantics.temporaries(signature.name, args, kwargs, result, _torch.in_backward())
-            temporaries = self._scalars.without_saved(temporaries, signature.name, args, note.sequence)
-        else:
-            temporaries = tuple(map(Temporary, form.temporaries(args, result)))
-        if signature.name == _LIFT:
-            ledger.register_lifted(args[0], result, index)
-        absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
-        self.ownership.workspaces.update(
-            _allocations(result, temporaries, ledger, index, note, absent, semantics.order)
-        )
+        self._note_allocations(signature, args, kwargs, result, note, index, semantics)
         old_parts.clear()
         if self.card is None and note.grad_enabled and "self" in needs:
             self._scalars.save(signature.name, args, result, index)
@@ -279,6 +268,32 @@ class Observer:
         if note.phase == "optimizer":
             self.ownership.updating.update(note.writes)
         return result
+
+    def _note_allocations(
+        self,
+        signature: _Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        note: Note,
+        index: int,
+        semantics: Semantics,
+    ) -> None:
+        """Record the allocations of an op that has run, and the frees of its temporaries. ``semantics``: of the op's
+        device."""
+        ledger = self.ledger
+        form = None if ledger.real else form_of(signature.name, self.notes, self._on_assumption, ledger.device)
+        if form is None:  # the op runs as its kernel does
+            temporaries = semantics.temporaries(signature.name, args, kwargs, result, _torch.in_backward())
+            temporaries = self._scalars.without_saved(temporaries, signature.name, args, note.sequence)
+        else:
+            temporaries = tuple(map(Temporary, form.temporaries(args, result)))
+        if signature.name == _LIFT:
+            ledger.register_lifted(args[0], result, index)
+        absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
+        self.ownership.workspaces.update(
+            _allocations(result, temporaries, ledger, index, note, absent, semantics.order)
+        )
 
     def launched(self, kernel: str, tensors: Sequence[torch.Tensor]) -> None:
         """Record a launch of a Triton kernel or of a kernel of Inductor's generated code, whose buffers were allocated
