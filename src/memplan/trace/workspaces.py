@@ -59,7 +59,7 @@ def with_workspaces(trace: Trace, queries: Mapping[int, WorkspaceQuery], library
             continue
         if query.plan == "largest":
             plans = tuple(sorted(plans, key=lambda plan: -plan.workspace))
-        tried = stairs(plans)
+        tried = stairs(plans)  # the plans that torch tries one after the other, each with less workspace
         engines.append(Engines(storage, tried))
         storages[storage] = dataclasses.replace(storages[storage], bytes=tried[0].workspace, low=None)
     notes = _notes(library, card, answered, [queries[storage].question for storage in measured], [*predicted.values()])
