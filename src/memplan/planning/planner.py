@@ -63,7 +63,8 @@ class Planner:
             BudgetError: no plan fits the budget.
             RecordingError, UsageError: the step cannot be captured.
         """
-        key = object() if key is None and (captured is None or settings.chooses_precision) else key
+        if key is None and (captured is None or settings.chooses_precision):
+            key = object()  # unique to this call: its remedies and precisions share captures
         try:
             return self._plan_once(call, settings, budget, key, captured)
         except BudgetError as error:
@@ -80,8 +81,8 @@ class Planner:
     def _plan_once(
         self, call: Call, settings: Settings, budget: int, key: Hashable, captured: Captured | None = None
     ) -> Planned:
-        """Plan without looking for alternatives if nothing fits; chooses the precision if the settings leave it
-        open."""
+        """Like `planned`, but an error only advises what else to allow; other engines and precisions are not planned
+        for it."""
         if settings.chooses_precision:
             return fastest(lambda settled: self.study(call, settled, key), self._model, settings, budget)
         study = self.study(call, settings, key, captured)
@@ -111,23 +112,40 @@ class Planner:
     def _rewritten(
         self, study: Study, call: Call, settings: Settings, tiles: Sequence[Tile] = (), kernels: Sequence[Group] = ()
     ) -> Study:
-        """Return the study of a call whose segments run piece by piece, or by kernels."""
+        """Return the study of a call in which segments run piece by piece, or kernels replace groups of ops.
+
+        ``study``: of the same call without either.
+        """
         captured = capture(self._model, call, settings.fixed_precision, tiles=tiles, kernels=kernels)
         captured = replace(captured, graph=_with_costs(captured.graph, settings))
         return Study(self._model, call, captured, study, tuple(tiles), tuple(kernels))
 
     def bounded(self, request: Request, key: Hashable) -> Request:
-        """Return a request with its budget in bytes. For a relative budget the step without a plan is recorded."""
+        """Return the request with its budget in bytes. For a relative budget, the step without a plan is recorded
+        first."""
         if not isinstance(request.budget, Relative):
             return request
         return request.bounded(self.study(request.call, request.settings, key).eager_peak(request.settings))
 
     def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[FrontierPoint, ...]:
-        """Return the frontier of plans in each allowed precision. ``key``: as for `planned`."""
+        """Return the Pareto frontier of predicted bytes and seconds, over all allowed precisions.
+
+        Args:
+            call, settings, key: as for `planned`.
+            points: most plans in each precision.
+        """
         return frontier(lambda settled: self.study(call, settled, key), self._model, settings, points)
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
-        """Return the study of a kind of call in the precision of the settings, for any budget."""
+        """Return the `Study` of a call in the precision of the settings: its capture, costs and search, which serve any
+        budget.
+
+        Studies are cached by ``key`` and precision. An earlier plan's tiles and kernels (``settings.plan``) are part of
+        the study.
+
+        Raises:
+            UsageError: the tiles or kernels of the earlier plan do not apply to this call.
+        """
         precision = settings.fixed_precision
         earlier = settings.plan
         if earlier is not None and (earlier.tiles or earlier.kernels):
@@ -153,8 +171,10 @@ class Planner:
         return study
 
     def _capture(self, call: Call, key: Hashable, precision: Precision) -> Captured:
-        """Capture the call, or reuse the capture of a study of this kind of call that computes in the same precision:
-        only the encodings in which tensors may be saved differ then."""
+        """Capture the call, or reuse an earlier capture that computes in the same precision.
+
+        Such captures differ only in the encodings in which tensors may be saved.
+        """
         for (study_key, study_precision), study in self._studies.items():
             if key is not None and study_key == key and replace(study_precision, save=precision.save) == precision:
                 captured = study.captured

@@ -41,7 +41,7 @@ def fastest(
     """Return the fastest plan within the budget by predicted time, exact or lossy.
 
     Args:
-        study: returns the study of the call in the precision of the settings.
+        study: returns the `Study` (capture, costs and search) of the call in the precision of the settings.
         model: the step.
         settings: settings without a precision.
         exact_error: if nothing fits, also plan in precisions that are far from fitting, so that the error states the
@@ -103,6 +103,7 @@ class _PrecisionSearch:
         either.
         """
         settings = replace(self._settings, precision=precision)
+        # the study of the same precision with convolutions on the whole batch, if it was tried before
         whole_study = None if precision.whole else self._studies.get(replace(precision, whole=True))
         try:
             if whole_study is not None and not _calls_op(whole_study, CONVOLUTION):
@@ -111,7 +112,7 @@ class _PrecisionSearch:
             if whole_study is not None and not _calls_op(study, CHUNKED):
                 return  # no convolution was worth splitting
             if self.best is not None and (step_seconds(study.captured.graph) or 0.0) > self._seconds_to_beat:
-                return  # any plan in this precision takes as long
+                return  # without recomputation it takes too long already
             if self._settings.engine == "inductor" and not self._is_worth_lowering(study, settings, even_if_far):
                 return
             planned = study.planned(settings, self._budget)
@@ -131,10 +132,14 @@ class _PrecisionSearch:
             self.best, self._seconds = planned, seconds
 
     def _is_worth_lowering(self, study: Study, settings: Settings, even_if_far: bool) -> bool:
+        """Return whether to compile fused kernels for a study: not if it is far from the budget, or saves nothing in
+        fewer bits.
+
+        Precisions that are far from the budget are noted as skipped. ``even_if_far``: plan those, too.
+        """
         search, precision = study.search(settings), settings.fixed_precision
-        op_by_op = _OpByOpBytes(
-            search.floor_peak, base_level(search.graph, search.floor().choices, search.outside_memory)
-        )
+        resident = base_level(search.graph, search.floor().choices, search.outside_memory)
+        op_by_op = _OpByOpBytes(search.floor_peak, resident)
         if op_by_op.is_far_above(self._budget) and not even_if_far:
             self._skipped.append((op_by_op, precision))
             return False
@@ -148,13 +153,16 @@ class _PrecisionSearch:
 
     @property
     def _seconds_to_beat(self) -> float:
-        """Seconds of a step that another plan must stay below to replace the best, which has a margin over it."""
+        """Seconds of a step below which a plan replaces the best so far: the best's seconds, less a margin."""
         exact = self.best is not None and not self.best.plan.precision.lossy
         return (WORTH_LOSING if exact else WORTH_IT) * self._seconds
 
     def without_slower_blocks(self) -> Precision | None:
-        """Return a lower precision, the best plan's if possible, in which the blocks that it slows down compute as
-        written; None if no block is slower in it."""
+        """Return a lower precision in which the blocks that it slows down compute as written; None if it slows down
+        none.
+
+        The lower precision is the best plan's, else the first that was tried.
+        """
         if self.best is None or EXACT not in self._studies:
             return None
         lower = next((precision for precision in (self.best.plan.precision, *self._studies) if precision.compute), None)
@@ -166,11 +174,12 @@ class _PrecisionSearch:
 
 @dataclass(frozen=True, slots=True)
 class _OpByOpBytes:
-    """Bytes of a step run op by op."""
+    """Bytes that a step needs at least if its ops run one by one."""
 
     floor: int
+    """Smallest peak that the search reached."""
     resident: int
-    """Resident bytes, included in the floor."""
+    """Part of the floor that is allocated during the whole step."""
 
     def is_far_above(self, budget: int) -> bool:
         """Return whether the fused step is expected to exceed a budget, too."""
@@ -178,10 +187,13 @@ class _OpByOpBytes:
 
 
 def _saves_in_fewer_bits(search: Search, budget: int) -> bool:
-    """Return whether op-by-op plans, for the budget or at the floor, save any value in fewer bits: if not, neither will
-    plans of fused kernels."""
-    lossy = {(f.lever, f.value) for f in search.graph.forms if registry.find(f.lever).grade(f) == "lossy"}
-    return any(not lossy.isdisjoint(plan.choices.saved_forms) for plan in (search.floor(), search.within(budget)))
+    """Return whether op-by-op plans, for the budget or at the floor, save any value in fewer bits.
+
+    If they do not, neither will plans of fused kernels.
+    """
+    forms = search.graph.forms
+    lossy = {(form.lever, form.value) for form in forms if registry.find(form.lever).grade(form) == "lossy"}
+    return any(lossy & plan.choices.saved_forms for plan in (search.floor(), search.within(budget)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,38 +213,36 @@ def frontier(
     """Return the Pareto frontier in bytes and seconds, the largest peak first: of the exact plans, and of all plans.
 
     Args:
-        study: returns the study of the call in the precision of the settings.
+        study: returns the `Study` (capture, costs and search) of the call in the precision of the settings.
         model: the step.
         settings: settings of the plans.
         points: most plans in each precision.
     """
-    points_found, exact_seconds = (
-        list[FrontierPoint](),
-        step_seconds(study(replace(settings, precision=EXACT)).captured.graph),
-    )
+    plans = list[FrontierPoint]()
+    exact_seconds = step_seconds(study(replace(settings, precision=EXACT)).captured.graph)
     for precision in tiers(model, settings) if settings.chooses_precision else [settings.fixed_precision]:
         settings_in_precision = replace(settings, precision=precision)
         try:
             study_in_precision = study(settings_in_precision)
-            plans = study_in_precision.frontier(settings_in_precision, points)
+            solutions = study_in_precision.frontier(settings_in_precision, points)
         except MemplanError:
             if not precision.lossy:
                 raise
             continue  # some ops have no kernels in fewer bits
         added = step_seconds(study_in_precision.captured.graph) - exact_seconds if precision.lossy else 0.0
-        points_found += [FrontierPoint(plan.peak, plan.seconds + added, precision) for plan in plans]
-    exact = _pareto_frontier(plan for plan in points_found if not plan.precision.lossy)
-    lossy = (plan for plan in _pareto_frontier(points_found) if plan.precision.lossy)
+        plans += [FrontierPoint(solution.peak, solution.seconds + added, precision) for solution in solutions]
+    exact = _pareto_frontier(plan for plan in plans if not plan.precision.lossy)
+    lossy = (plan for plan in _pareto_frontier(plans) if plan.precision.lossy)
     return tuple(sorted((*exact, *lossy), key=lambda plan: (-plan.peak, plan.seconds)))
 
 
 def _calls_op(study: Study, target: str) -> bool:
-    """Return whether the forward pass calls this op."""
+    """Return whether the forward pass calls the op ``target``, such as ``aten.convolution.default``."""
     return any(op.target == target for op in study.captured.graph.forward_ops)
 
 
 def _pareto_frontier(plans: Iterable[FrontierPoint]) -> list[FrontierPoint]:
-    """Return the Pareto frontier in bytes and seconds."""
+    """Return the plans that no other plan beats in both bytes and seconds, the smallest peak first."""
     fastest, best = float("inf"), list[FrontierPoint]()
     for plan in sorted(plans, key=lambda plan: (plan.peak, plan.seconds)):
         if plan.seconds < fastest:
@@ -244,9 +254,11 @@ def _pareto_frontier(plans: Iterable[FrontierPoint]) -> list[FrontierPoint]:
 def with_lossy_remedy(
     error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int
 ) -> BudgetError:
-    """Return the error of an exact plan with the figures of a lossy plan that meets the budget, if there is one."""
-    least = study(settings).least_peak(settings)
-    if budget < least:
+    """Return the error of an exact plan, with the advice to allow a lossy plan if there is one that meets the budget.
+
+    ``study``: returns the `Study` of the call in the precision of the settings.
+    """
+    if budget < study(settings).least_peak(settings):
         return error
     try:
         plan = fastest(
@@ -264,7 +276,10 @@ def with_lossy_remedy(
 
 
 def with_graph_remedy(error: BudgetError, planned: Callable[[Settings], Planned], settings: Settings) -> BudgetError:
-    """Return the error of fused kernels with the figures of an op-by-op plan that meets the budget, if there is one."""
+    """Return the error of fused kernels, with the advice to run op by op if such a plan meets the budget.
+
+    ``planned``: returns the plan for these settings, or raises.
+    """
     try:
         plan = planned(replace(settings, engine="graph")).plan
     except MemplanError:
@@ -275,7 +290,7 @@ def with_graph_remedy(error: BudgetError, planned: Callable[[Settings], Planned]
 
 
 def _seconds_text(plan: Plan) -> str:
-    """Return the predicted seconds of a plan as the end of a sentence."""
+    """Return a plan's predicted seconds as the end of a sentence: ", 1.2 s a step predicted (1 s without a plan)"."""
     if plan.total_seconds is None:
         return ""
     without = f" ({format_seconds(plan.step_seconds)} without a plan)" if plan.step_seconds else ""
@@ -283,22 +298,30 @@ def _seconds_text(plan: Plan) -> str:
 
 
 def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
-    """Yield the precisions to choose from, exact first."""
+    """Yield the precisions to choose from, exact first, without those that the settings exclude.
+
+    Computing in fewer bits is left out under the user's own autocast.
+    """
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    under_autocast = any(torch.is_autocast_enabled(place) for place in ("cpu", "cuda"))
-    compute = "" if under_autocast else lower_precision(settings.device, device)
     saves: tuple[Save, ...] = ("exact", "bfloat16", "int8") if settings.engine == "inductor" else ("bfloat16", "int8")
     precisions = [EXACT]
+    under_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    compute = "" if under_autocast else lower_precision(settings.device, device)
     for save in saves if compute else ():
-        precisions += [Precision(compute, save, whole=True)] if device == "cpu" else []
+        if device == "cpu":  # only there convolutions are split into a few samples at a time
+            precisions.append(Precision(compute, save, whole=True))
         precisions.append(Precision(compute, save))
     precisions += [Precision("", "bfloat16"), Precision("", "int8")]
     yield from (precision for precision in precisions if precision not in settings.excluded_precisions)
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:
-    """Return float16 for a card without bfloat16, else bfloat16. On CPUs without bfloat16 instructions neither is
-    fast."""
+    """Return the dtype to compute in on a device: bfloat16, or float16 for a card that has only this.
+
+    Args:
+        card: the card that seconds are estimated for; None: this machine's ``device``.
+        device: ``cpu`` or ``cuda``.
+    """
     if card is not None:
         return "bfloat16" if card.flops.get("bfloat16") or not card.flops.get("float16") else "float16"
     if device == "cuda":

@@ -26,7 +26,7 @@ class Relative:
         """Return the budget in bytes of a step that takes ``eager`` bytes without a plan.
 
         Raises:
-            UsageError: nothing is left of it.
+            UsageError: that is not positive.
         """
         budget = int(self.share * eager) - self.less
         if budget <= 0:
@@ -45,7 +45,7 @@ class Relative:
 
 
 def read_any_budget(budget: Any) -> int | Device | Relative:
-    """Read a budget: bytes, a card's name, or what is relative to the step without a plan.
+    """Read a budget: bytes, a card's name, or a budget relative to the step without a plan ("70%", "-2 GiB").
 
     Raises:
         UnitError: it is none of these.
@@ -57,18 +57,14 @@ def read_any_budget(budget: Any) -> int | Device | Relative:
     text = budget.strip() if isinstance(budget, str) else ""
     share, less = _SHARE.fullmatch(text), _LESS.fullmatch(text)
     if share is not None:
-        return _relative_share(Fraction(share[1]) / 100, text)
+        part = Fraction(share[1]) / 100
+        if not 0 < part <= 1:
+            raise UnitError(
+                f"a budget of {text!r} of the step without a plan",
+                expected="more than 0% and no more than 100%",
+                do="Write it like '70%'",
+            )
+        return Relative(part)
     if less is not None:
         return Relative(less=parse_bytes(less[1]))
     return read_budget(budget)
-
-
-def _relative_share(share: Fraction, text: str) -> Relative:
-    """Return the budget that is this share of the step without a plan; a UnitError quotes ``text``."""
-    if not 0 < share <= 1:
-        raise UnitError(
-            f"a budget of {text!r} of the step without a plan",
-            expected="more than 0% and no more than 100%",
-            do="Write it like '70%'",
-        )
-    return Relative(share)

@@ -52,7 +52,7 @@ class Request:
         return self.budget
 
     def bounded(self, eager: int) -> Request:
-        """Return the request with its budget in bytes. ``eager``: peak of the step without a plan."""
+        """Return the request with its budget in bytes. ``eager``: peak bytes of the step without a plan."""
         if not isinstance(self.budget, Relative):
             return self
         budget = self.budget.of(eager)
@@ -61,7 +61,7 @@ class Request:
 
     @contextmanager
     def under_autocast(self) -> Iterator[None]:
-        """Enter the autocast of the step."""
+        """Within this context the step runs under its autocast, if it has any."""
         with nullcontext() if self.autocast is None else torch.autocast(self.settings.home.type, dtype=self.autocast):
             yield
 
@@ -94,15 +94,19 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
 
     constructs_fakes = fake and not isinstance(model, nn.Module)
     built, args, keywords = _on_fake_tensors(model_and_call) if constructs_fakes else model_and_call()
-    module = _with_loss(built, step)
+    loss, optimizer = step.callables
+    if loss is None and step.targets:
+        count = len(step.targets)
+        raise InputError(f"{count} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
+    module = built if loss is None else WithLoss(built, loss, len(step.targets))
     if options.gradients.updates:
         _check_shared_memory(module)
     call = call_of(args, keywords)
-    output_kinds(module, call)  # raises before planning if planned results would not equal eager ones
+    output_kinds(module, call)  # only for its error, if planned results would not equal eager ones
     home = home_of(module, call.tensors)
     _check_compiler(options.engine, home)
     settings = Settings(
-        optimizer=step.callables[1], gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
+        optimizer=optimizer, gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
         costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
         host_memory=options.host_memory or home.card is not None, allow=options.allow,
     )  # fmt: skip
@@ -115,17 +119,6 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     if torch.float16 in {autocast, *(parameter.dtype for parameter in built.parameters() if parameter.requires_grad)}:
         notes.append(UNSCALED)
     return Request(built, module, call, autocast, settings, budget, tuple(notes))
-
-
-def _with_loss(model: nn.Module, step: StepOptions) -> nn.Module:
-    """Return the module to capture: the model with its loss, or the model alone."""
-    loss, _ = step.callables
-    if loss is not None:
-        return WithLoss(model, loss, len(step.targets))
-    if step.targets:
-        count = len(step.targets)
-        raise InputError(f"{count} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
-    return model
 
 
 def _check_allow(options: PlanOptions) -> None:
@@ -217,7 +210,8 @@ def _check_shared_memory(model: nn.Module) -> None:
         if _torch.untraceable_reason(tensor) is None and tensor.numel()
     }
     ranges = sorted((_torch.storage_key(t.untyped_storage()), *_byte_range(t), name) for name, t in named.items())
-    last = (0, 0, "")  # (storage, end, name) of the tensor that ends last so far
+    # Sorted by where they begin, a tensor overlaps an earlier one if it begins before the furthest end so far.
+    last = (0, 0, "")  # (storage, end, name) of the tensor with the furthest end
     for storage, begin, end, name in ranges:
         shares = storage == last[0] and begin < last[1]
         if shares and (named[name].requires_grad or named[last[2]].requires_grad):
@@ -238,7 +232,7 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _parse_budget(budget: Any) -> tuple[int | Relative, Device | None]:
-    """Return the budget, and its card if it is the name of a card: then the budget is the card's usable bytes."""
+    """Return the budget, and the card if the budget is a card's name: the budget is then its usable bytes."""
     if budget is None:
         expected = "bytes, such as '6 GiB', a share of the step without a plan, such as '70%', or a card's name"
         raise UsageError("No budget", expected=expected, do="Give budget")
@@ -247,6 +241,7 @@ def _parse_budget(budget: Any) -> tuple[int | Relative, Device | None]:
 
 
 def _build_model(model: Any) -> nn.Module:
+    """Return the module, or what the callable returns. Raises TargetError if that is no module."""
     built = model if isinstance(model, nn.Module) else model() if callable(model) else model
     if not isinstance(built, nn.Module):
         raise TargetError(
@@ -267,15 +262,17 @@ def _on_fake_tensors(make: Callable[[], _Constructed]) -> _Constructed:
 
 
 def _check_data(model: nn.Module, fake: bool) -> None:
-    """Raise InputError or DeviceError for a model without data that is to run."""
-    if not fake and is_fake(model):
+    """Raise InputError or DeviceError if the model is to run (not ``fake``) but its tensors have no data."""
+    if fake:
+        return
+    if is_fake(model):
         raise InputError(
             f"The model {type(model).__name__} is without data: it was made under fake tensors",
             expected="one that can run",
             do="Make it again with data, or use memplan.plan, which runs nothing",
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not fake and tensor.is_meta:
+        if tensor.is_meta:
             raise DeviceError(
                 f"{name} is on meta",
                 expected="a module with data, on the CPU or on a CUDA card",

@@ -164,22 +164,24 @@ class Segments:
         """Reasons for which single calls cannot run piece by piece."""
 
     def refuse(self, tile: Tile, reason: str) -> None:
-        """Exclude a segment that could not be traced, with any axis and number of pieces."""
+        """Exclude a segment that could not be traced, whatever its axis and number of pieces. ``reason``: for the
+        user."""
         self._refused[tile.first, tile.last] = reason
         self._segments = {key: segment for key, segment in self._segments.items() if key[:2] != (tile.first, tile.last)}
 
     def reasons(self, ops: Iterable[OverBudgetOp]) -> list[str]:
-        """Return the reasons, with their layers, for which refused segments and the calls of these ops do not run piece
-        by piece."""
+        """Return why refused segments and the calls of these ops do not run piece by piece, each with its layer:
+        "layer1.0: ..."."""
         reasons = list(self._refused.items())
         reasons += [((op.call, op.call), self._untileable[op.call]) for op in ops if op.call in self._untileable]
         return list(dict.fromkeys(f"{self._layer(first, last)}{reason}" for (first, last), reason in reasons))
 
     def _layer(self, first: int, last: int) -> str:
-        layer = next(
-            (op.layer for op in self._data if op.layer and op.call is not None and first <= op.call <= last), ""
-        )
-        return layer and f"{layer}: "
+        """Return the layer of the first op between two calls as "layer1.0: ", empty if unknown."""
+        for op in self._data:
+            if op.layer and op.call is not None and first <= op.call <= last:
+                return f"{op.layer}: "
+        return ""
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -200,22 +202,25 @@ class Segments:
         Tokens are the second dimension of the step's 2-d integer inputs and of the call's 3-d results.
         """
         values, batch = self._graph.values, [axis.samples for axis in self.axes if axis.dim == 0]
-        made = [values[v].shape for op in self._data if op.call == call for v in op.outputs if v is not None]
-        shapes = [value.shape for value in values if value.kind == "input" and value.dtype in _INTEGERS]
-        shapes = [shape for shape in shapes if len(shape) == 2] + [shape for shape in made if len(shape) == 3]
+        results = [values[v].shape for op in self._data if op.call == call for v in op.outputs if v is not None]
+        tokens = [value.shape for value in values if value.kind == "input" and value.dtype in _INTEGERS]
+        shapes = [shape for shape in tokens if len(shape) == 2] + [shape for shape in results if len(shape) == 3]
+        # by batch size: of several shapes with the same one, the first counts
         axes = {shape[0]: Axis(1, shape[0], shape[1]) for shape in reversed(shapes) if shape[0] and shape[1] > 1}
-        rows = dict.fromkeys(shape[0] for shape in made if len(shape) == 2 and shape[0] > 1 and shape[0] not in batch)
-        return (*axes.values(), *(Axis(0, count) for count in rows))
+        rows = dict.fromkeys(shape[0] for shape in results if len(shape) == 2)
+        return (*axes.values(), *(Axis(0, count) for count in rows if count > 1 and count not in batch))
 
     def segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
-        """Return the segment from call ``first`` to call ``last``; None if it cannot run piece by piece."""
+        """Return the segment from call ``first`` to call ``last``, cut along ``axis``; None if it cannot run piece by
+        piece."""
         key = first, last, axis, pieces
         if key not in self._segments:
             self._segments[key] = self._build(*key)
         return self._segments[key]
 
     def _build(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
-        """Build the result of `segment`. If a single call cannot run piece by piece, the reason is noted."""
+        """Build the result of `segment`, which caches it. If a single call cannot run piece by piece, the reason is
+        noted."""
         inside = self._between(first, last)
         if (first, last) in self._refused:
             return None
@@ -249,13 +254,14 @@ class Segments:
         return self._data[indices[0] : indices[-1] + 1]
 
     def _program(self, inside: Sequence[GraphOp]) -> Program:
+        """Return the ops of a segment with the values that they read from outside and that ops outside read."""
         indices, nodes = {op.index for op in inside}, tuple(self._nodes[op.index] for op in inside)
         computed = {value for node in nodes for value in node.outputs}
         inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in computed))
         results = (node.outputs[0] for node in nodes if node.outputs)
-        outputs = (v for v in results if v in self._graph.outputs or not self._readers.get(v, set()) <= indices)
-        static, fixed = (frozenset(v for v in inputs if v in known) for known in (self._static, self._fixed))
-        return Program(nodes, inputs, static, tuple(outputs), self._likes, fixed)
+        outputs = tuple(v for v in results if v in self._graph.outputs or self._readers.get(v, set()) - indices)
+        static, fixed = self._static.intersection(inputs), self._fixed.intersection(inputs)
+        return Program(nodes, inputs, frozenset(static), outputs, self._likes, frozenset(fixed))
 
     def around(self, op: OverBudgetOp, target: int, tiles: Sequence[Tile], premium: float) -> Tile | None:
         """Return the segment around an op to run piece by piece, in addition to ``tiles``, so that the op's live bytes
@@ -265,7 +271,8 @@ class Segments:
         times the bytes per second of the best segment that does.
         """
         needed = op.level - target
-        fitting, others = ((0.0, 0), None), ((0.0, 0), None)
+        # the best segment that reaches the target, and the best that does not: ((bytes per second, -ops), tile)
+        reaching, others = ((0.0, 0), None), ((0.0, 0), None)
         for segment, axis, most in self._candidates(op.call, tiles):
             for pieces in PIECES:
                 if pieces > most:
@@ -273,16 +280,15 @@ class Segments:
                 saved = min(op.level - self._expected_bytes(segment, op, pieces), needed)
                 rate = saved / (segment.seconds(pieces) + CALL_SECONDS), -len(segment.ops)
                 tile = Tile(segment.first, segment.last, axis, pieces)
-                if saved == needed:  # more pieces have more borders
-                    fitting = max(fitting, (rate, tile), key=lambda known: known[0])
+                if saved == needed:  # more pieces would only add borders
+                    reaching = max(reaching, (rate, tile), key=lambda known: known[0])
                     break
                 if saved * LEAST_SHARE >= needed:
                     others = max(others, (rate, tile), key=lambda known: known[0])
-        return fitting[1] if fitting[0][0] * premium >= others[0][0] else others[1]
+        return reaching[1] if reaching[0][0] * premium >= others[0][0] else others[1]
 
     def finer(self, tile: Tile) -> Tile | None:
-        """Return a segment in twice as many pieces, along another axis if there are too few elements; None if neither
-        is possible."""
+        """Return the segment in twice as many pieces; None if it has too few elements along every axis."""
         pieces = 2 * tile.pieces
         for axis in dict.fromkeys((tile.axis, *self.axes, *self.token_axes(tile.last))):
             if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces) is not None:
@@ -290,8 +296,10 @@ class Segments:
         return None
 
     def _candidates(self, call: int, tiles: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
-        """Yield the segments around a call, with their axis and largest number of pieces. A segment contains each of
-        ``tiles`` as a whole or not at all."""
+        """Yield (segment, axis, largest number of pieces) of the segments around a call.
+
+        A segment contains each of ``tiles`` as a whole or not at all.
+        """
         if call not in self.calls:
             return
         index = self.calls.index(call)
@@ -317,42 +325,38 @@ class Segments:
         """
         values, program = self._graph.values, tiled.program
         kinds = (values[values[v].base].kind for v in program.inputs)
-        needed = [kind not in ("input", "buffer", "constant") for kind in kinds]  # inputs that get a gradient
+        needed = [kind not in ("input", "buffer", "constant") for kind in kinds]  # whether each gets a gradient
         if True not in needed or tiled.overwritten(needed) is None:
             return 0
         indices = {op.index for op in inside}
         derivatives = {op.index for op in self._graph.backward_ops if op.gradient_of in indices}
-        incoming = {
-            value for index in derivatives for value in self._graph.ops[index].reads
-            if values[value].op not in derivatives and self._is_gradient(value)
-        }  # fmt: skip
+        operands = {value for index in derivatives for value in self._graph.ops[index].reads}
+        made_by = self._graph.maker
+        incoming = {v for v in operands if v in made_by and made_by[v].phase == "backward"}
+        incoming = {v for v in incoming if made_by[v].index not in derivatives}
         if any(incoming.intersection(op.reads) for op in self._graph.backward_ops if op.index not in derivatives):
             return 0  # an op outside of the segment reads it, too
         first_needed = program.inputs[needed.index(True)]  # as many bytes as the overwritten gradient
         return program.likes[first_needed].bytes
 
-    def _is_gradient(self, value: int) -> bool:
-        maker = self._graph.values[value].op
-        return maker is not None and self._graph.ops[maker].phase == "backward"
-
     def _call_of(self, value: int) -> int:
+        """Return the number of the call that computes a value, -1 if none or unknown."""
         maker = self._graph.values[value].op
         call = None if maker is None else self._graph.ops[maker].call
         return -1 if call is None else call
 
     def _expected_bytes(self, segment: Segment, op: OverBudgetOp, pieces: int) -> int:
-        """Return the bytes expected to be live at an op if a segment around it runs piece by piece.
+        """Return the bytes expected to be live at an op if a segment around it runs in this number of pieces.
 
         The values of the segment's ops, and in the backward pass the gradients of its results, are subtracted from the
         present level; the values of a piece are added.
         """
         first, last = segment.first, segment.last
-        inside = [
-            live for live in op.live
-            if (first <= live.call <= last and not live.stays)
-            or (live.backward and live.call > last and any(first <= reader <= last for reader in live.readers))
-        ]  # fmt: skip
-        others = op.level - op.scratch - sum(live.bytes for live in inside)
+        own = [live for live in op.live if first <= live.call <= last and not live.stays]
+        later_gradients = (live for live in op.live if live.backward and live.call > last)
+        incoming = [live for live in later_gradients if any(first <= reader <= last for reader in live.readers)]
+        others = op.level - op.scratch - sum(live.bytes for live in (*own, *incoming))
+        # the segment's operands have to be live: those that are not yet are added, recognized by their bytes
         before = Counter(live.bytes for live in op.live if not live.backward and live.call < first)
         missing = Counter(size for _, size in segment.operands) - before
         others += sum(size * count for size, count in missing.items())
@@ -365,7 +369,7 @@ class Segments:
 
 
 def _cuts(tile: Tile, first: int, last: int) -> bool:
-    """Return whether a range of calls overlaps a tile but does not contain it, or is the same range."""
+    """Return whether the calls ``first`` to ``last`` overlap a tile without containing more than it."""
     overlaps = first <= tile.last and tile.first <= last
     larger = first <= tile.first and tile.last <= last and (first, last) != (tile.first, tile.last)
     return overlaps and not larger
@@ -373,16 +377,14 @@ def _cuts(tile: Tile, first: int, last: int) -> bool:
 
 def over_budget_ops(
     graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory, target: int
-) -> list[OverBudgetOp]:  # fmt: skip
+) -> list[OverBudgetOp]:
     """Return the ops of a schedule at which more than ``target`` bytes are live, the most first. Of a call's ops, only
     the one with the most live bytes is returned."""
-    counted, live, highest = levels(schedule, outside_memory), set[int](), dict[int, OverBudgetOp]()
-    values = {
-        value: _live_value(graph, value)
-        for value in {v for a in (*schedule.forward, *schedule.backward) for v in a.makes}
-    }
-    actions = zip((*counted.forward, *counted.backward), (*schedule.forward, *schedule.backward), strict=True)
-    for index, (level, action) in enumerate(actions):
+    counted = levels(schedule, outside_memory)
+    actions = (*schedule.forward, *schedule.backward)
+    values = {value: _live_value(graph, value) for value in {v for action in actions for v in action.makes}}
+    live, highest = set[int](), dict[int, OverBudgetOp]()  # ids of values; by call
+    for index, (level, action) in enumerate(zip((*counted.forward, *counted.backward), actions, strict=True)):
         live.update(action.makes)
         if level > target and action.op is not None:
             op = graph.ops[action.op]
@@ -393,12 +395,13 @@ def over_budget_ops(
                     index >= len(counted.forward), op.target in TILE_OPS,
                 )  # fmt: skip
         live.difference_update(action.frees)
-        if action.into is not None:
+        if action.into is not None:  # its memory is the result's now
             live.discard(action.into)
     return sorted(highest.values(), key=lambda op: -op.level)
 
 
 def _live_value(graph: JointGraph, value: int) -> LiveValue:
+    """Return what a tile's expected bytes depend on: a value's size, and the calls that compute and read it."""
     maker = graph.values[value].op
     op = None if maker is None else graph.ops[maker]
     call = None if op is None else graph.call_of(op)
@@ -411,7 +414,7 @@ def _live_value(graph: JointGraph, value: int) -> LiveValue:
 
 
 def _node(op: GraphOp) -> Node:
-    """Return a forward op as a node of a program."""
+    """Return a forward op as a node of a segment's program. A batch norm updates no running statistics there."""
     target, args, kwargs = op.target, op.args, op.kwargs
     if target == "aten._native_batch_norm_legit_functional.default":
         target = "aten._native_batch_norm_legit.default"

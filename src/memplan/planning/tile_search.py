@@ -62,7 +62,7 @@ def planned_in_tiles(
                 return tried.planned(settings, budget)
             except NotTileable as reason:  # tracing shows more than the graph
                 _log.info("a segment cannot run piece by piece: %s", reason)
-                if reason.at is None:
+                if reason.at is None:  # unknown which segment it was
                     break
                 segments.refuse(more[reason.at], str(reason))
                 refusals.append(str(reason))
@@ -71,8 +71,8 @@ def planned_in_tiles(
                 break
             except BudgetError as lower:
                 error = min(error, lower, key=lambda known: known.smallest_budget)
-    reasons = segments.reasons(over_budget_ops_of(tried, settings, budget)[:AT_ONCE])
-    if reasons:
+    highest = over_budget_ops_of(tried, settings, budget)[:AT_ONCE]
+    if reasons := segments.reasons(highest):
         error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
     raise error
 
@@ -91,8 +91,18 @@ def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budge
 def _more_tiles(
     segments: Segments, study: Study, settings: Settings, budget: int, tiles: tuple[Tile, ...], premium: float
 ) -> tuple[Tile, ...]:
-    """Return the tiles to try next: with more pieces, or further tiles, around the ops at which the step is above its
-    budget; the same tiles if nothing is expected to help."""
+    """Return the tiles to try next; the same tiles if nothing is expected to help.
+
+    For each op above the budget, the highest first, its tile is cut into more pieces, or a new tile is laid around it.
+
+    Args:
+        segments: segments that the step can be cut into.
+        study: the step with ``tiles``.
+        settings: options of the plan.
+        budget: bytes.
+        tiles: present tiles.
+        premium: as for `Segments.around`.
+    """
     if budget < study.least_peak(settings):
         return tiles
     chosen, new = list(tiles), 0
@@ -115,7 +125,7 @@ def _more_tiles(
 
 
 def over_budget_ops_of(study: Study, settings: Settings, budget: int) -> list[OverBudgetOp]:
-    """Return the ops at which the plan that comes nearest to the budget is above it."""
+    """Return the ops that exceed the budget in the plan that comes nearest to it, the most live bytes first."""
     search = study.search(settings)
     nearest = schedule(search.graph, search.nearest(budget, STEEP).choices)
     return over_budget_ops(search.graph, nearest, search.outside_memory, budget)

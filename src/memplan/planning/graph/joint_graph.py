@@ -281,6 +281,10 @@ class JointGraph:
         """Return the id of the value that owns the memory of ``value``."""
         return self.values[value].base
 
+    def layer_of(self, op: GraphOp) -> str:
+        """Return the layer of an op; of a backward op, that of the forward op whose derivative it computes."""
+        return op.layer or ("" if op.gradient_of is None else self.ops[op.gradient_of].layer)
+
 
 def refs(arguments: Any) -> Iterator[int]:
     """Yield the values in an op's arguments, in order, at any depth."""

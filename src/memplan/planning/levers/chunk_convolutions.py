@@ -30,8 +30,10 @@ class ChunkConvolutions(Lever):
     name = "chunk convolutions"
 
     def rewrite(self, graph: JointGraph, precision: Precision) -> JointGraph:
-        """Return the graph with convolutions in chunks if the plan computes in lower precision on the CPU."""
-        return chunked(graph) if precision.compute and not graph.is_on_card and not precision.whole else graph
+        """Return the graph with convolutions in chunks if the plan computes in lower precision on the CPU, else
+        unchanged."""
+        is_whole = precision.whole or not precision.compute or graph.is_on_card
+        return graph if is_whole else chunked(graph)
 
     def grade(self, form: SavedForm | None = None) -> Grade:
         """Return ``lossy``: another kernel may run, which adds in a different order."""
@@ -44,7 +46,10 @@ def chunked(graph: JointGraph) -> JointGraph:
 
 
 def _in_chunks(graph: JointGraph, op: GraphOp) -> GraphOp:
-    """Return a convolution in as few chunks as bring its workspace down to half of its result; other ops unchanged."""
+    """Return a convolution in as few chunks as bring its workspace down to half of its result; other ops unchanged.
+
+    Convolutions whose workspace is smaller than their result, or than 1 MiB, are unchanged, too.
+    """
     if op.target != CONVOLUTION or op.phase != "forward" or len(op.makes) != 1 or op.kwargs:
         return op
     result = graph.values[op.makes[0]]

@@ -78,10 +78,13 @@ _Bound = Callable[[Mapping[str, Any], tuple[int, ...]], int]
 
 
 def _elements_of_last_dims(dims: int) -> _Bound:
+    """Return the bound of a pooling's indices: the elements of its input's last ``dims`` dimensions."""
     return lambda _, shape: prod(shape[-dims:])
 
 
 def _size_along(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+    """Return the bound of indices along ``dim``: the size of the input's dimension, or all its elements if ``dim`` is
+    None."""
     dim = arguments.get("dim", -1)
     return prod(shape) if dim is None or not shape else shape[dim]
 
@@ -127,7 +130,7 @@ class Encode(Lever):
     switch = "encodings"
 
     def why_not(self, graph: JointGraph, value: Value, situation: Situation) -> str:
-        """Return the reason why a value has no smaller encoding, empty if it has one."""
+        """Return the reason why a value has no smaller encoding, empty if it has an encoding."""
         return _Encodings(graph, situation.save).why_not(value)
 
     def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
@@ -139,7 +142,8 @@ class Encode(Lever):
                 yield encoding
 
     def store(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that encodes a value."""
+        """Return the call that encodes a value. ``form.how`` is the codec: see the codecs in this module's
+        docstring."""
         if form.how in ("index", "bfloat16"):
             return _cast_call(form.value, graph.values[form.encoded].dtype)
         if form.how in LOSSY:
@@ -147,7 +151,8 @@ class Encode(Lever):
         return "memplan.pack_bits.default", (Ref(form.value), form.how), {}
 
     def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that decodes a value."""
+        """Return the call that decodes a value. ``form.how`` is the codec: see the codecs in this module's
+        docstring."""
         value = graph.values[form.value]
         if form.how in ("index", "bfloat16"):
             return _cast_call(form.encoded, value.dtype)
@@ -157,7 +162,8 @@ class Encode(Lever):
         return "memplan.unpack_bits.default", (Ref(form.encoded), value.shape, value.stride), {}
 
     def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
-        """Return the call of an op of `DIRECT` that reads bits. In place, it writes over its first operand."""
+        """Return the call of a backward op that reads bits instead of the value. In place, it writes over its first
+        operand."""
         direct = DIRECT[op.target]
         arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(form.encoded)}
         return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
@@ -229,11 +235,14 @@ class _Encodings:
         return "" if self._encoding(value, maker) is not None else "no reader can do with fewer bits"
 
     def encoding_of(self, value: Value) -> tuple[SavedForm, Value] | None:
-        """Return the encoding of a value, None if there is no smaller one."""
+        """Return the encoding of a value and the encoded value; None if there is no smaller encoding."""
         return None if self.why_not(value) else self._encoding(value, self.graph.maker[value.id])
 
     def _encoding(self, value: Value, maker: GraphOp) -> tuple[SavedForm, Value] | None:
-        """Return the lossy encoding of a value if there is one, else the exact one; None if neither is smaller."""
+        """Return the smaller encoding of a value and the encoded value, lossy before exact; None if neither is smaller.
+
+        ``maker``: the op that computes the value.
+        """
         graph, readers = self.graph, self.readers[value.id]
         encoding = _lossy(graph, value, maker, readers, self.save, value.id in self.steep)
         encoding = encoding or _exact(graph, value, maker, readers)
@@ -243,12 +252,19 @@ class _Encodings:
 def _lossy(
     graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, is_amplified: bool
 ) -> tuple[SavedForm, Value] | None:
-    """Return the lossy encoding of a value, and the encoded value: eight bits an element where all its readers
-    tolerate that, else bfloat16.
+    """Return the lossy encoding of a value, and the encoded value: eight bits an element if all its readers tolerate
+    that, else bfloat16.
 
-    None if the plan is exact, if the value is not the floating-point main result of its op, if it is a mere cast, or
-    if backward ops only compare it with 0: then bits are smaller, and exact. ``is_amplified``: whether forward ops
-    amplify an error of the value, which rules eight bits out.
+    None if the plan is exact, if the value is not the floating-point main result of its op, if it is a mere cast, or if
+    backward ops only compare it with 0: then bits are smaller, and exact.
+
+    Args:
+        graph: the step.
+        value: a forward value.
+        maker: the op that computes it.
+        readers: the backward ops that read it.
+        save: lowest precision in which values may be saved.
+        is_amplified: whether forward ops amplify an error of the value, which rules eight bits out.
     """
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
@@ -256,18 +272,14 @@ def _lossy(
         return None
     if all(reads_bits(graph, op, value.id) for op in readers) or _is_cast(graph, maker):
         return None
-    elements = prod(value.shape)
-    if (
-        save == "int8"
-        and not is_amplified
-        and all(op.target in EIGHT_BITS for op in readers)
-        and value.dtype != "float64"
-    ):
+    tolerates_8_bits = not is_amplified and all(op.target in EIGHT_BITS for op in readers)
+    if save == "int8" and tolerates_8_bits and value.dtype != "float64":
         return _eight_bits(value, is_signed=maker.target not in _NEVER_BELOW_0)
     if itemsize(value.dtype) <= 2:
         return None
-    form = replace(value, name=f"{value.name}_bfloat16", kind="encoded", bytes=2 * elements, dtype="bfloat16", op=None)
-    return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "bfloat16"), form
+    size = 2 * prod(value.shape)
+    encoded = replace(value, name=f"{value.name}_bfloat16", kind="encoded", bytes=size, dtype="bfloat16", op=None)
+    return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "bfloat16"), encoded
 
 
 def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
@@ -275,11 +287,10 @@ def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
     `memplan.planning.ops.int8`."""
     elements = prod(value.shape)
     codec = "int8" if is_signed else "uint8"
-    piece = min(quantized_piece(elements, value.place), elements)
+    piece = min(quantized_piece(elements, value.place), elements)  # elements that a kernel works on at a time
     is_float32 = value.dtype == "float32"
-    quotients, casts = 4 * piece, 0 if is_float32 else 4 * piece
-    per_group = 32 * (1 + piece // GROUP)
-    piecewise = quotients + casts + per_group + NUMBERS
+    # bytes: float32 quotients of a piece, its elements cast to float32, and 32 bytes of scales for each group
+    piecewise = 4 * piece + (0 if is_float32 else 4 * piece) + 32 * (1 + piece // GROUP) + NUMBERS
     signs = 0 if is_signed else 4 * piece
     decoding = NUMBERS if is_float32 else piecewise
     saved = SavedForm(NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piecewise + signs, fetch_scratch=decoding)
@@ -298,6 +309,12 @@ def _exact(
 
     Exact: gradients have the same bits as with the value itself. In this order: a bool as bits, indices as a narrower
     integer type, and, where readers only compare the value with 0, the results of that comparison as bits.
+
+    Args:
+        graph: the step.
+        value: a forward value.
+        maker: the op that computes it.
+        readers: the backward ops that read it.
     """
     piece = min(most(value.place), prod(value.shape))  # elements packed or unpacked at a time
     if value.dtype == "bool":  # a bit for each element
@@ -309,8 +326,8 @@ def _exact(
             direct=tuple(op.index for op in direct), direct_scratch=scratch,
         )  # fmt: skip
         return form, _uint8_vector(value, "bits", packed(prod(value.shape)))
-    position, bound = INDICES.get(maker.target, (0, None))
     # indices in the smallest integer type that holds their bound
+    position, bound = INDICES.get(maker.target, (0, None))
     dtype = None
     if bound is not None and value.dtype == "int64" and maker.outputs[position] == value.id:
         arguments = arguments_of(maker.target, maker.args, maker.kwargs)
@@ -346,21 +363,17 @@ def _packing_bytes(place: str) -> int:
 
 def _uint8_vector(value: Value, codec: str, size: int) -> Value:
     """Return the encoded value: a uint8 vector of ``size`` bytes."""
+    name = f"{value.name}_{codec}"
     return Value(
-        _ID_TO_ASSIGN,
-        f"{value.name}_{codec}",
-        "encoded",
-        _ID_TO_ASSIGN,
-        size,
-        (size,),
-        (1,),
-        "uint8",
-        place=value.place,
-    )
+        _ID_TO_ASSIGN, name, "encoded", _ID_TO_ASSIGN, size, (size,), (1,), "uint8", place=value.place
+    )  # fmt: skip
 
 
 def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
-    """Return the codec whose bits an op can read in place of value ``value``, or None."""
+    """Return the codec whose bits an op can read in place of a value; None if it needs the value.
+
+    ``value``: id of the value, which owns its memory; the op may read it as a view.
+    """
     direct = DIRECT.get(op.target)
     if direct is None:
         return None
@@ -369,12 +382,14 @@ def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
     if not isinstance(operand, Ref) or not isinstance(same, Ref) or not direct.suits(arguments):
         return None
     read, other, base = graph.values[operand.value], graph.values[same.value], graph.values[value]
-    if read.base != value or other.base == value or (read.shape, read.stride) != (other.shape, other.stride):
-        return None
+    if read.base != value or other.base == value:
+        return None  # not the operand that bits can replace
+    if (read.shape, read.stride) != (other.shape, other.stride):
+        return None  # the bits would be in another order
     if not is_dense(read) or read.dtype != base.dtype or prod(read.shape) != prod(base.shape):
-        return None
+        return None  # a view of a part, or of other elements
     if direct.codec != "bits" and read.dtype != other.dtype:
-        return None
+        return None  # the result would have another dtype
     return direct.codec
 
 
@@ -386,6 +401,7 @@ def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
 
 
 def _cast_call(value: int, dtype: str) -> Called:
+    """Return the call that casts value ``value`` to a dtype."""
     return "aten._to_copy.default", (Ref(value),), {"dtype": getattr(torch, dtype)}
 
 
@@ -393,7 +409,7 @@ def _cast_call(value: int, dtype: str) -> Called:
 
 
 def _unpack(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return the bool tensor of these sizes and strides. Bits are in memory order."""
+    """Return the bool tensor of these sizes and strides from its bits, which are in memory order."""
     shifts = torch.arange(8, dtype=torch.int32, device=bits.device)  # as a constant it would stay allocated
     flags = (bits[:, None].to(torch.int32) >> shifts).bitwise_and(1).ne(0).view(-1)[: prod(size)]
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
@@ -402,12 +418,15 @@ def _unpack(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
 
 
 def _flags_like(bits: Tensor, tensor: Tensor) -> Tensor:
+    """Return the bool tensor with the layout of ``tensor`` from its bits."""
     return _unpack(bits, tensor.shape, tensor.stride())
 
 
 def _threshold_backward(grad_output: Tensor, bits: Tensor, threshold: float) -> Tensor:
+    """`threshold_backward` with the bits of ``not (input <= 0)`` in place of its input."""
     return torch.where(_flags_like(bits, grad_output), grad_output, 0.0)
 
 
 def _leaky_relu_backward(grad_output: Tensor, bits: Tensor, slope: float, is_result: bool) -> Tensor:
+    """`leaky_relu_backward` with the bits of ``input > 0`` in place of its input."""
     return torch.where(_flags_like(bits, grad_output), grad_output, grad_output * slope)

@@ -81,20 +81,24 @@ class Operand:
 def overwrites(
     target: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value], result: int
 ) -> tuple[int, ...]:
-    """Return the bases that the first result of a call can overwrite, best first. The result is the same bit for bit.
+    """Return the values that the first result of a call can overwrite, best first. The result is the same bit for bit.
 
     Args:
         target: the op, as in `GraphOp`.
-        args: its arguments, with Ref in place of tensors, and ``kwargs``.
+        args: its arguments, with Ref in place of tensors.
+        kwargs: its keyword arguments.
         values: the graph's values.
         result: id of the op's first result.
+
+    Returns:
+        Ids of values that own memory (`Value.base`).
     """
     operands = _operands(target, args, kwargs, values, result)
     return tuple(dict.fromkeys(values[operand.value].base for operand in operands))
 
 
 def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
-    """Return the operand of an op that lies in ``base``, one of ``op.overwrites``."""
+    """Return the operand of an op that lies in the memory of value ``base``, one of ``op.overwrites``."""
     operands = _operands(op.target, op.args, op.kwargs, values, op.makes[0])
     return next(operand for operand in operands if values[operand.value].base == base)
 
@@ -128,22 +132,21 @@ def scratch_into(op: GraphOp, values: Sequence[Value]) -> int:
 def _operands(
     target: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value], result: int
 ) -> list[Operand]:
-    """Return the operands of a call that its first result can overwrite, see `overwrites`."""
+    """Return the operands of a call that its first result can overwrite. Arguments: as for `overwrites`."""
     if target == TILE_BACKWARD:
         gradient = overwritten_gradient(args)
         if gradient is None or not _covers(values[gradient.value], values[result], values):
             return []
         bases = [values[value].base for value in refs(args)]
-        return [Operand("gradients", gradient.value)] if bases.count(values[gradient.value].base) == 1 else []
+        is_read_once = bases.count(values[gradient.value].base) == 1
+        return [Operand("gradients", gradient.value)] if is_read_once else []
     names = _overwritable_operands(target)
     if not names:
         return []
     arguments, output = arguments_of(target, args, kwargs), values[result]
-    operands = [
-        Operand(name, argument.value)
-        for name in names
-        if isinstance(argument := arguments.get(name), Ref) and _covers(values[argument.value], output, values)
-    ]
+    named = {name: arguments.get(name) for name in names}
+    tensors = [Operand(name, argument.value) for name, argument in named.items() if isinstance(argument, Ref)]
+    operands = [operand for operand in tensors if _covers(values[operand.value], output, values)]
     piecewise = PIECEWISE.get(target)
     if piecewise is not None and not piecewise.suits(arguments, values, output):
         return []
@@ -152,7 +155,7 @@ def _operands(
 
 
 def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
-    """Return whether the value is all of its base and has the layout and dtype of the result, without gaps."""
+    """Return whether a value is all of its memory and has the layout and dtype of the result, without gaps."""
     return (
         value.shape == result.shape
         and value.stride == result.stride
@@ -164,7 +167,7 @@ def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
 
 
 def _has_no_alias(operand: Operand, arguments: Mapping[str, Any], values: Sequence[Value], elementwise: bool) -> bool:
-    """Return whether no other argument shares the operand's memory. Elementwise ops may read it with the same
+    """Return whether no other argument shares the operand's memory. An elementwise op may read it twice with one
     layout."""
     overwritten = values[operand.value]
     for name, argument in arguments.items():
@@ -187,14 +190,17 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
         return (PIECEWISE[target].operand,)
     if target == BATCH_NORM_AGAIN:
         return ("self",)
-    namespace, name = target.split(".", 1) if target.startswith("aten.") else ("", "")
-    if namespace != "aten" or (name not in ELEMENTWISE and name not in IN_ORDER):
+    name = target.removeprefix("aten.")
+    if name == target or (name not in ELEMENTWISE and name not in IN_ORDER):
         return ()
     form = _torch_form(target)
     if form is None:  # not in this version of torch
         return ()
     names = IN_ORDER.get(name) or tuple(name for _, name in _torch.tensor_arguments(overload(target)))
-    return names if form.out is not None else tuple(n for n in names if n == _argument_names(target)[0])
+    if form.out is not None:
+        return names
+    first = _argument_names(target)[0]  # the variant with an underscore writes over this
+    return (first,) if first in names else ()
 
 
 # mul_.Scalar rounds the scalar to the tensor's dtype first; mul.out, which also accepts scalars, computes as
@@ -215,6 +221,7 @@ def _torch_form(target: str) -> Form | None:
         return _SPECIAL_FORMS[target]
     _, name, _ = target.split(".")
     signature = _signature(overload(target))
+    first_argument, _ = signature[0]
     for variant in (name, f"{name}_"):
         packet = getattr(torch.ops.aten, variant, None)
         for overload_name in packet.overloads() if packet is not None else ():
@@ -222,14 +229,16 @@ def _torch_form(target: str) -> Form | None:
             written = [a for a in _torch.arguments(func) if a.alias_info is not None and a.alias_info.is_write]
             if torch.Tag.generated in func.tags or len(written) != 1:
                 continue
-            if written[0].kwarg_only and _signature(func, omitted=written[0].name) == signature:
-                return Form(f"aten.{variant}.{overload_name}", written[0].name)
-            if variant != name and written[0].name == signature[0][0] and _signature(func) == signature:
+            output = written[0]
+            if output.kwarg_only and _signature(func, omitted=output.name) == signature:
+                return Form(f"aten.{variant}.{overload_name}", output.name)
+            if variant != name and output.name == first_argument and _signature(func) == signature:
                 return Form(f"aten.{variant}.{overload_name}")
     return None
 
 
 def _signature(func: Any, omitted: str = "") -> list[tuple[str, str]]:
+    """Return (name, type) of an overload's arguments, without the argument ``omitted``."""
     return [(a.name, str(a.type)) for a in _torch.arguments(func) if a.name != omitted]
 
 
@@ -257,8 +266,16 @@ class Piecewise:
     a piece takes as long as the whole. Nor are ops that draw random numbers."""
 
     def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], result: Value) -> bool:
-        """Return whether it supports these arguments and saves at least half of the result's bytes."""
-        if (self.contiguous and not is_contiguous(result)) or not arguments.get("output_mask", (True,))[0]:
+        """Return whether this form supports the arguments of a call and saves at least half of the result's bytes.
+
+        Args:
+            arguments: of the call, by name.
+            values: the graph's values.
+            result: the op's first result.
+        """
+        if self.contiguous and not is_contiguous(result):
+            return False
+        if not arguments.get("output_mask", (True,))[0]:  # the first result is not computed
             return False
         if not self.on_card and result.place != HOST:
             return False
@@ -275,7 +292,7 @@ class Piecewise:
 
 
 def _element_scratch(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
-    """Return the function for the workspace of an elementwise kernel with this number of temporary pieces."""
+    """Return the function for the workspace in bytes of an elementwise kernel with this number of temporary pieces."""
 
     def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
         return buffers * piece(prod(result.shape), result.place) * itemsize(result.dtype) + NUMBERS
@@ -293,6 +310,7 @@ def _row_scratch(arguments: Mapping[str, Any], _: Sequence[Value], result: Value
 
 
 def _sample_scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+    """Return the workspace in bytes of a kernel that works on a few samples at a time: a piece of the result."""
     count = rows(result.shape, len(result.shape) - 1, result.place)[1]
     return count * prod(result.shape[1:]) * itemsize(result.dtype) + NUMBERS
 
@@ -300,9 +318,11 @@ def _sample_scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) ->
 def _channel_scratch(
     result_pieces: int, operand_pieces: int
 ) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
-    """Return the function for the workspace of a kernel that works on a few channels at a time: ``result_pieces``
-    pieces of the result, ``operand_pieces`` pieces of operands (views if the batch has a single sample), and at most
-    16 tensors of statistics, at most 8 bytes a channel."""
+    """Return the function for the workspace in bytes of a kernel that works on a few channels at a time.
+
+    It holds ``result_pieces`` pieces of the result, ``operand_pieces`` pieces of operands (views if the batch has a
+    single sample), and at most 16 tensors of statistics, at most 8 bytes a channel.
+    """
 
     def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
         size = prod(result.shape) // result.shape[1] * itemsize(result.dtype)

@@ -17,7 +17,7 @@ class Kernel(Lever):
         return "reordered"
 
     def reason_of(self, kernel: str, before: int, after: int, workspace: int) -> Reason:
-        """Describe a group.
+        """Describe what a group's kernel saves, for the plan's table.
 
         Args:
             kernel: function of `memplan.kernels`.

@@ -51,11 +51,11 @@ class GradientUse:
 
     @property
     def frees(self) -> bool:
-        """Return whether it is freed as soon as it is complete."""
+        """Whether the gradient is freed as soon as it is complete."""
         return self.updates or self.adds
 
     def held(self, held: bool) -> GradientUse:
-        """Return a copy with ``adds`` set: whether accumulated gradients exist when the step begins."""
+        """Return a copy with ``adds``: whether gradients of earlier micro-batches exist when the step begins."""
         return replace(self, adds=held)
 
 

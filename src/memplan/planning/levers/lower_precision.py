@@ -33,9 +33,9 @@ class LowerPrecision(Lever):
             copies: copies of weights in lower precision.
         """
         low = [v for v in results if graph.values[v].dtype == dtype]
-        weights = sum(graph.values[v].bytes for v in copies)
+        copy_bytes = sum(graph.values[v].bytes for v in copies)
         text = f"{dtype} in {len(low)} of {len(results)} results, forward and backward in "
         text += format_seconds(sum(op.seconds for op in ops))
-        text += f"; {format_bytes(weights)} of copies of weights" if weights else ""
-        details = {"dtype": dtype, "cast_copies": weights, "values": len(low)}
+        text += f"; {format_bytes(copy_bytes)} of copies of weights" if copy_bytes else ""
+        details = {"dtype": dtype, "cast_copies": copy_bytes, "values": len(low)}
         return Reason(sum(graph.values[v].bytes for v in low), text, details, self.grade()), low

@@ -46,15 +46,17 @@ class Offload(Lever):
         return ""
 
     def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
-        """Yield the values that may be offloaded, in the order in which they are computed."""
+        """Yield (the form in host memory, its value) for each value that may be offloaded, in the order of
+        computation."""
         if situation.card is None or situation.card.link is None:
             return
-        rates, link = roofline.rates_of(situation.card), situation.card.link * roofline.LINK_SHARE
+        rates, link = roofline.rates_of(situation.card), situation.card.link * roofline.LINK_SHARE  # bytes/s
         needed = {value for op in graph.backward_ops for value in op.reads}
         needed |= {value for op in graph.forward_ops for value in op.reads}  # to recompute other values
         for op in graph.forward_ops:
-            for value in map(graph.values.__getitem__, op.makes):
-                if value.id not in needed or self.why_not(graph, value, situation):
+            for value_id in op.makes:
+                value = graph.values[value_id]
+                if value_id not in needed or self.why_not(graph, value, situation):
                     continue
                 host = replace(value, name=f"{value.name}_host", kind="host", bytes=0, op=None)
                 copied = roofline.Work(0, value.bytes, value.dtype)  # read when stored, written when fetched
@@ -62,11 +64,11 @@ class Offload(Lever):
                 yield SavedForm(self.name, value.id, -1, store_seconds=seconds, copy_seconds=value.bytes / link), host
 
     def store(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that begins the copy to host memory."""
+        """Return the call that begins the copy to host memory. It returns the copy, and a handle to wait for."""
         return "transfers.store", (Ref(form.value),), {}
 
     def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that begins the copy to the device."""
+        """Return the call that begins the copy to the device. It returns the value, and a handle to wait for."""
         return "transfers.fetch", (Ref(form.encoded),), {}
 
     def counted(self, values: int, host_bytes: int) -> str:

@@ -19,13 +19,11 @@ class Order(Lever):
         if not moved:
             return None
         largest = max(moved, key=lambda op: sum(values[value].bytes for value in op.makes))
-        layer = largest.layer or ("" if largest.gradient_of is None else planned.graph.ops[largest.gradient_of].layer)
-        freed = planned.freed_by_order
+        layer, freed = planned.graph.layer_of(largest), planned.freed_by_order
         text = f"{len(moved)} of {len(planned.graph.backward_ops)} ops of the backward pass run earlier or later than "
         text += f"autograd runs them, such as {short(largest.target)}{f' of {layer}' if layer else ''}; "
-        text += (
-            f"in autograd's order the same decisions have a peak that is {format_bytes(freed)} higher"
-            if freed > 0
-            else "this lowers the least budget"
-        )
+        if freed > 0:
+            text += f"in autograd's order the same decisions have a peak that is {format_bytes(freed)} higher"
+        else:
+            text += "this lowers the least budget"
         return Reason(max(0, freed), text, {"moved": len(moved)})

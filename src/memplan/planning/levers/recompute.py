@@ -29,10 +29,9 @@ class Recompute(Lever):
             return "its op must run once only"
         if value.id in graph.irreplaceable:
             return "held by a call that is kept as it is"
-        if value.id not in op.recompute_op.makes:
-            return (
-                f"with it {short(op.recompute_op.target)} can make {graph.values[op.recompute_op.makes[0]].name} again"
-            )
+        recompute_op = op.recompute_op  # a cheaper op recomputes the first result alone, from the others
+        if value.id not in recompute_op.makes:
+            return f"with it {short(recompute_op.target)} can make {graph.values[recompute_op.makes[0]].name} again"
         return ""
 
     def counted(self, values: int, host_bytes: int) -> str:
@@ -54,12 +53,12 @@ class Recompute(Lever):
     def saved(self, planned: PlannedStep, value: int, *, costs_most: bool) -> Reason:
         """Describe why a value is saved: it cannot be recomputed, or recomputing it would take time.
 
-        ``costs_most``: whether it takes the most time for each byte of all saved values that could be recomputed.
+        ``costs_most``: whether it takes the most seconds per byte of all saved values that could be recomputed.
         """
         graph, needed = planned.graph, planned.needed(value)
         op, size = graph.maker[value], graph.values[value].bytes
         obstacle = self.why_not(graph, graph.values[value], Situation())
-        if obstacle.startswith("with it"):
+        if obstacle.startswith("with it"):  # it goes on from what reads the value
             return Reason(size, f"{needed}; {obstacle}")
         if obstacle:
             return Reason(size, f"{obstacle}; {needed}" if needed else obstacle)

@@ -57,21 +57,22 @@ def registered(lever: Lever) -> Iterator[Lever]:
 
 
 def apply_rewrites(graph: JointGraph, precision: Precision) -> JointGraph:
-    """Return a captured graph after the rewrites of all levers."""
+    """Return a captured graph after the rewrites of all levers, in the order of the registry."""
     for lever in LEVERS:
         graph = lever.rewrite(graph, precision)
     return graph
 
 
 def with_forms(graph: JointGraph, situation: Situation) -> JointGraph:
-    """Return the graph with the encodings that all levers offer, instead of those that it has."""
+    """Return the graph with the encodings that all levers offer in a situation; those that it has are discarded."""
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
     assert all(value.id == index for index, value in enumerate(values)), "kept forms are added last"
     return offered(replace(graph, values=values, forms=()), situation, LEVERS)
 
 
 def offered(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) -> JointGraph:
-    """Return the graph with the encodings that these levers offer added to those that it has."""
+    """Return the graph with the encodings of these levers in addition to its own. Encoded values get the next free
+    ids."""
     values, forms = list(graph.values), list(graph.forms)
     changed = {graph.base(target) for target, _ in graph.mutations}
     for lever in levers:

@@ -18,7 +18,7 @@ class Tile(Lever):
         return "reordered"
 
     def reason_of(self, freed: int, segment: Segment, piece: int, *, once: bool) -> Reason:
-        """Describe a segment.
+        """Describe what running a segment in pieces frees, for the plan's table.
 
         Args:
             freed: bytes of its inner values.

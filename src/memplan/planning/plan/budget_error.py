@@ -90,14 +90,15 @@ def with_remedy(error: BudgetError, remedy: Remedy) -> BudgetError:
 
 
 def _peak_storage(trace: Trace, storage: Storage) -> PeakStorage:
-    op = None if storage.op is None or storage.op >= len(trace.ops) else trace.ops[storage.op]
-    if storage.name or op is None:
+    """Describe a storage: a parameter or buffer by its name, others by the op that allocated them."""
+    if storage.name or storage.op is None or storage.op >= len(trace.ops):
         return PeakStorage(storage.bytes, storage.cause, storage.name, "", None)
+    op = trace.ops[storage.op]
     return PeakStorage(storage.bytes, storage.cause, short(op.name), op.layer, op.where)
 
 
 def _op_at(trace: Trace, tick: int) -> str:
-    """Describe the op that runs at ``tick``."""
+    """Describe the op that runs at a tick of the trace: "in backward, at addmm of layer1 (model.py:12)"."""
     op: Op | None = next((op for op in trace.ops if op.start < tick <= op.end), None)
     if op is None:
         return "at its peak"
@@ -106,21 +107,26 @@ def _op_at(trace: Trace, tick: int) -> str:
 
 
 def _remedies(floor: Schedule, live: list[Storage], peak: int) -> list[Remedy]:
-    """Return what users can change to need less, with estimated budgets.
+    """Return what users can change to need less, each with an estimate of the smallest budget then.
 
-    ``peak`` differs from the bytes of ``live`` for fused kernels. The difference is taken to scale with the inputs.
+    Args:
+        floor: the schedule with the smallest peak that the search reached.
+        live: storages at that peak.
+        peak: its bytes. For fused kernels they differ from those of ``live``; the difference is assumed to scale with
+            the inputs.
     """
     scaling = [storage for storage in live if storage.cause in _SCALING]
-    single = sum(storage.bytes for storage in scaling)
-    total = max(0, peak - sum(storage.bytes for storage in live) + single)
-    wide = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input") * total // max(single, 1)
+    scaling_bytes = sum(storage.bytes for storage in scaling)
+    total = max(0, peak - sum(storage.bytes for storage in live) + scaling_bytes)  # what scales with the inputs
+    wide = sum(storage.bytes for storage in scaling if storage.dtype == "float32" and storage.cause != "input")
+    wide = wide * total // max(scaling_bytes, 1)
     inputs = [value.shape for value in floor.graph.values if value.kind == "input"]
     remedies = list[Remedy]()
     if total and inputs and inputs[0] and inputs[0][0] > 1:
         remedies.append(Remedy("halve the batch", peak - total // 2))
-    axes = max((len(shape) - 2 for shape in inputs if len(shape) in (4, 5)), default=0)
-    if total and axes:
-        remedies.append(Remedy("halve the resolution", peak - total + total // 2**axes))
+    spatial_dims = max((len(shape) - 2 for shape in inputs if len(shape) in (4, 5)), default=0)
+    if total and spatial_dims:
+        remedies.append(Remedy("halve the resolution", peak - total + total // 2**spatial_dims))
     if wide and not any(value.dtype in _NARROW for value in floor.graph.values):
         remedies.append(Remedy("run in bfloat16 (autocast)", peak - wide // 2))
     gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")

@@ -17,7 +17,10 @@ _ALWAYS = ("recompute", "encode")
 
 
 def to_plain(choices: Choices, names: Mapping[str, int]) -> dict[str, Any]:
-    """Return choices as plain data for `json.dumps`."""
+    """Return choices as plain data for `json.dumps`: for each lever a list of the names of its values.
+
+    ``names``: ids of values by name.
+    """
     name_of = {value: name for name, value in names.items()}
     plain = _json.to_plain(choices)
     use = plain.pop("gradients")
@@ -32,12 +35,15 @@ def to_plain(choices: Choices, names: Mapping[str, int]) -> dict[str, Any]:
 
 
 def by_id(plain: Any, names: Mapping[str, int]) -> dict[str, Any]:
-    """Turn the data of `to_plain` into a mapping of `Choices`' fields, with ids for names. Raises Unreadable."""
+    """Turn the data of `to_plain` into a mapping of `Choices`' fields, with ids for names. Raises Unreadable.
+
+    ``names``: ids of values by name.
+    """
     if not isinstance(plain, dict):
         raise Unreadable("is no mapping").within(".choices")
     fields = dict(plain)
     levers = [lever.name for lever in LEVERS if lever.name in plain or lever.name in _ALWAYS]
-    lists = {name: _value_ids(name, fields.pop(name, None), names) for name in dict.fromkeys((*_ALWAYS, *levers))}
+    lists = {lever: _value_ids(lever, fields.pop(lever, None), names) for lever in dict.fromkeys((*_ALWAYS, *levers))}
     fields["recompute"] = lists.pop("recompute")
     fields["saved_forms"] = [[lever, value] for lever, values in lists.items() for value in values]
     fields["gradients"] = {field: fields.pop(name) for name, field in _FLAGS if name in fields}

@@ -27,8 +27,11 @@ _STEP = Scope("step")
 
 
 def decide(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory | None = None) -> tuple[Decision, ...]:
-    """Return a decision for each forward value that is saved or restored, in the order of the graph, then the decisions
-    about the whole step. Their seconds add up to the schedule's. ``outside_memory``: memory beside the graph."""
+    """Return the decisions of a schedule: about each forward value that is saved or restored, in the order of the
+    graph, then about the whole step.
+
+    Their seconds add up to the schedule's. ``outside_memory``: memory on the device in addition to the graph's.
+    """
     decider = _Decider(graph, schedule, outside_memory)
     return (*decider.values(), *decider.step())
 
@@ -44,24 +47,18 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
     decisions = list[Decision]()
     for tile in tiles:
         ops = [op for op in plain.forward_ops if op.call is not None and tile.first <= op.call <= tile.last]
-        made = [value for op in ops for value in op.makes]
         in_pieces = [op for op in graph.ops if op.target in TILE_OPS and graph.call_of(op) == tile.last]
-        forward = [op for op in in_pieces if op.phase == "forward"]
-        indices = {op.index for op in ops}
-        before = sum(op.seconds for op in plain.ops if op.index in indices or op.gradient_of in indices)
+        results = [value for op in in_pieces if op.phase == "forward" for value in op.makes]
+        before = sum(plain.values[value].bytes for op in ops for value in op.makes)
         reason = TILE.reason_of(
-            sum(plain.values[v].bytes for v in made) - sum(graph.values[v].bytes for op in forward for v in op.makes),
-            tile, max((op.scratch for op in in_pieces), default=0),
+            before - sum(graph.values[value].bytes for value in results), tile,
+            max((op.scratch for op in in_pieces), default=0),
             once=any(op.target == TILE_WITH_GRADIENTS for op in in_pieces),
         )  # fmt: skip
         layers = list(dict.fromkeys(op.layer for op in ops if op.layer))
         layer = layers[0] if len(layers) < 2 else f"{layers[0]} to {layers[-1]}"
-        names = plain.values[made[0]].name, plain.values[made[-1]].name
-        seconds = sum(op.seconds for op in in_pieces) - before
-        decisions.append(Decision(
-            TILE.name, Scope("segment", names), TILE.grade(), reason.bytes, max(0.0, seconds), layer,
-            ops[0].where, reason.text, reason.details,
-        ))  # fmt: skip
+        seconds = max(0.0, sum(op.seconds for op in in_pieces) - _seconds_with_derivatives(plain, ops))
+        decisions.append(_segment_decision(TILE.name, plain, ops, seconds, layer, reason))
     return decisions
 
 
@@ -75,33 +72,45 @@ def by_kernels(graph: JointGraph, plain: JointGraph, groups: Sequence[Group]) ->
     """
     decisions = list[Decision]()
     for group in groups:
-        replaced = [op for op in plain.forward_ops if op.call in group.calls]
+        ops = [op for op in plain.forward_ops if op.call in group.calls]
         kernel = [op for op in graph.ops if graph.call_of(op) == group.last]
-        indices = {op.index for op in replaced}
-        before = sum(op.seconds for op in plain.ops if op.index in indices or op.gradient_of in indices)
         reason = KERNEL.reason_of(
             group.kernel, saved_bytes(plain, group.calls), saved_bytes(graph, (group.last,)),
             max((op.scratch for op in kernel if op.target in KERNELS), default=0),
         )  # fmt: skip
-        made = [value for op in replaced for value in op.makes]
-        layer = next((op.layer for op in replaced if op.layer), "")
-        seconds = sum(op.seconds for op in kernel) - before
-        decisions.append(Decision(
-            KERNEL.name, Scope("segment", (plain.values[made[0]].name, plain.values[made[-1]].name)), KERNEL.grade(),
-            reason.bytes, seconds, layer, replaced[0].where, reason.text, reason.details,
-        ))  # fmt: skip
+        layer = next((op.layer for op in ops if op.layer), "")
+        seconds = sum(op.seconds for op in kernel) - _seconds_with_derivatives(plain, ops)
+        decisions.append(_segment_decision(KERNEL.name, plain, ops, seconds, layer, reason))
     return decisions
 
 
+def _seconds_with_derivatives(graph: JointGraph, ops: Sequence[GraphOp]) -> float:
+    """Return the seconds of some forward ops and of the backward ops that compute their derivatives."""
+    indices = {op.index for op in ops}
+    return sum(op.seconds for op in graph.ops if op.index in indices or op.gradient_of in indices)
+
+
+def _segment_decision(
+    lever: str, plain: JointGraph, ops: Sequence[GraphOp], seconds: float, layer: str, reason: Reason
+) -> Decision:
+    """Return the decision of a lever about some consecutive forward ops of the step as written (``plain``)."""
+    made = [plain.values[value].name for op in ops for value in op.makes]
+    scope = Scope("segment", (made[0], made[-1]))
+    return Decision(
+        lever, scope, reason.grade, reason.bytes, seconds, layer, ops[0].where, reason.text, reason.details
+    )  # fmt: skip
+
+
 def saved_bytes(graph: JointGraph, calls: Collection[int]) -> int:
-    """Return the bytes of what forward ops of these calls make and ops of the backward pass read."""
+    """Return the bytes that the forward ops of these calls save: their results that the backward pass reads."""
     read = {value for op in graph.backward_ops for value in op.reads}
     made = {value for op in graph.forward_ops if op.call in calls for value in op.makes}
     return sum(graph.values[value].bytes for value in read & made)
 
 
 class _Decider:
-    """The planned step that levers query for their reasons (see `memplan.planning.levers.lever.PlannedStep`)."""
+    """A planned step, answering what levers want to know for their reasons
+    (`memplan.planning.levers.lever.PlannedStep`)."""
 
     def __init__(self, graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory | None) -> None:
         """Collect what the schedule recomputes, encodes and reads, and the seconds that this adds."""
@@ -118,8 +127,9 @@ class _Decider:
         """Actions of the backward pass that read a value or encoding."""
         self.waited = schedule.waits
         """By value that is copied to host memory: seconds that the step waits for the copies."""
+        copies = {form.value: form for form in graph.forms if form.is_copied}
         for value, wait in self.waited.items():
-            self.seconds[value] = next(f.use_seconds for f in graph.forms if f.value == value and f.is_copied) + wait
+            self.seconds[value] = copies[value].use_seconds + wait
         for action in (*schedule.forward, *schedule.backward):
             self._note(action)
         for forms in self.forms.values():
@@ -130,9 +140,9 @@ class _Decider:
                 for value in action.reads:
                     self.readers[value].append(action)
         rates = {
-            value: op.seconds / graph.values[value].bytes
+            value: graph.maker[value].recompute_op.seconds / graph.values[value].bytes
             for value in self._saved_values()
-            if (op := graph.maker[value].recompute_op) and value in self.recomputable and graph.values[value].bytes
+            if value in self.recomputable and graph.values[value].bytes
         }
         self.costliest = max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
         """Saved but recomputable value with the most seconds of recomputation per byte."""
@@ -151,7 +161,7 @@ class _Decider:
                 self.seconds[form.value] += form.use_seconds if action.kind == "store" else form.fetch_seconds
 
     def _saved_values(self) -> list[int]:
-        """Return the saved values and outputs, in the order of the graph."""
+        """Return the forward values that are saved or returned by the model, in the order of the graph."""
         saved = set(self.schedule.saved)
         forward = [value for op in self.graph.forward_ops for value in op.makes]
         return [value for value in forward if value in saved or value in self.outputs]
@@ -179,7 +189,8 @@ class _Decider:
         return decisions
 
     def _encoding_decision(self, form: SavedForm, *others: SavedForm) -> tuple[str, Reason]:
-        """Return the lever and the reason of an encoding. The bytes of other encodings of the value are subtracted."""
+        """Return the lever and the reason of a value's encoding, less the bytes of ``others``: further encodings of the
+        value."""
         reason = registry.find(form.lever).reason(self, form)
         if others and not form.is_copied:
             other_bytes = sum(self.graph.values[other.encoded].bytes for other in others)
@@ -200,21 +211,20 @@ class _Decider:
 
     def direct_readers(self, form: SavedForm) -> str:
         """Describe the ops that read the encoding itself; empty if there are none."""
-        direct = [
-            action for action in self.readers[form.encoded] if action.form == form.encoded and action.kind == "run"
-        ]
+        readers = self.readers[form.encoded]
+        direct = [action for action in readers if action.form == form.encoded and action.kind == "run"]
         return self._describe_ops(direct) if direct else ""
 
     def freed_after(self, form: SavedForm) -> str:
         """Describe the op after which an offloaded value is freed."""
         forward = self.schedule.forward
-        stored = next(index for index, a in enumerate(forward) if (a.kind, a.form) == ("stored", form.encoded))
-        return self._describe_ops([next(action for action in reversed(forward[:stored]) if action.kind == "run")])
+        copied = next(index for index, a in enumerate(forward) if a.kind == "stored" and a.form == form.encoded)
+        return self._describe_ops([next(action for action in reversed(forward[:copied]) if action.kind == "run")])
 
     def fetched_before(self, form: SavedForm) -> str:
         """Describe the op before which the copy back to the device begins."""
         backward = self.schedule.backward
-        fetch = next(index for index, a in enumerate(backward) if (a.kind, a.form) == ("fetch", form.encoded))
+        fetch = next(index for index, a in enumerate(backward) if a.kind == "fetch" and a.form == form.encoded)
         return self._describe_ops([next(action for action in backward[fetch:] if action.kind == "run")])
 
     def waits(self, form: SavedForm) -> float:
@@ -236,10 +246,13 @@ class _Decider:
 
     @property
     def moved(self) -> Sequence[GraphOp]:
-        """The backward ops that do not run where they were captured: all but the most that run in captured order."""
+        """The fewest backward ops whose move explains the order: all but a longest sequence in captured order."""
+        # longest increasing subsequence of op indices, by patience sorting
         order = self.schedule.choices.order
-        ends, before = list[int](), dict[int, int]()
-        """Last op of a run in captured order, by its length less 1; the op before each op in its run."""
+        ends = list[int]()
+        """By length less 1: the smallest last op of an increasing subsequence of that length."""
+        before = dict[int, int]()
+        """By op: the op before it in its subsequence, -1 for the first."""
         for op in order:
             length = bisect_left(ends, op)
             before[op] = ends[length - 1] if length else -1
@@ -270,7 +283,8 @@ class _Decider:
     # -- reasons
 
     def needed(self, value: int) -> str:
-        """Describe the readers of a value in the backward pass: backward ops or, if there are none, recomputed ops."""
+        """Describe what reads a value in the backward pass: backward ops, else an op that recomputes another value;
+        else ""."""
         readers = self.readers[value]
         plain = [action for action in readers if not action.recomputed]
         if plain:
@@ -281,17 +295,17 @@ class _Decider:
         return ""
 
     def _describe_ops(self, actions: Sequence[Action]) -> str:
-        """Describe the first of the actions, with its layer, and the number of the others."""
-        first = self.graph.ops[actions[0].op] if actions[0].op is not None else None
-        if first is None:
-            action = actions[0]
-            verb: str = action.kind
-            if action.form is not None and action.kind in ("store", "fetch"):
-                stores, fetches = registry.find(self.graph.form[action.form].lever).verbs
-                verb = stores if action.kind == "store" else fetches
-            return f"a {verb}" + _and_more(len(actions) - 1, "op")
-        layer = first.layer or ("" if first.gradient_of is None else self.graph.ops[first.gradient_of].layer)
-        return short(first.target) + (f" of {layer}" if layer else "") + _and_more(len(actions) - 1, "op")
+        """Describe the first of some actions and count the others: "addmm of layer1 and 2 more ops"."""
+        action, others = actions[0], _and_more(len(actions) - 1, "op")
+        if action.op is not None:
+            op = self.graph.ops[action.op]
+            layer = self.graph.layer_of(op)
+            return short(op.target) + (f" of {layer}" if layer else "") + others
+        verb: str = action.kind
+        if action.form is not None and action.kind in ("store", "fetch"):
+            stores, fetches = registry.find(self.graph.form[action.form].lever).verbs
+            verb = stores if action.kind == "store" else fetches
+        return f"a {verb}{others}"
 
     def _name(self, value: int) -> str:
         return self.graph.values[value].name
@@ -309,4 +323,5 @@ class _Decider:
 
 
 def _and_more(number: int, what: str) -> str:
+    """Return " and 2 more ops", empty for 0."""
     return f" and {number} more {what}{'' if number == 1 else 's'}" if number else ""

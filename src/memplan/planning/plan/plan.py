@@ -127,12 +127,12 @@ class Plan(Saved, Displayed):
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step fits the budget unplanned, and the plan neither changes how values are saved nor
-        compiles."""
+        """Whether the step fits the budget without a plan, and the plan changes neither how values are saved nor how
+        ops run."""
         choices = self.choices
-        changes = choices.recompute or choices.saved_forms or choices.order or choices.gradients.updates
-        changes = changes or choices.fused or self.tiles or self.kernels
-        return self.eager_peak <= self.budget and not (changes or self.precision.compute)
+        saves_otherwise = choices.recompute or choices.saved_forms
+        runs_otherwise = choices.order or choices.gradients.updates or choices.fused or self.tiles or self.kernels
+        return self.eager_peak <= self.budget and not (saves_otherwise or runs_otherwise or self.precision.compute)
 
     @property
     def host_bytes(self) -> int:
@@ -151,16 +151,19 @@ class Plan(Saved, Displayed):
         return self.program
 
     def _plain(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON. Choices name values instead of their ids."""
         return Saved._plain(self) | {"choices": choices_json.to_plain(self.choices, self.names)}
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return the data of a JSON file with ids in place of the value names in its choices. Raises Unreadable."""
         names = _json.read_part(Mapping[str, int], plain.get("names"), ".names")
         if len(set(names.values())) < len(names):
             raise Unreadable("gives two names to one value").within(".names")
         return {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}
 
     def _check(self) -> None:
+        """Raise Unreadable for a plan from a file whose decisions have unknown levers or details that are not bytes."""
         levers = ["keep", *(lever.name for lever in LEVERS)]
         for index, decision in enumerate(self.decisions):
             if decision.lever not in levers:
@@ -178,7 +181,7 @@ class Plan(Saved, Displayed):
         if self.choices.fused:
             floor = f"The least looked at is {floor}, no less than {lower_bound} can be."
         else:
-            order = "order of ops" if self.changes_nothing else "order"  # then the order is not mentioned before
+            order = "order of ops" if self.changes_nothing else "order"  # else the sentence before names it in full
             floor = f"The least budget found is {floor}; its {order} needs at least {lower_bound}"
             floor += " with these pieces." if self.tiles else " with these kernels." if self.kernels else "."
         if self.changes_nothing:
@@ -195,12 +198,9 @@ class Plan(Saved, Displayed):
         counts = "".join(f", {part}" for part in (in_pieces, by_kernels, *values, in_order, updated) if part)
         bound = ""
         if not self.choices.fused:  # unknown for fused kernels
-            which = (
-                "No plan of these pieces" if self.tiles else "No plan of these kernels" if self.kernels else "No plan"
-            )
-            bound = (
-                f"{which} in this order of ops and budget adds less than {format_seconds(self.lower_bound_seconds)} "
-            )
+            of_what = " of these pieces" if self.tiles else " of these kernels" if self.kernels else ""
+            least = format_seconds(self.lower_bound_seconds)
+            bound = f"No plan{of_what} in this order of ops and budget adds less than {least} "
             bound += f"(gap {format_seconds(self.gap)}). "
         return (
             f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
@@ -251,7 +251,8 @@ def check_forms(plan: Plan, graph: JointGraph) -> None:
     for lever in LEVERS:
         values = sum(name == lever.name for name, _ in missing)
         if values:
-            message, expected, do = lever.missing(_number_of_values(values), plan.device)
+            number = f"{values} value" + ("" if values == 1 else "s")
+            message, expected, do = lever.missing(number, plan.device)
             raise UsageError(message, expected=expected, do=do)
 
 
@@ -273,11 +274,11 @@ def check_settings(
     Args:
         plan: a plan for this graph.
         gradients: use of each parameter's gradient.
-        fused: whether the engine ``inductor`` is to run it.
         optimizer: a callable that makes the optimizer of the parameters, or None.
         state: bytes of the optimizer's state.
         peak: bytes that the plan's choices need with these settings.
         budget: in bytes.
+        fused: whether the engine ``inductor`` is to run it.
 
     Raises:
         UsageError: the plan is for another use of gradients, or another engine.
@@ -321,10 +322,7 @@ def optimizer_name(optimizer: Any) -> str | None:
 
 
 def _with_optimizer(name: str | None, state: int) -> str:
+    """Describe an optimizer by its name and the bytes of its state: "with AdamW and 2 MiB of state"."""
     if name is None:
         return f"with {format_bytes(state)} of state" if state else "without an optimizer"
     return f"with {printable(name)} and {format_bytes(state)} of state"
-
-
-def _number_of_values(number: int) -> str:
-    return f"{number} value" + ("" if number == 1 else "s")

@@ -19,8 +19,8 @@ BLOCKS = 12
 def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
     """Return a decision for each block of layers that computes in lower precision, in the order in which they run.
 
-    Its bytes are those that the results would take more in full precision. Its seconds are 0: the step's own time
-    already is that of the lower precision.
+    Its bytes are those that the block's results would take more in full precision. Its seconds are 0: the step's own
+    time already is that of the lower precision.
     """
     if not precision.compute:
         return ()
@@ -28,42 +28,50 @@ def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
     decisions = list[Decision]()
     for block, ops in blocks(graph).items():
         results = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
-        cast = [v for op in ops for v in op.makes if v in copies]
-        reason, low = LOWER_PRECISION.of_block(graph, ops, precision.compute, results, cast)
+        cast_weights = [v for op in ops for v in op.makes if v in copies]
+        reason, low = LOWER_PRECISION.of_block(graph, ops, precision.compute, results, cast_weights)
         if not low:
             continue
         names = tuple(dict.fromkeys(graph.values[v].name for v in (low[0], low[-1])))
         scope, where = Scope("segment", names), next((op.where for op in ops if op.where), None)
-        name = LOWER_PRECISION.name
-        decisions.append(
-            Decision(name, scope, reason.grade, reason.bytes, 0.0, block, where, reason.text, reason.details)
-        )
+        decisions.append(Decision(
+            LOWER_PRECISION.name, scope, reason.grade, reason.bytes, 0.0, block, where, reason.text, reason.details
+        ))  # fmt: skip
     return tuple(decisions)
 
 
 def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
-    """Group the ops of both passes by block of layers: by the deepest level of modules that has at most BLOCKS
-    names."""
-    layers = [(op, _layer(graph, op)) for op in (*graph.forward_ops, *graph.backward_ops)]
-    deepest = max((layer.count(".") + 1 for _, layer in layers if layer), default=0)
+    """Return the ops of both passes by block of layers, such as ``layer1``; "" for ops outside of any layer.
+
+    A block is a module at the deepest level that has at most `BLOCKS` names.
+    """
+    layers = [(op, graph.layer_of(op).split(".")) for op in (*graph.forward_ops, *graph.backward_ops)]
+    deepest = max((len(names) for _, names in layers), default=0)
     depth = 1
     for more in range(2, deepest + 1):
-        if len({_prefix(layer, more) for _, layer in layers}) > BLOCKS:
+        if len({tuple(names[:more]) for _, names in layers}) > BLOCKS:
             break
         depth = more
     groups: dict[str, list[GraphOp]] = defaultdict(list)
-    for op, layer in layers:
-        groups[_prefix(layer, depth)].append(op)
+    for op, names in layers:
+        groups[".".join(names[:depth])].append(op)
     return groups
 
 
 def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
-    """Return the blocks that compute in dtype ``compute`` in graph ``low``, and take longer there than in ``exact``."""
-    written = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
+    """Return the blocks that compute in lower precision and take longer there than in the exact step.
+
+    Args:
+        exact: the step as written, with seconds.
+        low: the same step in lower precision, with seconds.
+        compute: its dtype, such as ``bfloat16``.
+    """
+    exact_seconds = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
     slower = list[str]()
     for block, ops in blocks(low).items():
-        computes = any(low.values[v].dtype == compute for op in ops for v in op.makes)
-        if block and computes and sum(op.seconds for op in ops) > written.get(block, float("inf")):
+        computes_low = any(low.values[v].dtype == compute for op in ops for v in op.makes)
+        takes_longer = block in exact_seconds and sum(op.seconds for op in ops) > exact_seconds[block]
+        if block and computes_low and takes_longer:
             slower.append(block)
     return tuple(slower)
 
@@ -88,12 +96,3 @@ def _weight_copies(graph: JointGraph) -> frozenset[int]:
         for op in casts
         if values[op.reads[0]].kind == "parameter" and values[op.makes[0]].own_bytes < values[op.reads[0]].own_bytes
     )
-
-
-def _layer(graph: JointGraph, op: GraphOp) -> str:
-    """Return the layer of an op; of a backward op, that of the forward op whose derivative it computes."""
-    return op.layer or ("" if op.gradient_of is None else graph.ops[op.gradient_of].layer)
-
-
-def _prefix(layer: str, depth: int) -> str:
-    return ".".join(layer.split(".")[:depth])

@@ -18,7 +18,8 @@ _DRAWS = 59
 def workspace_band(
     schedule: Schedule, outside_memory: OutsideMemory, expected: Mapping[int, ExpectedScratch]
 ) -> tuple[int, int] | None:
-    """Return the lower and upper end of the peak of reserved bytes; None if no op has an expected workspace.
+    """Return bounds in bytes that hold the peak of reserved bytes in 95 % of steps; None if no op has an expected
+    workspace.
 
     The reserved bytes depend on all workspaces together, as segments that an op leaves can be too small for the next.
     So the step is simulated with workspaces drawn by their probabilities.
@@ -36,9 +37,9 @@ def workspace_band(
     if not expected:
         return None
     peaks = [timeline_of(schedule, outside_memory).peak_reserved]
-    for number in range(_DRAWS):
-        random = Random(number)
-        drawn = {
+    for seed in range(_DRAWS):
+        random = Random(seed)
+        drawn = {  # convolutions of the same shapes (``asked``) get the same workspace
             scratch.asked: random.choices(scratch.sizes.sizes, scratch.sizes.probabilities)[0]
             for scratch in dict.fromkeys(expected.values())
         }
