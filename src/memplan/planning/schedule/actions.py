@@ -40,7 +40,7 @@ class Choices:
     the peak (`memplan.planning.inductor.merge_convolution_backward`)."""
 
     def saved_by(self, lever: str) -> frozenset[int]:
-        """Return the values that are saved in a form of ``lever``."""
+        """Return the ids of the values that are saved in a form of ``lever``."""
         return frozenset(value for name, value in self.saved_forms if name == lever)
 
 
@@ -74,6 +74,7 @@ class Action:
     frees: tuple[int, ...] = ()
 
     def called(self, graph: JointGraph) -> GraphOp:
-        """Return the op of a run action; of a recomputed op, its ``rerun``."""
+        """Return the op that a run action calls: a recomputed value may come from a cheaper op
+        (`GraphOp.recompute_op`)."""
         assert self.op is not None, "only ops are called"
         return graph.ops[self.op].recompute_op if self.recomputed else graph.ops[self.op]

@@ -38,7 +38,7 @@ class Levels:
 
 
 def base_level(graph: JointGraph, choices: Choices, outside_memory: OutsideMemory) -> int:
-    """Return the bytes that are live during the whole step."""
+    """Return the bytes that are live during the whole step: weights, inputs, accumulated gradients, optimizer state."""
     level = outside_memory.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
     if choices.gradients.adds:
         level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
@@ -67,10 +67,11 @@ class ActionBytes:
         """Return the bytes that an action allocates and frees again while it runs: its workspace and unread results."""
         if action.kind == "run":
             op = action.called(self.graph)
-            unwanted = self.owned_bytes(value for value in op.makes if value not in action.makes)
-            if action.form is not None:
-                return op.discarded + unwanted + self.graph.form[action.form].direct_scratch
-            return op.discarded + unwanted + (op.scratch if action.into is None else op.scratch - op.scratch_saved)
+            # of the results of a recomputed op, only those in ``action.makes`` are needed
+            unread = op.discarded + self.owned_bytes(value for value in op.makes if value not in action.makes)
+            if action.form is not None:  # it reads an encoding
+                return unread + self.graph.form[action.form].direct_scratch
+            return unread + op.scratch - (0 if action.into is None else op.scratch_saved)
         if action.kind == "receive":
             return self.outside_memory.loss_bytes
         if action.value is None:
@@ -85,16 +86,18 @@ class ActionBytes:
         return 0
 
     def gradient_copy_bytes(self, action: Action) -> int:
-        """Return the bytes of the copy of a gradient that autograd keeps after its return; 0 for other actions."""
+        """Return the bytes of the gradient's copy that autograd keeps after an action returned it; 0 for other
+        actions."""
         if action.kind != "give" or action.value is None or frees_gradient(self.graph, self.choices, action.value):
             return 0
         return self._copied_bytes(action)
 
     def owned_bytes(self, values: Iterable[int]) -> int:
-        """Bytes of the memory that the values own."""
+        """Return the bytes of the memory that the values own, 0 for views."""
         return sum(self.graph.values[value].bytes for value in values)
 
     def _copied_bytes(self, action: Action) -> int:
+        """Return the bytes of a copied gradient, 0 if the action copies none."""
         return self.graph.values[action.value].own_bytes if action.copies and action.value is not None else 0
 
 
@@ -107,6 +110,7 @@ class _Walk(ActionBytes):
 
     def step(self, action: Action) -> int:
         """Return the bytes while the action runs, and set ``level`` to those after it."""
+        # a result that overwrites an operand allocates nothing
         replaced = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
         self.level += self.owned_bytes(action.makes) - replaced + self.gradient_copy_bytes(action)
         during = self.level + self.temporary_bytes(action)

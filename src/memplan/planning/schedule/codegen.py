@@ -88,24 +88,25 @@ def read_in_backward(schedule: Schedule) -> frozenset[int]:
 def returned_gradients(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return, for each list of gradients that the program's ``backward`` yields, the values that they are gradients
     of."""
-    return tuple(
-        tuple(_value_of(action) for action in group) for is_give, group in _group_gradient_returns(schedule) if is_give
-    )
+    groups = (group for is_give, group in _group_gradient_returns(schedule) if is_give)
+    return tuple(tuple(_value_of(action) for action in group) for group in groups)
 
 
 def _group_gradient_returns(schedule: Schedule) -> Iterable[tuple[bool, list[Action]]]:
-    """Yield (whether they return gradients, consecutive actions of the backward pass): those that return gradients are
-    one ``yield`` of the program."""
+    """Split the backward pass into runs of actions that return gradients (True), each a ``yield``, and other actions
+    (False)."""
     for is_give, group in groupby(schedule.backward, lambda action: action.kind == "give"):
         yield is_give, list(group)
 
 
 def _value_of(action: Action) -> int:
+    """Return the value of an action that has a value."""
     assert action.value is not None
     return action.value
 
 
 def _saved_summary(schedule: Schedule) -> str:
+    """Describe what is saved for the backward pass, and how many ops run again: the docstring of ``backward``."""
     recomputed = sum(action.recomputed for action in schedule.backward)
     size = sum(schedule.graph.values[value].bytes for value in schedule.saved)
     return f"saved for it: {format_bytes(size)} in {len(schedule.saved)} values; ops run again: {recomputed}"
@@ -164,7 +165,10 @@ class _Writer:
         return bases | {self.graph.base(value) for value in self.graph.outputs}
 
     def unpack(self, values: Sequence[int], source: str, used: Iterable[int]) -> None:
-        """Unpack the list ``source`` into variables, only for the used values, and empty it."""
+        """Write the line that unpacks the list ``source`` into the variables of ``values``, and empties it.
+
+        Values that are not in ``used`` go to the variable ``_``, which is cleared so that it keeps no tensor alive.
+        """
         unpacked = set(used).intersection(values)
         if unpacked:
             self.write_list("[", [self.names[v] if v in unpacked else "_" for v in values], f"] = {source}")
@@ -191,7 +195,7 @@ class _Writer:
         """Write the call of an op, its results assigned to variables."""
         op = action.called(self.graph)
         names = [self.names[v] if v is not None and v in action.makes else "_" for v in op.outputs]
-        left = ", ".join(names) + "," * (op.multiple and len(names) == 1)
+        left = ", ".join(names) + ("," if op.multiple and len(names) == 1 else "")  # "x," unpacks a tuple
         self.write_call(left, self.call_of(op, action), self.comment_for(op, action), op)
         if "_" in names:
             self.write("_ = None")
@@ -204,13 +208,14 @@ class _Writer:
             return registry.find(form.lever).read_directly(self.graph, form, op, in_place=action.into is not None)
         if action.into is None:
             return op.target, op.args, op.kwargs
-        over = in_place.operand(op, action.into, self.graph.values)
-        form = in_place.call_into(op.target, over.name)
-        return form.target, op.args, {**op.kwargs, **({} if form.out is None else {form.out: Ref(over.value)})}
+        overwritten = in_place.operand(op, action.into, self.graph.values)
+        form = in_place.call_into(op.target, overwritten.name)
+        if form.out is None:  # the variant with an underscore
+            return form.target, op.args, op.kwargs
+        return form.target, op.args, {**op.kwargs, form.out: Ref(overwritten.value)}
 
     def write_form_action(self, action: Action, form: SavedForm) -> None:
-        """Write the store of a value in a saved form or its fetch; for asynchronous copies, their beginning or the
-        wait."""
+        """Write how a value is encoded or decoded; for copies to and from host memory, their beginning or the wait."""
         if action.kind in ("stored", "fetched"):
             self.write(f"{_copy_handle(self.names[form.encoded])}.wait()")
             self.write(f"del {_copy_handle(self.names[form.encoded])}")
@@ -229,12 +234,13 @@ class _Writer:
             self.write_layouts([target_value.id])
 
     def write_call(self, left: str, called: Called, note: str, op: GraphOp | None = None) -> None:
-        """Write ``left = call`` as a line of the program, with a comment."""
+        """Write ``left = call`` as a line of the program, with a comment. ``op``: the op of the call, for error
+        messages."""
         target, args, kwargs = called
         self.write_list(f"{left} = {_op_expression(target, op)}(", self.arguments(args, kwargs, op), ")", note)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: GraphOp | None) -> list[str]:
-        """Return the arguments of a call as texts."""
+        """Return the arguments of a call as texts, keyword arguments as ``name=value``. ``op``: for error messages."""
         named = [f"{_identifier(name, op)}={self.argument(part, op)}" for name, part in kwargs.items()]
         return [self.argument(part, op) for part in args] + named
 
@@ -303,7 +309,7 @@ class _Writer:
         return value
 
     def argument(self, part: Any, op: GraphOp | None) -> str:
-        """Return an argument as text.
+        """Return an argument as text. ``op``: the op that takes it, for error messages.
 
         Raises:
             RecordingError: the argument is neither a value nor plain data.
@@ -334,6 +340,7 @@ class _Writer:
         return ("again: " if action.recomputed else "") + ", ".join(part for part in parts if part)
 
     def section(self, title: str) -> None:
+        """Write a headline, after an empty line unless it is the first line."""
         if self.lines:
             self.lines.append("")
         self.lines.append(f"    # -- {title}")
@@ -362,6 +369,7 @@ class _Writer:
         self.write(after)
 
     def write_delete(self, values: Iterable[int]) -> None:
+        """Write the ``del`` of the variables of these values, if there are any."""
         names = [self.names[value] for value in values]
         if names:
             self.write(f"del {', '.join(names)}")
@@ -401,6 +409,7 @@ def _op_expression(target: str, op: GraphOp | None) -> str:
 
 
 def _identifier(name: str, op: GraphOp | None) -> str:
+    """Return a name that may stand in a program. Raises RecordingError if Python does not allow it as a name."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise RecordingError(
             f"{name!r} in a call of {'an op' if op is None else op.target}", expected="a name that Python allows"

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 
 def forward_ends(graph: JointGraph) -> list[float]:
-    """Return the seconds at the end of each forward op."""
+    """Return the seconds from the beginning of the forward pass to the end of each op."""
     return list(accumulate(op.seconds for op in graph.forward_ops))
 
 
 def backward_begins(graph: JointGraph) -> list[float]:
-    """Return the seconds at the start of each backward op and at the end of the last."""
+    """Return the seconds from the beginning of the backward pass to the start of each op, and to the end of the
+    last."""
     return list(accumulate((op.seconds for op in graph.backward_ops), initial=0.0))
 
 
@@ -49,13 +50,14 @@ def free_positions(graph: JointGraph, copies: Iterable[SavedForm]) -> dict[int, 
     last_use = {value: index for index, op in enumerate(graph.forward_ops) for value in (*op.reads, *op.makes)}
     freed, copy_end = dict[int, int](), 0.0
     for form in copy_order(graph, copies):
-        copy_end = max(copy_end, ends[index_of[graph.maker[form.value].index]]) + seconds_of(form)
+        computed = ends[index_of[graph.maker[form.value].index]]
+        copy_end = max(copy_end, computed) + seconds_of(form)  # after the copy before it
         freed[form.value] = max(last_use[form.value], min(bisect_left(ends, copy_end), len(ends) - 1))
     return freed
 
 
 def seconds_of(copy: SavedForm) -> float:
-    """Return the seconds of a copy in either direction."""
+    """Return the seconds of a copy between device and host, the same in either direction."""
     assert copy.copy_seconds is not None, "it is a copy"
     return copy.copy_seconds
 
@@ -71,14 +73,17 @@ def fetch_positions(graph: JointGraph, needed: Mapping[int, int], copies: Mappin
     op_starts, latest_start = backward_begins(graph), inf
     positions = dict[int, int]()
     for value, needed_at in sorted(needed.items(), key=lambda item: (-item[1], -item[0])):
+        # it has to be done when its value is needed and when the copy after it begins
         latest_start = min(op_starts[needed_at], latest_start) - seconds_of(copies[value])
         positions[value] = min(needed_at, max(0, bisect_right(op_starts, latest_start) - 1))
     return positions
 
 
 def simulate_waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, float]:
-    """Return the seconds that a step waits for the copies of each value, by simulating its actions and the copies that
-    run concurrently, one after another in each direction."""
+    """Return the seconds that a step waits for the copies of each value, by value.
+
+    Copies run concurrently with the ops, one after another in each direction.
+    """
     queue_end = {"store": 0.0, "fetch": 0.0}
     """Seconds at which the last copy of each direction is done."""
     now, done, waited = 0.0, dict[int, float](), dict[int, float]()

@@ -10,21 +10,26 @@ from memplan.planning.schedule.actions import Choices
 
 
 def translate_choices(choices: Choices, source: JointGraph, graph: JointGraph) -> Choices | None:
-    """Translate choices for graph ``source`` into choices for ``graph``, the same step with nowhere larger sizes.
+    """Translate choices for graph ``source`` into choices for ``graph``, the same step with sizes that are nowhere
+    larger.
 
     Values are matched by the ops that make them, in order, without views. Returns None if the forward passes differ or
     any value is larger. The backward passes may differ (torch treats small tensors differently), so the result has to
-    be validated against the budget."""
+    be validated against the budget.
+    """
     match = _match_values(source, graph)
     if match is None or any(graph.values[new].bytes > source.values[old].bytes for old, new in match.items()):
         return None
     pieces, order = choices.pieces, choices.order
-    if pieces or order:  # where the ops differ: all ops in pieces, in the captured order
-        old, new = ((*each.forward_ops, *each.backward_ops) for each in (source, graph))
-        alike = [op.target for op in old] == [op.target for op in new]
-        match_op = {a.index: b.index for a, b in zip(old, new, strict=True)} if alike else {}
-        pieces = frozenset(match_op[op] for op in pieces) if alike and pieces is not None else None
-        order = tuple(match_op[op] for op in order) if alike else ()
+    if pieces or order:
+        old = (*source.forward_ops, *source.backward_ops)
+        new = (*graph.forward_ops, *graph.backward_ops)
+        if [op.target for op in old] == [op.target for op in new]:
+            match_op = {a.index: b.index for a, b in zip(old, new, strict=True)}
+            pieces = None if pieces is None else frozenset(match_op[op] for op in pieces)
+            order = tuple(match_op[op] for op in order)
+        else:  # all ops in pieces, in the captured order
+            pieces, order = None, ()
     return replace(
         choices,
         recompute=frozenset(match[value] for value in choices.recompute if value in match),
@@ -43,12 +48,12 @@ def without_loss(choices: Choices, source: JointGraph, graph: JointGraph) -> Cho
     match = dict[int, int]()
     if len(graph.forward_ops) > len(source.forward_ops):
         return None
-    for a, b in zip(source.forward_ops, graph.forward_ops, strict=False):
+    for a, b in zip(source.forward_ops, graph.forward_ops, strict=False):  # the loss's ops follow in ``source``
         if not _is_same_op(a, b) or len(a.reads) != len(b.reads):
             return None
-        pairs = (*zip(a.reads, b.reads, strict=True), *zip(a.makes, b.makes, strict=True))
-        if any(match.setdefault(value, other) != other for value, other in pairs):
-            return None
+        for value, other in zip((*a.reads, *a.makes), (*b.reads, *b.makes), strict=True):
+            if match.setdefault(value, other) != other:  # it corresponds to another value already
+                return None
     return replace(
         choices,
         recompute=frozenset(match[value] for value in choices.recompute if value in match),
@@ -59,7 +64,10 @@ def without_loss(choices: Choices, source: JointGraph, graph: JointGraph) -> Cho
 
 
 def _match_values(source: JointGraph, graph: JointGraph) -> Mapping[int, int] | None:
-    """Map the values of one forward pass to those of the other, bases only; None if the passes differ."""
+    """Return the ids of one graph's forward values by those of the other; None if the forward passes differ.
+
+    Views have no entry.
+    """
     match: dict[int, int] = {}
     if len(_input_values(source)) != len(_input_values(graph)) or len(source.forward_ops) != len(graph.forward_ops):
         return None
@@ -83,4 +91,5 @@ def _is_same_op(a: GraphOp, b: GraphOp) -> bool:
 
 
 def _input_values(graph: JointGraph) -> list[int]:
+    """Return the ids of the values that no op makes: weights, inputs and the gradients of the outputs."""
     return [value.id for value in graph.values if value.kind in (*RESIDENT, "tangent")]

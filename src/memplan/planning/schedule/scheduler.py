@@ -64,7 +64,8 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
 
 
 def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Return whether value ``of`` may change as soon as its gradient is returned, by its update or its hooks."""
+    """Return whether value ``of`` may change as soon as its gradient is returned: by an early update, or by its
+    hooks."""
     value = graph.values[of]
     return value.hooked or (choices.gradients.updates and value.kind == "parameter")
 
@@ -75,11 +76,11 @@ def frees_gradient(graph: JointGraph, choices: Choices, of: int) -> bool:
 
 
 def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
-    """Return the values whose gradient has to be copied before it is returned.
+    """Return the parameters and inputs whose gradient has to be copied before it is returned.
 
     A gradient is copied if its memory is not its own: other gradients share it, or it belongs to an input, an output or
-    a result of the forward pass. One with other strides than its value is copied, too, as autograd does. The gradient
-    of a parameter that is added to ``.grad`` is not.
+    a result of the forward pass. A gradient with other strides than its value is copied, too, as autograd does. The
+    gradient of a parameter that is added to ``.grad`` is not.
     """
     outputs, users = output_bases(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
     values = set[int]()
@@ -87,9 +88,8 @@ def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
         if choices.gradients.adds and graph.values[of].kind == "parameter":
             continue
         base = graph.values[graph.base(gradient)]
-        shared = (
-            users[base.id] > 1 or base.kind != "result" or base.id in outputs or graph.maker[base.id].phase == "forward"
-        )
+        shared = users[base.id] > 1 or base.id in outputs
+        shared = shared or base.kind != "result" or graph.maker[base.id].phase == "forward"
         if shared or graph.values[gradient].stride != graph.values[of].stride:
             values.add(of)
     return frozenset(values)
@@ -111,14 +111,17 @@ class _Draft:
 
 
 def _store_draft(form: SavedForm) -> _Draft:
+    """Return the action that encodes a value, or begins its copy to host memory."""
     return _Draft(Action("store", value=form.value, form=form.encoded), (form.value,), (form.encoded,))
 
 
 def _fetch_draft(form: SavedForm) -> _Draft:
+    """Return the action that decodes a value, or begins its copy to the device."""
     return _Draft(Action("fetch", value=form.value, form=form.encoded), (form.encoded, *form.also_reads), (form.value,))
 
 
 def _wait_draft(kind: Literal["stored", "fetched"], form: SavedForm) -> _Draft:
+    """Return the action that waits for the end of a copy to (``stored``) or from (``fetched``) host memory."""
     return _Draft(Action(kind, value=form.value, form=form.encoded), (form.value, form.encoded), ())
 
 
@@ -158,7 +161,7 @@ class _Scheduler:
         for draft in backward:
             first_use.update((value, None) for value in draft.reads if value not in live)
             live.update(draft.makes)
-        saved = tuple(first_use)
+        saved = tuple(first_use)  # what the backward pass reads before it is made there, in the order of first use
         forward = self._forward(saved)
         fixed = self.resident | self.outputs
         kept_gradients = {
@@ -166,22 +169,21 @@ class _Scheduler:
         }
         self._add_frees(forward, allocated=(), never_freed=fixed | set(saved))
         self._add_frees(backward, allocated=(*saved, *self.tangents), never_freed=fixed | kept_gradients)
-        forward_actions, backward_actions = (
-            tuple(draft.to_action() for draft in drafts) for drafts in (forward, backward)
-        )
+        forward_actions = tuple(draft.to_action() for draft in forward)
+        backward_actions = tuple(draft.to_action() for draft in backward)
         return Schedule(self.graph, self.choices, forward_actions, backward_actions, saved)
 
     # -- forward
 
     def _forward(self, saved: Sequence[int]) -> list[_Draft]:
-        """Return the actions of the forward pass.
+        """Return the actions of the forward pass. ``saved``: values and encodings that the backward pass needs.
 
         Encodings are stored, and mutated inputs written, after the last forward op that reads the value. Copies to the
         host begin right after the op that computes the value.
         """
         last_use = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
-        stored = [form for value in sorted(saved) if (form := self.forms.get(value)) is not None]
-        after_op: dict[int, list[_Draft]] = defaultdict(list)
+        stored = [self.forms[value] for value in sorted(saved) if value in self.forms]
+        after_op: dict[int, list[_Draft]] = defaultdict(list)  # by index of the op, -1 for before all
         for form in stored:
             if not form.is_copied:
                 after_op[last_use[form.value]].append(_store_draft(form))
@@ -201,8 +203,11 @@ class _Scheduler:
     def _copies_to_host(
         self, forms: Sequence[SavedForm]
     ) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """Return the starts of copies to the host, by the index in ``graph.ops`` of the op that computes the value, and
-        the waits for their ends, by the position in ``graph.forward_ops`` of the op after which they come."""
+        """Return the drafts that begin copies to the host, and those that wait for their ends.
+
+        The first are by the index in ``graph.ops`` of the op that computes the value, the others by the position in
+        ``graph.forward_ops`` of the op after which they come.
+        """
         after = host_copies.free_positions(self.graph, forms)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
@@ -219,12 +224,15 @@ class _Scheduler:
         needed_at = dict[int, int]()
         """By value that is copied back from host memory: the position of the backward op that needs it first."""
         for index, op in enumerate(self.graph.backward_ops):
-            form = next((self.direct[op.index, v] for v in op.reads if (op.index, v) in self.direct), None)
-            direct, form_id = (None, None) if form is None else (form.value, form.encoded)
-            reads = tuple(form_id if v == direct and form_id is not None else v for v in op.reads)
-            drafts, copied = self._rematerialize(v for v in op.reads if v != direct)
+            reads, run = op.reads, Action("run", op=op.index)
+            forms = [self.direct[op.index, value] for value in op.reads if (op.index, value) in self.direct]
+            if forms:  # the op reads the first such encoding instead of its value
+                form = forms[0]
+                reads = tuple(form.encoded if value == form.value else value for value in op.reads)
+                run = replace(run, form=form.encoded)
+            drafts, copied = self._rematerialize(value for value in op.reads if value in reads)
             needed_at.update(dict.fromkeys(copied, index))
-            parts.append([*drafts, _Draft(Action("run", op=op.index, form=form_id), reads, op.makes)])
+            parts.append([*drafts, _Draft(run, reads, op.makes)])
             self.live.update(op.makes)
         begins, ends = self._copies_to_device(needed_at)
         drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
@@ -235,10 +243,10 @@ class _Scheduler:
     def _copies_to_device(
         self, needed_at: Mapping[int, int]
     ) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """Return the starts of copies to the device, and the waits for their ends, both by the position in
-        ``graph.backward_ops`` of the op before which they come.
+        """Return the drafts that begin copies to the device, and those that wait for their ends.
 
-        ``needed_at``: by value to copy, the position of the op that needs it first.
+        Both are by the position in ``graph.backward_ops`` of the op before which they come. ``needed_at``: by value to
+        copy, the position of the op that needs it first.
         """
         before = host_copies.fetch_positions(self.graph, needed_at, self.fetchable)
         begins: dict[int, list[_Draft]] = defaultdict(list)
@@ -250,8 +258,12 @@ class _Scheduler:
         return begins, ends
 
     def _rematerialize(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
-        """Return the actions that recompute or decode values that are not live, after the operands that these need, in
-        the order of the forward pass; and the values that must have been copied back from host memory before."""
+        """Return the actions that recompute or decode those of some values that are not live, and the values to copy
+        back.
+
+        The actions include those for their operands, in the order of the forward pass. The values must have been copied
+        back from host memory before.
+        """
         copied_back = set[int]()
         ops: dict[int, GraphOp] = {}
         decoded: set[int] = set()
@@ -259,6 +271,7 @@ class _Scheduler:
         decoded_with_operands: dict[int, SavedForm] = {}
         """Encodings that need other operands, by the op in whose place they are decoded."""
         results_wanted: dict[int, set[int]] = defaultdict(set)
+        """By op to recompute: those of its results that are needed."""
         stack, seen = list(values), set[int]()
         while stack:
             value = stack.pop()
@@ -307,17 +320,19 @@ class _Scheduler:
         ready_at, grouped = dict[int, int](), set[int]()
         for of, gradient in self.graph.gradients:
             ready_at[of] = last.get(self.graph.base(gradient), 0)
+            frees = frees_gradient(self.graph, self.choices, of)
             if changed_at_once(self.graph, self.choices, of):
                 ready_at[of] = max(ready_at[of], last.get(self.graph.base(of), 0))
-            elif self._is_kept_by_autograd(of) or (
-                self.choices.fused and not frees_gradient(self.graph, self.choices, of)
-            ):
+            elif self._is_kept_by_autograd(of) or (self.choices.fused and not frees):
                 grouped.add(of)
         positions = sorted({ready_at[of] for of in grouped})
-        size = max(1, -(-len(positions) // (1 if self.choices.fused else MAX_AUTOGRAD_NODES)))
-        last_of_group = {
-            index: positions[min(k - k % size + size, len(positions)) - 1] for k, index in enumerate(positions)
-        }
+        groups = 1 if self.choices.fused else MAX_AUTOGRAD_NODES
+        size = max(1, -(-len(positions) // groups))  # rounded up
+        last_of_group = dict[int, int]()
+        """By position at which a gradient is ready: the last position of its group."""
+        for begin in range(0, len(positions), size):
+            group = positions[begin : begin + size]
+            last_of_group.update(dict.fromkeys(group, group[-1]))
         due: dict[int, list[_Draft]] = defaultdict(list)
         for of, gradient in self.graph.gradients:
             action = Action("give", value=of, source=gradient, copies=of in self.copies)
@@ -326,14 +341,16 @@ class _Scheduler:
         return [action for index, draft in enumerate(drafts) for action in (draft, *due.get(index, ()))]
 
     def _is_kept_by_autograd(self, of: int) -> bool:
-        """Return whether autograd keeps the gradient itself, neither a copy nor nothing, so that it must not be
-        freed."""
+        """Return whether autograd keeps the gradient of ``of`` itself, not a copy, so that it must not be freed."""
         return of not in self.copies and not frees_gradient(self.graph, self.choices, of)
 
     # -- memory
 
     def _add_frees(self, drafts: Sequence[_Draft], *, allocated: Iterable[int], never_freed: set[int]) -> None:
-        """Free every value except ``never_freed`` after its last use, or let the op of the last use overwrite it."""
+        """Free every value except ``never_freed`` after its last use, or let the op of the last use overwrite it.
+
+        ``allocated``: values that are live before the first draft.
+        """
         last = dict.fromkeys(allocated, 0)
         last.update((value, index) for index, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes))
         for value, index in last.items():
@@ -341,21 +358,22 @@ class _Scheduler:
                 drafts[index].frees.append(value)
         if not self.choices.in_place:
             return
-        foreign, pieces = never_freed | set(self.tangents), self.choices.pieces
+        not_owned, pieces = never_freed | set(self.tangents), self.choices.pieces
         for draft in drafts:
             if draft.action.op is None or not draft.makes:
                 continue
             op = draft.action.called(self.graph)
             excluded = op.scratch_into is not None and pieces is not None and op.index not in pieces
-            if draft.makes[0] != op.makes[0] or excluded:
+            if draft.makes[0] != op.makes[0] or excluded:  # only an op's first result can overwrite
                 continue
-            draft.into = next((v for v in op.overwrites if v in draft.frees and v not in foreign), None)
-            if draft.into is not None:
+            free = [value for value in op.overwrites if value in draft.frees and value not in not_owned]
+            if free:
+                draft.into = free[0]
                 draft.frees.remove(draft.into)
 
 
 def with_fewest_pieces(planned: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
-    """Return the schedule with ops working piece by piece only if the step would not fit otherwise.
+    """Return the schedule with ops working in place piece by piece only where the step would not fit otherwise.
 
     ``fits`` returns for every action, forward and backward, whether its level is within the budget. Working piece by
     piece changes the level during the op alone, so the levels without pieces are checked once.

@@ -117,20 +117,31 @@ class _Tracer:
     # -- storages
 
     def _allocate(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
+        """Allocate a storage and return its index in ``entries``. ``op``: index in the trace; None for resident
+        memory."""
         self.tick += 1
         self.entries.append(_Entry(size, cause, self.tick, value, op, name=name))
         return len(self.entries) - 1
 
     def _release(self, entry: int) -> None:
+        """Free a storage. ``entry``: its index in ``entries``."""
         self.tick += 1
         self.entries[entry].freed = self.tick
 
     def _allocate_temporary(self, size: int, op: int) -> None:
+        """Allocate a workspace of an op and free it again. ``op``: its index in the trace."""
         if size:
             self._release(self._allocate(size, "temporary", None, op))
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
-        """Allocate the storage of a value that an op makes, with its cause; or let it take over that of ``into``."""
+        """Allocate the storage of a value that an op makes, with its cause.
+
+        Args:
+            value: id of the value.
+            op: index of the op in the trace.
+            phase: pass in which it runs.
+            into: value whose storage it takes over; None for a new storage.
+        """
         tensor = self.graph.values[value]
         maker, name = self.graph.maker.get(value), ""
         cause: Cause = "saved" if phase == "forward" and value in self.saved else "activation"
@@ -148,8 +159,10 @@ class _Tracer:
     # -- actions
 
     def _run_action(self, action: Action, phase: Phase) -> None:
-        """Add an action to the trace as an op. An action whose temporary bytes are negative frees its operands before
-        it allocates its results."""
+        """Add an action to the trace as an op: allocations of its results and workspace, then its frees.
+
+        Negative temporary bytes mean that it frees its operands before it allocates its results.
+        """
         start, op = self.tick, len(self.ops)
         transient = self.bytes.temporary_bytes(action)
         frees_meanwhile = transient < 0
@@ -174,7 +187,7 @@ class _Tracer:
         return sum(self.graph.values[value].bytes for value in freed)
 
     def _without_host_values(self, values: Iterable[int]) -> list[int]:
-        """The values without those in host memory."""
+        """Return the values that are not in host memory."""
         return [value for value in values if self.graph.values[value].kind != "host"]
 
     def _op_name(self, action: Action) -> str:
@@ -190,6 +203,7 @@ class _Tracer:
         return f"memplan.{action.kind}"
 
     def _add_op(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
+        """Add an op to the trace that began at tick ``start`` and ends now. ``action``: what it reads and makes."""
         index = len(self.ops)
         reads: Iterable[int] = () if action is None else action.reads
         graph_op = None if action is None or action.op is None else action.called(self.graph)

@@ -49,17 +49,19 @@ class Copies:
         self.free_positions, self.fetch_slots = self._compute_free_positions(), self._compute_fetch_slots()
 
     def uses(self, row: int) -> Bools:
-        """Return which candidates keep forward value ``row`` as a copy in host memory."""
+        """Return for each candidate whether it keeps forward value ``row`` as a copy in host memory."""
         index = np.flatnonzero(self.rows == row)
         return self.needed[index[0]] < NEVER if len(index) else np.zeros(self.count, dtype=bool)
 
     def _compute_free_positions(self) -> Ints:
-        """Position of the forward op after which each copied value is freed on the device."""
+        """Return an array over (copy, candidate): the position of the forward op after which the value is freed on the
+        device."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))
         freed_after = np.zeros(self.needed.shape, dtype=np.int64)
         done = np.zeros(self.count)
         for index in self.store_order:
             row, used = self.rows[index], self.needed[index] < NEVER
+            # the copy begins when the value is computed and the copy before it is done
             end = np.maximum(done, ends[self.flat.maker[row]]) + self.seconds[index]
             done = np.where(used, end, done)
             position = np.minimum(np.searchsorted(ends, end), len(ends) - 1)
@@ -67,13 +69,14 @@ class Copies:
         return freed_after
 
     def _compute_fetch_slots(self) -> Ints:
-        """Slot at whose beginning each copy back to the device begins."""
+        """Return an array over (copy, candidate): the slot at whose beginning the copy back to the device begins."""
         slots = np.full(self.needed.shape, NEVER, dtype=np.int64)
         latest, every = np.full(self.count, np.inf), np.arange(self.count)
-        for index in self.fetch_order[::-1]:
+        for index in self.fetch_order[::-1]:  # each candidate has an order, and so a copy, of its own
             needed = self.needed[index, every]
             used = needed < NEVER
-            slot = np.where(used, needed, 1)
+            slot = np.where(used, needed, 1)  # 1 is any valid slot
+            # as late as possible: done when the value is needed and when the copy after it begins
             begin = np.minimum(self.begins[slot - 1], latest) - self.seconds[index]
             latest = np.where(used, begin, latest)
             before = np.maximum(np.searchsorted(self.begins, begin, side="right"), 1)
@@ -81,10 +84,10 @@ class Copies:
         return slots
 
     def live_in_forward(self, positions: int) -> tuple[Ints, Ints]:
-        """Return two arrays over (forward op, candidate).
+        """Return two arrays of bytes over (forward op, candidate) on values that are being copied to the host.
 
         First the bytes that are live after the op only because their copy is not done yet, then the part of them that
-        is freed at that op.
+        is freed at that op. ``positions``: number of forward ops.
         """
         live = np.zeros((positions + 1, self.count), dtype=np.int64)
         freed = np.zeros((positions + 1, self.count), dtype=np.int64)
@@ -97,7 +100,8 @@ class Copies:
         return np.cumsum(live, axis=0)[:-1], freed[:-1]
 
     def allocated_in_backward(self, slots: int) -> Ints:
-        """Return an array over (slot, candidate): bytes allocated at the beginning of a slot for copies back."""
+        """Return an array over (slot, candidate): bytes allocated at the beginning of a slot for copies back.
+        ``slots``: number."""
         allocated = np.zeros((slots, self.count), dtype=np.int64)
         for index, row in enumerate(self.rows):
             some = np.flatnonzero(self.needed[index] < NEVER)
@@ -127,18 +131,18 @@ class Copies:
 
     def _waits_for_fetches(self, spent: Floats) -> Floats:
         """Return, by candidate, the seconds that the backward pass waits for copies back to the device."""
-        begins = np.zeros_like(spent)
+        begins = np.zeros_like(spent)  # by slot: seconds at which it begins, without waits
         begins[1:] = self.begins[:-1, None] + np.cumsum(spent, axis=0)[:-1]
         every = np.arange(self.count)
         needed = np.take_along_axis(self.needed, self.fetch_order, axis=0)
         waited = np.zeros((len(self.rows) + 1, self.count))
         """Seconds waited after the first k copies were needed."""
         done = np.zeros(self.count)
-        for k, index in enumerate(self.fetch_order):
+        for k, index in enumerate(self.fetch_order):  # each candidate has an order, and so a copy, of its own
             used = needed[k] < NEVER
-            fetched = np.where(used, self.fetch_slots[index, every], 1)
-            slot = np.where(used, needed[k], 1)
-            earlier = (needed[:k] < fetched).sum(axis=0)
+            fetched = np.where(used, self.fetch_slots[index, every], 1)  # slot in which the copy is issued
+            slot = np.where(used, needed[k], 1)  # slot in which it is needed
+            earlier = (needed[:k] < fetched).sum(axis=0)  # copies whose waits are over by then
             end = np.maximum(done, begins[fetched, every] + waited[earlier, every]) + self.seconds[index]
             done = np.where(used, end, done)
             late = np.maximum(end - begins[slot, every] - waited[k], 0.0)

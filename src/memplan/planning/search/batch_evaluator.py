@@ -38,7 +38,8 @@ class Evaluator:
         self.rows = len(self.flat.droppable) + len(self.flat.forms)
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
-        """Return the candidate for ``choices``. See `choices` for the way back."""
+        """Return choices as a candidate: whether each of ``flat.droppable`` is recomputed, then whether each form is
+        used."""
         flat = self.flat
         return np.array(
             [value in choices.recompute for value in flat.droppable]
@@ -49,9 +50,10 @@ class Evaluator:
     def choices(self, column: npt.NDArray[np.bool_]) -> Choices:
         """Return the choices of a candidate, without those that have no effect on its schedule."""
         flat = self.flat
-        drops = frozenset(v for v, chosen in zip(flat.droppable, column, strict=False) if chosen)
-        form_bits = zip(flat.forms, column[len(flat.droppable) :], strict=True)
-        forms = frozenset((form.lever, form.value) for form, chosen in form_bits if chosen)
+        value_bits, form_bits = np.split(column, [len(flat.droppable)])
+        drops = frozenset(value for value, chosen in zip(flat.droppable, value_bits, strict=True) if chosen)
+        chosen_forms = (form for form, chosen in zip(flat.forms, form_bits, strict=True) if chosen)
+        forms = frozenset((form.lever, form.value) for form in chosen_forms)
         planned = schedule(flat.graph, Choices(drops, forms, flat.gradients, order=flat.graph.order))
         recomputed = {value for action in planned.backward if action.recomputed for value in action.makes}
         used = (flat.graph.form[a.form] for a in planned.forward if a.kind == "store" and a.form is not None)
@@ -82,15 +84,16 @@ class Evaluator:
 
     def profiles(self, columns: Columns) -> list[Profile]:
         """Return the bytes at every position, a profile for each candidate."""
-        return [
-            Profile(batch.forward[:, index], batch.slots[:, index], int(batch.update[index]))
-            for start in range(0, columns.shape[1], CHUNK)
-            for batch in [self._batch(columns[:, start : start + CHUNK])]
-            for index in range(len(batch.seconds))
-        ]
+        profiles = list[Profile]()
+        for start in range(0, columns.shape[1], CHUNK):
+            batch = self._batch(columns[:, start : start + CHUNK])
+            for index in range(len(batch.seconds)):
+                profiles.append(Profile(batch.forward[:, index], batch.slots[:, index], int(batch.update[index])))
+        return profiles
 
     def _batch(self, columns: Columns) -> Levels:
-        """Return the bytes and seconds of candidates, at once if the graph allows, else schedule by schedule."""
+        """Return the bytes and seconds of candidates: all at once if the graph allows that, else schedule by
+        schedule."""
         return Batch(self.flat, columns).run() if self.flat.regular else _by_schedules(self, columns)
 
 
@@ -102,13 +105,14 @@ def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:
         planned_levels = levels(planned, flat.outside_memory)
         forward = np.zeros(len(flat.forward), dtype=np.int64)
         slots = np.zeros(flat.slots, dtype=np.int64)
-        index = 0
+        ops = 0
         for action, level in zip(planned.forward, planned_levels.forward, strict=True):
-            index = index + 1 if action.kind == "run" else index
-            forward[max(index - 1, 0)] = max(forward[max(index - 1, 0)], level)
+            ops += action.kind == "run"
+            position = max(ops - 1, 0)  # of the action's op, or of the op before it
+            forward[position] = max(forward[position], level)
         slot, op_ran = 0, False
         for action, level in zip(planned.backward, planned_levels.backward, strict=True):
-            if op_ran and action.kind != "give":
+            if op_ran and action.kind != "give":  # gradients are returned in the slot of the op before
                 slot, op_ran = slot + 1, False
             slots[slot] = max(slots[slot], level)
             op_ran = op_ran or action.kind == "receive" or (action.kind == "run" and not action.recomputed)

@@ -49,13 +49,13 @@ class Batch(Needs):
     # -- forward pass
 
     def _forward(self) -> tuple[Ints, Ints]:
-        """Highest level during each forward op, and the level at the end of the pass."""
+        """Return the highest level during each forward op, and the level at the end of the pass, by candidate."""
         flat = self.flat
         freed = ~self.saved_as_is & ~flat.is_output[:, None]
-        net = np.repeat(flat.result_bytes[:, None], self.count, axis=1)
-        if len(flat.values):
-            lost = np.where(freed, flat.bytes[:, None], 0)[flat.by_freed]
-            net[flat.freed_positions] -= np.add.reduceat(lost, flat.freed_starts, axis=0)
+        net = np.repeat(flat.result_bytes[:, None], self.count, axis=1)  # by op: change of the level
+        if len(flat.values):  # less the values that are freed after each op
+            freed_bytes = np.where(freed, flat.bytes[:, None], 0)[flat.by_freed]
+            net[flat.freed_positions] -= np.add.reduceat(freed_bytes, flat.freed_starts, axis=0)
         for index in flat.plain:
             net[flat.used_last[flat.form_rows[index]]] += self.used[index] * flat.form_bytes[index]
         after = flat.base + np.cumsum(net, axis=0)
@@ -74,7 +74,7 @@ class Batch(Needs):
         return during, end
 
     def _can_overwrite(self, rows: Sequence[int], freed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """By candidate: whether the memory of any of these operands is free for the op's result."""
+        """Return for each candidate whether the memory of any of these operands (rows) is free for the op's result."""
         free = np.zeros(self.count, dtype=bool)
         for row in rows:
             here = freed[row]
@@ -84,13 +84,20 @@ class Batch(Needs):
         return free
 
     def _store(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_], leaving: Ints | None) -> None:
-        """Raise ``during`` to the levels while plain forms are stored, each after the last op that reads its value.
-        Goes backwards from the level at the end of the position."""
+        """Raise the levels in ``during`` to those while encodings are stored, each after the last op that reads its
+        value.
+
+        Args:
+            during: highest level during each forward op, by candidate; changed in place.
+            after: level after each forward op.
+            freed: whether each value is freed in the forward pass.
+            leaving: bytes that each op frees because their copy to the host is done; None without copies.
+        """
         flat = self.flat
-        due: dict[int, list[int]] = {}
+        due: dict[int, list[int]] = {}  # encodings by the forward op after which they are stored
         for index in flat.plain:
             due.setdefault(int(flat.used_last[flat.form_rows[index]]), []).append(index)
-        for position, forms in due.items():
+        for position, forms in due.items():  # from the last store back to the first
             later = np.zeros(self.count, dtype=np.int64)
             """Change of the level between this store and the end of the position."""
             if leaving is not None:
@@ -114,8 +121,11 @@ class Batch(Needs):
     # -- recomputation
 
     def _recompute(self) -> None:
-        """Count the bytes of everything that the backward pass recomputes or fetches, in the slot before the op that
-        needs it, and the bytes that each slot's backward op frees."""
+        """Count the bytes of all that the backward pass recomputes or decodes, and those that each slot's backward op
+        frees.
+
+        The first are counted in the slot of the op that needs them.
+        """
         flat = self.flat
         self.fetched = np.zeros((len(flat.plain), self.count), dtype=bool)
         self.frees = np.zeros((flat.slots, self.count), dtype=np.int64)
@@ -140,22 +150,30 @@ class Batch(Needs):
         ).reshape(self.frees.shape).astype(np.int64)  # fmt: skip
 
     def _recompute_op(self, index: int) -> None:
-        """Run a forward op in every slot in which it is recomputed: several if its results are needed in different
-        slots."""
-        slots = [
-            (row, self.recomputed_in[row]) for row in self.flat.recompute_ops[index].makes if row in self.recomputed_in
-        ]
+        """Run a forward op in every slot in which it is recomputed: in several if its results are needed in different
+        slots.
+
+        ``index``: position of the op in the forward pass.
+        """
+        op = self.flat.recompute_ops[index]
+        slots = [(row, self.recomputed_in[row]) for row in op.makes if row in self.recomputed_in]
         for k, (_, slot) in enumerate(slots):
             here = slot < NEVER
-            for _, before in slots[:k]:
+            for _, before in slots[:k]:  # it runs there already, for an earlier result
                 here &= before != slot
             columns = np.flatnonzero(here)
             if len(columns):
                 wanted = [(row, other[columns] == slot[columns]) for row, other in slots]
-                self._run_in_slots(index, self.flat.recompute_ops[index], slot[columns], columns, wanted)
+                self._run_in_slots(index, op, slot[columns], columns, wanted)
 
     def _fetch_with_operands(self, index: int, form: int, row: int) -> None:
-        """Fetch a value from a form that needs other operands, and free the form if no op reads it later."""
+        """Decode a value from a form that needs other operands, and free the form if no op reads it later.
+
+        Args:
+            index: position in the forward pass of the op that computes the value: it is decoded in its place.
+            form: index of the form.
+            row: of the value.
+        """
         columns = np.flatnonzero(self.fetched_in[form] < NEVER)
         slot = self.fetched_in[form][columns]
         self._run_in_slots(index, self.flat.fetch_ops[form], slot, columns, [(row, np.ones(len(columns), dtype=bool))])
@@ -163,15 +181,21 @@ class Batch(Needs):
         self.fetched[form][columns] = True
 
     def _free_form(self, index: int, slot: Ints, columns: Ints) -> None:
-        """Free a saved form right after the fetch, unless a later op reads it and frees it then."""
+        """Free a saved form right after its value is decoded, unless a later op reads the form and frees it then.
+
+        Args:
+            index: of the form.
+            slot: in which the value is decoded, by candidate of ``columns``.
+            columns: the candidates that decode it.
+        """
         freed = self.flat.form_bytes[index] * (self.last_direct[index][columns] < slot * self.slot_size)
-        self.slot_level.ravel()[slot * self.count + columns] -= freed
+        self.slot_level[slot, columns] -= freed
 
     def _run_in_slots(
         self, index: int, op: ForwardOp, slot: Ints, columns: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
     ) -> None:
-        """Run a recomputed op or a fetch in a slot of some candidates: fetch its operands first, then add its bytes to
-        the slot's level and peak, and its seconds.
+        """Run a recomputed op or a decoding in a slot of some candidates: decode its operands first, then add its bytes
+        to the slot's level and peak, and its seconds.
 
         Args:
             index: of the forward op in whose place it runs.
@@ -186,10 +210,10 @@ class Batch(Needs):
                 due = self.formed[form][columns] & ~self.fetched[form][columns] & (self.first[row][columns] == slot)
                 self._fetch(form, row, columns[due])
         levels, peaks = self.slot_level.ravel(), self.slot_peak.ravel()
-        place = slot.astype(np.int64) * self.count + columns
+        place = slot.astype(np.int64) * self.count + columns  # index in the flattened arrays
         position = slot * self.slot_size + index
         level = levels[place]
-        frees = np.zeros(len(columns), dtype=np.int64)
+        frees = np.zeros(len(columns), dtype=np.int64)  # bytes of operands that are read for the last time
         in_place = np.zeros(len(columns), dtype=bool)
         for row in op.reads:
             if not flat.is_output[row]:
@@ -214,7 +238,16 @@ class Batch(Needs):
                 self._return_delayed_gradient(give, parameter, position, place, columns)
 
     def _return_delayed_gradient(self, index: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
-        """Return the gradient of the parameter that this recomputed op is the last to read."""
+        """Return a parameter's gradient for the candidates in which this recomputed op is the last to read the
+        parameter.
+
+        Args:
+            index: of the return in ``flat.gradient_returns``.
+            parameter: id of the parameter.
+            position: of the recomputed op in the backward pass, by candidate of ``columns``.
+            place: of its slot in the flattened arrays, by candidate of ``columns``.
+            columns: the candidates that recompute it.
+        """
         give = self.flat.gradient_returns[index]
         here = (self.parameter_last[parameter][columns] == position) & (position > self._backward_position(index))
         levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[here]
@@ -223,11 +256,17 @@ class Batch(Needs):
         levels[place] -= give.freed
 
     def _backward_position(self, index: int) -> int:
-        """Return the position of the backward op after which a gradient is returned if nothing delays that."""
+        """Return the position of the backward op after which gradient ``index`` is returned if nothing delays that."""
         return self.flat.gradient_returns[index].slot * self.slot_size + self.slot_size - 1
 
     def _fetch(self, index: int, row: int, columns: Ints) -> None:
-        """Fetch a value from a form that needs no other operands, just before the value is read."""
+        """Decode a value from a form that needs no other operands, just before the value is read.
+
+        Args:
+            index: of the form.
+            row: of the value.
+            columns: the candidates that decode it.
+        """
         if not len(columns):
             return
         form, levels, peaks = self.flat.forms[index], self.slot_level.ravel(), self.slot_peak.ravel()
@@ -244,13 +283,16 @@ class Batch(Needs):
     # -- backward pass
 
     def _backward(self, boundary: Ints) -> tuple[Ints, Ints]:
-        """Highest level in each slot, and the level at the end of the pass."""
+        """Return the highest level in each slot, and the level at the end of the pass, by candidate.
+
+        ``boundary``: level between the passes.
+        """
         flat = self.flat
         for index in flat.plain:
             direct = self.last_direct[index]
             ends = direct >= 0
             if flat.forms[index].whole:
-                # Fetched at or before its last direct reader, that reader frees it; later, the fetch does.
+                # If the value is decoded no later than the form's last reader, that reader frees the form.
                 row = flat.form_rows[index]
                 ends &= ~self.needed[row] | (direct >= self.first[row].astype(np.int64) * self.slot_size)
             columns = np.flatnonzero(ends)
@@ -268,19 +310,17 @@ class Batch(Needs):
         return slots, end[-1]
 
     def _gradient_return_levels(self) -> tuple[Ints, Ints]:
-        """By slot: change of the level by returned gradients, and the highest level while they are returned."""
+        """Return, by slot, the change of the level by returned gradients, and the highest level while they are
+        returned."""
         flat = self.flat
         if not flat.has_delayed_returns:
             return flat.returns_net[:, None], flat.returns_peak[:, None]
-        every = np.ones(self.count, dtype=bool)
         net = np.zeros((flat.slots, self.count), dtype=np.int64)
         peak = np.zeros((flat.slots, self.count), dtype=np.int64)
         for index, give in enumerate(flat.gradient_returns):
-            here = (
-                every
-                if give.parameter is None
-                else self.parameter_last[give.parameter] <= self._backward_position(index)
-            )
+            here = np.ones(self.count, dtype=bool)
+            if give.parameter is not None:  # else it is returned after a recomputed op that reads the parameter
+                here = self.parameter_last[give.parameter] <= self._backward_position(index)
             net[give.slot] += here * give.copy
             level = net[give.slot] + give.transient
             np.maximum(peak[give.slot], level, out=peak[give.slot], where=here)

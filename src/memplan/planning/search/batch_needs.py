@@ -78,18 +78,20 @@ class Needs:
             self.saved_as_is[row] &= ~used[index]
 
     def _add_backward_reads(self) -> None:
-        """Record the first and last slot in which backward ops read each value, by candidate: those that can read an
-        encoding do not need the value where a candidate saves that encoding."""
+        """Record the first and last slot in which backward ops read each value, by candidate.
+
+        An op that can read an encoding does not need the value if the candidate saves that encoding.
+        """
         flat, final = self.flat, self.slot_size - 1
         self.first[:] = flat.first_read[:, None]
         self.last[:] = np.where(flat.last_read < 0, -1, flat.last_read * self.slot_size + final)[:, None]
-        for slot, candidates in flat.direct:
+        for slot, readable in flat.direct:  # (form, row) of the forms that the slot's op can read
             decided = np.zeros(self.count, dtype=bool)
             position = slot * self.slot_size + final
             instead: dict[int, Any] = {}
             """By row: which candidates read a saved form instead of the value."""
-            for index, row in candidates:
-                direct = self.formed[index] & ~decided
+            for index, row in readable:
+                direct = self.formed[index] & ~decided  # an op reads a single form
                 decided |= direct
                 instead[row] = instead.get(row, False) | direct
                 np.maximum(self.last_direct[index], position, out=self.last_direct[index], where=direct)
@@ -101,25 +103,26 @@ class Needs:
                 np.maximum(self.last[row], position, out=self.last[row], where=~direct)
 
     def _add_operands_of(self, index: int) -> None:
-        """Add the operands of forward op ``index`` in the slots where it is recomputed, and those of its fetched
-        forms."""
-        for row in self.flat.recompute_ops[index].makes:
+        """Mark the operands of a forward op as needed in the slots where it is recomputed, and those of its decodings.
+
+        ``index``: position of the op in the forward pass.
+        """
+        op = self.flat.recompute_ops[index]
+        for row in op.makes:
             if self.any_dropped[row]:
-                self._add_operands(
-                    index, self.flat.recompute_ops[index], self.dropped[row], row, self.recomputed_in, row
-                )
+                self._add_operands(index, op, self.dropped[row], row, self.recomputed_in, row)
         for form, row in self.flat.operand_fetches_at[index]:
             self._add_operands(index, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, form)
 
     def _add_operands(
         self, index: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
     ) -> None:
-        """For the candidates in ``chosen``, run ``op`` in the first slot that needs value ``row``: store that slot in
-        ``slots[key]`` and mark the op's operands as needed there.
+        """For the candidates in ``chosen``, run an op in the first slot that needs its result: record that slot in
+        ``slots[key]``, and mark the op's operands as needed there.
 
         Args:
             index: of the op in the forward pass, which is its position within a slot.
-            op: recomputes or fetches the value.
+            op: recomputes or decodes the value.
             chosen: whether each candidate runs the op if the value is needed.
             row: of the value.
             slots: `recomputed_in` or `fetched_in`.

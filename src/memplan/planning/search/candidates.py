@@ -54,17 +54,23 @@ class Levels:
 
     @property
     def peak(self) -> Ints:
-        """Bytes at the highest position of each candidate."""
+        """Highest level of each candidate, in bytes."""
         most = np.maximum(self.slots.max(axis=0), self.update)
         return np.maximum(most, self.forward.max(axis=0, initial=0))
 
     @property
     def load(self) -> npt.NDArray[np.float64]:
-        """Bytes of each candidate, summed over all positions."""
+        """Bytes of each candidate, summed over all positions: it ranks candidates by how much memory they leave
+        free."""
         return (self.forward.sum(axis=0) + self.slots.sum(axis=0)).astype(np.float64)
 
     def excess(self, budget: int | Profile, squared: int) -> npt.NDArray[np.float64]:
-        """Return the bytes of each candidate over a budget: see `Evaluated.excess`."""
+        """Return the bytes of each candidate over a budget, summed over all positions.
+
+        Args:
+            budget: in bytes, the same for the whole step, or a profile with a budget for each position.
+            squared: how many times the bytes over the budget are squared before they are summed.
+        """
         if isinstance(budget, Profile):
             update, forward, slots = budget.update, budget.forward[:, None], budget.slots[:, None]
         else:

@@ -110,10 +110,11 @@ class FlatGraph:
     # -- backward
 
     def _compute_backward_constants(self) -> None:
-        """Last uses and bytes of gradients and tangents: they do not depend on the choices."""
+        """Set the bytes of gradients, tangents and the results of backward ops by slot, which do not depend on the
+        choices."""
         graph = self.graph
         self.slots = len(graph.backward_ops) + 1
-        last = dict.fromkeys(self.tangents, 0)
+        last = dict.fromkeys(self.tangents, 0)  # by value: the slot of its last use
         for slot, op in enumerate(graph.backward_ops, 1):
             last.update((value, slot) for value in (*op.reads, *op.makes))
         staying = self._compute_gradient_returns(last)
@@ -142,39 +143,40 @@ class FlatGraph:
                 self.overwritten += [(slot, self.row[v]) for v in candidates if v in self.row]
 
     def _compute_gradient_returns(self, last: dict[int, int]) -> set[int]:
-        """Set ``gradient_returns``, and return the bases of gradients that autograd keeps."""
+        """Set ``gradient_returns``, and return the bases of the gradients that autograd keeps.
+
+        ``last``: by value, the slot of its last use in the backward pass.
+        """
         graph, choices = self.graph, Choices(gradients=self.gradients)
         users = Counter(graph.base(gradient) for _, gradient in graph.gradients)
         copies = copied_gradients(graph, choices)
-        drafts, staying = list[tuple[int, int, int, int, int | None]](), set[int]()
+        returns, bases, staying = list[GradientReturn](), list[int](), set[int]()
         for of, gradient in graph.gradients:
-            base, size = graph.base(gradient), graph.values[of].own_bytes * (of in copies)
+            base, copied_bytes = graph.base(gradient), graph.values[of].own_bytes if of in copies else 0
             changed, freed = changed_at_once(graph, choices, of), frees_gradient(graph, choices, of)
             slot = max(last.get(base, 0), last.get(graph.base(of), 0) if changed else 0)
             if of not in copies and not freed:
                 staying.add(base)
             updated = self.gradients.updates and graph.values[of].kind == "parameter"
-            transient = self.outside_memory.update_by_parameter.get(of, 0) + size if updated else 0
-            drafts.append((slot, 0 if freed else size, transient, base, graph.base(of) if changed else None))
-        fixed = self.resident | self.outputs | staying
-        final = {base: index for index, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
-        self.gradient_returns = tuple(
-            GradientReturn(
-                slot, copy, transient,
-                graph.values[base].bytes if final[base] == index and base not in fixed else 0, parameter,
-            )
-            for index, (slot, copy, transient, base, parameter) in enumerate(drafts)
-        )  # fmt: skip
-        self.has_delayed_returns = any(parameter is not None for *_, parameter in drafts)
-        self.has_shared_delayed_returns = any(
-            users[base] > 1 and parameter is not None for *_, base, parameter in drafts
-        )
+            transient = self.outside_memory.update_by_parameter.get(of, 0) + copied_bytes if updated else 0
+            kept_copy, parameter = 0 if freed else copied_bytes, graph.base(of) if changed else None
+            returns.append(GradientReturn(slot, kept_copy, transient, 0, parameter))
+            bases.append(base)
+        # memory that several gradients share is freed with the last return
+        final = {bases[k]: k for k in sorted(range(len(returns)), key=lambda k: (returns[k].slot, k))}
+        for base in final.keys() - (self.resident | self.outputs | staying):
+            returns[final[base]] = replace(returns[final[base]], freed=graph.values[base].bytes)
+        self.gradient_returns = tuple(returns)
+        delayed = [base for base, give in zip(bases, returns, strict=True) if give.parameter is not None]
+        self.has_delayed_returns = bool(delayed)
+        self.has_shared_delayed_returns = any(users[base] > 1 for base in delayed)
         return staying
 
     # -- forward
 
     def _build_forward_ops(self) -> None:
-        """Set the forward ops, their recompute ops and the fetches of encodings, with values as rows."""
+        """Set the forward ops, the ops that recompute their results and the decodings of encodings, with values as
+        rows."""
         graph = self.graph
         updated = {give.parameter for give in self.gradient_returns if give.parameter is not None}
         size = {row: int(b) for row, b in enumerate(self.bytes)}
@@ -195,22 +197,17 @@ class FlatGraph:
         """By forward op: the op that recomputes its results."""
         self.fetch_ops = [flat(self._fetch_op(self.forms[index])) for index in self.plain]
         """By plain form: its fetch as an op."""
-        self.operand_fetches_at = [
-            [
-                (form, row)
-                for row in op.makes
-                for form in self.plain_forms_of.get(row, ())
-                if self.forms[form].also_reads
-            ]
-            for op in self.forward
-        ]
-        """By forward op: the forms of its results whose fetch needs other operands, and their rows."""
-        self.simple_fetches_of = {
-            row: fetched
-            for row, forms in self.fetchable_forms_of.items()
-            if (fetched := [index for index in forms if index in self.plain and not self.forms[index].also_reads])
-        }
+        self.operand_fetches_at: list[list[tuple[int, int]]] = []
+        """By forward op: (form, row) of those forms of its results whose fetch needs other operands."""
+        for op in self.forward:
+            forms = [(form, row) for row in op.makes for form in self.plain_forms_of.get(row, ())]
+            self.operand_fetches_at.append([(form, row) for form, row in forms if self.forms[form].also_reads])
+        self.simple_fetches_of: dict[int, list[int]] = {}
         """By row, ascending: the plain forms whose fetch needs no other operands."""
+        for row, fetchable in self.fetchable_forms_of.items():
+            simple = [index for index in fetchable if index in self.plain and not self.forms[index].also_reads]
+            if simple:
+                self.simple_fetches_of[row] = simple
         self.returns_of = defaultdict[int, list[int]](list)
         """Parameter -> indices of its gives."""
         for index, give in enumerate(self.gradient_returns):
@@ -218,7 +215,7 @@ class FlatGraph:
                 self.returns_of[give.parameter].append(index)
 
     def _fetch_op(self, form: SavedForm) -> GraphOp:
-        """Return the decoding of a value as an op, to be treated like its recomputation."""
+        """Return the decoding of a value from a saved form as an op, to be treated like its recomputation."""
         scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
         return replace(
             maker, reads=form.also_reads, makes=(form.value,), discarded=0, scratch=scratch, overwrites=(),
@@ -226,7 +223,8 @@ class FlatGraph:
         )  # fmt: skip
 
     def _compute_last_uses(self) -> None:
-        """Compute the last use of each value in the forward pass, by an op or by a write after an op."""
+        """Set the forward op that uses each value last, and the op after which it is freed: writes into buffers come
+        later."""
         position = {op.op.index: index for index, op in enumerate(self.forward)}
         last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
         self.used_last = np.array([position[last[value]] for value in self.values], dtype=np.int64)
@@ -267,12 +265,12 @@ class FlatGraph:
             [sum(int(self.bytes[row]) for row in op.makes) for op in self.forward], dtype=np.int64
         )
         self.forward_during = np.array([op.during for op in self.forward], dtype=np.int64)
-        self.forward_overwrites = [
-            (index, over)
-            for index, op in enumerate(self.forward)
-            if op.makes
-            and (over := [row for row in op.overwrites if self.freed_at[row] == index and not self.written[row]])
-        ]
+        self.forward_overwrites: list[tuple[int, list[int]]] = []
+        """(forward op, rows of the operands that its first result can overwrite, if a candidate frees them there)."""
+        for index, op in enumerate(self.forward):
+            rows = [row for row in op.overwrites if self.freed_at[row] == index and not self.written[row]]
+            if op.makes and rows:
+                self.forward_overwrites.append((index, rows))
         self.by_freed = np.argsort(self.freed_at, kind="stable")
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
         self.returns_net = np.zeros(self.slots, dtype=np.int64)
@@ -286,8 +284,11 @@ class FlatGraph:
             self.returns_net[give.slot] -= give.freed
 
     def _is_regular(self) -> bool:
-        """Return whether the batch evaluator supports the graph. It does not support a gradient that is a forward value
-        or an input, delayed gradients that share memory, and writes after backward ops."""
+        """Return whether the batch evaluator supports the graph.
+
+        It does not support a gradient that is a forward value or an input, delayed gradients that share memory, and
+        writes into buffers after backward ops.
+        """
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
         foreign = any(v in self.row or v in self.resident for v in bases)

@@ -68,12 +68,17 @@ class LocalSearch:
         return _state_at(self._evaluate(column[:, None]), column[:, None], 0)
 
     def _evaluate(self, columns: Columns) -> Evaluated:
+        """Return peak, seconds and excess over the budget of some candidates."""
         return self.evaluator.evaluate(columns, self.budget, squared=self.squared)
 
     # -- moves
 
     def _all_moves(self) -> list[Move]:
-        """All moves, for any state. `moves` leaves out those without effect in a given state."""
+        """Return all moves, for any state: `moves` leaves out those without effect in a given state.
+
+        Moves recompute or save a value, all results of an op, or a result instead of its operands; and use a form, or
+        not, together with either for its value.
+        """
         flat, moves = self.flat, list[Move]()
         for index in np.flatnonzero(self.large).tolist():
             moves += [((index,), (True,)), ((index,), (False,))]
@@ -98,7 +103,7 @@ class LocalSearch:
     def drop_unneeded(self, state: State) -> State:
         """Mark values that nothing reads as recomputed, so that they are not kept if a later move makes them needed.
         Peak and seconds stay the same."""
-        column = state.column.copy()
+        column = state.column.copy()  # its first rows say which values are recomputed
         column[: self.drop_count] |= ~state.needed[self.flat.drop_rows] & self.large
         return replace(state, column=column)
 
@@ -107,13 +112,13 @@ class LocalSearch:
         column, needed = state.column.tolist(), state.needed[self.flat.drop_rows].tolist()
         unique = dict[tuple[tuple[int, bool], ...], Move]()
         for rows, bits in self.all_moves:
-            changes = tuple(
-                (row, bit) for row, bit in zip(rows, bits, strict=True)
-                if column[row] != bit
-            )  # fmt: skip
-            if not changes or (len(changes) == 1 and changes[0][0] < self.drop_count and not needed[changes[0][0]]):
+            changes = tuple((row, bit) for row, bit in zip(rows, bits, strict=True) if column[row] != bit)
+            if not changes:
                 continue
-            unique.setdefault(changes, (tuple(r for r, _ in changes), tuple(b for _, b in changes)))
+            first_row, _ = changes[0]
+            if len(changes) == 1 and first_row < self.drop_count and not needed[first_row]:
+                continue  # whether to recompute a value that nothing reads
+            unique.setdefault(changes, (tuple(row for row, _ in changes), tuple(bit for _, bit in changes)))
         return list(unique.values())
 
     # -- repair
@@ -132,23 +137,19 @@ class LocalSearch:
                 break
             evaluated = self._evaluate(apply_moves(state.column, moves))
             gain, cost = state.excess - evaluated.excess, evaluated.seconds - state.seconds
-            order = [
-                int(k)
-                for k in np.argsort(-gain / np.maximum(cost, TINY), kind="stable")
-                if gain[k] > SAME * state.excess
-            ]
-            best = (
-                self._apply_prefix(state, [moves[k] for k in order])
-                if order
-                else self._repair_by_pair(state, moves, evaluated)
-            )
+            ranked = np.argsort(-gain / np.maximum(cost, TINY), kind="stable")
+            helpful = [moves[int(k)] for k in ranked if gain[k] > SAME * state.excess]
+            best = self._apply_prefix(state, helpful) if helpful else self._repair_by_pair(state, moves, evaluated)
             if best is None or not best.is_better_than(state):
                 break
             state = self.drop_unneeded(best)
         return state
 
     def _repair_by_pair(self, state: State, moves: Sequence[Move], evaluated: Evaluated, few: int = 32) -> State | None:
-        """Apply the best pair of the ``few`` moves with the least excess: used where no single move helps."""
+        """Apply the best pair of the ``few`` moves with the least excess; None if no two of them change different rows.
+
+        Used if no single move helps. ``evaluated``: the moves' evaluation, each applied alone.
+        """
         near = [moves[int(k)] for k in np.lexsort((evaluated.seconds, evaluated.excess))[:few]]
         pairs = [
             (rows + other_rows, bits + other_bits)
@@ -162,7 +163,10 @@ class LocalSearch:
         return _state_at(tried, columns, int(np.lexsort((tried.seconds, tried.excess))[0]))
 
     def _apply_prefix(self, state: State, moves: Sequence[Move]) -> State:
-        """Apply the shortest prefix of ``moves`` that fits the budget, else the prefix with the least excess."""
+        """Apply the shortest prefix of ``moves`` that fits the budget, else the prefix with the least excess.
+
+        Growing lengths are tried first, then lengths between the shortest that fits and the one before it.
+        """
         lengths = _lengths(len(moves))
         evaluated, columns = self._evaluate_prefixes(state.column, moves, lengths)
         fits = np.flatnonzero(evaluated.excess == 0)
@@ -179,8 +183,10 @@ class LocalSearch:
     def _evaluate_prefixes(
         self, column: Column, moves: Sequence[Move], lengths: Sequence[int]
     ) -> tuple[Evaluated, Columns]:
-        """Evaluate the first ``length`` moves together, for each length. Of moves that change the same row only the
-        first is applied."""
+        """Apply the first ``length`` moves together, for each length; return the evaluations and the candidates.
+
+        Of moves that change the same row only the first is applied.
+        """
         columns = np.repeat(column[:, None], len(lengths), axis=1)
         for k, length in enumerate(lengths):
             changed = set[int]()
@@ -189,6 +195,10 @@ class LocalSearch:
                     changed.update(rows)
                     columns[list(rows), k] = bits
         return self._evaluate(columns), columns
+
+    def repaired(self, column: Column, rounds: int) -> State:
+        """Evaluate and repair a candidate, with values that nothing reads marked as recomputed."""
+        return self.repair(self.drop_unneeded(self.state(column)), rounds)
 
     # -- improve
 
@@ -201,12 +211,12 @@ class LocalSearch:
             if not moves or not state.fits:
                 break
             evaluated = self._evaluate(apply_moves(state.column, moves))
-            is_better_than = self._improve_by_singles(state, moves, evaluated)
-            if is_better_than is None and pairs:
-                is_better_than = self._improve_by_pairs(state, moves, evaluated)
-            if is_better_than is None:
+            better = self._improve_by_singles(state, moves, evaluated)
+            if better is None and pairs:
+                better = self._improve_by_pairs(state, moves, evaluated)
+            if better is None:
                 break
-            state = self.drop_unneeded(is_better_than)
+            state = self.drop_unneeded(better)
         return state
 
     def escape_local_optima(
@@ -237,8 +247,11 @@ class LocalSearch:
         return best
 
     def _improve_by_singles(self, state: State, moves: Sequence[Move], evaluated: Evaluated) -> State | None:
-        """Apply many moves that fit by themselves, ranked by seconds saved, then by seconds saved per byte; None if no
-        prefix of either ranking is better."""
+        """Apply many moves that fit by themselves, ranked by seconds saved, then by seconds saved per byte; None if
+        neither is better.
+
+        ``evaluated``: the moves' evaluation, each applied alone.
+        """
         saved = state.seconds - evaluated.seconds
         good = np.flatnonzero((evaluated.excess == 0) & (saved > TINY))
         if not len(good):
@@ -257,15 +270,23 @@ class LocalSearch:
     def _improve_by_pairs(
         self, state: State, moves: Sequence[Move], evaluated: Evaluated, few: int = 24, many: int = 40
     ) -> State | None:
-        """Apply pairs of a move that saves seconds and a move that frees bytes; None if no pair fits and saves."""
+        """Apply pairs of a move that saves seconds and a move that frees bytes; None if no pair fits and saves seconds.
+
+        Args:
+            state: the present candidate.
+            moves: moves that have an effect.
+            evaluated: their evaluation, each applied alone.
+            few: most moves that save seconds.
+            many: most moves that free bytes for each of them.
+        """
         saved, room = state.seconds - evaluated.seconds, state.load - evaluated.load
-        savers = [
-            int(k) for k in np.argsort(-saved / np.maximum(evaluated.excess, 1.0), kind="stable") if saved[k] > TINY
-        ]
-        savers = sorted(set(savers[: few // 2]) | set(np.argsort(-saved, kind="stable")[: few // 2].tolist()))
-        freers = [
-            int(k) for k in np.argsort(np.maximum(-saved, TINY) / np.maximum(room, 1.0), kind="stable") if room[k] > 0
-        ]
+        # those that save most seconds per byte over the budget, and those that save most seconds
+        ranked = np.argsort(-saved / np.maximum(evaluated.excess, 1.0), kind="stable")
+        most_per_byte = [int(k) for k in ranked if saved[k] > TINY][: few // 2]
+        savers = sorted({*most_per_byte, *np.argsort(-saved, kind="stable")[: few // 2].tolist()})
+        # those that cost fewest seconds per freed byte
+        ranked = np.argsort(np.maximum(-saved, TINY) / np.maximum(room, 1.0), kind="stable")
+        freers = [int(k) for k in ranked if room[k] > 0]
         pairs = list[Move]()
         for saver in savers:
             for freer in freers[:many]:
@@ -293,7 +314,7 @@ def apply_moves(column: Column, moves: Sequence[Move]) -> Columns:
 
 
 def _lengths(count: int) -> list[int]:
-    """Prefix lengths to try: 1, 2, 3, ... then in steps of a quarter, up to ``count``."""
+    """Return the prefix lengths to try: 1, 2, 3, ... then in steps of a quarter, up to ``count``."""
     lengths, index = list[int](), 1
     while index < count:
         lengths.append(index)
@@ -302,6 +323,7 @@ def _lengths(count: int) -> list[int]:
 
 
 def _state_at(evaluated: Evaluated, columns: Columns, k: int) -> State:
+    """Return candidate ``k`` with its evaluation."""
     return State(
         columns[:, k].copy(), int(evaluated.peak[k]), float(evaluated.seconds[k]), float(evaluated.excess[k]),
         float(evaluated.load[k]), evaluated.needed[:, k].copy(),

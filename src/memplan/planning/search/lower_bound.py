@@ -87,7 +87,8 @@ class Unavoidable:
         return int(max(self.forward.max(initial=0), self.slots.max(), self.end))
 
     def _collect_reads(self) -> None:
-        """First and last slot in which each value itself is read; 0 and -1 where no op reads it."""
+        """Set the first and last slot in which each value is read, itself or in any form; 0 and -1 if no op reads
+        it."""
         flat = self.flat
         readers = [list(slots) for slots in flat.readers]
         self.read = np.array([bool(slots) for slots in readers], dtype=bool)
@@ -103,8 +104,14 @@ class Unavoidable:
         """Last slot in which each value or a saved form of it is read; -1 where none is."""
 
     def bytes_already_counted(self, row: int, slot: int, forward: int | None) -> int:
-        """Bytes that the level of a position (a slot, or a forward op) already counts for a forward value that need not
-        be live itself there: those of its smallest form, or 0."""
+        """Return the bytes that the level of a position already counts for a value that need not be live there: those
+        of its smallest form, or 0.
+
+        Args:
+            row: of the forward value.
+            slot: the position, if ``forward`` is None.
+            forward: index of a forward op; None for a slot.
+        """
         small = int(self.smallest[row])
         if forward is not None:
             return small if self.not_recomputable[row] and self.last_read_in_any_form[row] >= 0 else 0
@@ -132,7 +139,10 @@ class Unavoidable:
         return levels
 
     def _slot_levels(self) -> tuple[Ints, int]:
-        """The level in every slot, and the level at the end of the backward pass or during the optimizer's update."""
+        """Return the bytes that are live in every slot whatever the choices are, and those at the end of the step.
+
+        The end is that of the backward pass, or the optimizer's update.
+        """
         flat = self.flat
         level = np.zeros(flat.slots + 1, dtype=np.int64)
         level[1:] = np.cumsum(flat.net)
@@ -153,10 +163,10 @@ class Unavoidable:
                 values_live[self.last[row] + 1] -= flat.bytes[row]
         values_live = np.cumsum(values_live)[:-1]
         for row in np.flatnonzero(~flat.is_output):
-            for slot in set(self.direct[row]):
-                if not (self.read[row] and self.first[row] <= slot <= self.last[row]) and not (
-                    self.not_recomputable[row] and self.read[row] and slot < self.first[row]
-                ):
+            for slot in set(self.direct[row]):  # it is read there in any form
+                is_counted = self.read[row] and self.first[row] <= slot <= self.last[row]
+                waits = self.read[row] and self.not_recomputable[row] and slot < self.first[row]
+                if not is_counted and not waits:
                     values_live[slot] += self.smallest[row]
         outputs = int(flat.bytes[flat.is_output].sum())
         self.fixed = flat.base + outputs + level[:-1] + self._fewest_op_bytes()
@@ -164,7 +174,8 @@ class Unavoidable:
         return self.fixed + values_live, end
 
     def _fewest_op_bytes(self) -> Ints:
-        """Fewest bytes of each slot's op: in place, and with a saved form as operand, where these are possible."""
+        """Return the fewest bytes of each slot's op: in place, and with an encoding as operand, if these are
+        possible."""
         flat = self.flat
         in_place = flat.in_place.copy()
         in_place[[slot for slot, _ in flat.overwritten]] = True
@@ -201,7 +212,7 @@ class Relaxation:
             _Position(self, 0, index)
 
     def seconds(self, budget: int) -> Fractions | None:
-        """Solve for the fewest seconds that schedules within ``budget`` bytes add; None where there is no solution."""
+        """Solve for the fewest seconds that schedules within ``budget`` bytes add; None if there is no solution."""
         if budget < self.unavoidable.peak:
             return None
         solution = self.program.solve(budget)
@@ -219,8 +230,10 @@ class Relaxation:
         return Fractions(max(seconds, 0.0), keep, forms)
 
     def _add_waits_for_copies(self) -> None:
-        """Add the condition that the step waits for the copies that are not done by the end of their pass. The variable
-        is the wait as a share of the seconds of all copies, since variables are in [0, 1]."""
+        """Add the condition that the step waits for copies that are not done by the end of their pass.
+
+        The variable is the wait as a share of the seconds of all copies, as variables are in [0, 1].
+        """
         flat = self.flat
         seconds = [seconds_of(flat.forms[index]) for index in flat.copied]
         whole = sum(seconds)
@@ -236,12 +249,14 @@ class Relaxation:
             self.program.at_least([wait, *copies, *added], -sum(op.seconds for op in ops))
 
     def _cost_of_form(self, index: int) -> float:
+        """Return the seconds that a form adds if it is used: its store, its readers, and its fetch if any op needs the
+        value."""
         form = self.flat.forms[index]
         fetched = form.whole and not form.is_copied and self.unavoidable.read[self.flat.form_rows[index]]
         return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
     def _slots_to_constrain(self, count: int) -> list[int]:
-        """The first slot, and the slots with the highest levels if all values are kept."""
+        """Return the first slot, and the slots with the highest levels if all values are kept: at most ``count``."""
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(flat.slots + 1, dtype=np.int64)
         for row in np.flatnonzero(unavoidable.read & ~unavoidable.not_recomputable & ~flat.is_output):
@@ -250,7 +265,7 @@ class Relaxation:
         return sorted({0} | _highest(unavoidable.slots + np.cumsum(change)[:-1], count - 1))
 
     def _forward_ops_to_constrain(self, count: int) -> list[int]:
-        """The forward ops with the highest levels if all values are kept."""
+        """Return the forward ops with the highest levels if all values are kept: at most ``count``."""
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward) + 1, dtype=np.int64)
         for row in np.flatnonzero(unavoidable.read & ~unavoidable.not_recomputable & ~flat.is_output):
@@ -313,7 +328,7 @@ class _Position:
             relaxation.keep_variables, relaxation.form_variables = self.live, self.forms
 
     def _is_unconditional(self, row: int) -> bool:
-        """Whether a value needs no condition: it is live whatever the choices are, or assumed to be."""
+        """Return whether a value needs no condition: it is live here whatever the choices are, or assumed to be."""
         flat, unavoidable = self.relaxation.flat, self.relaxation.unavoidable
         if flat.is_output[row] or flat.bytes[row] <= self.relaxation.small:
             return True
@@ -322,8 +337,13 @@ class _Position:
         return bool(unavoidable.read[row] and unavoidable.first[row] <= self.slot <= unavoidable.last[row])
 
     def _require(self, row: int, user: int | None, *, whole: bool) -> None:
-        """Add the condition that a value is live, kept in a form, or recomputed: always, or only if variable ``user``
-        is 1. With ``whole``, only forms count that the value can be fetched from."""
+        """Add the condition that a value is live, kept in a form, or recomputed.
+
+        Args:
+            row: of the value.
+            user: variable of the op or form that needs the value: the condition holds only if it is 1. None: always.
+            whole: whether the value itself is needed, not an encoding that it cannot be decoded from.
+        """
         relaxation = self.relaxation
         terms = [(self._live_variable(row), 1.0)]
         if row in relaxation.recomputable:
@@ -342,7 +362,7 @@ class _Position:
         relaxation.program.at_least(terms, 1.0 if user is None else 0.0)
 
     def _require_operands_of_forms(self, row: int) -> list[int]:
-        """Add the conditions for the other operands of the value's fetches, and return the rows of these operands."""
+        """Add the conditions for the other operands that decode a value, and return the rows of these operands."""
         flat, rows = self.relaxation.flat, list[int]()
         for index in flat.plain_forms_of.get(row, ()):
             form = flat.forms[index]
@@ -376,8 +396,11 @@ class _Position:
         return self.recompute_variables[op]
 
     def _form_variable(self, index: int, row: int) -> int:
-        """Return the variable that says whether an encoding of a value is live at this position; it is added when first
-        needed, with the condition that the encoding's seconds count then."""
+        """Return the variable that says whether an encoding of a value is live at this position.
+
+        It is added when first needed, with the condition that the encoding's seconds count then. ``index``: of the
+        form; ``row``: of the value.
+        """
         if index not in self.forms:
             self.forms[index] = self.relaxation.program.variable(0.0)
             self.relaxation.program.at_least([(self.relaxation.forms + index, 1.0), (self.forms[index], -1.0)], 0.0)
@@ -410,15 +433,16 @@ class Program:
         return first
 
     def at_least(self, terms: list[tuple[int, float]], value: float) -> None:
-        """Add a condition: the terms sum to at least ``value``."""
+        """Add a condition: the sum of ``terms``, each (variable, coefficient), is at least ``value``."""
         self.rows.append((terms, value))
 
     def limit(self, terms: list[tuple[int, int]], level: int) -> None:
-        """Add a condition: the bytes of the terms plus ``level`` are within the budget."""
+        """Add a condition: the bytes of ``terms``, each (variable, bytes), plus ``level`` are within the budget."""
         self.limits.append((terms, level))
 
     def solve(self, budget: int) -> tuple[float, Floats] | None:
-        """Minimize the cost under a budget. Return the cost and the variables, or None if there is no solution."""
+        """Minimize the cost under a budget. Return the cost and the values of the variables; None if there is no
+        solution."""
         from scipy import sparse
         from scipy.optimize import linprog
 
@@ -437,8 +461,11 @@ class Program:
 
     @cached_property
     def _matrices(self) -> tuple[Any, Floats, Any, float]:
-        """Both kinds of conditions as `<=`; bytes in units of the largest value, for the solver's numerical
-        stability."""
+        """Both kinds of conditions as `<=`: coefficients and right sides of `at_least`, coefficients of `limit`, and
+        their unit.
+
+        Bytes are in units of the largest value, for the solver's numerical stability.
+        """
         unit = float(max((size for terms, _ in self.limits for _, size in terms), default=1) or 1)
         demands = _sparse([[(column, -entry) for column, entry in terms] for terms, _ in self.rows], len(self.costs))
         limits = _sparse([[(c, size / unit) for c, size in terms] for terms, _ in self.limits], len(self.costs))
@@ -446,6 +473,7 @@ class Program:
 
 
 def _sparse(rows: list[list[tuple[int, float]]], columns: int) -> Any:
+    """Return the terms (column, entry) of each row as a sparse matrix."""
     from scipy import sparse
 
     index = [row for row, terms in enumerate(rows) for _ in terms]

@@ -115,13 +115,13 @@ class _Profile:
                 freed_with[graph.base(of)] = base
         self.nodes: dict[int, tuple[_Node, ...]] = {}
         """By op: its recomputations and itself."""
-        group, taken, extra = list[_Node](), ActionBytes(planned, outside_memory), outputs | tangents
+        group, action_bytes = list[_Node](), ActionBytes(planned, outside_memory)
         for action in planned.backward:
             if action.kind in ("receive", "give"):
                 continue
             read = (value for value in action.reads if value not in resident)
             delays = (freed_with[value] for value in action.reads if value in freed_with)
-            group.append(_node(graph, choices, action, (*read, *delays), taken, extra))
+            group.append(_node(graph, choices, action, (*read, *delays), action_bytes, outputs | tangents))
             if action.kind == "run" and not action.recomputed and action.op is not None:
                 self.nodes[action.op] = tuple(group)
                 group.clear()
@@ -135,7 +135,7 @@ class _Profile:
                 self.users[value].append(op)
 
     def set(self, order: Sequence[int]) -> None:
-        """Compute the bytes at all positions of an order."""
+        """Compute the bytes at all positions if the backward ops run in this order (their indices)."""
         self.position = {op: at for at, op in enumerate(order)}
         self.last = {value: max(self.position[op] for op in ops) for value, ops in self.users.items()}
         self.made = {value: at for at, op in enumerate(order) for value in self.makes[op]}
@@ -154,9 +154,12 @@ class _Profile:
         self.peak = max(self.levels)
 
     def levels_of(self, begin: int, end: int, ops: Sequence[int]) -> list[int]:
-        """Return the levels at the positions from ``begin`` to ``end`` if their ops run in another order."""
+        """Return the highest levels at the positions from ``begin`` to ``end`` if ``ops`` run there in this order.
+
+        The same ops run there now, in another order.
+        """
         size, kept, whole_last, level = self.size, self.kept, self.last, self.before[begin]
-        last = {value: node for op in ops for node in self.nodes[op] for value in node.uses}
+        last = {value: node for op in ops for node in self.nodes[op] for value in node.uses}  # among these ops
         highest = list[int]()
         for op in ops:
             high = 0
@@ -173,8 +176,8 @@ class _Profile:
         return highest
 
     def lives_at(self, at: int) -> list[int]:
-        """Return the values that are live before and after a position, and that its op does not read, without small
-        ones."""
+        """Return the values that are live throughout a position although its op does not read them, without small
+        values."""
         return [
             value
             for value, last in self.last.items()
@@ -184,13 +187,13 @@ class _Profile:
         ]
 
     def gain_later(self, block: Iterable[int], at: int) -> int:
-        """Return the bytes that a position before which the ops of a block run has less if they run after it."""
+        """Return by how many bytes a position falls if the ops of a block, which run before it, run after it."""
         makes, uses = self._of(block)
         made = sum(self.size[value] for value in makes if value in self.kept or self.last[value] >= at)
         return made - sum(self.size[v] for v in uses - makes if v not in self.kept and self.last[v] < at)
 
     def gain_earlier(self, block: frozenset[int], at: int) -> int:
-        """Return the bytes that a position after which the ops of a block run has less if they run before it."""
+        """Return by how many bytes a position falls if the ops of a block, which run after it, run before it."""
         makes, uses = self._of(block)
         freed = (
             self.size[value]
@@ -203,24 +206,39 @@ class _Profile:
         return sum(freed) - sum(self.size[value] for value in stays)
 
     def _of(self, block: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Return the values that the ops of a block make, and those that are live while they run."""
         return set().union(*(self.makes[op] for op in block)), set().union(*(self.uses[op] for op in block))
 
 
 def _node(
-    graph: JointGraph, choices: Choices, action: Action, reads: tuple[int, ...], taken: ActionBytes, fixed: set[int]
+    graph: JointGraph,
+    choices: Choices,
+    action: Action,
+    reads: tuple[int, ...],
+    action_bytes: ActionBytes,
+    fixed: set[int],
 ) -> _Node:
-    """Return an action as a node. ``fixed``: values that no op overwrites."""
+    """Return an action as a node.
+
+    Args:
+        graph: the step.
+        choices: whether ops may run in place.
+        action: an action of the backward pass.
+        reads: what it reads, without resident values, and gradients that must not be freed before it.
+        action_bytes: counts its temporary bytes.
+        fixed: values that no op overwrites.
+    """
     overwrites, saved = tuple[int, ...](), 0
     if action.kind == "run":
         op: GraphOp = action.called(graph)
-        temporary = taken.temporary_bytes(replace(action, into=None))
+        temporary = action_bytes.temporary_bytes(replace(action, into=None))
         if choices.in_place and action.makes and action.makes[0] == op.makes[0]:
             overwrites = tuple(value for value in op.overwrites if value in reads and value not in fixed)
             saved = graph.values[action.makes[0]].bytes + (0 if action.form is not None else op.scratch_saved)
     else:
-        temporary = taken.temporary_bytes(action)
+        temporary = action_bytes.temporary_bytes(action)
     uses = tuple(dict.fromkeys((*action.makes, *reads)))
-    return _Node(action.makes, uses, taken.owned_bytes(action.makes), temporary, overwrites, saved)
+    return _Node(action.makes, uses, action_bytes.owned_bytes(action.makes), temporary, overwrites, saved)
 
 
 _Move = tuple[int, int, list[int]]
@@ -249,8 +267,11 @@ class _Search:
         while steps and moves < MOVES:
             safe_point()
             self.targets = [int(profile.peak * (1 - steps[0])) for profile in self.profiles]
-            move = next(filter(None, map(self._best_move, range(len(self.profiles)))), None)
-            if move is None:
+            for index in range(len(self.profiles)):
+                move = self._best_move(index)
+                if move is not None:
+                    break
+            else:  # no profile has a move that helps: lower the positions nearer to the peak
                 del steps[0]
                 continue
             begin, end, ops = move
@@ -260,13 +281,16 @@ class _Search:
         return tuple(self.order)
 
     def _update(self) -> None:
+        """Compute the bytes of all profiles in the present order."""
         for profile in self.profiles:
             profile.set(self.order)
         self.position = self.profiles[0].position
 
     def _best_move(self, index: int) -> _Move | None:
-        """Return the move that lowers the high positions of a profile the most, at the first position where any
-        does."""
+        """Return the move that lowers a high position of profile ``index`` the most; None if none does.
+
+        The highest positions are tried first, until a move helps.
+        """
         profile, target = self.profiles[index], self.targets[index]
         hot = [at for at, level in enumerate(profile.levels) if level > target]
         for at in sorted(hot, key=lambda at: -profile.levels[at])[:HOTTEST]:
@@ -280,8 +304,14 @@ class _Search:
         return None
 
     def _moves(self, profile: _Profile, at: int, first: int, last: int) -> Iterable[_Move]:
-        """Yield moves that lower a position, those of the blocks with the largest gain there first."""
-        blocks = dict[tuple[bool, frozenset[int]], int]()
+        """Yield moves that lower a position of a profile, those of the blocks with the largest gain there first.
+
+        Args:
+            profile: bytes under some choices.
+            at: the position.
+            first, last: the first and last position above the target.
+        """
+        blocks = dict[tuple[bool, frozenset[int]], int]()  # (whether it runs later, ops): bytes that the move gains
         for value in profile.lives_at(at):
             if value in profile.made:
                 block = self._block([self.order[profile.made[value]]], self.after, lambda there: there <= at, at)
@@ -299,8 +329,16 @@ class _Search:
     def _block(
         self, ops: Iterable[int], following: dict[int, set[int]], inside: Callable[[int], bool], at: int
     ) -> frozenset[int] | None:
-        """Return ops with all that have to move with them to the other side of a position; None if its own op does, or
-        too many do."""
+        """Return ops with all that have to move with them to the other side of a position.
+
+        None if the position's own op would have to move, too, or more than `LARGEST_BLOCK` ops.
+
+        Args:
+            ops: indices of ops.
+            following: by op, those that must stay behind it (or before it, for moves to the front).
+            inside: whether a position is on the same side as the ops.
+            at: the position.
+        """
         block = set(ops)
         stack = list(block)
         while stack:
@@ -315,7 +353,13 @@ class _Search:
 
     def _later(self, block: Sequence[int], at: int, last: int) -> Iterable[_Move]:
         """Yield the moves of a block to right after a position, to after the last high position, and to the latest
-        possible."""
+        possible.
+
+        Args:
+            block: indices of ops.
+            at: the position.
+            last: the last high position.
+        """
         inside = set(block)
         moved = sorted(block, key=self.position.__getitem__)
         begin = self.position[moved[0]]
@@ -327,7 +371,13 @@ class _Search:
 
     def _earlier(self, block: Sequence[int], at: int, first: int) -> Iterable[_Move]:
         """Yield the moves of a block to right before a position, to before the first high position, and to the earliest
-        possible."""
+        possible.
+
+        Args:
+            block: indices of ops.
+            at: the position.
+            first: the first high position.
+        """
         inside = set(block)
         moved = sorted(block, key=self.position.__getitem__)
         end = self.position[moved[-1]] + 1
@@ -338,7 +388,8 @@ class _Search:
                 yield begin, end, moved + [op for op in self.order[begin:end] if op not in inside]
 
     def _change(self, move: _Move) -> int | None:
-        """Return by how much a move changes the squared bytes above the targets; None if it raises a peak."""
+        """Return by how much a move changes the squared bytes above the targets, summed over all profiles; None if it
+        raises a peak."""
         begin, end, ops = move
         change = 0
         for profile, target in zip(self.profiles, self.targets, strict=True):

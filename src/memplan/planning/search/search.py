@@ -82,10 +82,6 @@ class Infeasible:
     notes: tuple[str, ...] = ()
 
 
-def _by_peak(state: State) -> tuple[int, float]:
-    return state.peak, state.seconds
-
-
 @dataclass
 class Search:
     """Search for choices on a graph; all budgets share intermediate results.
@@ -146,6 +142,7 @@ class Search:
         return self._nearest_results[budget, squared]
 
     def _search_nearest(self, budget: int, squared: int) -> Solution:
+        """Compute the result of `nearest`, which caches it."""
         nearest = self._best_repair(budget, [self._lowest.column, self._all_recomputed, self.save_all.column], squared)
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
@@ -177,9 +174,9 @@ class Search:
         results, best = list[Solution](), None
         for budget in budgets:
             result = self.within(budget)
-            if isinstance(result, Solution) and (
-                best is None or result.seconds < best.seconds or result.peak < best.peak
-            ):
+            if isinstance(result, Infeasible):
+                continue
+            if best is None or result.seconds < best.seconds or result.peak < best.peak:
                 best = result
                 results.append(result)
         return results[::-1]
@@ -187,10 +184,12 @@ class Search:
     # -- a single budget
 
     def _local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
+        """Return the local search for a budget. ``squared``: see `Evaluator.evaluate`."""
         return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
 
     def _search_from(self, budget: int, *more: Column, earlier_results: Sequence[State] = ()) -> State | None:
-        """Search from several starts: ``more``, all values saved, the relaxation, and the nearest earlier results."""
+        """Search from several candidates: ``more``, all values saved, the rounded relaxation, and the nearest earlier
+        results."""
         starts = [*more, self.save_all.column]
         if self.switches.relaxation:
             starts += self._rounded_relaxation(budget)
@@ -198,7 +197,8 @@ class Search:
         return self._optimize(budget, [*starts, *(state.column for state in near)])
 
     def _rounded_relaxation(self, budget: int) -> list[Column]:
-        """The solution of the linear relaxation, rounded to a candidate; empty if it has none."""
+        """Return the solution of the linear relaxation, rounded to a candidate, in a list; empty if there is no
+        solution."""
         fractions = self._fractions(budget)
         if fractions is None:
             return []
@@ -210,7 +210,7 @@ class Search:
 
     def _optimize(self, budget: int, starts: Iterable[Column]) -> State | None:
         """Repair and improve every start. Return the state within the budget that adds the fewest seconds, or None."""
-        local, fits, seen = self._local(budget), list[State](), set[bytes]()
+        local, fits, seen = self._local(budget), list[State](), set[bytes]()  # seen: candidates
         for start in starts:
             state = local.drop_unneeded(local.state(start))
             if state.column.tobytes() in seen:
@@ -239,7 +239,7 @@ class Search:
 
     @property
     def floor_peak(self) -> int:
-        """Return the smallest peak that the search can reach."""
+        """Smallest peak that the search can reach, in bytes."""
         return self._lowest.peak
 
     @cached_property
@@ -253,10 +253,11 @@ class Search:
         return self._local(0).state(self.deterministic._lowest_column)
 
     def _best_repair(self, budget: int, starts: Sequence[Column], squared: int) -> State:
-        """Repair every start and return the state with the least excess over the budget."""
+        """Repair every start and return the state with the least excess over the budget. ``squared``: see
+        `Evaluator.evaluate`."""
         local = self._local(budget, squared)
-        repaired = (local.repair(local.drop_unneeded(local.state(start)), self.switches.rounds) for start in starts)
-        return min(repaired, key=lambda state: (state.excess, state.seconds))
+        states = (local.repaired(start, self.switches.rounds) for start in starts)
+        return min(states, key=lambda state: (state.excess, state.seconds))
 
     @property
     def _all_recomputed(self) -> Column:
@@ -271,6 +272,7 @@ class Search:
         return self._near_bound(self.save_all.column)
 
     def _near_bound(self, start: Column) -> State:
+        """Return the state nearest to a budget just below the lower bound, repaired from a candidate."""
         # just below, so that positions exactly at the bound have an excess, too
         under = self.lower_bound - (self.save_all.peak - self.lower_bound) // 50
         return self._best_repair(under, [start], STEEP)
@@ -282,36 +284,42 @@ class Search:
         Starts from the states nearest to a budget just below the lower bound, then bisects between the lower bound and
         the lowest peak so far.
         """
+
+        def by_peak(state: State) -> tuple[int, float]:
+            return state.peak, state.seconds
+
         starts = [self.save_all.column, self._all_recomputed]
-        low, zero = self.lower_bound, self._local(0)
+        low, local = self.lower_bound, self._local(0)
         near = (self.near_bound.column, self._near_bound(self._all_recomputed).column)
-        best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
+        best = min((local.state(column) for column in (*starts, *near)), key=by_peak)
         while best.peak - low > best.peak // 400:  # a step takes as long for the last bytes
             budget = low + (best.peak - low) // 2
-            tried = self._reach_budget(budget, [best.column], starts)
-            best = min(best, tried, key=_by_peak)
+            best = min(best, self._reach_budget(budget, best.column, starts), key=by_peak)
             if best.peak > budget:
                 low = budget + 1
         return best.column
 
-    def _reach_budget(self, budget: int, starts: list[Column], others: list[Column]) -> State:
-        """Return the first start that can be repaired to the budget, else the state with the lowest peak. Every tried
-        candidate of ``others`` is replaced by its repaired state, from which the next call continues."""
-        local, best = self._local(budget), None
-        for k, start in enumerate((*starts, *others), -len(starts)):
-            state = local.repair(local.drop_unneeded(local.state(start)), self.switches.rounds)
-            if k >= 0:
-                others[k] = state.column
-            if best is None or state.peak < best.peak:
-                best = state
-            if state.fits:
+    def _reach_budget(self, budget: int, start: Column, others: list[Column]) -> State:
+        """Repair ``start``, then ``others``, until one fits the budget, and return the state with the lowest peak.
+
+        Every tried candidate of ``others`` is replaced by its repaired state, from which the next call continues.
+        """
+        local = self._local(budget)
+        best = local.repaired(start, self.switches.rounds)
+        for k, other in enumerate(others):
+            if best.fits:
                 break
-        assert best is not None
+            state = local.repaired(other, self.switches.rounds)
+            others[k] = state.column
+            if state.peak < best.peak:
+                best = state
         return best
 
     # -- results
 
     def _fractions(self, budget: int) -> Fractions | None:
+        """Return the solution of the linear relaxation for a budget, None if it has none. It is solved once for each
+        budget."""
         if budget not in self._solved:
             self._solved[budget] = self.relaxation.seconds(budget)
         return self._solved[budget]
@@ -329,6 +337,7 @@ class Search:
         return Infeasible(lowest.peak, choices, self.lower_bound, self._notes())
 
     def _notes(self) -> tuple[str, ...]:
+        """Return the notes for the plan: heuristics that are off, and whether the search was slow."""
         switched = [switch.name for switch in fields(self.switches) if not getattr(self.switches, switch.name)]
         notes = [f"switched off in the search: {', '.join(switched)}"] if switched else []
         if not self.flat.regular:
