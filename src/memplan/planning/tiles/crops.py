@@ -65,25 +65,31 @@ class Crops:
         self._checked: set[tuple[Any, ...]] = set()
 
     def _tiled(self, shape: tuple[int, ...]) -> list[Tiled]:
-        """Return the program of an input's shape, along each dimension of space."""
+        """Return the network's program on an input of this shape, tiled along each dimension of space in turn.
+
+        Raises:
+            NotTileable: parts of the result need all of the input.
+        """
         if shape not in self._programs:
             with _torch.fake_mode():
                 input = torch.empty(shape, dtype=self.dtype)
             program = _program(self._model, input)
-            tiled = [Tiled(program, Axis(dim), 1) for dim in range(2, len(shape))]
-            if any(dimension.norms for dimension in tiled):
-                raise NotTileable("a norm needs the statistics of the whole input")
-            if any(dimension.partial or dimension.totals for dimension in tiled):
-                raise NotTileable("a sum over dimensions of space needs the whole input")
-            if any(along.outer > 1 for dimension in tiled for along in dimension.along.values()):
-                raise NotTileable("the axis is mixed with the dimension before it")
-            if any(dimension.along[program.outputs[0]].dim != dimension.axis.dim for dimension in tiled):
-                raise NotTileable("the result has its dimensions in another order")
-            self._programs[shape] = tiled
+            along_dims = [Tiled(program, Axis(dim), 1) for dim in range(2, len(shape))]
+            for tiled in along_dims:
+                if tiled.norms:
+                    raise NotTileable("a norm needs the statistics of the whole input")
+                if tiled.partial or tiled.totals:
+                    raise NotTileable("a sum over dimensions of space needs the whole input")
+                if any(along.repeats > 1 for along in tiled.along.values()):
+                    raise NotTileable("the axis is mixed with the dimension before it")
+                if tiled.along[program.outputs[0]].dim != tiled.axis.dim:
+                    raise NotTileable("the result has its dimensions in another order")
+            self._programs[shape] = along_dims
         return self._programs[shape]
 
     def _scales_along(self, tiled: Tiled) -> dict[int, Fraction]:
-        """Return for each value how many elements of the input lie behind one of its own."""
+        """Return for each value how many elements of the input one of its elements stands for: 4 after two strides of
+        2."""
         (input,) = (value for value in tiled.program.inputs if value in tiled.along)
         scales = dict[int, Fraction]()
         for value in tiled.along:
@@ -92,12 +98,18 @@ class Crops:
         return scales
 
     def along(self, at: int, result: Window) -> tuple[Window, Window]:
-        """Return the part of the input that a part of the result reads along a dimension of space, and where that part
-        lies in the result of a crop."""
+        """Return the part of the input that a part of the result reads, and where the part lies in the result of its
+        crop.
+
+        Args:
+            at: number of the dimension of space.
+            result: the part of the result along it.
+        """
         tiled, scales, stride = self._whole[at], self._scales[at], self.strides[at]
         (input,) = (value for value in tiled.program.inputs if value in tiled.along)
         (output,) = tiled.program.outputs
         low, high = tiled.windows({output: result})[input]
+        # a crop begins and ends at multiples of the stride
         low, high = low // stride * stride, min(tiled.size(input), -(-high // stride) * stride)
         shift = int(low / scales[output])
         return (low, high), (result[0] - shift, result[1] - shift)
@@ -110,17 +122,17 @@ class Crops:
         """
         inputs, inners = zip(*(self.along(at, window) for at, window in enumerate(result)), strict=True)
         crop = Crop(result, inputs, inners)
-        ends = [(low == 0, high == size) for (low, high), size in zip(inputs, self.input_shape[2:], strict=True)]
-        kind = self.shape(crop), inners, tuple(ends)
+        borders = [(low == 0, high == size) for (low, high), size in zip(inputs, self.input_shape[2:], strict=True)]
+        kind = self.shape(crop), inners, tuple(borders)  # crops of a kind are checked once
         if kind not in self._checked:
             self._check(crop)
             self._checked.add(kind)
         return crop
 
     def cuts(self, at: int, count: int) -> list[Window]:
-        """Return the windows of about ``count`` equal parts of the result along a dimension of space."""
+        """Return the windows of about ``count`` equal parts of the result along dimension ``at`` of space."""
         size, stride = self.result_shape[2 + at], self.strides[at]
-        length = -(-size // (count * stride)) * stride
+        length = -(-size // (count * stride)) * stride  # a multiple of the stride, rounded up
         return [(low, min(size, low + length)) for low in range(0, size, length)]
 
     def grid(self, counts: tuple[int, ...]) -> list[Crop]:
@@ -136,9 +148,13 @@ class Crops:
         return (*self.input_shape[:2], *(high - low for low, high in crop.input))
 
     def _check(self, crop: Crop) -> None:
-        """Compare the windows of all values in the network on the crop with those on the whole."""
+        """Compare the windows of all values in the network on the crop with those on the whole input.
+
+        Raises:
+            NotTileable: they differ, or the network runs other ops.
+        """
         local = self._tiled(self.shape(crop))
-        if [*map(_op, local[0].program.nodes)] != [*map(_op, self._whole[0].program.nodes)]:
+        if list(map(_op, local[0].program.nodes)) != list(map(_op, self._whole[0].program.nodes)):
             raise NotTileable("the network runs other ops, or with other numbers, on a part of its input")
         for at, (part, whole) in enumerate(zip(local, self._whole, strict=True)):
             (output,), (low, _) = whole.program.outputs, crop.input[at]
@@ -147,7 +163,7 @@ class Crops:
             if inner.keys() != windows.keys():
                 raise NotTileable("the network runs other ops on a part of its input")
             for value, (begin, end) in windows.items():
-                shift = low / self._scales[at][value]
+                shift = low / self._scales[at][value]  # where the crop begins, in elements of the value
                 if inner[value] != (begin - shift, end - shift):
                     raise NotTileable("positions of a part do not follow from those of the whole")
 
@@ -165,21 +181,23 @@ class Crops:
         return result
 
     def part(self, input: Tensor, crop: Crop, model: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a part of the result."""
+        """Return a part of the result, computed from its crop of the input."""
         return _window(model(_window(input, crop.input).contiguous()), crop.inner)
 
     def is_for(self, input: Tensor) -> bool:
-        """Return whether an input is like that of these crops."""
+        """Return whether an input has the shape, dtype and device that these crops are for."""
         return tuple(input.shape) == self.input_shape and input.dtype == self.dtype and input.device.type == "cpu"
 
 
 def _op(node: Node) -> tuple[str, list[float]]:
-    """Return an op and its numbers that are no sizes."""
+    """Return what two runs of an op must share: its target, and its arguments that are floating-point numbers, not
+    sizes."""
     leaves = _torch.tree_leaves((node.args, dict(node.kwargs)))
     return node.target, [leaf for leaf in leaves if isinstance(leaf, float)]
 
 
 def _window(tensor: Tensor, windows: tuple[Window, ...]) -> Tensor:
+    """Return the view of a tensor that has these windows of its last dimensions."""
     return tensor[(..., *(slice(low, high) for low, high in windows))]
 
 
@@ -190,6 +208,7 @@ class _Recording(TorchFunctionMode):
         self.static: Mapping[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a call; calls on weights alone run as they are, and their results count as weights, too."""
         tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and all(id(tensor) in self.static for tensor in tensors):
             result = func(*args, **(kwargs or {}))
@@ -202,7 +221,8 @@ class _Recording(TorchFunctionMode):
 
 
 def _program(model: nn.Module, input: Tensor) -> Program:
-    """Return the ops of a model on an input without data."""
+    """Return the ops of a model on an input without data. Raises NotTileable if it reads values or returns several
+    tensors."""
     try:
         with torch.no_grad(), _Recording(model) as recording:
             result = model(input)

@@ -37,33 +37,36 @@ class Norm:
         return self.node.outputs[0]
 
     def per_channel(self, vector: Tensor, rank: int) -> Tensor:
-        """Return a vector over channels, or over samples and channels, in the shape of the input."""
+        """Return a vector over channels, or a matrix over (samples, channels), in a shape that broadcasts to the
+        input's rank."""
         return vector.reshape(-1, vector.shape[-1], *[1] * (rank - 2))
 
     def per_group(self, statistic: Tensor, channels: int, rank: int) -> Tensor:
-        """Return a statistic in the shape of the input: (1, C) of a batch norm, (N, groups) of a group norm."""
+        """Return a statistic in a shape that broadcasts to the input: (1, C) of a batch norm, (N, groups) of a group
+        norm."""
         if self.groups is not None:
             statistic = statistic.repeat_interleave(channels // self.groups, dim=1)
         return self.per_channel(statistic, rank)
 
     def grouped(self, sums: Tensor) -> Tensor:
-        """Return sums over (samples, channels) as sums over what shares a statistic."""
+        """Return sums over (samples, channels) as sums over what shares a statistic: those of a group norm by group."""
         return sums if self.groups is None else sums.reshape(sums.shape[0], self.groups, -1).sum(2)
 
 
 def norm_of(node: Node, rank: int, dim: int) -> Norm | None:
-    """Return the norm that a node is if its statistics are over a dimension of its input."""
+    """Return the norm that a node is, if its statistics are over dimension ``dim`` of its input; None for other ops."""
     arguments = arguments_of(node.target, node.args, node.kwargs)
 
-    def value(name: str) -> int | None:
-        return arguments[name].value if isinstance(arguments.get(name), Ref) else None
+    def norm(groups: int | None) -> Norm:
+        names = ("input", "weight", "bias")
+        x, weight, bias = (arguments[n].value if isinstance(arguments.get(n), Ref) else None for n in names)
+        assert x is not None, "the input of a norm is a tensor"
+        return Norm(node, x, weight, bias, arguments["eps"], groups)
 
     if node.target in BATCH_NORMS and dim != 1 and arguments.get("training", True) is True:
-        return Norm(node, arguments["input"].value, value("weight"), value("bias"), arguments["eps"])
+        return norm(None)
     if node.target == "aten.native_group_norm.default" and dim >= 2:
-        return Norm(
-            node, arguments["input"].value, value("weight"), value("bias"), arguments["eps"], arguments["group"]
-        )
+        return norm(arguments["group"])
     return None
 
 
@@ -78,7 +81,7 @@ class Statistics:
 
     def add(self, x: Tensor) -> None:
         """Add a part of the input; parts do not overlap."""
-        if self._norm.groups is None:
+        if self._norm.groups is None:  # a batch norm: over all but the channels
             dims, part = [0, *range(2, x.dim())], x
         else:
             part = x.reshape(x.shape[0], self._norm.groups, -1)
@@ -86,6 +89,7 @@ class Statistics:
         variance, mean = torch.var_mean(_wide(part), dims, correction=0)
         count = part.numel() // mean.numel()
         variance, mean = variance.double(), mean.double()
+        # the squares of deviations from the common mean, equation 2.1b of the source
         total, difference = self.count + count, mean - self._mean
         self._squares = self._squares + variance * count + difference**2 * (self.count * count / total)
         self._mean = self._mean + difference * (count / total)
@@ -104,14 +108,19 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def normalized(norm: Norm, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Return x' of a part of the input, in the dtype in which norms compute."""
+    """Return x' = (x - mean) / deviation of a part of a norm's input, in the dtype in which norms compute."""
     rank, channels = x.dim(), x.shape[1]
     inverse = torch.rsqrt(variance + norm.eps)
     return (_wide(x) - norm.per_group(mean, channels, rank)).mul_(norm.per_group(inverse, channels, rank))
 
 
 def gradient_sums(norm: Norm, x: Tensor, mean: Tensor, variance: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum(dy) and sum(dy x') of a part, by channel (1, C), of a group norm by sample and channel (N, C)."""
+    """Return sum(dy) and sum(dy x') of a part: by channel (1, C) of a batch norm, by (sample, channel) of a group norm.
+
+    Args:
+        norm, x, mean, variance: the norm, a part of its input, and the statistics of the whole.
+        dy: gradient of the part's result.
+    """
     dims = [*([0] if norm.groups is None else []), *range(2, x.dim())]
     dy, hat = _wide(dy), normalized(norm, x, mean, variance)
     plain, weighted = dy.sum(dims), hat.mul_(dy).sum(dims)
@@ -122,11 +131,11 @@ def input_gradient(
     norm: Norm, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, dy: Tensor,
     sums: tuple[Tensor, Tensor], count: int, own: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of a part of the input.
+    """Return the gradient of a part of a norm's input: see the formula in this module's docstring.
 
     Args:
-        norm, x, weight, mean, variance: of the part.
-        dy: gradient of its result.
+        norm, x, weight, mean, variance: the norm, a part of its input, its weight, and the statistics of the whole.
+        dy: gradient of the part's result.
         sums: of `gradient_sums` over all parts.
         count: elements that share a statistic.
         own: dimension, first element and number of the elements of this part that no other part counts; None: all.
@@ -136,9 +145,10 @@ def input_gradient(
     if weight is not None:
         dx = dx * norm.per_channel(weight, rank)
     elif dx is dy:
-        dx = dx.clone()
+        dx = dx.clone()  # it is changed in place
     plain, weighted = sums if weight is None else (total * weight for total in sums)
     dim, first, length = own or (0, 0, x.shape[0])
+    # the sums are subtracted once for each element, though parts overlap
     hat = normalized(norm, x.narrow(dim, first, length), mean, variance)
     hat.mul_(norm.per_group(norm.grouped(weighted) / count, channels, rank))
     hat.add_(norm.per_group(norm.grouped(plain) / count, channels, rank))
@@ -154,9 +164,16 @@ class Normalize(torch.autograd.Function):
         ctx: Any, norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
         sums: tuple[Tensor, Tensor] | None, count: int, own: tuple[int, int, int], first: bool,
     ) -> Tensor:  # fmt: skip
-        """``sums``: of `gradient_sums` over all parts; ``count``: elements that share a statistic; ``own``: dimension,
-        first element and number of the elements of this part that no other part counts; ``first``: whether this part
-        returns the gradients of weight and bias, for all."""
+        """Return the normalized part, scaled by the weight, plus the bias.
+
+        Args:
+            ctx: autograd's context.
+            norm, x, weight, bias, mean, variance: the norm, a part of its input, and the statistics of the whole.
+            sums: of `gradient_sums` over all parts; None if there will be no backward pass.
+            count: elements that share a statistic.
+            own: dimension, first element and number of the elements of this part that no other part counts.
+            first: whether this part returns the gradients of weight and bias, for all.
+        """
         ctx.norm, ctx.sums, ctx.count, ctx.own, ctx.first = norm, sums, count, own, first
         ctx.dtypes = [None if vector is None else vector.dtype for vector in (weight, bias)]
         ctx.save_for_backward(x, weight, mean, variance)
@@ -169,7 +186,7 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the derivative of a part."""
+        """Return the gradients of a part's input and, from the first part, those of weight and bias."""
         (dy,) = gradients
         x, weight, mean, variance = ctx.saved_tensors
         dx = input_gradient(ctx.norm, x, weight, mean, variance, dy, ctx.sums, ctx.count, ctx.own)

@@ -27,7 +27,7 @@ class Factor:
 
 
 def summed_factor(node: Node, makers: Mapping[int, Node], program: Program) -> Factor | None:
-    """Return the weight that a product multiplies by; None if the node is no product of that kind.
+    """Return the weight that a product multiplies by; None if the node is no product with a weight.
 
     Args:
         node: of a program.
@@ -39,17 +39,15 @@ def summed_factor(node: Node, makers: Mapping[int, Node], program: Program) -> F
     arguments = arguments_of(node.target, node.args, node.kwargs)
     if any(arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
-    if node.target == "aten.addmm.default" and program.likes[arguments["self"].value].shape != (
-        program.likes[node.outputs[0]].shape[-1],
-    ):
-        return None
-    value = arguments["mat2"].value
-    maker = makers.get(value)
+    if node.target == "aten.addmm.default":
+        columns = program.likes[node.outputs[0]].shape[-1]
+        if program.likes[arguments["self"].value].shape != (columns,):  # it adds a matrix, not a bias
+            return None
+    factor = Factor(arguments["mat2"].value, transposed=False)
+    maker = makers.get(factor.weight)
     if maker is not None and maker.target == "aten.t.default" and isinstance(maker.args[0], Ref):
-        weight, transposed = maker.args[0].value, True
-    else:
-        weight, transposed = value, False
-    return Factor(weight, transposed) if weight in program.static else None
+        factor = Factor(maker.args[0].value, transposed=True)
+    return factor if factor.weight in program.static else None
 
 
 class Product(torch.autograd.Function):
@@ -57,7 +55,16 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, row: Tensor | None, transposed: bool, into: Tensor) -> Tensor:
-        """``into``: what the gradient of the weight is added to."""
+        """Return ``x @ factor`` plus ``row``.
+
+        Args:
+            ctx: autograd's context.
+            x: a matrix.
+            weight: the factor, or its transpose if ``transposed``.
+            row: a row to add to each of the result's; None for zeros.
+            transposed: see ``weight``.
+            into: what the gradient of the weight is added to.
+        """
         ctx.save_for_backward(x, weight)
         ctx.row, ctx.transposed, ctx.into = row is not None, transposed, into
         factor = weight.t() if transposed else weight
@@ -65,8 +72,11 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradients of ``x`` and the row."""
+        """Return the gradients of ``x`` and the row; add that of the weight to ``into``."""
         (dy,), (x, weight) = gradients, ctx.saved_tensors
-        ctx.into.addmm_(dy.t(), x) if ctx.transposed else ctx.into.addmm_(x.t(), dy)
+        if ctx.transposed:
+            ctx.into.addmm_(dy.t(), x)
+        else:
+            ctx.into.addmm_(x.t(), dy)
         dx = dy.mm(weight if ctx.transposed else weight.t()) if ctx.needs_input_grad[0] else None
         return dx, None, dy.sum(0) if ctx.row and ctx.needs_input_grad[2] else None, None, None

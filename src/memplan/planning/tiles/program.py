@@ -27,7 +27,10 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def without_running(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments of a training batch norm without its running statistics: whoever runs it updates them."""
+    """Return the positional arguments of a training batch norm with None for its running statistics.
+
+    Whoever runs the norm updates them.
+    """
     named = arguments_of(target, args, kwargs)
     return tuple(None if name in _RUNNING else value for name, value in named.items())
 
@@ -109,18 +112,21 @@ class Recorder:
         return id(tensor) in self._value
 
     def reads(self, tensor: Tensor) -> bool:
-        """Return whether a recorded call read a tensor from outside, or a view of the same one."""
+        """Return whether a recorded call read a tensor from outside, or another view of its memory."""
         return any(_torch.viewed(tensor) is _torch.viewed(source) for source in self.sources.values())
 
     def share_memory(self, results: Sequence[Tensor]) -> bool:
-        """Return whether results are views of each other or of tensors from outside."""
+        """Return whether any results share memory with each other or with tensors from outside."""
         keys = [_torch.storage_key(t.untyped_storage()) for t in (*results, *self._replacements.values())]
         return len(set(keys)) < len(keys)
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any, is_static: Callable[[Tensor], bool]) -> Any:
-        """Run a function and record its ops. ``is_static``: whether a tensor from outside depends on no data."""
+        """Run a function on tensors without data, and record its ops.
 
-        def inner(leaf: Any) -> Any:
+        ``is_static``: whether a tensor from outside does not depend on the step's data, as parameters do not.
+        """
+
+        def without_data(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or self.owns(leaf):
                 return leaf
             if id(leaf) not in self._replacements:
@@ -135,12 +141,16 @@ class Recorder:
             stack.enter_context(_torch.no_modes())
             stack.enter_context(self._mode)
             stack.enter_context(torch.no_grad())
-            args, kwargs = _torch.tree_map(inner, (args, kwargs))
+            args, kwargs = _torch.tree_map(without_data, (args, kwargs))
             with _torch.OpsHandled(self.record):
                 return func(*args, **kwargs)
 
     def record(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run an op and add its functional form to the program."""
+        """Run an op on tensors without data and add its functional form to the program.
+
+        Raises:
+            NotTileable: it changes a tensor from outside, or a tensor that has other views.
+        """
         leaves = [leaf for leaf in _torch.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         if any(not self.owns(leaf) for leaf in leaves):
             raise NotTileable("it reads a tensor that its calls do not name")
@@ -149,35 +159,23 @@ class Recorder:
         promoted = None if functional is None else overload(functional)(*args, **kwargs)
         result = op(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, (tuple, list)) else []
-        mutated = [
-            leaf
-            for argument, value in zip(_torch.arguments(op), args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in _torch.tree_leaves(value)
-            if isinstance(leaf, Tensor)
-        ]
+        mutated = _mutated(op, args)
         if not mutated and not results:
             return result  # a question about a tensor, such as its device
-        if str(op) in BATCH_NORMS:
-            named = arguments_of(str(op), args, kwargs)
-            if named.get("training", True) is True:  # whoever runs the program updates the running statistics
-                running = [named[name] for name in _RUNNING if isinstance(named.get(name), Tensor)]
-                if any(self._value[id(tensor)] not in self.sources for tensor in running):
-                    raise NotTileable(f"{op} updates running statistics that are computed")
-                sources = tuple(self.sources[self._value[id(tensor)]] for tensor in running)
-                self.running[len(self._nodes)] = sources, named["momentum"]
-                arguments, keywords = without_running(str(op), arguments, keywords), {}
-                mutated = []
+        if str(op) in BATCH_NORMS and arguments_of(str(op), args, kwargs).get("training", True) is True:
+            self._note_running_statistics(op, args, kwargs)
+            arguments, keywords = without_running(str(op), arguments, keywords), {}
+            mutated = []
         if not mutated:
             self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
             return result
-        (changed,) = mutated if len(mutated) == 1 else (None,)
-        if changed is None or functional is None or self._value[id(changed)] in self.sources:
+        if len(mutated) > 1 or functional is None or self._value[id(mutated[0])] in self.sources:
             raise NotTileable(f"{op} changes a tensor from outside of the segment")
-        others = self._storages[_torch.storage_key(changed.untyped_storage())] - {id(changed)}
-        if any(self._value[other] in self.sources for other in others):
+        changed = mutated[0]
+        views = self._storages[_torch.storage_key(changed.untyped_storage())] - {id(changed)}
+        if any(self._value[view] in self.sources for view in views):
             raise NotTileable(f"{op} changes a view of a tensor from outside of the segment")
-        self._stale |= others
+        self._stale |= views
         value = len(self._likes)
         self._likes[value] = Like.of(changed)
         self._nodes.append(Node(functional, arguments, keywords, (value,)))
@@ -190,12 +188,20 @@ class Recorder:
         self._value[id(changed)] = value
         return result
 
+    def _note_running_statistics(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Note the running statistics of a training batch norm: whoever runs the program updates them."""
+        named = arguments_of(str(op), args, kwargs)
+        running = [self._value[id(named[name])] for name in _RUNNING if isinstance(named.get(name), Tensor)]
+        if any(value not in self.sources for value in running):
+            raise NotTileable(f"{op} updates running statistics that are computed")
+        self.running[len(self._nodes)] = tuple(self.sources[value] for value in running), named["momentum"]
+
     def release(self) -> None:
-        """Let go of the tensors: those that nobody else holds are gone."""
+        """Drop the references to the recorded tensors, which are freed if nothing else refers to them."""
         self._alive.clear()
 
     def program(self, outputs: Sequence[Tensor]) -> Program:
-        """Return what was recorded, with these results."""
+        """Return the recorded ops as a program. ``outputs``: its results."""
         read = {value for node in self._nodes for value in node.reads}
         self.sources = {value: tensor for value, tensor in self.sources.items() if value in read}
         return Program(
@@ -205,7 +211,7 @@ class Recorder:
         )  # fmt: skip
 
     def _add(self, tensor: Tensor) -> int:
-        """Return the id of a new value."""
+        """Register a tensor as a new value, and return the value's id."""
         value = self._value[id(tensor)] = len(self._likes)
         self._likes[value] = Like.of(tensor)
         self._alive.append(tensor)
@@ -214,6 +220,7 @@ class Recorder:
         return value
 
     def _reference(self, leaf: Any) -> Any:
+        """Return a Ref to the tensor's value for a tensor, anything else unchanged."""
         return Ref(self._current(leaf)) if isinstance(leaf, Tensor) else leaf
 
     def _current(self, tensor: Tensor) -> int:
@@ -223,9 +230,18 @@ class Recorder:
         return self._value[id(tensor)]
 
 
+def _mutated(op: Any, args: Any) -> list[Tensor]:
+    """Return the tensors among an op's positional arguments that it writes to, by its schema."""
+    named = zip(_torch.arguments(op), args, strict=False)
+    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in _torch.tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
 def _functional(op: Any) -> str | None:
-    """Return the target of an in-place op's functional form: ``aten.relu.default`` of ``aten.relu_.default``."""
+    """Return the functional form of an in-place op: ``aten.relu.default`` for ``aten.relu_.default``; None for other
+    ops."""
     namespace, name, overload = str(op).split(".")
     packet = getattr(getattr(torch.ops, namespace), name.rstrip("_"), None)
-    found = name.endswith("_") and packet is not None and overload in packet.overloads()
-    return f"{namespace}.{name.rstrip('_')}.{overload}" if found else None
+    if not name.endswith("_") or packet is None or overload not in packet.overloads():
+        return None
+    return f"{namespace}.{name.rstrip('_')}.{overload}"

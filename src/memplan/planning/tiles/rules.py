@@ -1,7 +1,7 @@
 """For each op that can run piece by piece along an axis: which part of its operands a part of its result needs.
 
 An axis is a dimension of the batch or of space. A value lies *along* it if one of its dimensions is the axis, or holds
-``unit`` elements for each element of the axis, ``outer`` times (after views that merged dimensions). A `Window` is a
+``unit`` elements for each element of the axis, ``repeats`` times (after views that merged dimensions). A `Window` is a
 half-open range of the axis. Windows of operands are clipped; what a kernel pads, the piece pads itself where it is at
 the border.
 """
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,8 +22,14 @@ from memplan.planning.graph.op_schema import ELEMENTWISE, arguments_of, overload
 from memplan.planning.tiles.program import BATCH_NORMS, Node, NotTileable
 
 Window = tuple[int, int]
-Need = tuple[int, Window]
-"""A dimension of an operand, and the range of its elements that is needed."""
+"""First position of a range, and the position after its last."""
+
+
+class Part(NamedTuple):
+    """Part of an operand that is needed: a range of elements along a dimension."""
+
+    dim: int
+    window: Window
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Along:
     dim: int
     unit: int = 1
     """Elements of the dimension for each element of the axis."""
-    outer: int = 1
+    repeats: int = 1
     """How often the whole axis is repeated in the dimension. With more than once, every piece reads what it has."""
 
 
@@ -55,29 +61,32 @@ class Call:
         return arguments_of(self.node.target, self.node.args, self.node.kwargs)
 
     @cached_property
-    def placed(self) -> Along:
+    def result_axis(self) -> Along:
         """Where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
         rule = RULES.get(self.node.target)
         if rule is None:
             raise NotTileable(f"{self.node.name} has no rule to run piece by piece")
-        if not rule.merges and any(self.axes[v].outer > 1 for v in self.node.reads if v in self.axes):
+        axes = [self.axes[value] for value in self.node.reads if value in self.axes]
+        if not rule.merges and any(along.repeats > 1 for along in axes):
             raise NotTileable(f"{self.node.name} mixes the axis with the dimension before it")
-        return rule.placed(self)
+        return rule.result_axis(self)
 
-    def needs(self, window: Window) -> dict[int, Need]:
-        """Return for each operand of which only a part is needed its dimension, and its range in elements."""
-        return RULES[self.node.target].needs(self, window)
+    def operand_parts(self, window: Window) -> dict[int, Part]:
+        """Return the parts of operands that a window of the result needs, by value; operands without an entry as a
+        whole."""
+        return RULES[self.node.target].operand_parts(self, window)
 
     def __getitem__(self, name: str) -> Any:
+        """Argument ``name`` of the op, None without one."""
         return self.arguments.get(name)
 
     def along(self, name: str) -> Along | None:
-        """Return where the axis lies in a tensor argument."""
+        """Return where the axis lies in the tensor argument ``name``; None if it does not."""
         argument = self.arguments.get(name)
         return self.axes.get(argument.value) if isinstance(argument, Ref) else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor argument."""
+        """Return the shape of the tensor argument ``name``."""
         return self.shapes[self.arguments[name].value]
 
     @property
@@ -92,19 +101,20 @@ class Rule:
     operands: tuple[str, ...] = ("self",)
     """Names of the tensors of which it reads a part, by default."""
     merges = False
-    """Whether an operand's dimension of the axis can be merged with the one before it (``Along.outer``)."""
+    """Whether an operand's dimension of the axis can be merged with the one before it (``Along.repeats``)."""
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         """Return where the axis lies in the result. Raises NotTileable if the op mixes its elements."""
         raise NotImplementedError
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        """Return for each operand of which only a part is needed its dimension, and its range in elements."""
-        parts = dict[int, Need]()
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the parts of operands that a window of the result needs, by value; operands without an entry as a
+        whole."""
+        parts = dict[int, Part]()
         for name in self.operands:
             if isinstance(call[name], Ref):
-                along = call.along(name) or call.placed
-                parts[call[name].value] = along.dim, elements(along, window)
+                along = call.along(name) or call.result_axis
+                parts[call[name].value] = Part(along.dim, elements(along, window))
         return parts
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
@@ -124,7 +134,7 @@ class Rule:
 
 
 def filled(arguments: Any, tensors: Callable[[int], Tensor]) -> Any:
-    """Return arguments with tensors in the place of Refs."""
+    """Return an op's arguments with tensors in the place of Refs, at any depth."""
     if isinstance(arguments, Ref):
         return tensors(arguments.value)
     if isinstance(arguments, (tuple, list)):
@@ -144,32 +154,37 @@ def elements(along: Along, window: Window) -> Window:
     return window[0] * along.unit, window[1] * along.unit
 
 
+def _shape_of(call: Call, window: Window) -> list[int]:
+    """Return the shape of a window of a call's result."""
+    along, shape = call.result_axis, list(call.result)
+    low, high = elements(along, window)
+    shape[along.dim] = (high - low) * along.repeats
+    return shape
+
+
 class _Pointwise(Rule):
     """An elementwise op: operands are broadcast, aligned at the last dimension."""
 
     merges = True
 
-    def placed(self, call: Call) -> Along:
-        rank = len(call.result)
-        found = {
-            replace(call.axes[v], dim=rank - len(call.shapes[v]) + call.axes[v].dim)
-            for v in call.node.reads
-            if v in call.axes
-        }
-        if len(found) != 1:
+    def result_axis(self, call: Call) -> Along:
+        rank, axes = len(call.result), {value: call.axes[value] for value in call.node.reads if value in call.axes}
+        # shapes are aligned at the last dimension
+        aligned = {replace(along, dim=rank - len(call.shapes[v]) + along.dim) for v, along in axes.items()}
+        if len(aligned) != 1:
             raise NotTileable(f"{call.node.name} combines different axes")
-        along = found.pop()
-        if any(call.shapes[v][call.axes[v].dim] != call.result[along.dim] for v in call.node.reads if v in call.axes):
+        (result,) = aligned
+        if any(call.shapes[v][along.dim] != call.result[result.dim] for v, along in axes.items()):
             raise NotTileable(f"{call.node.name} repeats a single element of the axis")
-        return along
+        return result
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along, result = call.placed, call.result
-        parts = dict[int, Need]()
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along, result = call.result_axis, call.result
+        parts = dict[int, Part]()
         for value in call.node.reads:
-            dim = along.dim - len(result) + len(call.shapes[value])
-            if dim >= 0 and call.shapes[value][dim] == result[along.dim] > 1:
-                parts[value] = dim, elements(along, window)
+            dim = along.dim - len(result) + len(call.shapes[value])  # shapes are aligned at the last dimension
+            if dim >= 0 and call.shapes[value][dim] == result[along.dim] > 1:  # else the operand is broadcast
+                parts[value] = Part(dim, elements(along, window))
         return parts
 
 
@@ -183,14 +198,15 @@ class _Rows(Rule):
         leaves elements along ``dim`` apart."""
         self.operands, self._keeps = operands or ("self",), keeps
 
-    def placed(self, call: Call) -> Along:
-        found = {along for name in self.operands if (along := call.along(name)) is not None}
-        if len(found) != 1:
+    def result_axis(self, call: Call) -> Along:
+        axes = {call.along(name) for name in self.operands} - {None}
+        if len(axes) != 1:
             raise NotTileable(f"{call.node.name} combines different axes")
-        (along,) = found
-        others = [v for v in call.node.reads if v in call.axes]
-        allowed = [call[name].value for name in self.operands if isinstance(call[name], Ref)]
-        if any(v not in allowed for v in others) or not self._keeps(call, along.dim):
+        (along,) = axes
+        assert along is not None
+        on_axis = {value for value in call.node.reads if value in call.axes}
+        allowed = {call[name].value for name in self.operands if isinstance(call[name], Ref)}
+        if not on_axis <= allowed or not self._keeps(call, along.dim):
             raise NotTileable(f"{call.node.name} mixes elements of the axis")
         return along
 
@@ -200,27 +216,27 @@ class _Reduction(Rule):
 
     merges = True
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along, rank = call.along("self"), len(call.shape("self"))
-        dims = call["dim"]
-        dims = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}  # none: all
-        if along is None or along.dim in dims:
+        dims = [call["dim"]] if isinstance(call["dim"], int) else call["dim"]
+        reduced = {dim % rank for dim in dims or range(rank)}  # without any, all are reduced
+        if along is None or along.dim in reduced:
             raise NotTileable(f"{call.node.name} mixes elements of the axis")
-        before = 0 if call["keepdim"] else sum(dim < along.dim for dim in dims)
-        return replace(along, dim=along.dim - before)
+        removed = 0 if call["keepdim"] else sum(dim < along.dim for dim in reduced)
+        return replace(along, dim=along.dim - removed)
 
 
 class _Sized(_Rows):
     """An op of which an argument is the shape of its result, or a number of samples: it is that of the piece."""
 
     def __init__(self, *operands: str, samples: str = "", keeps: Callable[[Call, int], bool]) -> None:
+        """``samples``: name of the argument with the number of samples. Others: see `_Rows`."""
         super().__init__(*operands, keeps=keeps)
         self._samples = samples
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        low, high = elements(call.placed, window)
-        changed = {**call.arguments, self._samples: high - low}
-        return tuple(changed.values()), {}
+        low, high = elements(call.result_axis, window)
+        return tuple({**call.arguments, self._samples: high - low}.values()), {}
 
 
 class _View(Rule):
@@ -228,54 +244,53 @@ class _View(Rule):
 
     merges = True
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along, shape, result = call.along("self"), call.shape("self"), call.result
         if along is None:
             raise NotTileable(f"{call.node.name} combines different axes")
-        size = shape[along.dim] // (along.unit * along.outer)
-        before, behind = math.prod(shape[: along.dim]) * along.outer, math.prod(shape[along.dim + 1 :]) * along.unit
-        found = list[Along]()
+        size = shape[along.dim] // (along.unit * along.repeats)
+        # how many elements lie before and behind an element of the axis in the operand's memory order
+        before, behind = math.prod(shape[: along.dim]) * along.repeats, math.prod(shape[along.dim + 1 :]) * along.unit
+        axes = list[Along]()
         for dim in range(len(result)):
             left, right = math.prod(result[:dim]), math.prod(result[dim + 1 :])
-            if left and right and before % left == 0 == behind % right:
-                placed = Along(dim, behind // right, before // left)
-                if placed.outer * size * placed.unit == result[dim]:
-                    found.append(placed)
-        if found:
-            return min(found, key=lambda placed: placed.outer)
+            if left and right and before % left == 0 and behind % right == 0:
+                axis = Along(dim, behind // right, before // left)
+                if axis.repeats * size * axis.unit == result[dim]:
+                    axes.append(axis)
+        if axes:
+            return min(axes, key=lambda axis: axis.repeats)
         raise NotTileable(f"{call.node.name} splits or mixes the axis")
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
-        along, shape = call.placed, list(call.result)
-        low, high = elements(along, window)
-        shape[along.dim] = (high - low) * along.outer
-        return tensors(call["self"].value).reshape(shape)
+        return tensors(call["self"].value).reshape(_shape_of(call, window))
 
 
 class _Slice(_Rows):
     """``slice``: along the axis, one element after another, it moves the window."""
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("self")
         if along is None:
             raise NotTileable("slice combines different axes")
-        if self._moves(call, along) and (along.unit > 1 or along.outer > 1 or (call["step"] or 1) != 1):
+        if self._moves(call, along) and (along.unit > 1 or along.repeats > 1 or (call["step"] or 1) != 1):
             raise NotTileable("slice takes a part of the axis")
         return along
 
     def _moves(self, call: Call, along: Along) -> bool:
+        """Return whether the slice is along the axis."""
         return (call["dim"] or 0) % len(call.result) == along.dim
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along, value = call.placed, call["self"].value
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along, value = call.result_axis, call["self"].value
         if not self._moves(call, along):
-            return super().needs(call, window)
+            return super().operand_parts(call, window)
         size, start = call.shape("self")[along.dim], call["start"] or 0
-        first = min(max(start + size if start < 0 else start, 0), size)
-        return {value: (along.dim, (first + window[0], first + window[1]))}
+        first = min(max(start + size if start < 0 else start, 0), size)  # negative: from the end
+        return {value: Part(along.dim, (first + window[0], first + window[1]))}
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
-        if self._moves(call, call.placed):
+        if self._moves(call, call.result_axis):
             return tensors(call["self"].value)
         return super().run(call, window, tensors, op)
 
@@ -283,15 +298,15 @@ class _Slice(_Rows):
 class _Gather(_Rows):
     """``gather``: along another dimension, or with indices along the axis into a vector that is there as a whole."""
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("index")
-        if len(call.result) == 1 and call.along("self") is None and along is not None:
+        if len(call.result) == 1 and call.along("self") is None and along is not None:  # into a whole vector
             return along
-        return super().placed(call)
+        return super().result_axis(call)
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        parts = super().needs(call, window)
-        if len(call.result) == 1:
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        parts = super().operand_parts(call, window)
+        if len(call.result) == 1:  # any element of the vector can be read
             parts.pop(call["self"].value)
         return parts
 
@@ -301,19 +316,19 @@ class _Likelihood(Rule):
 
     merges = True
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("self")
         if along is None or along.dim == 1 or len(call.shape("self")) == 1 or call["reduction"] != 0:
             raise NotTileable(f"{call.node.name} mixes elements of the axis")
-        placed = replace(along, dim=along.dim - (along.dim > 1))
-        if call.along("target") not in (None, placed) or call.along("weight") is not None:
+        result = replace(along, dim=along.dim - (along.dim > 1))  # without the dimension of classes
+        if call.along("target") not in (None, result) or call.along("weight") is not None:
             raise NotTileable(f"{call.node.name} combines different axes")
-        return placed
+        return result
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along, part = call.along("self"), elements(call.placed, window)
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along, part = call.along("self"), elements(call.result_axis, window)
         assert along is not None
-        return {call["self"].value: (along.dim, part), call["target"].value: (call.placed.dim, part)}
+        return {call["self"].value: Part(along.dim, part), call["target"].value: Part(call.result_axis.dim, part)}
 
 
 class _Moved(Rule):
@@ -325,7 +340,7 @@ class _Moved(Rule):
         """``order(call, rank)``: for each dimension of the result, the one of the operand; -1 for a new one."""
         self._order = order
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("self")
         order = list(self._order(call, len(call.shape("self"))))
         if along is None or along.dim not in order:
@@ -338,40 +353,37 @@ class _Expand(Rule):
 
     merges = True
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("self")
         assert along is not None
-        dim = len(call.result) - len(call.shape("self")) + along.dim
+        dim = len(call.result) - len(call.shape("self")) + along.dim  # new dimensions come first
         if call.result[dim] != call.shape("self")[along.dim]:
             raise NotTileable("expand repeats a single element of the axis")
         return replace(along, dim=dim)
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
-        along, shape = call.placed, list(call.result)
-        low, high = elements(along, window)
-        shape[along.dim] = (high - low) * along.outer
-        return tensors(call["self"].value).expand(shape)
+        return tensors(call["self"].value).expand(_shape_of(call, window))
 
 
 class _Cat(Rule):
     """``cat`` along another dimension."""
 
-    def placed(self, call: Call) -> Along:
-        found = {call.axes.get(v) for v in call.node.reads}
-        (along,) = found if len(found) == 1 else (None,)
+    def result_axis(self, call: Call) -> Along:
+        axes = {call.axes.get(value) for value in call.node.reads}
+        along = axes.pop() if len(axes) == 1 else None  # the same in all operands
         if along is None or (call["dim"] or 0) % len(call.result) == along.dim:
             raise NotTileable("cat joins along the axis, or parts without it")
         return along
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along = call.placed
-        return dict.fromkeys(call.node.reads, (along.dim, elements(along, window)))
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along = call.result_axis
+        return dict.fromkeys(call.node.reads, Part(along.dim, elements(along, window)))
 
 
 class _Pad(Rule):
     """``constant_pad_nd``."""
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("self")
         if along is None or (along.unit > 1 and any(self._ends(call, along.dim))):
             raise NotTileable("constant_pad_nd pads merged dimensions")
@@ -379,36 +391,41 @@ class _Pad(Rule):
 
     @staticmethod
     def _ends(call: Call, dim: int) -> tuple[int, int]:
-        """Return the padding before and after a dimension."""
+        """Return the padding before and after a dimension: ``pad`` lists pairs from the last dimension on."""
         pad, behind = call["pad"], len(call.shape("self")) - 1 - dim
         return (pad[2 * behind], pad[2 * behind + 1]) if 2 * behind + 1 < len(pad) else (0, 0)
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along = call.placed
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along = call.result_axis
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
         size = call.shape("self")[along.dim]
-        return {call["self"].value: (along.dim, _clipped(low - before, high - before, size)[0])}
+        part, _ = _clipped(low - before, high - before, size)
+        return {call["self"].value: Part(along.dim, part)}
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        along = call.placed
+        along = call.result_axis
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
         _, ends = _clipped(low - before, high - before, call.shape("self")[along.dim])
         behind, pad = len(call.shape("self")) - 1 - along.dim, list(call["pad"])
         if 2 * behind + 1 < len(pad):
             pad[2 * behind : 2 * behind + 2] = ends
-        return (call["self"], pad, *([] if call["value"] is None else [call["value"]])), {}
+        value = [] if call["value"] is None else [call["value"]]
+        return (call["self"], pad, *value), {}
 
 
 def _clipped(low: int, high: int, size: int) -> tuple[Window, tuple[int, int]]:
-    """Return a range within a size, and what is missing before and after it."""
+    """Return a range clipped to [0, size), and how many positions are missing before and after it."""
     begin, end = min(max(low, 0), size), min(max(high, 0), size)
     return (begin, end), (max(0, min(high, 0) - low), max(0, high - max(low, size)))
 
 
 def _at(values: Any, dim: int, default: int) -> int:
-    """Return an entry of a list of an op's arguments, in which a single number stands for all dimensions."""
+    """Return the entry of a list argument for dimension ``dim``; a single number stands for all dimensions.
+
+    ``default``: for an argument that is missing or empty.
+    """
     values = [values] if isinstance(values, int) else list(values or ())
     return default if not values else values[0] if len(values) == 1 else values[dim]
 
@@ -417,22 +434,21 @@ class _Sliding(Rule):
     """A convolution or pool: each element of the result reads a window of the operand."""
 
     def __init__(self, operand: str, fill: float = 0.0) -> None:
-        """``fill``: value of padding."""
+        """``operand``: name of the tensor that it slides over; ``fill``: value of padding."""
         self._operand, self._fill = operand, fill
 
     def _kernel(self, call: Call, spatial: int) -> tuple[int, int, int, int]:
         """Return size, stride, padding and dilation of the kernel in a dimension of space."""
-        kernel = _at(call["kernel_size"], spatial, 1)
-        return kernel, _at(call["stride"], spatial, kernel), _at(call["padding"], spatial, 0), _at(
-            call["dilation"], spatial, 1
-        )  # fmt: skip
+        size = _at(call["kernel_size"], spatial, 1)
+        stride, padding = _at(call["stride"], spatial, size), _at(call["padding"], spatial, 0)
+        return size, stride, padding, _at(call["dilation"], spatial, 1)
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along(self._operand)
         if along is None or [v for v in call.node.reads if v in call.axes] != [call[self._operand].value]:
             raise NotTileable(f"{call.node.name} has the axis in other operands than its input")
-        dims = len(call.result) - self._space(call)
-        if (along.dim >= dims and along.unit > 1) or 0 < along.dim < dims:
+        first_spatial = len(call.result) - self._space(call)
+        if (along.dim >= first_spatial and along.unit > 1) or 0 < along.dim < first_spatial:
             raise NotTileable(f"{call.node.name} mixes the axis with other dimensions")
         return along
 
@@ -441,32 +457,36 @@ class _Sliding(Rule):
         return len(call["kernel_size"])
 
     def _spatial(self, call: Call) -> int | None:
-        """Return the dimension of space that is the axis; None for an axis of the batch."""
-        along = call.placed
+        """Return the number of the axis among the dimensions of space; None for an axis of the batch."""
+        along = call.result_axis
         dim = along.dim - len(call.result) + self._space(call)
         return None if dim < 0 else dim
 
     def _reach(self, call: Call, spatial: int, window: Window) -> Window:
-        """Return the range of the operand that a window reads, beyond its borders."""
+        """Return the range of the operand that a window of the result reads, padding included.
+
+        ``spatial``: number of the axis among the dimensions of space.
+        """
         kernel, stride, padding, dilation = self._kernel(call, spatial)
         low = window[0] * stride - padding
         return low, (window[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along, spatial = call.placed, self._spatial(call)
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along, spatial = call.result_axis, self._spatial(call)
         value, size = call[self._operand].value, call.shape(self._operand)[along.dim]
         if spatial is None:
-            return {value: (along.dim, elements(along, window))}
-        return {value: (along.dim, _clipped(*self._reach(call, spatial, window), size)[0])}
+            return {value: Part(along.dim, elements(along, window))}
+        part, _ = _clipped(*self._reach(call, spatial, window), size)
+        return {value: Part(along.dim, part)}
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
         spatial = self._spatial(call)
         if spatial is None:
             return super().run(call, window, tensors, op)
-        along, operand = call.placed, call[self._operand].value
+        along, operand = call.result_axis, call[self._operand].value
         _, ends = _clipped(*self._reach(call, spatial, window), call.shape(self._operand)[along.dim])
         part = tensors(operand)
-        if any(ends):
+        if any(ends):  # the piece is at a border: pad it here, and not in the kernel at every border of a piece
             part = F.pad(part, (*[0, 0] * (part.dim() - 1 - along.dim), *ends), value=self._fill)
         padding = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
         padding[spatial] = 0
@@ -477,11 +497,13 @@ class _Sliding(Rule):
 class _AveragePool(_Sliding):
     """An average pool. Padding counts as zeros, or is not there."""
 
-    def placed(self, call: Call) -> Along:
-        along = super().placed(call)
+    def result_axis(self, call: Call) -> Along:
+        along = super().result_axis(call)
         spatial = along.dim - len(call.result) + self._space(call)
-        counted = call["count_include_pad"] is not False and not call["ceil_mode"]
-        if spatial >= 0 and not counted and (_at(call["padding"], spatial, 0) or call["ceil_mode"]):
+        if spatial < 0:  # an axis of the batch
+            return along
+        padding = _at(call["padding"], spatial, 0)
+        if call["ceil_mode"] or (padding and call["count_include_pad"] is False):
             raise NotTileable("avg_pool counts the elements within its borders")
         return along
 
@@ -493,14 +515,15 @@ class _Convolution(_Sliding):
         return len(call.result) - 2
 
     def _kernel(self, call: Call, spatial: int) -> tuple[int, int, int, int]:
-        kernel = call.shape("weight")[2 + spatial]
-        return kernel, *(_at(call[n], spatial, d) for n, d in (("stride", 1), ("padding", 0), ("dilation", 1)))  # pyright: ignore[reportReturnType]
+        stride, padding = _at(call["stride"], spatial, 1), _at(call["padding"], spatial, 0)
+        return call.shape("weight")[2 + spatial], stride, padding, _at(call["dilation"], spatial, 1)
 
     def _reach(self, call: Call, spatial: int, window: Window) -> Window:
         if not call["transposed"]:
             return super()._reach(call, spatial, window)
+        # input i writes to results i * stride - padding + dilation * (0 to kernel - 1)
         kernel, stride, padding, dilation = self._kernel(call, spatial)
-        low = -(-(window[0] + padding - dilation * (kernel - 1)) // stride)
+        low = -(-(window[0] + padding - dilation * (kernel - 1)) // stride)  # rounded up
         high = (window[1] - 1 + padding) // stride + 1
         size = call.shape("input")[2 + spatial]
         (begin, end), _ = _clipped(low, high, size)
@@ -516,7 +539,7 @@ class _Convolution(_Sliding):
         outputs = [_at(call["output_padding"], dim, 0) for dim in range(self._space(call))]
         paddings[spatial] = outputs[spatial] = 0
         arguments = {**call.arguments, "padding": paddings, "output_padding": outputs, "bias": None}
-        result = op(**{name: filled(a, tensors) for name, a in arguments.items()})
+        result = op(**filled(arguments, tensors))
         # the kernel's result begins at begin * stride in rows before padding is cut off; no input reaches the others
         dim, first, rows = 2 + spatial, window[0] + padding - begin * stride, window[1] - window[0]
         before, behind = max(0, -first), max(0, first + rows - result.shape[dim])
@@ -535,7 +558,7 @@ class _Upsample(Rule):
         """``reach``: elements on either side that an interpolation reads."""
         self._reach = reach
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("self") or call.along("input")
         if along is None:
             raise NotTileable(f"{call.node.name} combines different axes")
@@ -548,32 +571,33 @@ class _Upsample(Rule):
         return along
 
     def _has_scales_of_sizes(self, call: Call) -> bool:
-        """Return whether the factors that positions are computed with, where given, are those of the sizes."""
+        """Return whether the scale factors among the arguments, if any, are the ratios of the sizes."""
         space = len(call.result) - 2
         names = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[3 - space :]
-        given = call["scale_factors"] or [call[name] for name in names]
-        sizes = zip(self._operand_shape(call)[2:], call.result[2:], strict=True)
-        return all(scale is None or scale * size == result for scale, (size, result) in zip(given, sizes, strict=True))
+        scales = call["scale_factors"] or [call[name] for name in names]
+        dims = zip(scales, self._operand_shape(call)[2:], call.result[2:], strict=True)
+        return all(scale is None or scale * size == result for scale, size, result in dims)
 
     def _operand(self, call: Call) -> int:
+        """Return the value that is upsampled: overloads name it differently."""
         return (call["self"] or call["input"]).value
 
     def _operand_shape(self, call: Call) -> tuple[int, ...]:
         return call.shapes[self._operand(call)]
 
     def _part(self, call: Call, along: Along, window: Window) -> Window:
-        """Return the range of the operand for a window of an axis of space."""
+        """Return the range of the operand that a window of the result reads, along an axis of space."""
         size = self._operand_shape(call)[along.dim]
         scale = call.result[along.dim] // size
         return _clipped(window[0] // scale - self._reach, -(-window[1] // scale) + self._reach, size)[0]
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along = call.placed
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along = call.result_axis
         part = elements(along, window) if along.dim < 2 else self._part(call, along, window)
-        return {self._operand(call): (along.dim, part)}
+        return {self._operand(call): Part(along.dim, part)}
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
-        along = call.placed
+        along = call.result_axis
         if along.dim < 2:
             return super().run(call, window, tensors, op)
         part, space, sizes = tensors(self._operand(call)), len(call.result) - 2, list(call.result[2:])
@@ -583,7 +607,7 @@ class _Upsample(Rule):
         mode = name or {1: "linear", 2: "bilinear", 3: "trilinear"}[space]
         align = {} if name else {"align_corners": bool(call["align_corners"])}
         result = F.interpolate(part, size=sizes, mode=mode, **align)
-        begin = self._part(call, along, window)[0] * scale
+        begin = self._part(call, along, window)[0] * scale  # of the upsampled part in the whole result
         return result.narrow(along.dim, window[0] - begin, window[1] - window[0])
 
 
@@ -591,19 +615,20 @@ class _ChannelNorm(Rule):
     """A batch norm whose statistics are not over the axis: in evaluation, or where the axis is in the channels, as the
     samples of an instance norm are."""
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         along = call.along("input")
         if along is None or (along.dim != 1 and call["training"] is not False):
             raise NotTileable(f"{call.node.name} normalizes over the axis")
         return along
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        along = call.placed
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        along = call.result_axis
         part = elements(along, window)
-        parts = {call["input"].value: (along.dim, part)}
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            if along.dim == 1 and isinstance(call[name], Ref):
-                parts[call[name].value] = 0, part
+        parts = {call["input"].value: Part(along.dim, part)}
+        if along.dim == 1:  # the axis is in the channels
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                if isinstance(call[name], Ref):
+                    parts[call[name].value] = Part(0, part)
         return parts
 
 
@@ -614,18 +639,20 @@ class _Product(Rule):
     merges = True
 
     def __init__(self, first: str, second: str) -> None:
+        """Names of the two factors."""
         self._factors = first, second
 
-    def placed(self, call: Call) -> Along:
+    def result_axis(self, call: Call) -> Along:
         first, second = map(call.along, self._factors)
         rank = len(call.result)
         if first is None or first.dim == rank - 1:
             raise NotTileable(f"{call.node.name} sums over the axis")
-        batch = first.dim < rank - 2
-        whole = second is None and not (batch and first.outer > 1)
-        if not whole and not (batch and second == first):
+        in_batch = first.dim < rank - 2
+        # the second factor is whole, or has the same axis in its batch
+        second_fits = not (in_batch and first.repeats > 1) if second is None else in_batch and second == first
+        if not second_fits:
             raise NotTileable(f"{call.node.name} has the axis in both factors")
-        if "self" not in self._factors:
+        if "self" not in self._factors:  # a tensor that is added
             added, dim = call.along("self"), first.dim - rank + len(call.shape("self"))
             if added is None and dim >= 0 and call.shape("self")[dim] != 1:
                 raise NotTileable(f"{call.node.name} adds a row for each element of the axis")
@@ -633,16 +660,20 @@ class _Product(Rule):
                 raise NotTileable(f"{call.node.name} adds a tensor with another axis")
         return first
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        parts = {v: (call.axes[v].dim, elements(call.axes[v], window)) for v in call.node.reads if v in call.axes}
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        axes = {value: call.axes[value] for value in call.node.reads if value in call.axes}
+        parts = {value: Part(along.dim, elements(along, window)) for value, along in axes.items()}
         first, second = (call[name].value for name in self._factors)
-        if call.placed.dim < len(call.result) - 2:  # each product of the batch has a second factor of its own
+        if call.result_axis.dim < len(call.result) - 2:  # each product of the batch has a second factor of its own
             parts[second] = parts[first]
         return parts
 
 
 def _not_in(*names: str) -> Callable[[Call, int], bool]:
-    """Return whether an op that works along the dimensions of an argument leaves others apart."""
+    """Return a function ``keeps(call, dim)``: whether an op leaves elements along ``dim`` apart.
+
+    ``names``: arguments of the op with the dimensions that it works along; None stands for all.
+    """
 
     def keeps(call: Call, dim: int) -> bool:
         rank = len(call.result)
@@ -657,26 +688,28 @@ def _not_in(*names: str) -> Callable[[Call, int], bool]:
 
 
 def _gathers_beside(call: Call, dim: int) -> bool:
-    """Return whether a gather reads for each element of the axis those of the same element."""
+    """Return whether a gather reads, for each element along ``dim``, from the same element of its operand."""
     return (call["dim"] or 0) % len(call.result) != dim and call.shape("self")[dim] == call.shape("index")[dim]
 
 
 def _before_normalized(call: Call, dim: int) -> bool:
+    """Return whether a layer norm does not normalize over dimension ``dim``."""
     return dim < len(call.shape("input")) - len(call["normalized_shape"])
 
 
 def _first_dim(call: Call, dim: int) -> bool:
+    """Return whether ``dim`` is the batch, whose samples the op treats one by one."""
     return dim == 0
 
 
 def _any_mask(call: Call, dim: int) -> bool:
-    """Return whether an attention is apart along the batch: its mask is the same for all samples."""
+    """Return whether an attention treats elements along ``dim`` one by one: samples, if they share their mask."""
     mask = call["attn_mask"]
     return dim == 0 and (mask is None or len(call.shapes[mask.value]) < 3 or call.shapes[mask.value][0] == 1)
 
 
 def _counts_nothing(call: Call, dim: int) -> bool:
-    """Return whether the derivative of an embedding does not depend on how often an index occurs in the batch."""
+    """Return whether an embedding's derivative ignores how often an index occurs in the batch, whatever ``dim`` is."""
     return not call["scale_grad_by_freq"]
 
 
@@ -731,16 +764,19 @@ RULES: Mapping[str, Rule] = {
 
 
 def _swapped(rank: int, first: int, second: int) -> list[int]:
+    """Return the order of dimensions after a transpose."""
     order = list(range(rank))
     order[first % rank], order[second % rank] = order[second % rank], order[first % rank]
     return order
 
 
 def _inserted(rank: int, dim: int) -> list[int]:
+    """Return the order of dimensions after an unsqueeze: -1 stands for the new dimension."""
     order = list(range(rank))
     order.insert(dim % (rank + 1), -1)
     return order
 
 
 def _squeezed(shape: Sequence[int], dim: int) -> list[int]:
+    """Return the order of dimensions after a squeeze, which keeps dimensions of more than one element."""
     return [d for d in range(len(shape)) if d != dim % len(shape) or shape[d] != 1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from memplan.planning.graph.joint_graph import Ref
 from memplan.planning.graph.op_schema import overload
 from memplan.planning.tiles.program import NotTileable
-from memplan.planning.tiles.rules import Along, Call, Need, Window, elements, filled
+from memplan.planning.tiles.rules import Along, Call, Part, Window, elements, filled
 
 _NONE, _MEAN, _SUM = range(3)
 """Values of the argument ``reduction`` of losses."""
@@ -29,20 +29,22 @@ class Sum:
     """Name of the tensor of which each piece reads its own part."""
 
     def over(self, call: Call, along: Along) -> bool:
-        """Return whether the op sums over the axis, which lies there in its operand."""
+        """Return whether the op sums over the axis. ``along``: where the axis lies in the operand."""
         raise NotImplementedError
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
-        """Return for each operand of which only a part is needed its dimension, and its range in elements: all that
-        have the dimension of the axis, aligned at the last dimension."""
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the parts of operands that a window of the axis needs, by value; operands without an entry as a whole.
+
+        These are the operands that have the dimension of the axis, with shapes aligned at the last dimension.
+        """
         along, shape = call.along(self.operand), call.shape(self.operand)
         assert along is not None
-        parts = dict[int, Need]()
+        parts = dict[int, Part]()
         for value in call.node.reads:
             dim = along.dim - len(shape) + len(call.shapes[value])
             if dim >= 0 and call.shapes[value][dim] == shape[along.dim] > 1:
-                parts[value] = dim, elements(along, window)
-                if call.axes.get(value) not in (None, Along(dim, along.unit, along.outer)):
+                parts[value] = Part(dim, elements(along, window))
+                if call.axes.get(value) not in (None, Along(dim, along.unit, along.repeats)):
                     raise NotTileable(f"{call.node.name} combines different axes")
             elif value in call.axes:
                 raise NotTileable(f"{call.node.name} combines different axes")
@@ -53,16 +55,16 @@ class Sum:
         return False
 
     def weight(self, call: Call, tensors: Callable[[int], Tensor]) -> Tensor:
-        """Return that sum for a part."""
+        """Return the sum of the weights of a part. ``tensors``: returns the part of an operand."""
         raise NotImplementedError
 
     def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
-        """Return the part of a result of a piece.
+        """Return what a piece adds to the result.
 
         Args:
             call: what to compute.
             tensors: returns the part of an operand.
-            weight: sum of the weights of all pieces, where it `weighs`.
+            weight: sum of the weights of all pieces, if it `weighs`.
         """
         raise NotImplementedError
 
@@ -77,7 +79,7 @@ class _Reduction(Sum):
 
     def over(self, call: Call, along: Along) -> bool:
         dims, rank = call["dim"], len(call.shape("self"))
-        return not dims or along.dim in [dim % rank for dim in dims]
+        return not dims or along.dim in [dim % rank for dim in dims]  # without dimensions, over all
 
     def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
         result = overload(call.node.target)(*filled(call.node.args, tensors), **filled(dict(call.node.kwargs), tensors))
@@ -101,14 +103,14 @@ class _Likelihood(Sum):
     def over(self, call: Call, along: Along) -> bool:
         return along.dim != 1 and len(call.shape("self")) > 1 and call["reduction"] != _NONE
 
-    def needs(self, call: Call, window: Window) -> dict[int, Need]:
+    def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
         along = call.along("self")
         assert along is not None
-        target = Along(along.dim - (along.dim > 1), along.unit, along.outer)
+        target = Along(along.dim - (along.dim > 1), along.unit, along.repeats)  # it has no dimension of classes
         if call.along("target") not in (None, target) or call.along("weight") is not None:
             raise NotTileable(f"{call.node.name} combines different axes")
         part = elements(along, window)
-        return {call["self"].value: (along.dim, part), call["target"].value: (target.dim, part)}
+        return {call["self"].value: Part(along.dim, part), call["target"].value: Part(target.dim, part)}
 
     def weighs(self, call: Call) -> bool:
         return call["reduction"] == _MEAN
@@ -122,7 +124,7 @@ class _Likelihood(Sum):
 
     def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
         arguments = filled({**call.arguments, "reduction": _SUM}, tensors)
-        result = overload(call.node.target)(**arguments)[0]
+        result, _ = overload(call.node.target)(**arguments)
         # not in the result's dtype: bfloat16 rounds counts of tokens, and float16 overflows at 65,520
         return result if weight is None else (result / weight).to(result.dtype)
 
@@ -140,7 +142,7 @@ SUMS: Mapping[str, Sum] = {
 
 
 def sum_of(call: Call) -> Sum | None:
-    """Return how an op sums over the axis; None if it does not."""
+    """Return the rule of an op that sums over the axis; None if it does not."""
     rule = SUMS.get(call.node.target)
     along = None if rule is None else call.along(rule.operand)
     return rule if rule is not None and along is not None and rule.over(call, along) else None
@@ -152,21 +154,26 @@ _KEEPING = """
 """.split()  # noqa: SIM905
 
 
-def keeps_sum(node_name: str, arguments: Mapping[str, Any], partial: Callable[[Any], bool], along: Any) -> bool:
+def keeps_sum(
+    node_name: str, arguments: Mapping[str, Any], is_partial: Callable[[Any], bool], is_along: Callable[[Any], bool]
+) -> bool:
     """Return whether an op on parts of sums gives parts of its result: it is linear in them.
 
     Args:
-        node_name: name of the op.
-        arguments: its arguments.
-        partial, along: whether an argument is a part of a sum, or lies along the axis.
+        node_name: name of the op, such as ``add``.
+        arguments: its arguments by name.
+        is_partial: whether an argument is a part of a sum, different in each piece.
+        is_along: whether an argument lies along the axis.
     """
-    if any(along(argument) for argument in arguments.values()):
+    if any(is_along(argument) for argument in arguments.values()):
         return False
     first, second = arguments.get("self"), arguments.get("other")
     if node_name in _KEEPING:
-        return partial(first)
+        return is_partial(first)
     if node_name in ("add", "sub"):
-        return partial(first) and partial(second) and not isinstance(arguments.get("alpha"), Ref)
-    return (node_name == "mul" and partial(first) != partial(second)) or (
-        node_name == "div" and partial(first) and not partial(second) and arguments.get("rounding_mode") is None
-    )
+        return is_partial(first) and is_partial(second) and not isinstance(arguments.get("alpha"), Ref)
+    if node_name == "mul":
+        return is_partial(first) != is_partial(second)
+    if node_name == "div":
+        return is_partial(first) and not is_partial(second) and arguments.get("rounding_mode") is None
+    return False

@@ -21,6 +21,7 @@ Values are those of the whole but for the order of sums.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +36,7 @@ from memplan.planning.graph.tensor_like import Like
 from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, input_gradient, norm_of
 from memplan.planning.tiles.products import Factor, Product, summed_factor
 from memplan.planning.tiles.program import Node, NotTileable, Program
-from memplan.planning.tiles.rules import RULES, Along, Call, Need, Window, elements, run_whole
+from memplan.planning.tiles.rules import RULES, Along, Call, Part, Window, elements, run_whole
 from memplan.planning.tiles.sums import Sum, keeps_sum, sum_of
 from memplan.planning.tiles.unread import UNREAD
 
@@ -122,13 +123,13 @@ class Tiled:
             raise NotTileable("a piece would read nothing but padding")
 
     def _place_input(self, value: int) -> None:
+        """Note where the axis lies in an input of the segment, if it depends on the step's data and has the axis."""
         shape, dim, samples = self.shapes[value], self.axis.dim, self.axis.samples
         if value in self.program.static or not shape:
             return
-        if (
-            dim == 1 and samples and shape[0] != samples
-        ):  # both dimensions merged; targets can lack the first token of a sample
+        if dim == 1 and samples and shape[0] != samples:  # samples and tokens are merged
             tokens = shape[0] // samples
+            # targets can lack the first token of a sample
             if shape[0] % samples == 0 and abs(tokens - self.axis.tokens) <= 1:
                 self.along[value] = Along(0, 1, samples)
         elif dim:
@@ -138,7 +139,10 @@ class Tiled:
             self.along[value] = Along(0, shape[0] // samples)
 
     def _step(self, at: int, node: Node) -> _Step:
-        """Return how a node runs, and note where the axis lies in its result."""
+        """Return how a node runs piece by piece, and note which statistics and gradients its results depend on.
+
+        ``at``: index of the node.
+        """
         if any(value in self._differentiable for value in node.reads) and node.name != "detach":
             floating = (value for value in node.outputs if self.program.likes[value].dtype.is_floating_point)
             self._differentiable.update(floating)
@@ -150,15 +154,20 @@ class Tiled:
         return step
 
     def _step_of(self, at: int, node: Node) -> _Step:
+        """Return how a node runs piece by piece, and note where the axis lies in its result. Raises NotTileable.
+
+        ``at``: index of the node.
+        """
         if self.partial.intersection(node.reads):
             arguments = arguments_of(node.target, node.args, node.kwargs)
             if not keeps_sum(node.name, arguments, _one_of(self.partial), _one_of(self.along)):
                 raise NotTileable(f"{node.name} reads a sum over the axis, which each piece has only a part of")
             self.partial.add(node.outputs[0])
             return _Whole(node)
-        first = next((value for value in node.reads if value in self.along), None)
-        if first is None:
+        on_axis = [value for value in node.reads if value in self.along]
+        if not on_axis:
             return _Whole(node)
+        first = on_axis[0]
         norm = norm_of(node, len(self.shapes[first]), self.along[first].dim)
         if norm is not None and norm.input == first:
             self.norms[at], self.along[norm.output] = norm, self.along[first]
@@ -167,20 +176,24 @@ class Tiled:
         rule = sum_of(call)
         if rule is not None:
             return self._sum(at, call, rule)
-        self.along[node.outputs[0]] = call.placed
+        self.along[node.outputs[0]] = call.result_axis
         return _InPart(at, call, summed_factor(node, self._makers, self.program))
 
     def _sum(self, at: int, call: Call, rule: Sum) -> _Step:
+        """Return how a sum over the axis runs piece by piece, and note whether pieces or a pass before them compute it.
+
+        ``at``: index of the node; ``rule``: of the sum.
+        """
         node, value = call.node, call[rule.operand].value
-        rule.needs(call, (0, self.size(value)))  # raises where it combines axes
+        rule.operand_parts(call, (0, self.size(value)))  # raises where it combines axes
         step, result = _Sum(at, call, rule), self.program.likes[node.outputs[0]]
-        if value not in self._differentiable:
+        if value not in self._differentiable:  # a pass before the pieces computes it
             if rule.weighs(call):
                 raise NotTileable(f"{node.name} has no gradient")
             self.totals[at] = result
         else:
             self.partial.add(node.outputs[0])
-            if rule.weighs(call):
+            if rule.weighs(call):  # such a pass computes the sum of its weights
                 self.totals[at] = Like((), (), torch.float64, result.device)
         return step
 
@@ -192,10 +205,10 @@ class Tiled:
     def size(self, value: int) -> int:
         """Return the number of elements of the axis in a value."""
         along = self.along[value]
-        return self.shapes[value][along.dim] // (along.unit * along.outer)
+        return self.shapes[value][along.dim] // (along.unit * along.repeats)
 
     def own(self, value: int, piece: int) -> Window:
-        """Return the part of a value that a piece makes and no other."""
+        """Return the window of a value's axis that a piece makes and no other."""
         size = self.size(value)
         return piece * size // self.pieces, (piece + 1) * size // self.pieces
 
@@ -211,6 +224,7 @@ class Tiled:
         return max(range(self.pieces), key=self._computed_bytes)
 
     def _computed_bytes(self, piece: int) -> int:
+        """Return the bytes of all values along the axis that a piece computes, with their borders."""
         windows, likes = self.windows(self._goals(piece)), self.program.likes
         return sum(likes[value].bytes * (high - low) // self.size(value) for value, (low, high) in windows.items())
 
@@ -221,7 +235,8 @@ class Tiled:
 
     @property
     def statistic_likes(self) -> list[Like]:
-        """Those of the statistics: mean and variance of each norm over the axis, then totals of sums."""
+        """Shapes, strides and dtypes of the statistics: mean and variance of each norm over the axis, then totals of
+        sums."""
         likes = list[Like]()
         for norm in self.norms.values():
             x = self.program.likes[norm.input]
@@ -244,8 +259,8 @@ class Tiled:
 
     @cached_property
     def statistic_passes(self) -> list[list[int]]:
-        """Norms and sums whose statistics a pass over the pieces computes, for each pass: those that depend only on
-        those of passes before."""
+        """Passes over the pieces that compute statistics: for each, the nodes of the norms and sums whose statistics
+        depend only on those of earlier passes."""
         depths = dict[int, int]()
         for at in sorted((*self.norms, *self.totals)):
             before = frozenset[int]().union(*(self._statistics_behind.get(v, ()) for v in self._statistic_reads(at)))
@@ -253,23 +268,23 @@ class Tiled:
         return _grouped(depths)
 
     def _statistic_reads(self, at: int) -> Sequence[int]:
-        """Return the values along the axis that a statistic is computed from."""
+        """Return the values along the axis from which the statistic of node ``at`` is computed."""
         step = self.steps[at]
         return step.total_reads if isinstance(step, _Sum) else [self.norms[at].input]
 
     @cached_property
     def sum_passes(self) -> list[list[int]]:
-        """Norms whose sums of the derivative a pass over the pieces computes, for each pass: those on which only norms
-        of passes before depend."""
+        """Passes over the pieces that compute sums of norms' derivatives: for each, the nodes of the norms on which
+        only norms of earlier passes depend."""
         depths = dict[int, int]()
         for at, norm in reversed(self.norms.items()):
-            behind = (d for b, d in depths.items() if norm.output in self._windows_of(self.norms[b].input))
-            depths[at] = 1 + max(behind, default=-1)
+            later = (depth for b, depth in depths.items() if norm.output in self._windows_of(self.norms[b].input))
+            depths[at] = 1 + max(later, default=-1)
         return _grouped({at: depth for at, depth in depths.items() if at not in self.first_norms})
 
     @cached_property
     def first_norms(self) -> frozenset[int]:
-        """Norms of what only they read of an input of the segment."""
+        """Nodes of the norms of an input of the segment that nothing else reads: they need no pass of their own."""
         inputs, reads = set(self.program.inputs), [value for node in self.program.nodes for value in node.reads]
         return frozenset(
             at for at, norm in self.norms.items()
@@ -279,8 +294,8 @@ class Tiled:
 
     @cached_property
     def unread(self) -> frozenset[int]:
-        """Ops whose results the backward pass does not need: nothing in the segment reads them, nor their own
-        derivative."""
+        """Nodes whose results the backward pass does not need: neither the segment nor their own derivative reads
+        them."""
         read = {value for node in self.program.nodes for value in node.reads}
         return frozenset(
             at for at, node in enumerate(self.program.nodes)
@@ -288,66 +303,71 @@ class Tiled:
         )  # fmt: skip
 
     def _windows_of(self, value: int) -> Collection[int]:
-        """Return the values along the axis that a value depends on, and itself."""
+        """Return the values along the axis that a value depends on, itself included; none if it is off the axis."""
         if value not in self.along:
             return ()
         return self.windows({value: (0, self.size(value))})
 
     def runs(self, phase: Phase) -> list[float]:
-        """Return how often a pass computes each op, in whole ops."""
+        """Return how often a pass computes each op of the program, in whole ops.
+
+        The statistics' and the backward pass go over the pieces several times, or not at all.
+        """
         outputs = [node.outputs[0] if node.outputs else None for node in self.program.nodes]
         if phase == "forward":
             return [1.0] * len(outputs)
         if phase == "statistics":
-            needed = [
-                {value for at in norms for read in self._statistic_reads(at) for value in self._windows_of(read)}
-                for norms in self.statistic_passes
-            ]
-            return [float(sum(output in values for values in needed)) for output in outputs]
+            counts = Counter[int]()
+            for nodes in self.statistic_passes:
+                reads = [read for at in nodes for read in self._statistic_reads(at)]
+                counts.update({value for read in reads for value in self._windows_of(read)})
+            return [0.0 if output is None else float(counts[output]) for output in outputs]
         if self.yields_gradients:
             return [0.0] * len(outputs)
         count = 1.0 + len(self.sum_passes)
         return [0.0 if at in self.unread else count for at in range(len(outputs))]
 
     def derivatives(self) -> list[float]:
-        """Return how often the backward pass computes the derivative of each op, in whole derivatives. For the sums of
-        a norm, what is behind it needs no gradients of weights: half of a derivative."""
+        """Return how often the backward pass computes the derivative of each op, in whole derivatives.
+
+        A pass for the sums of a norm goes back to that norm, and needs no gradients of weights: half of a derivative.
+        """
         counts = list[float]()
         for at, node in enumerate(self.program.nodes):
-            behind = set(self._windows_of(node.outputs[0])) if node.outputs and node.outputs[0] in self.along else set()
-            half = 0.5 if any(value in self.program.static for value in node.reads) else 1.0
-            counts.append(1.0 + half * sum(
-                any(self.norms[n].output in behind and n != at for n in norms) for norms in self.sum_passes
-            ))  # fmt: skip
+            before = set(self._windows_of(node.outputs[0])) if node.outputs else set()
+            norms_before = {n for n, norm in self.norms.items() if norm.output in before and n != at}
+            further = sum(not norms_before.isdisjoint(norms) for norms in self.sum_passes)
+            has_weight = any(value in self.program.static for value in node.reads)
+            counts.append(1.0 + (0.5 if has_weight else 1.0) * further)
         return counts
 
     def overlap(self, pieces: int) -> list[float]:
-        """Return for each node how often a run in so many pieces computes an element of its result, on average."""
+        """Return for each op how often a run in this number of pieces computes an element of its result, on average."""
         tiled = self if pieces == self.pieces else Tiled(self.program, self.axis, pieces)
         windows = tiled.windows(tiled._goals(pieces // 2))
         shares = list[float]()
         for node in self.program.nodes:
-            value = node.outputs[0] if node.outputs else None
-            if value is None or value not in self.along or value not in windows:
-                shares.append(1.0)
-                continue
-            low, high = windows[value]
-            shares.append(max(1.0, (high - low) * pieces / self.size(value)))
+            value, share = node.outputs[0] if node.outputs else -1, 1.0
+            if value in self.along and value in windows:
+                low, high = windows[value]
+                share = max(1.0, (high - low) * pieces / self.size(value))
+            shares.append(share)
         return shares
 
     # -- windows
 
     def windows(self, goals: Mapping[int, Window]) -> dict[int, Window]:
-        """Return the window of each value along the axis that these windows need, by going back through the nodes."""
+        """Return the window of each value along the axis that is needed to compute these windows, by value."""
         windows = dict(goals)
         for step in reversed(self.steps):
-            window = windows.get(step.output)
-            if window is None:
+            if step.output not in windows:
                 continue
-            for value, (_, (low, high)) in step.needs(window).items():
+            for value, (_, (low, high)) in step.operand_parts(windows[step.output]).items():
                 if value in self.along:
                     unit = self.along[value].unit
-                    windows[value] = _hull(windows.get(value), (low // unit, -(-high // unit)))
+                    window = low // unit, -(-high // unit)  # from elements to the axis, rounded outwards
+                    before = windows.get(value, window)
+                    windows[value] = min(before[0], window[0]), max(before[1], window[1])
         return windows
 
     def _goals(self, piece: int) -> dict[int, Window]:
@@ -356,10 +376,12 @@ class Tiled:
 
     @cached_property
     def _normed(self) -> tuple[int, ...]:
+        """Inputs of the norms over the axis."""
         return tuple(norm.input for norm in self.norms.values())
 
     @cached_property
     def _summed(self) -> tuple[int, ...]:
+        """Values along the axis that are summed up, of sums of which each piece computes its part."""
         steps = [step for step in self.steps if isinstance(step, _Sum) and step.output in self.partial]
         return tuple(value for step in steps for value in step.call.node.reads if value in self.along)
 
@@ -371,18 +393,18 @@ class Tiled:
     # -- computing
 
     def statistics(self, tensors: Sequence[Tensor], pieces: Sequence[int] | None = None) -> list[Tensor]:
-        """Return mean and variance of each norm over the axis.
+        """Return mean and variance of each norm over the axis, then the totals of sums: tensors like `statistic_likes`.
 
         Args:
             tensors: inputs of the program.
-            pieces: only these run, for what memory a piece takes.
+            pieces: only these run, to measure what memory a piece takes; None: all.
         """
         known = dict[int, tuple[Tensor, ...]]()
         with torch.no_grad():
             for group in self.statistic_passes:
                 collected = {at: Statistics(self.norms[at]) for at in group if at in self.norms}
                 totals = {at: _Total(self.totals[at]) for at in group if at in self.totals}
-                for piece in pieces or range(self.pieces):
+                for piece in pieces or range(self.pieces):  # `run` goes before the next piece takes its memory
                     reads = [value for at in group for value in self._statistic_reads(at) if value in self.along]
                     goals = {value: self.own(value, piece) for value in reads}
                     run = _Run(self, tensors, known, goals, piece, sums_up=False)
@@ -402,7 +424,13 @@ class Tiled:
     def forward(
         self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], pieces: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Return the results. Arguments: see `statistics`, and what it returned."""
+        """Return the results.
+
+        Args:
+            tensors: inputs of the program.
+            statistics: what `statistics` returned.
+            pieces: only these run, to measure what memory a piece takes; None: all.
+        """
         known = self._known(statistics)
         results = _Results(self)
         with torch.no_grad():
@@ -418,8 +446,10 @@ class Tiled:
         self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], needed: Sequence[bool],
         pieces: Sequence[int] | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the result of a segment that `yields_gradients`, then the gradients of the inputs that need one, for a
-        gradient of 1. Arguments: see `backward`."""
+        """Return the result of a segment that `yields_gradients`, then the gradients of the inputs for a gradient of 1.
+
+        Arguments: see `backward`.
+        """
         results = _Results(self)
         one = torch.ones((), dtype=self.result_likes[0].dtype, device=self.result_likes[0].device)
         computed = self.backward(tensors, statistics, [one], needed, pieces, results=results)
@@ -430,22 +460,23 @@ class Tiled:
         needed: Sequence[bool], pieces: Sequence[int] | None = None, into: Tensor | None = None,
         results: _Results | None = None,
     ) -> list[Tensor | None]:  # fmt: skip
-        """Return the gradients of the inputs that need one.
+        """Return the gradients of the inputs, None for those that need none.
 
         Args:
             tensors, statistics, pieces: see `forward`.
-            gradients: those of the results.
-            needed: whether each input needs one.
+            gradients: of the results; None for zeros.
+            needed: whether each input needs a gradient.
             into: the gradient at `overwritten`: the first computed gradient takes its place.
             results: collects the results, too.
         """
         known, sums = self._known(statistics), dict[int, Pair]()
         positions = {value: at for at, value in enumerate(self.program.inputs)}
-        over = needed.index(True) if into is not None else -1
-        totals = [
-            into if at == over else torch.zeros_like(tensor) if needed[at] else None
-            for at, tensor in enumerate(tensors)
-        ]  # before all passes, so that what these take is the same with and without ``into``
+        # before all passes, so that what these take is the same with and without ``into``
+        totals = [torch.zeros_like(tensor) if needs else None for tensor, needs in zip(tensors, needed, strict=True)]
+        over = -1
+        if into is not None:
+            over = needed.index(True)
+            totals[over] = into
         for norms in self.sum_passes:
             self._add_up(norms, tensors, known, sums, gradients, pieces)
         first = {at: positions[self.norms[at].input] for at in self.first_norms}
@@ -456,24 +487,41 @@ class Tiled:
         return totals
 
     def overwritten(self, needed: Sequence[bool]) -> int | None:
-        """Return the position of a result whose gradient the first gradient of an input can overwrite: each piece of
-        samples reads and writes the same part of both. None: there is no such result."""
+        """Return the position of a result whose gradient the first gradient of an input can overwrite; None if there is
+        none.
+
+        Each piece of samples reads and writes the same part of both. ``needed``: whether each input needs a gradient.
+        """
         value, likes = self.program.inputs[needed.index(True)], self.program.likes
         if self.axis.dim or value not in self.along:
             return None
-        outputs = enumerate(self.program.outputs)
-        return next((at for at, v in outputs if likes[v] == likes[value] and self.along[v] == self.along[value]), None)
+        for at, output in enumerate(self.program.outputs):
+            if likes[output] == likes[value] and self.along[output] == self.along[value]:
+                return at
+        return None
 
     def _known(self, statistics: Sequence[Tensor]) -> Known:
+        """Return the statistics by node: mean and variance of norms, and the totals of sums.
+
+        ``statistics``: what `statistics` returned.
+        """
         norms, totals = statistics[: 2 * len(self.norms)], statistics[2 * len(self.norms) :]
-        pairs = zip(self.norms, zip(norms[::2], norms[1::2], strict=True), strict=True)
-        return {**dict(pairs), **{at: (total,) for at, total in zip(self.totals, totals, strict=True)}}
+        pairs = zip(norms[::2], norms[1::2], strict=True)
+        known: dict[int, tuple[Tensor, ...]] = dict(zip(self.norms, pairs, strict=True))
+        return known | {at: (total,) for at, total in zip(self.totals, totals, strict=True)}
 
     def _add_up(
         self, norms: Sequence[int], tensors: Sequence[Tensor], known: Known, sums: dict[int, Pair],
         gradients: Sequence[Tensor | None], pieces: Sequence[int] | None,
     ) -> None:  # fmt: skip
-        """Add up the sums of the derivatives of norms, with those of all later norms known."""
+        """Compute the sums of the derivatives of some norms over all pieces, with those of all later norms known.
+
+        Args:
+            norms: nodes of the norms.
+            tensors, gradients, pieces: see `backward`.
+            known: statistics by node.
+            sums: by node, the sums of later norms; those of ``norms`` are added.
+        """
         for piece in pieces or range(self.pieces):
             self._add_piece_sums(piece, norms, tensors, known, sums, gradients)
         for at in norms:
@@ -485,8 +533,7 @@ class Tiled:
         self, piece: int, norms: Sequence[int], tensors: Sequence[Tensor], known: Known,
         sums: dict[int, Pair], gradients: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
-        """Add a piece's part of the sums over the axis that the gradients of ``norms`` need, to ``sums``: by index of
-        the norm's node."""
+        """Add a piece's part of the sums of the derivatives of some norms to ``sums``. Arguments: see `_add_up`."""
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
         with torch.enable_grad():
             run.until(None)
@@ -502,10 +549,13 @@ class Tiled:
         """Add the gradients of a piece to those of the inputs.
 
         Args:
+            piece: its number.
+            tensors, gradients, needed, results: see `backward`.
+            known: statistics by node.
+            sums: by node, the sums of the derivatives of norms.
             totals: gradients of the inputs.
-            over: position of that which takes the place of a gradient of a result; -1: none does.
+            over: position of the input whose gradient takes the place of a result's; -1: none does.
             first: position of the input of each norm of an input, whose gradient of the result is collected there.
-            results: collects the results, too.
         """
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
         run.into = {value: totals[at] for at, value in enumerate(self.program.inputs) if needed[at]}
@@ -529,13 +579,23 @@ class Tiled:
                 place.add_(gradient.reshape(place.shape))
 
     def _add(self, sums: dict[int, Pair], at: int, x: Tensor, known: Pair, dy: Tensor | None) -> None:
-        """Add to ``sums[at]`` what a part of a norm's input and of its outgoing gradient contribute."""
+        """Add to ``sums[at]`` what a piece contributes to the sums of a norm's derivative.
+
+        Args:
+            sums: by node.
+            at: node of the norm.
+            x: part of the norm's input.
+            known: its mean and variance.
+            dy: gradient of the part's result; None for zeros.
+        """
         if dy is not None:
             part = gradient_sums(self.norms[at], x, *known, dy)
             sums[at] = (sums[at][0] + part[0], sums[at][1] + part[1]) if at in sums else part
 
     def _no_sums(self, at: int, known: Pair) -> Pair:
-        zeros = known[0].new_zeros(known[0].shape[0], self.shapes[self.norms[at].input][1])
+        """Return the sums of the derivative of the norm at node ``at`` if no gradient flows into it."""
+        mean, _ = known
+        zeros = mean.new_zeros(mean.shape[0], self.shapes[self.norms[at].input][1])
         return zeros, zeros
 
     def _finish(
@@ -545,9 +605,11 @@ class Tiled:
         """Turn the gradient of the result of a norm of an input into that of the input, and add those of its weights.
 
         Args:
-            at: index of the norm.
-            tensors, known, sums: inputs of the program, and statistics and sums of the norm.
-            results: gradients of the inputs.
+            at: node of the norm.
+            tensors: inputs of the program.
+            known: mean and variance of the norm.
+            sums: of its derivative; None if no gradient flows into it.
+            results: gradients of the inputs; at ``position`` that of the norm's result.
             position: that of the norm's input among the inputs.
         """
         norm, inputs = self.norms[at], self.program.inputs
@@ -572,7 +634,15 @@ class Tiled:
     def _derivative(
         self, run: _Run, piece: int, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of leaves for a piece of the results."""
+        """Return the gradients of some leaves from a piece's part of the results' gradients; None for those without
+        any.
+
+        Args:
+            run: the piece, after it ran under autograd.
+            piece: its number.
+            gradients: of the whole results.
+            leaves: tensors of the run.
+        """
         parts, incoming = list[Tensor](), list[Tensor]()
         for value, gradient in zip(self.program.outputs, gradients, strict=True):
             own = self.own(value, piece) if value in self.along else None
@@ -590,28 +660,33 @@ class Tiled:
         return torch.autograd.grad(parts, leaves, incoming, allow_unused=True)
 
     def part(self, tensor: Tensor, value: int, window: Window) -> Tensor:
-        """Return a window of a whole value."""
+        """Return a window of a value that is there as a whole. ``value``: its id, which says where the axis lies."""
         return _narrowed(tensor, self.along[value], *elements(self.along[value], window))
 
     def place(self, tensor: Tensor, value: int, window: Window) -> Tensor:
-        """Return a window of a whole value as a view to write to. A dimension that repeats the axis is split in two."""
+        """Return a window of a whole value as a view to write to. A dimension that repeats the axis is split in two.
+
+        ``value``: the value's id, which says where the axis lies.
+        """
         return _narrowed_view(tensor, self.along[value], *elements(self.along[value], window))
 
 
 def _narrowed_view(tensor: Tensor, along: Along, low: int, high: int) -> Tensor:
-    if along.outer == 1:
+    """Return a range of elements in each repetition of the axis, as a view; repetitions become a dimension of their
+    own."""
+    if along.repeats == 1:
         return tensor.narrow(along.dim, low, high - low)
-    return tensor.unflatten(along.dim, (along.outer, -1)).narrow(along.dim + 1, low, high - low)
+    return tensor.unflatten(along.dim, (along.repeats, -1)).narrow(along.dim + 1, low, high - low)
 
 
 def _narrowed(tensor: Tensor, along: Along, low: int, high: int) -> Tensor:
-    """Return a range of elements, in each repetition of the axis."""
+    """Return a range of elements in each repetition of the axis, with the dimensions of the tensor."""
     part = _narrowed_view(tensor, along, low, high)
-    return part if along.outer == 1 else part.flatten(along.dim, along.dim + 1)
+    return part if along.repeats == 1 else part.flatten(along.dim, along.dim + 1)
 
 
 class _Total:
-    """A sum over the pieces. Of floating-point numbers in float64."""
+    """A sum over the pieces, in float64 for floating-point numbers."""
 
     def __init__(self, like: Like) -> None:
         self._like = like
@@ -664,9 +739,12 @@ class _Run:
     """One piece of a program: the values that it has computed so far.
 
     Args:
-        tiled, tensors, statistics, sums: the program, its inputs, and what is known of its norms.
+        tiled: the program, cut along an axis.
+        tensors: its inputs.
+        statistics: statistics of norms and sums by node.
         goals: windows to compute.
         piece: number of the piece.
+        sums: by node, the sums of the derivatives of norms.
         cut: norms whose results become leaves of autograd.
         differentiates: whether only derivatives are wanted, so that some results need no values.
         sums_up: whether the piece computes its parts of sums over the axis.
@@ -691,17 +769,22 @@ class _Run:
         self._last = self._last_reads()
 
     def input_part(self, tensor: Tensor, value: int) -> Tensor:
-        """Return the part of an input that the piece reads."""
+        """Return the part of a whole input that the piece reads. ``value``: the input's id."""
         window = self.windows.get(value)
         return tensor if window is None else self.tiled.part(tensor, value, window)
 
     def input_place(self, tensor: Tensor | None, value: int) -> Any:
-        """Return that part of the gradient of an input to write to; None for None."""
+        """Return the part of an input's gradient that the piece writes to, as a view; None for None.
+
+        Args:
+            tensor: the whole gradient.
+            value: id of the input.
+        """
         window = self.windows.get(value)
         return tensor if window is None or tensor is None else self.tiled.place(tensor, value, window)
 
     def leaves(self, needed: Sequence[bool]) -> dict[int, Tensor]:
-        """Return the parts of the inputs that need a gradient, by position, as leaves of autograd."""
+        """Make those inputs that need a gradient leaves of autograd, and return them by position."""
         leaves = dict[int, Tensor]()
         for at, value in enumerate(self.tiled.program.inputs):
             if needed[at]:
@@ -709,7 +792,7 @@ class _Run:
         return leaves
 
     def until(self, stop: int | None) -> None:
-        """Run the nodes before ``stop``, all for None."""
+        """Run the nodes before node ``stop``, all for None, and drop each value after its last reader."""
         for at, step in enumerate(self.tiled.steps[:stop]):
             if step.is_due(self):
                 step.run(self)
@@ -717,7 +800,7 @@ class _Run:
                 self.values.pop(value, None)
 
     def _last_reads(self) -> dict[int, list[int]]:
-        """Return the values that nothing reads after a node, by its index."""
+        """Return, by index of a node, the values that no later node reads."""
         last = dict[int, int]()
         for at, node in enumerate(self.tiled.program.nodes):
             for value in (*node.reads, *node.outputs):
@@ -729,12 +812,18 @@ class _Run:
         return ends
 
     def op(self, at: int) -> Callable[..., Any]:
-        """Return what computes a node: its op, or a function that has its derivative alone."""
+        """Return the function that computes node ``at``: its op, or for derivatives alone a function without values."""
         target = self.tiled.program.nodes[at].target
         return UNREAD[target] if at in self._unread else overload(target)
 
-    def operand(self, value: int, need: Need | None, placed: Along) -> Tensor:
-        """Return what an op needs of a value. ``placed``: where the axis lies, for a value that is there as a whole."""
+    def operand(self, value: int, need: Part | None, placed: Along) -> Tensor:
+        """Return the part of a value that an op needs.
+
+        Args:
+            value: id of the value, of which the piece may have more than the part.
+            need: the part; None for all.
+            placed: where the axis lies, for a value off the axis that is there as a whole.
+        """
         tensor = self.values[value]
         if need is None:
             return tensor
@@ -742,15 +831,16 @@ class _Run:
         along = self.tiled.along.get(value)
         begin = 0 if along is None else elements(along, self.windows[value])[0]
         along = replace(placed if along is None else along, dim=dim)
-        if low == begin and high - low == tensor.shape[dim] // along.outer:
+        if low == begin and high - low == tensor.shape[dim] // along.repeats:
             return tensor
         return _narrowed(tensor, along, low - begin, high - begin)
 
     def normalize(self, at: int, norm: Norm, along: Along) -> None:
-        """Compute the result of a norm over the axis."""
+        """Compute the result of the norm at node ``at`` over the axis. ``along``: where the axis lies in its input."""
         tiled, x = self.tiled, self.values[norm.input]
         window, wanted = self.windows[norm.input], self.windows[norm.output]
         weight, bias = (None if v is None else self.values[v] for v in (norm.weight, norm.bias))
+        # the elements that no other piece counts, as dimension, first element and number
         own = tiled.own(norm.input, self.piece)
         low, high = max(own[0], window[0]), min(own[1], window[1])
         mine = along.dim, (low - window[0]) * along.unit, max(0, high - low) * along.unit
@@ -766,7 +856,7 @@ class _Run:
         self.values[norm.output] = y
 
     def part(self, value: int, window: Window) -> Tensor:
-        """Return a window of a computed value."""
+        """Return a window of a value that the piece has computed."""
         along, have = self.tiled.along[value], self.windows[value]
         low, high = elements(along, window)
         return _narrowed(self.values[value], along, low - have[0] * along.unit, high - have[0] * along.unit)
@@ -784,16 +874,17 @@ class _Step(Protocol):
         """First result; -1 for none."""
         ...
 
-    def needs(self, window: Window) -> Mapping[int, Need]:
-        """Return for each operand of which only a part is needed its dimension, and its range in elements."""
+    def operand_parts(self, window: Window) -> Mapping[int, Part]:
+        """Return the parts of operands that a window of the result needs, by value; operands without an entry as a
+        whole."""
         ...
 
     def is_due(self, run: _Run) -> bool:
-        """Return whether a run computes it."""
+        """Return whether a piece has to compute the node."""
         ...
 
     def run(self, run: _Run) -> None:
-        """Add the results to the values of a run."""
+        """Compute the node and add its results to the values of a piece."""
         ...
 
 
@@ -807,7 +898,7 @@ class _Whole:
     def output(self) -> int:
         return self.node.outputs[0] if self.node.outputs else -1
 
-    def needs(self, window: Window) -> Mapping[int, Need]:
+    def operand_parts(self, window: Window) -> Mapping[int, Part]:
         return {}
 
     def is_due(self, run: _Run) -> bool:
@@ -832,18 +923,20 @@ class _InPart:
     def output(self) -> int:
         return self.call.node.outputs[0]
 
-    def needs(self, window: Window) -> Mapping[int, Need]:
-        return self.call.needs(window)
+    def operand_parts(self, window: Window) -> Mapping[int, Part]:
+        return self.call.operand_parts(window)
 
     def is_due(self, run: _Run) -> bool:
         return self.output in run.windows
 
     def run(self, run: _Run) -> None:
         window = run.windows[self.output]
-        needs, placed = self.needs(window), run.tiled.along[self.output]
+        needs, placed = self.operand_parts(window), run.tiled.along[self.output]
         into = None if self.factor is None else run.into.get(self.factor.weight)
-        if into is not None and self.factor is not None:
-            x, row = self.call["mat1"] or self.call["self"], self.call["self"] if self.call["mat1"] else None
+        if into is not None and self.factor is not None:  # a product that adds its weight's gradient in place
+            x, row = self.call["self"], None
+            if self.call["mat1"]:  # addmm
+                x, row = self.call["mat1"], self.call["self"]
             run.values[self.output] = Product.apply(
                 run.operand(x.value, needs.get(x.value), placed), run.values[self.factor.weight],
                 None if row is None else run.values[row.value], self.factor.transposed, into,
@@ -875,14 +968,14 @@ class _Sum:
             return self.call.node.reads
         return [self.call[name].value for name in ("target", "weight") if self.call[name] is not None]
 
-    def needs(self, window: Window) -> Mapping[int, Need]:
+    def operand_parts(self, window: Window) -> Mapping[int, Part]:
         return {}
 
     def is_due(self, run: _Run) -> bool:
         return self.output not in run.tiled.partial or run.sums_up
 
     def run(self, run: _Run) -> None:
-        known = run.statistics.get(self.at, (None,))[0]
+        (known,) = run.statistics.get(self.at, (None,))  # its total, or the sum of its weights
         if self.output in run.tiled.partial:
             run.values[self.output] = self.rule.part(self.call, self._operands(run), known)
         elif known is not None:
@@ -895,8 +988,9 @@ class _Sum:
         return self.rule.part(self.call, self._operands(run), None)
 
     def _operands(self, run: _Run) -> Callable[[int], Tensor]:
+        """Return the function that returns a piece's part of an operand."""
         main = self.call[self.rule.operand].value
-        needs = self.rule.needs(self.call, run.tiled.own(main, run.piece))
+        needs = self.rule.operand_parts(self.call, run.tiled.own(main, run.piece))
         return lambda value: run.operand(value, needs.get(value), run.tiled.along[main])
 
 
@@ -912,8 +1006,8 @@ class _Normalization:
     def output(self) -> int:
         return self.norm.output
 
-    def needs(self, window: Window) -> Mapping[int, Need]:
-        return {self.norm.input: (self.along.dim, elements(self.along, window))}
+    def operand_parts(self, window: Window) -> Mapping[int, Part]:
+        return {self.norm.input: Part(self.along.dim, elements(self.along, window))}
 
     def is_due(self, run: _Run) -> bool:
         return self.output in run.windows
@@ -923,19 +1017,16 @@ class _Normalization:
 
 
 def _grouped(depths: Mapping[int, int]) -> list[list[int]]:
-    """Return the keys by value, the smallest value first."""
+    """Return the keys in groups of equal depth, the smallest depth first."""
     return [[at for at, depth in depths.items() if depth == d] for d in sorted(set(depths.values()))]
 
 
-def _hull(first: Window | None, second: Window) -> Window:
-    return second if first is None else (min(first[0], second[0]), max(first[1], second[1]))
-
-
 def _one_of(values: Collection[int]) -> Callable[[Any], bool]:
-    """Return whether an argument is one of the values."""
+    """Return the function that says whether an op's argument is one of these values."""
     return lambda argument: isinstance(argument, Ref) and argument.value in values
 
 
 def _pair(statistics: tuple[Tensor, ...]) -> Pair:
+    """Return the statistics of a norm as mean and variance."""
     mean, variance = statistics
     return mean, variance

@@ -17,12 +17,14 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        """Return a tensor of the result's shape that has no memory of its own. ``options``: stride to groups."""
         ctx.save_for_backward(input, weight)
         ctx.bias, ctx.options = None if bias is None else list(bias.shape), options
         return input.new_empty(()).expand(_shape(input, weight, *options))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return the gradients of input, weight and bias from that of the result."""
         input, weight = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
         computed = torch.ops.aten.convolution_backward.default(
@@ -37,14 +39,15 @@ def _shape(
 ) -> list[int]:  # fmt: skip
     """Return the shape of a convolution's result."""
     space = input.dim() - 2
-    s, p, d, more = (list(v) * (space if len(v) == 1 else 1) for v in (stride, padding, dilation, output_padding))
+    # a single number stands for all dimensions of space
+    options = [list(v) * (space if len(v) == 1 else 1) for v in (stride, padding, dilation, output_padding)]
     sizes = list[int]()
-    for dim, size in enumerate(input.shape[2:]):
-        reach = d[dim] * (weight.shape[2 + dim] - 1)
+    for size, kernel, step, pad, dilate, more in zip(input.shape[2:], weight.shape[2:], *options, strict=True):
+        reach = dilate * (kernel - 1)
         if transposed:
-            sizes.append((size - 1) * s[dim] - 2 * p[dim] + reach + more[dim] + 1)
+            sizes.append((size - 1) * step - 2 * pad + reach + more + 1)
         else:
-            sizes.append((size + 2 * p[dim] - reach - 1) // s[dim] + 1)
+            sizes.append((size + 2 * pad - reach - 1) // step + 1)
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     return [input.shape[0], channels, *sizes]
 
@@ -53,6 +56,7 @@ def _convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Any:  # fmt: skip
+    """Return a tensor of the shape of ``aten::convolution``'s result, with its derivative but without its values."""
     return _Convolution.apply(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
