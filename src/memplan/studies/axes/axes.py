@@ -64,7 +64,7 @@ class Batch:
     unit: str = "sample"
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """See `Axis`."""
+        """Return the subject with this batch size. Raises InputError without a batch."""
         size = positive_integer(value, self.name)
         argument = next((name for name in _BATCH_NAMES if name in subject.parameters()), None)
         if argument is None and subject.options.batch is None:
@@ -77,7 +77,7 @@ class Batch:
         return replace(changed, options=subject.options.with_batch(size))
 
     def measure(self, value: Any) -> float | None:
-        """See `Axis`."""
+        """Return the batch size."""
         return float(value)
 
 
@@ -98,18 +98,21 @@ class Size:
 
     @property
     def unit(self) -> str:
-        """See `Axis`."""
+        """``pixel`` of two dimensions; ``position`` of one, ``voxel`` of three."""
         return {1: "position", 2: "pixel"}.get(self.dims, "voxel")
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """See `Axis`."""
+        """Return the subject with images of this size. Raises InputError without an image."""
         sizes = self.sizes(value)
         options = subject.options
         current = _image(subject)
         if current is None:
             return _with_argument(subject, self.name, value, "an image among its inputs: 1x3x224x224, 1x1x96x96x96")
         dims = len(current)
-        change = lambda shape: (*shape[:-dims], *sizes) if shape[-dims:] == current else shape  # noqa: E731
+
+        def change(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (*shape[:-dims], *sizes) if shape[-dims:] == current else shape
+
         return replace(subject, options=_with_shapes(options, change))
 
     def sizes(self, value: Any) -> tuple[int, ...]:
@@ -119,7 +122,8 @@ class Size:
             InputError: not a positive integer, or not one for each dimension.
         """
         if isinstance(value, str) and "x" in value:
-            value = tuple(part if (size := whole_number(part.strip())) is None else size for part in value.split("x"))
+            numbers = {part: whole_number(part.strip()) for part in value.split("x")}  # None: refused below
+            value = tuple(part if numbers[part] is None else numbers[part] for part in value.split("x"))
         if isinstance(value, (list, tuple)):
             if len(value) != self.dims:
                 raise InputError(
@@ -132,10 +136,11 @@ class Size:
         if self.aspect is None:
             return (size,) * self.dims
         step = self.divisible
+        # 1e-9: a product such as 100 * 0.29 may lie just below a whole number
         return tuple(max(step, int(size * share + 1e-9) // step * step) for share in self.aspect)
 
     def measure(self, value: Any) -> float | None:
-        """See `Axis`."""
+        """Return the number of pixels or voxels."""
         return float(math.prod(self.sizes(value)))
 
 
@@ -147,16 +152,16 @@ class Length:
     unit: str = "token"
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """See `Axis`."""
+        """Return the subject with sequences of this length. Raises InputError without a sequence."""
         length = positive_integer(value, self.name)
         tokens = _sequence(subject)
         if tokens is None:
             return _with_argument(subject, self.name, value, "a sequence among its inputs: 8x1024:int64<50257")
-        change = lambda shape: _with_length(shape, tokens, length)  # noqa: E731
-        return replace(subject, options=_with_shapes(subject.options, change))
+        options = _with_shapes(subject.options, lambda shape: _with_length(shape, tokens, length))
+        return replace(subject, options=options)
 
     def measure(self, value: Any) -> float | None:
-        """See `Axis`."""
+        """Return the length."""
         return float(value)
 
 
@@ -168,7 +173,7 @@ class Precision:
     unit: str = "precision"
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """See `Axis`."""
+        """Return the subject in this precision. Raises InputError for an unknown precision."""
         if value not in PRECISIONS:
             raise InputError(f"precision {value!r}", expected=f"one of {', '.join(PRECISIONS)}", do="Choose one")
         autocast, dtype = PRECISIONS[value]
@@ -178,7 +183,7 @@ class Precision:
         return replace(subject, options=_map_tensors(options, lambda leaf: _with_dtype(leaf, dtype)))
 
     def measure(self, value: Any) -> float | None:
-        """See `Axis`."""
+        """Return None: a precision is not a number."""
         return None
 
 
@@ -190,11 +195,11 @@ class Argument:
 
     @property
     def unit(self) -> str:
-        """See `Axis`."""
+        """Name of the argument."""
         return self.name
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """See `Axis`."""
+        """Return the subject with this argument of its callable. Raises InputError if that takes no such argument."""
         parameters = subject.parameters()
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -209,7 +214,7 @@ class Argument:
         return subject.with_arguments(**{self.name: value})
 
     def measure(self, value: Any) -> float | None:
-        """See `Axis`."""
+        """Return the argument if it is a number, else None."""
         return as_float(value)
 
 
@@ -222,21 +227,22 @@ class Layers:
 
     @property
     def name(self) -> str:
-        """See `Axis`."""
+        """Pattern and attribute: ``encoder.*.kernel_size``."""
         return f"{self.pattern}.{self.attribute}"
 
     @property
     def unit(self) -> str:
-        """See `Axis`."""
+        """Name of the attribute."""
         return self.attribute
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """See `Axis`. Whether there are such layers is only checked when the model is made."""
+        """Return the subject with this attribute in the layers. Only when the model is made it shows whether there are
+        any."""
         change = LayerChange(self.pattern, self.attribute, value)
         return replace(subject, changes=(*subject.changes, change))
 
     def measure(self, value: Any) -> float | None:
-        """See `Axis`."""
+        """Return the attribute if it is a number, else None."""
         return as_float(value)
 
 
@@ -262,8 +268,11 @@ def axis_of(name: str, subject: Subject) -> Axis:
 
 
 def value_of(axis: Axis, subject: Subject) -> int | None:
-    """Return a subject's current value on an axis of integers: from its inputs or options, or else from the
-    callable's argument of this name. None if unknown. The value of an image's size is its largest dimension."""
+    """Return a subject's current value on an axis of integers, None if unknown.
+
+    It comes from the inputs or options, else from the callable's argument of this name. The value of an image's size is
+    its largest dimension.
+    """
     image, sequence = _image(subject), _sequence(subject)
     if isinstance(axis, Size) and image is not None:
         return max(image)
@@ -271,11 +280,12 @@ def value_of(axis: Axis, subject: Subject) -> int | None:
         return sequence[1]  # (batch, length, ...)
     if isinstance(axis, Batch) and subject.options.batch is not None:
         return subject.options.batch
-    names = _BATCH_NAMES if isinstance(axis, Batch) else (axis.name,)
     parameters = subject.parameters()
-    name = next((name for name in names if name in parameters), None)
-    value = subject.arguments.get(name, parameters[name].default) if name is not None else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    for name in _BATCH_NAMES if isinstance(axis, Batch) else (axis.name,):
+        if name in parameters:
+            value = subject.arguments.get(name, parameters[name].default)
+            return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return None
 
 
 def _size_axis(name: str, subject: Subject) -> Axis:
@@ -296,6 +306,7 @@ def without_data(subject: Subject) -> Subject:
 
 
 def _on_meta(leaf: Spec | torch.Tensor) -> Spec | torch.Tensor:
+    """Return a tensor without data, with the same strides and ``requires_grad``; specs are returned unchanged."""
     if isinstance(leaf, Spec):
         return leaf
     tensor = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
@@ -319,7 +330,10 @@ def as_float(value: Any) -> float | None:
 
 
 def _with_argument(subject: Subject, name: str, value: Any, expected: str) -> Subject:
-    """Set the callable's argument ``name``, for subjects without an input to change. Raises InputError without one."""
+    """Return the subject with the callable's argument ``name``. Raises InputError if it has none.
+
+    For subjects without an input to change. ``expected``: such an input, for the error.
+    """
     if name in subject.parameters():
         return subject.with_arguments(**{name: value})
     raise InputError(
@@ -332,7 +346,12 @@ def _with_argument(subject: Subject, name: str, value: Any, expected: str) -> Su
 def _tensors(subject: Subject) -> list[Any]:
     """Return the specs and tensors among inputs and keyword arguments."""
     leaves: list[Any] = []
-    _map_tensors(subject.options, lambda leaf: leaves.append(leaf) or leaf, targets=False)
+
+    def collect(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    _map_tensors(subject.options, collect, targets=False)
     return leaves
 
 
@@ -355,7 +374,13 @@ def _sequence(subject: Subject) -> tuple[int, ...] | None:
 
 
 def _with_length(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
-    """Return a shape with the sequence length of ``tokens`` replaced, in dimension 1 or both dimensions of a mask."""
+    """Return a shape with another sequence length, in dimension 1 or in both dimensions of a mask.
+
+    Args:
+        shape: of any input or target.
+        tokens: shape of the sequence, whose dimension 1 is the present length.
+        new: the length to set.
+    """
     old = tokens[1]
     if shape[-2:] == (old, old) and shape != tokens and len(shape) <= 4:  # a mask for each pair of positions
         return (*shape[:-2], new, new)

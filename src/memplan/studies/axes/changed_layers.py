@@ -82,17 +82,21 @@ def rebuild_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") 
 
 
 def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's parameters by name."""
     return {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
 
 
 def _copy_hooks(old: nn.Module, new: nn.Module, name: str) -> None:
-    """Copy the hooks of a layer and its submodules to the rebuilt one, or raise if that has others."""
+    """Copy the hooks of a layer and its submodules to the rebuilt layer. Raises InputError if that has others.
+
+    ``name``: of the layer, for the error.
+    """
     new_modules = dict(new.named_modules())
     for path, module in old.named_modules():
         count = _torch.count_hooks(module)
         if not count:
             continue
-        new_count = _torch.count_hooks(new_modules[path]) if path in new_modules else -1
+        new_count = _torch.count_hooks(new_modules[path]) if path in new_modules else -1  # -1: no such submodule
         if new_count not in (0, count):
             where = f"its part {path}" if path else "it"
             raise _cannot_rebuild(old, name, f"{where} has hooks, and made anew it has others, or is not there")
@@ -114,13 +118,15 @@ def _arguments(layer: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _constructor_arguments(layer: nn.Module, name: str) -> dict[str, Any]:
-    """Return the arguments that a layer was constructed with, read from its attributes."""
+    """Return the arguments that a layer was constructed with, read from its attributes.
+
+    Raises InputError if the layer does not store one of them. ``name``: of the layer, for the error.
+    """
     arguments: dict[str, Any] = {}
     for argument, parameter in _arguments(layer).items():
-        if argument == "bias":
-            arguments[argument] = getattr(layer, "bias", parameter.default) is not None
-            if isinstance(getattr(layer, "bias", None), bool):
-                arguments[argument] = layer.bias
+        if argument == "bias":  # the attribute is the flag itself, or the parameter, None without a bias
+            bias = getattr(layer, "bias", parameter.default)
+            arguments[argument] = bias if isinstance(getattr(layer, "bias", None), bool) else bias is not None
         elif hasattr(layer, argument):
             arguments[argument] = getattr(layer, argument)
         # layers of torch.nn store what matters; those of others may have been constructed without the default
@@ -130,7 +136,7 @@ def _constructor_arguments(layer: nn.Module, name: str) -> dict[str, Any]:
 
 
 def _construct(layer: nn.Module, arguments: dict[str, Any], name: str) -> nn.Module:
-    """Construct a layer of the same class; InputError if the constructor raises."""
+    """Construct a layer of the same class. Raises InputError if the constructor raises. ``name``: of the layer."""
     try:
         return type(layer)(**arguments)
     except Exception as error:  # a constructor can raise anything
@@ -143,6 +149,7 @@ def _construct(layer: nn.Module, arguments: dict[str, Any], name: str) -> nn.Mod
 
 
 def _cannot_rebuild(layer: nn.Module, name: str, why: str) -> InputError:
+    """Return the error of a layer that cannot be rebuilt. ``name``: of the layer; ``why``: the end of a sentence."""
     return InputError(
         f"{name or 'the model'} ({type(layer).__name__}) cannot be made anew: {why}",
         expected="layers of torch.nn, or ones that keep each argument of their constructor as an attribute",

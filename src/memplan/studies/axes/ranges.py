@@ -50,7 +50,7 @@ def parts_of(text: str, name: str) -> Iterator[str]:
     Raises:
         InputError: an empty part, or an open bracket.
     """
-    depth, begin = 0, 0
+    depth, begin = 0, 0  # of brackets, and of the present part
     for position, character in enumerate(f"{text},"):
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth <= 0:

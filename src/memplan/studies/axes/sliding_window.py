@@ -63,8 +63,8 @@ def sliding_build(make: Callable[[], Any], options: StepOptions, window: Window,
     Raises:
         InputError: the step's only input is not a patch with as many dimensions as the volume.
     """
-    patch = options.inputs[0] if len(options.inputs) == 1 else None
-    if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume) or options.kwargs:
+    patch = options.inputs[0] if len(options.inputs) == 1 and not options.kwargs else None
+    if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume):
         keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""
         raise InputError(
             f"{len(options.inputs)} input(s){keywords} for a volume of {'x'.join(map(str, window.volume))}",
@@ -94,7 +94,10 @@ class Sliding(nn.Module):
         self.model, self._patch, self._window, self._batch_limit = model, tuple(patch), window, batch_limit
 
     def forward(self, volume: torch.Tensor) -> Any:
-        """Run the model over all patches, or over the first ``batch_limit`` - 1 batches and the last."""
+        """Run the model over all patches, or over the first ``batch_limit`` - 1 batches and the last.
+
+        ``volume``: (1, channels, sizes ...). Returns the averaged output, or outputs in the model's structure.
+        """
         sizes = volume.shape[2:]
         missing = [max(size - int(extent), 0) for size, extent in zip(self._patch, sizes, strict=True)]
         volume = _pad(volume, missing)
@@ -115,10 +118,9 @@ class Sliding(nn.Module):
             parts, structure = _torch.tree_flatten(output)
             for index, part in enumerate(parts):
                 scale = [out / size for out, size in zip(part.shape[2:], self._patch, strict=True)]
-                same_size = all(factor == 1 for factor in scale)
-                part_weight = (
-                    weight if same_size else functional.interpolate(weight, tuple(part.shape[2:]), mode="nearest-exact")
-                )
+                part_weight = weight
+                if any(factor != 1 for factor in scale):
+                    part_weight = functional.interpolate(weight, tuple(part.shape[2:]), mode="nearest-exact")
                 if len(sums) <= index:  # the first batch: allocate the buffers, and count the patches over each voxel
                     whole = [int(size * factor) for size, factor in zip(volume.shape[2:], scale, strict=True)]
                     sums.append(torch.zeros((1, part.shape[1], *whole), dtype=volume.dtype, device=volume.device))
@@ -151,7 +153,7 @@ def aggregation_bytes(trace: Trace) -> int:
 
 
 def _pad(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
-    """Pad the volume on both sides by ``missing`` voxels per dimension in total."""
+    """Pad a volume on both sides by ``missing`` voxels in total, a number for each dimension."""
     if not any(missing):
         return volume
     return functional.pad(volume, [side for pad in reversed(missing) for side in (pad // 2, pad - pad // 2)])
@@ -160,10 +162,11 @@ def _pad(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
 def _first_and_last(regions: Sequence[Region], batch: int, batch_limit: int) -> list[Region]:
     """Return the regions of the first ``batch_limit`` - 1 batches and the last, which may be smaller.
 
-    The last batch is included because a smaller batch may need a larger workspace.
+    The last is included because a smaller batch may need a larger workspace. ``batch``: patches in a batch.
     """
     first, others = regions[: (batch_limit - 1) * batch], regions[(batch_limit - 1) * batch :]
-    return [*first, *others[-(len(others) % batch or batch) :]]
+    last = len(others) % batch or batch  # number of patches in the last batch
+    return [*first, *others[-last:]]
 
 
 def _regions(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Region]:
@@ -171,7 +174,7 @@ def _regions(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Ite
     starts: list[list[int]] = []
     for whole, size in zip(volume, patch, strict=True):
         step = size if size == whole else max(1, int(size * (1 - overlap)))
-        count = 1 if size >= whole else math.ceil((whole - size) / step) + 1
+        count = 1 if size >= whole else math.ceil((whole - size) / step) + 1  # of patches along this dimension
         starts.append([min(number * step, whole - size) for number in range(count)])
     for corner in itertools.product(*starts):
         yield tuple(slice(first, first + size) for first, size in zip(corner, patch, strict=True))

@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def title(self) -> str:
-        """Name for messages and reports."""
+        """Name for messages and reports: of the class, or of the callable; of a partial, that of its function."""
         if isinstance(self.what, nn.Module):
             return type(self.what).__name__
         name = getattr(self.what, "__qualname__", None) or getattr(getattr(self.what, "func", None), "__qualname__", "")
@@ -78,7 +78,7 @@ class Maker:
 
     @property
     def plain(self) -> bool:
-        """Return whether there are no arguments and no changes, so that ``what`` can be used instead."""
+        """Whether there are no arguments and no changes, so that ``what`` can be used instead."""
         return not self.arguments and not self.changes
 
     def __call__(self) -> Any:

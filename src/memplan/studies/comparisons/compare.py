@@ -125,7 +125,7 @@ def _refuse_options(common: Mapping[str, Any], measure: bool) -> None:
 
 
 def compare_requests(a: SideRequest, b: SideRequest, *, measure: bool = False) -> Comparison:
-    """Compare two sides; see `compare` for ``measure`` and the errors."""
+    """Compare two sides. ``measure``, and the errors: see `compare`."""
     if measure:
         return _compare_measured(a, b)
     side_a, side_b = _record_side(a), _record_side(b)
@@ -135,7 +135,15 @@ def compare_requests(a: SideRequest, b: SideRequest, *, measure: bool = False) -
 def _side_request(
     what: Any, common: Mapping[str, Any], title: str, side: str, own_options: Mapping[str, Any]
 ) -> SideRequest:
-    """Return the request of a side, whose own options take precedence over those in common."""
+    """Return the request of a side, whose own options take precedence over those in common.
+
+    Args:
+        what: the step, or a saved result.
+        common: options of both sides by name.
+        title: of the side.
+        side: name of the argument with its own options, for errors.
+        own_options: options of this side alone.
+    """
     options = dict(common) | dict(own_options)
     target_options = {name: options[name] for name in _OUTSIDE_STEP}
     step_options = {name: value for name, value in options.items() if name not in _OUTSIDE_STEP}
@@ -151,15 +159,14 @@ def _side_request(
                 do="Leave them out",
             )
         return SideRequest(title, what, settings=options["settings"])
-    named = ", ".join(f"{name}={_option_text(value)}" for name, value in own_options.items())
-    return SideRequest(f"{title} with {named}" if named else title, what, step, **target_options)
-
-
-def _option_text(value: Any) -> str:
-    return getattr(value, "__qualname__", None) or str(value).removeprefix("torch.")[:40]
+    names = {option: getattr(value, "__qualname__", None) for option, value in own_options.items()}  # of callables
+    texts = {option: names[option] or str(value).removeprefix("torch.")[:40] for option, value in own_options.items()}
+    listed = ", ".join(f"{option}={text}" for option, text in texts.items())
+    return SideRequest(f"{title} with {listed}" if listed else title, what, step, **target_options)
 
 
 def _title(what: Any) -> str:
+    """Return the name of a step: of its file, its class or its callable."""
     if isinstance(what, (str, os.PathLike)):
         return os.path.basename(what) or str(what)
     if isinstance(what, nn.Module) or is_saved(what):
@@ -186,10 +193,12 @@ def _record_side(request: SideRequest) -> Side:
 
 
 def _trains(request: SideRequest) -> bool | None:
-    return None if request.options.train else False  # None: a ``build`` can run inference all the same
+    """Return False for inference, else None: a ``build`` can run inference all the same."""
+    return None if request.options.train else False
 
 
 def _check_callable(request: SideRequest) -> None:
+    """Raise TargetError if a side is neither saved nor callable."""
     if not callable(request.what):
         raise TargetError(
             f"{type(request.what).__name__} {request.what!r:.60}",

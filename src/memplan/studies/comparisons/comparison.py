@@ -138,7 +138,7 @@ class LayerPair:
     b: LayerPart | None
 
     def difference(self, field: str) -> int:
-        """Return a field of B's `LayerPart` minus the field of A's; a missing layer counts as 0."""
+        """Return field ``field`` of B's `LayerPart` minus that of A's; a missing layer counts as 0."""
         return getattr(self.b, field, 0) - getattr(self.a, field, 0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -209,12 +209,12 @@ class Comparison(Saved, Displayed):
         """Values for which two plans choose different levers, the largest first; None where a plan has no decision."""
         decided_a, decided_b = ({row.value: row for row in side.decided} for side in (self.a, self.b))
         pairs = [(decided_a.get(value), decided_b.get(value)) for value in dict.fromkeys((*decided_a, *decided_b))]
-        differing = [(a, b) for a, b in pairs if (a and a.lever) != (b and b.lever)]
+        differing = [(a, b) for a, b in pairs if a is None or b is None or a.lever != b.lever]
         return tuple(sorted(differing, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
 
 
 def _by_name(parts: tuple[LayerPart, ...]) -> dict[str, LayerPart]:
-    """Return layers by name; the root module, which is named after its class, as `WHOLE`."""
+    """Return layers by name. The root module, which is named after its class, gets the name `WHOLE`."""
     roots = [part for part in parts if part.name == part.kind]
     return {WHOLE if len(roots) == 1 and part is roots[0] else part.name: part for part in parts}
 
@@ -303,6 +303,7 @@ def _outputs_of_fewer(side: Side) -> int:
 
 
 def _outputs_text(outputs: tuple[str, ...]) -> str:
+    """Return the first four outputs as text, and the number of the others."""
     return ", ".join(outputs[:4]) + (f" and {len(outputs) - 4} more" if len(outputs) > 4 else "")
 
 

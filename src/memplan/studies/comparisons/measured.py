@@ -26,8 +26,10 @@ class Peak:
     @property
     def off(self) -> float | None:
         """Relative error of the prediction's nearer bound, 0 between the bounds; None if 0 bytes were measured."""
-        nearest = min(max(self.measured, self.low), max(self.low, self.predicted))
-        return nearest / self.measured - 1 if self.measured else None
+        if not self.measured:
+            return None
+        nearest = min(max(self.measured, self.low), max(self.low, self.predicted))  # clamped to the bounds
+        return nearest / self.measured - 1
 
 
 @dataclass(frozen=True, slots=True)

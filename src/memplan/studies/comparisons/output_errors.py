@@ -62,6 +62,7 @@ def seconds_of(step: Step) -> float:
 
 
 def _run_seconds(step: Step) -> float:
+    """Run a step once and return its seconds."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -70,7 +71,10 @@ def _run_seconds(step: Step) -> float:
 def why_not_comparable(
     model_a: nn.Module | None, model_b: nn.Module | None, a: StepOptions, b: StepOptions
 ) -> str | None:
-    """Return why the results of two models on the inputs of ``a`` and ``b`` cannot be compared; None where they can."""
+    """Return why the results of two models on the inputs of ``a`` and ``b`` cannot be compared; None if they can.
+
+    ``model_a``, ``model_b``: None for a ``build``, which makes its own model.
+    """
     if model_a is None or model_b is None:
         return "a build makes its own model and data, so results are not held against each other"
     shapes_a, shapes_b = ({name: p.shape for name, p in parameters_of(model).items()} for model in (model_a, model_b))
@@ -101,6 +105,7 @@ def _same_inputs(a: StepOptions, b: StepOptions) -> bool:
 
 
 def _same_input(a: Any, b: Any) -> bool:
+    """Return whether two inputs are equal; specs, and tensors of different dtypes, need only the same shape."""
     if isinstance(a, Spec) and isinstance(b, Spec):
         return replace(a, dtype=b.dtype) == b
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -134,7 +139,10 @@ def _results(model: nn.Module, options: StepOptions) -> dict[str, dict[str, torc
 def _difference(
     kind: str, tensors_a: Mapping[str, torch.Tensor], tensors_b: Mapping[str, torch.Tensor]
 ) -> ResultDifference | None:
-    """Compare floating-point tensors of the same name and shape; None where there are none."""
+    """Return the difference of floating-point tensors of the same name and shape; None if there are none.
+
+    ``kind``: ``outputs`` or ``gradients``.
+    """
     names = [name for name in tensors_a if name in tensors_b and tensors_a[name].shape == tensors_b[name].shape]
     names = [name for name in names if tensors_a[name].is_floating_point() and tensors_a[name].numel()]
     if not names:
@@ -146,6 +154,7 @@ def _difference(
         squared += float(difference.square().sum())
         norm += float(reference.square().sum())
         largest = max(largest, float(difference.abs().nan_to_num(nan=math.inf).max()))
-    relative = (squared / norm) ** 0.5 if norm else 0.0 if not squared else math.inf
+    zero_norm = math.inf if squared else 0.0
+    relative = (squared / norm) ** 0.5 if norm else zero_norm
     finite = [value if math.isfinite(value) else None for value in (relative, largest)]
     return ResultDifference(kind, len(names), *finite)

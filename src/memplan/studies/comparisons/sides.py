@@ -143,14 +143,21 @@ _FILES = "what explain --json or --trace, fit --json or --plan, or sweep --json 
 
 
 def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: str | None = None) -> Side:
-    """Return the side of a recorded or measured step, with its roofline time if the device's rates are known."""
+    """Return the side of a recorded or measured step, with its roofline time if the device's rates are known.
+
+    Args:
+        trace: the step.
+        title: of the side.
+        train: whether the step trains; None to infer it from the ops.
+        settings: of the caching allocator.
+    """
     explanation = explain_trace(trace, title=title, train=train, settings=settings)
     low = at_least(trace)
     weights = [storage for storage in low.counted if storage.cause == "weight"]
     peak = explanation.timeline.peak_tick
     copies = cast_copies(low)
     by_cause = dict(explanation.by_cause)
-    for storage in live_at(low, peak):
+    for storage in live_at(low, peak):  # these copies become a cause of their own
         if storage.id in copies:
             by_cause[storage.cause] -= storage.bytes
             by_cause[CAST_COPIES] = by_cause.get(CAST_COPIES, 0) + storage.bytes
@@ -158,8 +165,8 @@ def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: s
     time = None if rates is None else step_time(trace, rates)
     activations = {s.id for s in low.counted if s.cause in ("saved", "activation")} - copies
     return Side(
-        title, trace.origin, trace.device, explanation.train, explanation.timeline.peak_allocated,
-        explanation.timeline.peak_reserved, by_cause, _layer_parts(explanation.layers),
+        title, trace.origin, trace.device, explanation.train, peak=explanation.timeline.peak_allocated,
+        reserved=explanation.timeline.peak_reserved, by_cause=by_cause, layers=_layer_parts(explanation.layers),
         saved_bytes=explanation.saved_bytes, weight_bytes=sum(storage.bytes for storage in weights),
         cast_bytes=_peak_of(low, copies), activation_bytes=_peak_of(low, activations),
         parameters=sum(map(_elements, weights)), outputs=outputs_of(trace),
@@ -169,7 +176,7 @@ def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: s
 
 
 def cast_copies(trace: Trace) -> set[int]:
-    """Return the ids of storages with a copy of a weight in another dtype, as autocast makes them."""
+    """Return the numbers of the storages with a copy of a weight in another dtype, as autocast makes them."""
     copies: set[int] = set()
     for storage in trace.counted:
         op = trace.ops[storage.op] if storage.op is not None else None
@@ -188,15 +195,14 @@ def _peak_of(trace: Trace, storages: set[int]) -> int:
 
 def outputs_of(trace: Trace) -> tuple[str, ...] | None:
     """Return shape and dtype of each output of the model, as in ``8x10 float32``; None if no module was called."""
-    for returned in trace.returned:
-        if returned.tensors:
-            return tuple(_output_text(trace, view.shape, view.storage) for view in returned.tensors)
-    return None
-
-
-def _output_text(trace: Trace, shape: tuple[int, ...], storage: int) -> str:
-    sizes = "x".join(map(str, shape)) or "scalar"
-    return f"{sizes} {trace.storages[storage].dtype}" if storage >= 0 else sizes
+    tensors = next((returned.tensors for returned in trace.returned if returned.tensors), None)
+    if tensors is None:
+        return None
+    texts: list[str] = []
+    for view in tensors:
+        dtype = f" {trace.storages[view.storage].dtype}" if view.storage >= 0 else ""  # -1: it was not recorded
+        texts.append(("x".join(map(str, view.shape)) or "scalar") + dtype)
+    return tuple(texts)
 
 
 def _elements(storage: Storage) -> int:
@@ -206,6 +212,7 @@ def _elements(storage: Storage) -> int:
 
 
 def _layer_parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
+    """Return the bytes of layers that comparisons use."""
     return tuple(LayerPart(row.name, row.kind, row.output_bytes, row.saved_bytes, row.weight_bytes) for row in rows)
 
 

@@ -23,7 +23,7 @@ def name_of(layers: Sequence[str]) -> str:
     """
     if len(layers) == 1:
         return layers[0]
-    before, _, after = pattern(layers[0]).partition("#")
+    before, _, after = pattern(layers[0]).partition("#")  # the names around the number
     numbers = (whole_number(layer[len(before) :].partition(".")[0]) or 0 for layer in layers)
     parents = f"{before.rstrip('.') or 'layers'} {_ranges(numbers)}"
     after = after.removeprefix(".")

@@ -86,7 +86,10 @@ def assert_peak(
 
 
 def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
-    """Raise PeakError if a peak of the step is above its bound, in bytes by ``allocated`` and ``reserved``."""
+    """Raise PeakError if a peak of the step is above its bound.
+
+    ``bounds``: bytes by ``allocated`` and ``reserved``, of which it may have both.
+    """
     __tracebackhide__ = True
     peaks = {"allocated": explanation.timeline.peak_allocated, "reserved": explanation.timeline.peak_reserved}
     exceeded = [name for name, bound in bounds.items() if peaks[name] > bound]
@@ -106,7 +109,13 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
 
 
 def _details(explanation: Explanation, bound: int, *, by_reserved: bool) -> Iterator[str]:
-    """Yield the lines below the error's message: band, causes, largest layers, and the op at the peak."""
+    """Yield the lines below the error's message: 95 % band, causes, largest layers, and the op at the peak.
+
+    Args:
+        explanation: of the step.
+        bound: the exceeded limit in bytes.
+        by_reserved: whether it is the limit of reserved bytes.
+    """
     if explanation.card is not None and not by_reserved:
         yield from limit_in_band(bound, explanation.card.allocated_band)
     by_cause = explanation.by_cause_reserved if by_reserved else explanation.by_cause

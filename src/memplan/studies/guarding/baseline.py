@@ -60,6 +60,7 @@ class Figures:
     versions of memplan, and those with ``--cudnn off``, have the lower bounds instead."""
 
     def _check(self) -> None:
+        """Raise Unreadable for figures from a file whose bytes do not add up to the peak."""
         total = sum(part.bytes for part in self.held)
         if total != self.peak:
             raise Unreadable(f"holds {total} bytes at a peak of {self.peak}")
@@ -96,7 +97,7 @@ class Baseline(Saved):
     steps: tuple[Figures, ...] = ()
 
     def find(self, target: str, options: str, device: str) -> Figures | None:
-        """Return the figures of a step on a device, or None."""
+        """Return the figures of a step on a device; None if there are none."""
         return next((step for step in self.steps if step.device == device and step.same_step(target, options)), None)
 
     def updated(self, figures: Figures) -> Baseline:
@@ -111,6 +112,7 @@ class Baseline(Saved):
         return head + ",\n".join(text_of(to_plain(step)).rstrip("\n") for step in self.steps) + "\n]}\n"
 
     def _check(self) -> None:
+        """Raise Unreadable for a file with the same step twice for a device."""
         if len({(step.target, step.options, step.device) for step in self.steps}) < len(self.steps):
             raise Unreadable("has a step twice for one device")
 

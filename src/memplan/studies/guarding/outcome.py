@@ -66,13 +66,13 @@ class Outcome(Saved):
 
     @property
     def grew(self) -> bool:
-        """Return whether the allocated or the reserved peak grew by more than the tolerance."""
+        """Whether the allocated or the reserved peak grew by more than the tolerance."""
         reserved = self.now.reserved - self.before.reserved
         return self.now.peak - self.before.peak > self.allowed or reserved > self.allowed_reserved
 
     @property
     def comparison(self) -> Comparison:
-        """Return the comparison of baseline and step by cause, without layers."""
+        """The comparison of baseline and step by cause, without layers."""
         return Comparison(self.before.side("the baseline"), self.now.side("now"))
 
 
@@ -109,6 +109,7 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
 
 
 def _workspaces(figures: Figures) -> str:
+    """Describe whose workspaces some figures count."""
     if figures.cudnn:
         return "cuDNN's workspaces of the --cudnn that was named"
     if figures.expected:
@@ -117,6 +118,7 @@ def _workspaces(figures: Figures) -> str:
 
 
 def _other_steps(baseline: Baseline) -> str:
+    """Describe the steps that a baseline has, as the end of a sentence; empty if it has none."""
     titles = list(dict.fromkeys(step.title for step in baseline.steps))
     return f"; it has {', '.join(titles[:3])}" + (" and others" if len(titles) > 3 else "") if titles else ""
 
@@ -135,7 +137,7 @@ def allowance(tolerance: str, size: int) -> int:
     if share is not None:
         return int(size * Fraction(share[1]) / 100)
     try:
-        if tolerance.strip().isdigit() and tolerance.strip() != "0":
+        if tolerance.strip().isdigit() and tolerance.strip() != "0":  # bytes, or percent?
             raise UnitError(f"{tolerance} of what", expected="a unit")
         return parse_bytes(tolerance)
     except UnitError:
@@ -209,17 +211,15 @@ def op_change(before: tuple[str, ...] | None, now: tuple[str, ...] | None, choic
     if before is not None and now is not None and set(before) == set(now):
         return ""
     if before is None or now is None:
-        return "" if before is now else _CALLS[now is not None]
+        return "" if before is now else _CALLS[now is not None]  # not called, or called for the first time
     removed, new = [op for op in before if op not in now], [op for op in now if op not in before]
     fused_before, fused_now = (
         [op for op in ops if op.startswith(_FUSED) and "attention" in op] for ops in (before, now)
     )
     if fused_before == fused_now:
-        return (
-            f"{_ops_text(removed)} became {_ops_text(new)}"
-            if removed and new
-            else f"{_ops_text(removed or new)} {_APPEARS[bool(new)]}"
-        )
+        if removed and new:
+            return f"{_ops_text(removed)} became {_ops_text(new)}"
+        return f"{_ops_text(removed or new)} {_APPEARS[bool(new)]}"
     because = f" ({choice.reason})" if choice is not None else ""
     if not fused_now:
         return f"attention is no longer fused: {_ops_text(fused_before)} became {_ops_text(new)}{because}"
@@ -237,6 +237,7 @@ _CALLS = {True: "the layer ran nothing before", False: "the layer no longer runs
 
 
 def _ops_text(ops: list[str]) -> str:
+    """Return ops as text, at most four by name; "nothing" for none."""
     words = [_NAMES.get(op, op) for op in ops]
     return (", ".join(words[:4]) + (f" and {len(words) - 4} more" if words[4:] else "")) or "nothing"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memplan._bytes import format_bytes
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.layers import OUTSIDE, op_word
-from memplan.explanation.model import Explanation, OwnerRow
+from memplan.explanation.model import OwnerRow
 from memplan.studies.guarding.baseline import Figures, LayerBytes, LayerOps
 from memplan.trace.records import Assumption, loud
 from memplan.trace.trace import Trace
@@ -56,12 +56,13 @@ def figures_of_trace(
         names_cudnn: whether the user named the cuDNN of the recording, instead of the version of this torch.
     """
     explanation = explain_trace(trace, title=target, train=train, settings=settings)
-    timeline = explanation.timeline
+    timeline, peak = explanation.timeline, explanation.peak
+    at = "" if peak is None else f"{peak.phase}: {peak.op}" + (f" of {peak.layer}" if peak.layer else "")
     has_sizes = bool(trace.engines or trace.expected or trace.measured)  # of workspaces, instead of intervals
     figures = Figures(
         target, options, trace.device, torch=trace.torch.partition("+")[0], cudnn=names_cudnn and has_sizes,
         train=explanation.train, peak=timeline.peak_allocated, reserved=timeline.peak_reserved,
-        at=_op_at_peak(explanation), ran=_forward_ops(trace),
+        at=at, ran=_forward_ops(trace),
         held=bytes_by_layer(explanation.holders, explanation.by_cause.get("rounding", 0)),
         expected=has_sizes and not names_cudnn,
     )  # fmt: skip
@@ -88,20 +89,17 @@ def with_forward_slashes(path: str) -> str:
 
 
 def bytes_by_layer(owners: Iterable[OwnerRow], rounding: int = 0) -> tuple[LayerBytes, ...]:
-    """Sum the bytes live at the peak by layer and cause, in sorted order; ``rounding`` bytes belong to no layer."""
+    """Return the sums of bytes live at the peak by layer and cause, in sorted order.
+
+    Args:
+        owners: rows with the layer, cause and bytes of what is live.
+        rounding: bytes that belong to no layer.
+    """
     totals: dict[tuple[str, str], int] = {(OUTSIDE, "rounding"): rounding} if rounding else {}
     for row in owners:
         key = row.layer or OUTSIDE, row.cause
         totals[key] = totals.get(key, 0) + row.bytes
     return tuple(LayerBytes(*key, size) for key, size in sorted(totals.items()))
-
-
-def _op_at_peak(explanation: Explanation) -> str:
-    """Return the op that runs at the peak as text: ``backward: linear's gradient of head``."""
-    peak = explanation.peak
-    if peak is None:
-        return ""
-    return f"{peak.phase}: {peak.op}" + (f" of {peak.layer}" if peak.layer else "")
 
 
 def _forward_ops(trace: Trace) -> tuple[LayerOps, ...]:

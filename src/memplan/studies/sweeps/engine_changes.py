@@ -47,7 +47,10 @@ def engine_changes_of(
 ) -> list[EngineChange]:
     """Return the largest engine change between each pair of neighboring points along axes of numbers.
 
-    ``planned`` has the cuDNN workspaces of each row.
+    Args:
+        axes: axes of the sweep.
+        rows: its rows.
+        planned: cuDNN's workspaces of each row.
     """
     changes: list[EngineChange] = []
     rows_with_workspaces = [{**row, _PLANNED: workspaces} for row, workspaces in zip(rows, planned, strict=True)]
@@ -63,17 +66,24 @@ def engine_changes_of(
 
 
 def _largest_change(axis: str, at: Mapping[str, Any], rows: tuple[Row, Row], growth: float) -> EngineChange | None:
-    """Return the largest change between two points whose measures differ by the factor ``growth``."""
+    """Return the change of the largest workspace between two neighboring points; None if none changes by much.
+
+    Args:
+        axis: its name.
+        at: values of the other axes.
+        rows: the two points.
+        growth: ratio of their measures, by which workspaces grow with the same engine.
+    """
     first, second = (row[_PLANNED] for row in rows)
     if [workspace.op for workspace in first] != [workspace.op for workspace in second]:  # other convolutions
         return None
     least = _SHARE * max(row["peak"] for row in rows)
-    changed = [
-        (a, b) for a, b in zip(first, second, strict=True)
-        if a.engine != b.engine and (a.at_peak or b.at_peak)
-        and abs(b.bytes - a.bytes) >= least
-        and not a.bytes * growth / FACTOR < b.bytes < a.bytes * growth * FACTOR
-    ]  # fmt: skip
+    changed: list[tuple[PlannedWorkspace, PlannedWorkspace]] = []
+    for a, b in zip(first, second, strict=True):
+        as_expected = a.bytes * growth / FACTOR < b.bytes < a.bytes * growth * FACTOR
+        is_large = abs(b.bytes - a.bytes) >= least and (a.at_peak or b.at_peak)
+        if a.engine != b.engine and is_large and not as_expected:
+            changed.append((a, b))
     if not changed:
         return None
     a, b = max(changed, key=lambda pair: abs(pair[1].bytes - pair[0].bytes))

@@ -79,12 +79,14 @@ class Fit(Printed):
     """The smallest peak of these points, in bytes."""
 
     def _check(self) -> None:
+        """Raise Unreadable for a fit from a file without a line of the peak, without values, or with a power above
+        3."""
         if self.power not in (1, 2, 3) or "peak" not in self.lines or not self.values:
             raise Unreadable("has no line of the peak, no values, or a power above 3")
 
     @property
     def holds(self) -> bool:
-        """Return whether the peaks are within 5 % of the line, or on the parabola. If not, its numbers mean nothing."""
+        """Whether the peaks are within 5 % of the line, or on the parabola. If not, its numbers mean nothing."""
         return self.residual <= BENT or self.square is not None
 
     @property
@@ -135,6 +137,7 @@ class Crossing(Printed):
     """Interpolated value; None if values of the axis are not single numbers."""
 
     def _check(self) -> None:
+        """Raise Unreadable for a crossing from a file with unknown parts."""
         if unknown := {self.below, self.above} - LABELS.keys():
             raise Unreadable(f"names the part {min(unknown)!r:.40}, which is unknown")
 
@@ -188,31 +191,49 @@ def part_bytes(row: Row) -> dict[str, int]:
 
 
 def along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """Group rows by the values of the other axes, as `rows_along` does, and sort each group by this axis's measure."""
+    """Group rows by the values of the other axes: return (these values by name, rows sorted by this axis's measure).
+
+    Rows that failed are left out.
+    """
     groups = rows_along(axis.name, [other.name for other in axes], rows)
     return [(at, sorted(points, key=lambda row: axis.measure(row[axis.name]) or 0.0)) for at, points in groups]
 
 
 def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """Group the rows that did not fail by the values of the axes other than ``axis``; return (these values, rows)."""
+    """Group the rows that did not fail by the values of all axes other than ``axis``: return (these values by name,
+    rows).
+
+    ``axes``: names of all axes.
+    """
     groups: list[tuple[dict[str, Any], list[Row]]] = []
     others = [name for name in axes if name != axis]
     for row in rows:
         if row["status"] == "ok":
             at = {name: row[name] for name in others}
-            points = next((points for values, points in groups if values == at), None)  # lists are not hashable
-            if points is None:
-                groups.append((at, points := []))
-            points.append(row)
+            for values, points in groups:  # values can be lists, which are not hashable
+                if values == at:
+                    points.append(row)
+                    break
+            else:
+                groups.append((at, [row]))
     return groups
 
 
 def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fit:
-    """Fit the points of one axis: a line in some power of the measure, and a parabola if the peak is on no line."""
+    """Return the fit of the points of an axis: a line in some power of the measure, and a parabola if no line is
+    straight.
+
+    Args:
+        axis: the axis.
+        at: values of the other axes.
+        points: rows, at least two.
+        measures: of each row along the axis, as an array.
+    """
     peaks = _column(points, "peak")
-    first, power = _choose_line(measures, peaks, (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,))
+    powers = (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,)
+    first, power = _choose_line(measures, peaks, powers)
     fitted, x = points[first:], measures[first:] ** power
-    residual = _fit_line(x, peaks[first:])[1]
+    _, residual = _fit_line(x, peaks[first:])
     lines = {name: _fit_line(x, _column(fitted, name))[0] for name in FITTED}
     bends = residual > STRAIGHT and len(points) >= 5 and not isinstance(axis, Batch)
     square = _fit_parabola(measures, peaks) if bends else None
@@ -241,11 +262,12 @@ def _choose_line(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int,
 
 
 def _column(rows: Sequence[Row], name: str) -> Any:
+    """Return the bytes of ``name`` in each row, as an array."""
     return numpy.array([row[name] for row in rows], dtype=float)
 
 
 def _fit_line(x: Any, y: Any) -> tuple[Line, float]:
-    """Return the least-squares line, and its largest error as a share of the point."""
+    """Return the least-squares line through points ``x``, ``y``, and its largest error as a share of the point."""
     scale = float(numpy.abs(x).max()) or 1.0  # without it large powers lose digits
     slope, fixed = numpy.polyfit(x / scale, y, 1) if numpy.ptp(x) else (0.0, float(y.mean()))
     errors = numpy.abs(fixed + slope * x / scale - y)
@@ -269,7 +291,10 @@ def _residual(fitted: Any, y: Any) -> float:
 
 
 def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossing]:
-    """Return the places between neighboring points at which another part becomes the largest."""
+    """Return the places between neighboring points of an axis at which another part becomes the largest.
+
+    ``at``: values of the other axes; ``points``: rows in order of the axis.
+    """
     crossings: list[Crossing] = []
     for row, following in itertools.pairwise(points):
         before, after = part_bytes(row), part_bytes(following)
@@ -277,6 +302,7 @@ def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossi
         if below == above:
             continue
         start, end = axis.measure(row[axis.name]) or 0.0, axis.measure(following[axis.name]) or 0.0
+        # by how much each of the two parts leads, on its side of the crossing
         ahead, behind = before[below] - before[above], after[above] - after[below]
         if max(ahead / row["peak_high"], behind / following["peak_high"]) < _CLEAR:
             continue
@@ -297,12 +323,14 @@ _COUNTED_UNITS = ("sample", "position", "pixel", "voxel", "token")
 
 
 def _bytes(number: float) -> str:
+    """Return bytes as text; a few with two digits, since slopes can be fractions of a byte."""
     if abs(number) < _NOTHING:
         return "0 B"
     return format_bytes(round(number)) if abs(number) >= 10 else f"{number:.2g} B"
 
 
 def _percent(share: float) -> str:
+    """Return a share as text: "1.2 %"."""
     return f"{100 * share:.1f} %"
 
 

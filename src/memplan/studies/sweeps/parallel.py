@@ -59,7 +59,11 @@ def record_points(tasks: Sequence[Task], jobs: int | None, progress: Progress) -
 
 
 def _choose_jobs(tasks: Sequence[Task], outcomes: dict[int, Outcome], progress: Progress) -> int:
-    """Record the first two points and choose the number of processes by the second: the first loads much of torch."""
+    """Return the number of processes for the remaining points, after recording the first two in this process.
+
+    It depends on the seconds of the second: the first loads much of torch. Arguments: see `record_points`; the outcomes
+    of the two are added to ``outcomes``.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     seconds = 0.0
     for number in range(min(2, len(tasks))):
@@ -69,7 +73,7 @@ def _choose_jobs(tasks: Sequence[Task], outcomes: dict[int, Outcome], progress: 
         progress(len(outcomes), len(tasks))
     remaining = len(tasks) - len(outcomes)
     jobs = min(cores, remaining)
-    if jobs < 2 or remaining * seconds * (1 - 1 / jobs) < STARTING:
+    if jobs < 2 or remaining * seconds * (1 - 1 / jobs) < STARTING:  # processes would save less than they take
         return 1
     try:
         _check_picklable(tasks[-1])
@@ -94,7 +98,8 @@ def _check_picklable(task: Task) -> None:
 
 
 def _run_in_processes(tasks: Sequence[Task], jobs: int, outcomes: dict[int, Outcome], progress: Progress) -> None:
-    """Record the other tasks in worker processes, and add their outcomes; after Ctrl-C those that are done."""
+    """Record the tasks without an outcome in worker processes, and add their outcomes; after Ctrl-C those that are
+    done."""
     from loky import get_reusable_executor
 
     environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")

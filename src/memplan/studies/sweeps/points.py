@@ -124,7 +124,18 @@ def record_point(subject: Subject, target: Target, settings: str | None = None, 
 def outcome_of(
     trace: Trace, card: Device | None, settings: str | None = None, *, keep: bool = False, aggregation: int = 0
 ) -> Outcome:
-    """Simulate a recorded step. ``aggregation``: see `Bytes`; the others as of `record_point`. Raises MemplanError."""
+    """Simulate a recorded step.
+
+    Args:
+        trace: the step.
+        card: the card it was recorded for; None for the CPU.
+        settings: of the card's caching allocator.
+        keep: whether the outcome has the trace.
+        aggregation: see `Bytes`.
+
+    Raises:
+        MemplanError: the step cannot be explained.
+    """
     explanation = explain_trace(trace, card=card, settings=settings)
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}
     for cause, counted in _OF_RANKS.items():
@@ -151,7 +162,7 @@ def outcome_of(
 
 
 def record_trace(subject: Subject, target: Target) -> Trace:
-    """Record a point. Raises MemplanError."""
+    """Record a subject's step. Raises MemplanError."""
     try:
         trace = record_for(subject.build(on_card=target.card is not None), target)
     except SystemExit as error:  # the user's code
@@ -164,14 +175,12 @@ def record_trace(subject: Subject, target: Target) -> Trace:
 def _planned_workspaces(trace: Trace, peak_tick: int) -> tuple[PlannedWorkspace, ...]:
     """Return cuDNN's choice for each convolution of a trace, and whether its workspace is live at the peak."""
     live = {storage.id for storage in live_at(trace, peak_tick)}
-    ops = [(choice, trace.ops[trace.storages[choice.storage].op or 0]) for choice in trace.engines]
-    return tuple(
-        PlannedWorkspace(
-            origin_word(op, trace) + (f" of {op.layer}" if op.layer else ""),
-            choice.plans[0].engine, choice.plans[0].workspace, choice.storage in live,
-        )
-        for choice, op in ops
-    )  # fmt: skip
+    planned: list[PlannedWorkspace] = []
+    for choice in trace.engines:
+        op, plan = trace.ops[trace.storages[choice.storage].op or 0], choice.plans[0]
+        name = origin_word(op, trace) + (f" of {op.layer}" if op.layer else "")
+        planned.append(PlannedWorkspace(name, plan.engine, plan.workspace, choice.storage in live))
+    return tuple(planned)
 
 
 def _assumption_note(assumption: Assumption) -> str:

@@ -31,9 +31,10 @@ def check_rows(rows: Sequence[Mapping[str, Any]], axes: Mapping[str, tuple[Any, 
 
 
 def _is_among(value: Any, known: frozenset[Any]) -> bool:
+    """Return whether a value is one of ``known``; False for a value that is not hashable."""
     try:
         return value in known
-    except TypeError:  # not hashable: it is or contains a mapping
+    except TypeError:  # it is or contains a mapping
         return False
 
 

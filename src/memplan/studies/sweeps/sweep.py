@@ -19,7 +19,6 @@ from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps.engine_changes import EngineChange, engine_changes_of
 from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
 from memplan.studies.sweeps.parallel import Progress, Task, record_points
-from memplan.studies.sweeps.points import Outcome
 from memplan.studies.sweeps.rows import KEYS, SIZES, check_rows
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, Target, choose_target, public
@@ -42,7 +41,7 @@ class Point:
 
     @property
     def place(self) -> str:
-        """Return its values as text: ``batch 8, precision bf16``."""
+        """Its values as text: ``batch 8, precision bf16``."""
         return place_of_all(self.values)
 
     @property
@@ -83,7 +82,7 @@ class Sweep(Saved, Displayed):
 
     @property
     def interrupted(self) -> bool:
-        """Return whether Ctrl-C interrupted it before all points were done."""
+        """Whether Ctrl-C interrupted it before all points were done."""
         return len(self.rows) < self.points
 
     def point(self, number: int | None = None, /, **values: Any) -> Point:
@@ -101,18 +100,25 @@ class Sweep(Saved, Displayed):
         unknown = sorted(set(values) - set(self.axes))
         if unknown:
             raise InputError(f"the axis {unknown[0]!r} of {self.title}", expected=", ".join(self.axes), do="Name one")
+
+        def is_at(point: Point, name: str, query: Any) -> bool:
+            """Return whether a point has this value of an axis, or a value with this text."""
+            value = point.values[name]
+            return (value == query and type(value) is type(query)) or shown(value) == str(query)
+
         matches = [
             point for position, point in enumerate(points, 1)
-            if number in (None, position) and all(_matches(point.values[name], value) for name, value in values.items())
+            if number in (None, position) and all(is_at(point, name, value) for name, value in values.items())
         ]  # fmt: skip
         if len(matches) != 1:
             query = " and ".join(f"{name} {shown(value)}" for name, value in values.items())
-            query = f"number {number}" if number is not None else query
+            if number is not None:
+                query = f"number {number}"
             listed = "; ".join(f"{position}: {point.place}" for position, point in enumerate(points[:_LISTED], 1))
             more = f"; and {len(points) - _LISTED} more" if len(points) > _LISTED else ""
             raise InputError(
-                f"The sweep of {self.title} has {len(matches) or 'no'} point{'s' * (len(matches) > 1)}"
-                f"{query and f' with {query}'}",
+                f"The sweep of {self.title} has {len(matches) or 'no'} point{'s' if len(matches) > 1 else ''}"
+                + (f" with {query}" if query else ""),
                 expected=f"one of {listed}{more}",
                 do="Name it by its number, or by the value of each axis: sweep.json#3, sweep.json#batch=8",
             )
@@ -124,6 +130,7 @@ class Sweep(Saved, Displayed):
         return point
 
     def _check(self) -> None:
+        """Raise Unreadable for a sweep from a file whose rows do not match its axes, or are too many."""
         check_rows(self.rows, self.axes)
         if self.points < len(self.rows):
             raise Unreadable(f"has {len(self.rows)} rows of {self.points} points")
@@ -210,8 +217,13 @@ def sweep_subject(
         tasks.append((changed, target, settings))
     outcomes = record_points(tasks, jobs, progress or (lambda done, total: None))
     numbers = sorted(outcomes)  # fewer than points after Ctrl-C
-    rows = [_row(points[number], outcomes[number]) for number in numbers]
     errors = [outcomes[number].error for number in numbers]
+    rows: list[dict[str, Any]] = []
+    for number, error in zip(numbers, errors, strict=True):
+        figures = outcomes[number].bytes
+        reason = "" if error is None else error.found
+        row = {**points[number], "status": "ok" if error is None else "failed", "reason": reason}
+        rows.append(row if figures is None else row | figures.row())
     if all(errors) and len(errors) == len(points):
         raise _all_failed(errors[0], points)
     notes = dict.fromkeys(note for number in numbers for note in outcomes[number].notes)
@@ -238,8 +250,7 @@ def refuse_trace(what: Any) -> Any:
 
 
 def _check_arguments(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> None:
-    """Raise InputError without an axis, for a repeated axis or an axis named like a key of rows, or for invalid
-    ``jobs``."""
+    """Raise InputError if there is no axis, an axis is repeated or named like a key of rows, or ``jobs`` is invalid."""
     if not axes:
         raise InputError("no axis to sweep over", expected="one at least, such as batch", do="Give its values")
     names = [axis.name for axis, _ in axes]
@@ -257,13 +268,6 @@ def _check_arguments(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | N
         raise InputError(f"jobs={jobs!r}", expected="a number of processes, 1 or more", do="Leave it out for all cores")
 
 
-def _row(point: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
-    if outcome.bytes is None:
-        assert outcome.error is not None, "a point has bytes or an error"
-        return {**point, "status": "failed", "reason": outcome.error.found}
-    return {**point, "status": "ok", "reason": "", **outcome.bytes.row()}
-
-
 def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]]) -> MemplanError:
     """Return the error of a sweep without a successful point: that of its first point."""
     assert error is not None, "each point failed"
@@ -274,8 +278,3 @@ def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]])
         f"none of the {len(points)} points can be recorded; the first, {first.found}",
         expected=error.expected, do=error.do,
     )  # fmt: skip
-
-
-def _matches(value: Any, query: Any) -> bool:
-    """Return whether a value of an axis is equal to ``query``, or its text is."""
-    return (value == query and type(value) is type(query)) or shown(value) == str(query)
