@@ -27,7 +27,7 @@ class Blocks:
 
 
 def blocks_of(model: nn.Module) -> Blocks | None:
-    """Return the blocks that hold the most parameters; None where no list has two modules of one class."""
+    """Return the blocks that hold the most parameters; None if no list has two modules, all of one class."""
     lists = defaultdict[type[nn.Module], list[str]](list)
     sizes = defaultdict[type[nn.Module], int](int)
     for path, module in model.named_modules():
@@ -47,7 +47,7 @@ def blocks_of(model: nn.Module) -> Blocks | None:
 
 
 def _form(block: nn.Module) -> tuple[tuple[object, ...], ...]:
-    """Return what blocks that take as many bytes have in common."""
+    """Return what a block must share with others to take as many bytes: names, shapes and dtypes of its tensors."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
 

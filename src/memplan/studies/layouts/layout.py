@@ -69,11 +69,19 @@ def layouts_of(
     world: int, per_node: int, micro_batches: Sequence[int], tensor: Sequence[int] = (1,),
     losses: Sequence[bool] = (False,),
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yield the layouts of ``world`` ranks, of which ``per_node`` are in a machine.
+    """Yield the layouts of ``world`` ranks: copies, shards, and parts of layers, in all combinations of the other
+    options.
 
-    Copies of everything; shards across all ranks; and where there are several machines, shards within each; with
-    ``tensor`` ranks to a layer, shards of it across the other ranks, of all machines or within each, and with each of
-    ``losses`` (`Layout.loss_parallel`). Each with and without checkpoints, and with gathered weights kept or not.
+    Copies of everything; shards across all ranks; with several machines, shards within each. With ``tensor`` ranks to a
+    layer, its shards across the other ranks, of all machines or within each. Each with and without checkpoints, and
+    with gathered weights kept or not.
+
+    Args:
+        world: number of ranks.
+        per_node: ranks of a machine.
+        micro_batches: samples of a rank at a time.
+        tensor: ranks that share each layer.
+        losses: values of `Layout.loss_parallel`.
 
     Raises:
         InputError: the world is no multiple of a machine's ranks, or these none of a layer's; or there are losses of
@@ -90,7 +98,7 @@ def layouts_of(
             do=f"Say how many cards a machine has: --per-node {_largest_divisor(world, per_node)}",
         )  # fmt: skip
     within = min(world, per_node)
-    meshes = [(world, 1, 1), (1, world, 1)]
+    meshes = [(world, 1, 1), (1, world, 1)]  # (replicas, shards, ranks of a layer)
     if world > per_node > 1:
         meshes.append((world // per_node, per_node, 1))
     for degree in tensor:
@@ -113,4 +121,5 @@ def layouts_of(
 
 
 def _largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most ``most``."""
     return next(divisor for divisor in range(most, 0, -1) if number % divisor == 0)

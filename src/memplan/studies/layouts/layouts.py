@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -98,17 +98,19 @@ class Layouts(Saved, Displayed):
 
     @property
     def best(self) -> LayoutBytes | None:
-        """Return the fastest that fits, all of which was recorded; None where nothing fits."""
+        """The fastest layout that fits, all of which was recorded; None if nothing fits."""
         return next((row for row in self.rows if row.fits), None)
 
     def _plain(self) -> dict[str, Any]:
-        """See `Written`: each row has the fields of its layout beside its own."""
-        own = ("title", "device", "world", "per_node", "capacity", "blocks", "links", "notes")
+        """Return the result as plain data for JSON. Each row has the fields of its layout next to its own."""
+        own = "title", "device", "world", "per_node", "capacity", "blocks", "links", "notes"
         rows = [named(row.layout, "title", *_OF_LAYOUT) | named(row, *_OF_ROW, "rate") for row in self.rows]
         return named(self, *own) | {"rows": rows}
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return the data of a JSON file with the fields of each row's layout in a mapping of their own. Raises
+        Unreadable."""
         stored, rows = plain.get("rows"), list[Any]()
         if not isinstance(stored, list):
             return plain  # whoever reads the fields says what is wrong
@@ -208,9 +210,9 @@ def find_layouts(
     study = _Study(subject, target, card, tensor_plan, per_node, link, settings)
     rows: list[LayoutBytes] = []
     reasons: dict[Layout, str] = {}
-    losses = {False: (False,), True: (False, True) if tensor_plan is None else (True,)}[loss_parallel]
+    losses = (False,) if not loss_parallel else (False, True) if tensor_plan is None else (True,)
     for layout in layouts_of(world, per_node, sorted(set(micro_batches)), sorted(set(tensor)), losses):
-        any_batch = replace(layout, micro_batch=0)
+        any_batch = replace(layout, micro_batch=0)  # the key of a layout with any micro-batch
         if any_batch in reasons:
             rows.append(study.unrecorded(layout, reasons[any_batch]))
             continue
@@ -236,13 +238,18 @@ def find_layouts(
 
 
 def ranked(rows: Sequence[LayoutBytes]) -> list[LayoutBytes]:
-    """Return rows in the order of `Layouts.rows`."""
-    return sorted(rows, key=lambda row: (not row.fits, _speed(row) if row.fits else (row.needs or math.inf,)))
+    """Return rows in the order of `Layouts.rows`: those that fit first, the fastest first; of others the smallest
+    first."""
+    fitting = sorted((row for row in rows if row.fits), key=_speed)
+    others = (row for row in rows if not row.fits)
+    return [*fitting, *sorted(others, key=lambda row: row.needs or math.inf)]  # 0: it was not recorded
 
 
 def _speed(row: LayoutBytes) -> tuple[float, ...]:
-    """Sort by rate; of what is as fast, larger micro-batches first, which real kernels run better, then what sends
-    less."""
+    """Return the key by which rows are sorted: by rate, the fastest first.
+
+    At equal rates, larger micro-batches come first, as real kernels run them better; then layouts that send less.
+    """
     return -float(f"{row.rate:.3g}"), -row.layout.micro_batch, row.sending, row.needs
 
 
@@ -319,18 +326,24 @@ class _Study:
         allocated = round(self._extrapolated([recording.allocated for recording in recordings]))
         reserved, needs = (size + allocated - last.allocated for size in (last.reserved, last.needs))
         return LayoutBytes(
-            layout, allocated, reserved, needs, needs <= self._card.capacity, not few,
-            round(self._extrapolated([recording.flops for recording in recordings])),
-            self._extrapolated([recording.seconds for recording in recordings]), self._sending(layout),
-            self._extrapolated([recording.exchanged for recording in recordings]) / self.links[0],
-        )  # fmt: skip
+            layout,
+            allocated,
+            reserved,
+            needs,
+            fits=needs <= self._card.capacity,
+            recorded=not few,
+            flops=round(self._extrapolated([recording.flops for recording in recordings])),
+            compute=self._extrapolated([recording.seconds for recording in recordings]),
+            sending=self._sending(layout),
+            exchanging=self._extrapolated([recording.exchanged for recording in recordings]) / self.links[0],
+        )
 
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
         """Return the row of a layout that was not recorded."""
         return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, self._sending(layout), reason=reason)
 
     def _extrapolated(self, values: Sequence[float]) -> float:
-        """Return the value with all blocks, by a line through those with few."""
+        """Return the value with all blocks, by a line through the values with a few blocks (`_FEW`)."""
         if len(values) == 1:
             return values[0]
         assert self.blocks is not None, "only then are few recorded"
@@ -338,7 +351,9 @@ class _Study:
         return high + (self.blocks.number - second) * (high - low) / (second - first)
 
     def _record(self, layout: Layout, number: int | None) -> _Figures | MemplanError:
+        """Record a layout with ``number`` blocks (None: all). Return its figures, or the error of the recording."""
         options = self._subject.options
+        # shards are gathered in the dtype of autocast
         compute = options.autocast if isinstance(options.autocast, torch.dtype) and layout.shards > 1 else None
         dtype = options.dtype if isinstance(options.dtype, torch.dtype) else None
         parallelize = self._tensor_plan or functools.partial(
@@ -359,13 +374,18 @@ class _Study:
         return _Figures(outcome.bytes.peak, outcome.bytes.reserved, outcome.bytes.needs, flops, seconds, exchanged)
 
     def _sending(self, layout: Layout) -> float:
-        """Return the seconds of a step by what a rank sends, in rings: a gather or a reduction to shards of n bytes by
-        r ranks sends n (r - 1) / r, a reduction to all twice that (NVIDIA/nccl-tests, PERFORMANCE.md)."""
+        """Return the seconds that a rank sends in a step, in rings of ranks.
+
+        A gather or a reduction to shards of n bytes by r ranks sends n (r - 1) / r, a reduction to all twice that
+        (NVIDIA/nccl-tests, PERFORMANCE.md).
+        """
+        # under autocast shards are gathered in 2 bytes an element, and gradients reduced in float32
         half = layout.shards > 1 and self._subject.options.autocast is not None
         sent = self._weights.number * 2 if half else self._weights.bytes
         reduced = self._weights.trained_number * 4 if half else self._weights.trained_bytes
 
         def ring(size: float, ranks: int, spread: int) -> float:
+            """Return the seconds of a ring of ``ranks`` ranks, which lie within ``spread`` consecutive ranks."""
             rate = self.links[0] if spread <= self._per_node else self.links[1]
             return size / layout.tensor * (ranks - 1) / ranks / rate
 
@@ -392,7 +412,7 @@ def _construct(make: Maker, target: Target) -> Any:
 
 
 def _why_not(model: nn.Module, blocks: Blocks | None, ranks: int, *, loss_parallel: bool) -> MemplanError | None:
-    """Return the error that `tensor_parallel` would raise."""
+    """Return the error that `tensor_parallel` would raise for this number of ranks; None if it would not."""
     try:
         check_plan(model, blocks, ranks, loss_parallel=loss_parallel)
     except MemplanError as error:
@@ -423,9 +443,9 @@ def _sizes(model: nn.Module, options: StepOptions) -> _Weights:
     def itemsize(parameter: nn.Parameter) -> int:
         return (dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype).itemsize
 
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    numbers = [
-        (sum(p.numel() for p in some), sum(p.numel() * itemsize(p) for p in some)) for some in (parameters, trained)
-    ]
-    return _Weights(*numbers[0], *numbers[1])
+    def total(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+        sizes = [(parameter.numel(), parameter.numel() * itemsize(parameter)) for parameter in parameters]
+        return sum(number for number, _ in sizes), sum(size for _, size in sizes)
+
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return _Weights(*total(model.parameters()), *total(trained))

@@ -115,13 +115,18 @@ class _Planned:
             self._keep_logits_sharded()
 
     def _plan_block(self, block: str) -> None:
+        """Plan the layers of a block: its attentions, its feed-forward layers and its norms.
+
+        ``block``: name of the module. Raises InputError if it has other layers.
+        """
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 
         linear = {name: layer for name, layer in self._layers(block) if isinstance(layer, nn.Linear)}
+        # an attention is the parent of a layer that makes queries; the first linear layer after its three is its output
         attentions = [name.rpartition(".")[0] for name in linear if name.rpartition(".")[2] in _PROJECTIONS[0]]
         rest = list(linear)
-        sums: list[str] = []
+        sums: list[str] = []  # outputs of attentions
         for attention in attentions:
             inward = [name for names in _PROJECTIONS for name in linear if _is_child(name, attention, names)]
             after = rest[max(map(rest.index, inward)) + 1 :] if len(inward) == 3 else []
@@ -133,28 +138,28 @@ class _Planned:
             sums.append(after[0])
         if not attentions:
             raise _refused(f"{block} has no linear layers of queries, keys and values")
+        # the other linear layers: the last that returns to the block's width is down, those before it gate and up
         width = linear[sums[0]].out_features
         downs = [name for name in rest if linear[name].out_features == width][-1:]
         ups = [name for name in rest if name not in downs]
-        if rest and (
-            not ups
-            or any(
-                (linear[up].in_features, linear[up].out_features) != (width, linear[downs[0]].in_features) for up in ups
-            )
-            or (len(ups) > 1 and linear[downs[0]].in_features == width)
-        ):
-            raise _refused(f"the linear layers {', '.join(rest)} are no gate, up and down of a feed-forward layer")
+        if rest:
+            hidden = linear[downs[0]].in_features if downs else 0
+            sizes = {(linear[up].in_features, linear[up].out_features) for up in ups}
+            if sizes != {(width, hidden)} or (len(ups) > 1 and hidden == width):
+                raise _refused(f"the linear layers {', '.join(rest)} are no gate, up and down of a feed-forward layer")
         for parent in dict.fromkeys(up.rpartition(".")[0] for up in ups):
             self._spread(block, parent, [up for up in ups if up.rpartition(".")[0] == parent])
         self.styles |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in (*sums, *downs)}
-        inner = tuple(f"{name}." for name in self.gathered)
+        inner = tuple(f"{name}." for name in self.gathered)  # within these each rank has the whole sequence
         for name, layer in self._layers(block):
-            if name in linear or not any(True for _ in layer.parameters()):
+            if name in linear or not list(layer.parameters()):
                 continue
             if any(parameter.dim() != 1 for parameter in layer.parameters()):
                 raise _refused(f"{name} ({type(layer).__name__}) is neither a linear layer nor a norm")
-            per_head = name.rpartition(".")[0] in attentions
-            if any(p.numel() == width for p in layer.parameters()) if per_head else name.startswith(inner):
+            per_head = name.rpartition(".")[0] in attentions  # a norm of queries or keys
+            is_wide = any(parameter.numel() == width for parameter in layer.parameters())
+            is_after_gathering = is_wide if per_head else name.startswith(inner)
+            if is_after_gathering:
                 raise _refused(f"{name} comes after the sequence is gathered")
             self.styles[name] = SequenceParallel(sequence_dim=2 if per_head else 1, use_local_output=True)
 
@@ -173,6 +178,13 @@ class _Planned:
         self.styles |= {name: ColwiseParallel(input_layouts=layout) for name in names}
 
     def _check_heads(self, attention: str, features: list[int]) -> None:
+        """Note the attributes of an attention with its number of heads. Raises InputError if heads do not divide by the
+        ranks.
+
+        Args:
+            attention: name of the module.
+            features: output features of its layers of queries, keys and values.
+        """
         module = self._model.get_submodule(attention)
         config = getattr(module, "config", None)
         for name in _HEADS:
@@ -180,7 +192,8 @@ class _Planned:
             number = getattr(config, name, None) if own is None else own
             if isinstance(number, int) and number % self._ranks:
                 raise _refused(f"{number} heads ({name} of {attention}) do not divide by {self._ranks}")
-            self.head_counts += [(attention, name)] if isinstance(own, int) else []
+            if isinstance(own, int):
+                self.head_counts.append((attention, name))
         size = getattr(module, "head_dim", 1)
         for number in features:
             heads = number // size if isinstance(size, int) and size > 0 else number
@@ -188,6 +201,11 @@ class _Planned:
                 raise _refused(f"{heads} heads or features of {attention} do not divide by {self._ranks}")
 
     def _plan_rest(self, blocks: str) -> None:
+        """Plan the layers outside of the blocks: the largest embedding, linear layers, and others, which each rank has
+        whole.
+
+        ``blocks``: prefix of the blocks' names.
+        """
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -200,10 +218,11 @@ class _Planned:
             elif isinstance(layer, nn.Linear) and layer.out_features >= self._ranks:
                 self.styles[name] = ColwiseParallel(output_layouts=Replicate())
                 self.heads.append(name)
-            elif any(True for _ in layer.parameters()):
+            elif list(layer.parameters()):
                 self.replicated.append(name)
 
     def _keep_logits_sharded(self) -> None:
+        """Keep the output of the last linear layer, the logits, in shards. Raises InputError without such a layer."""
         from torch.distributed.tensor import Shard
         from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -212,24 +231,27 @@ class _Planned:
         self.styles[self.heads[-1]] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
 
     def _layers(self, within: str) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules without modules of their own, by name.
+        """Yield the names and modules within module ``within`` that have no modules of their own.
 
         Raises:
-            InputError: another module has parameters beside those of its layers.
+            InputError: another module has parameters in addition to those of its layers.
         """
         for name, module in self._model.get_submodule(within).named_modules(prefix=within):
-            if not any(True for _ in module.children()):
+            own = [each for each, _ in module.named_parameters(recurse=False)]
+            if not list(module.children()):
                 yield name, module
-            elif own := [each for each, _ in module.named_parameters(recurse=False)]:
+            elif own:
                 raise _refused(f"{name or 'the model'} has a parameter outside of its layers: {own[0]}")
 
 
 def _is_child(name: str, parent: str, names: frozenset[str]) -> bool:
+    """Return whether a module's name is ``parent``, a dot and one of ``names``."""
     before, _, last = name.rpartition(".")
     return before == parent and last in names
 
 
 def _refused(reason: str) -> InputError:
+    """Return the error of a module that cannot be made tensor parallel. ``reason``: a clause."""
     return InputError(
         f"no tensor parallelism: {reason}",
         expected="a transformer of nn.Linear layers q, k, v, output, up and down",
@@ -238,6 +260,7 @@ def _refused(reason: str) -> InputError:
 
 
 def _weight(model: nn.Module, name: str) -> Any:
+    """Return the weight of a module's layer ``name``."""
     return model.get_submodule(name).weight
 
 
@@ -251,7 +274,7 @@ def _distributed(x: Any, mesh: DeviceMesh, placement: Any) -> Any:
 
 
 def _first_changed(args: Any, kwargs: dict[str, Any], change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a call, the first tensor among them changed."""
+    """Return the arguments of a call with ``change`` applied to the first tensor among them."""
     for number, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             return (*args[:number], change(value), *args[number + 1 :]), kwargs

@@ -47,8 +47,11 @@ class _Period:
         return self.end - self.start
 
     def size_of(self, index: int, repeat: int) -> int:
-        """Return the bytes of a storage in the ``repeat``-th further period: more each time if it grew by the same
-        bytes twice, else constant."""
+        """Return the bytes of a storage in the ``repeat``-th further period: constant, unless it grew by the same bytes
+        twice.
+
+        ``index``: of the storage in each period.
+        """
         last, before, *earlier = (period[index].bytes for period in self.recorded)
         grows = last > before and earlier and before - earlier[0] == last - before
         return last + repeat * (last - before) if grows else last
@@ -64,10 +67,12 @@ class _Period:
             repeat: number of its period: 0 for the last recorded period, -1 for the period before.
             last: number of the last period.
         """
-        back = min(last - repeat, len(self.recorded) - 1)
+        back = min(last - repeat, len(self.recorded) - 1)  # number of periods after it
         died = self.recorded[back][index].died
-        if died is None or died > self.end:
-            return None if died is None else died + last * self.ticks
+        if died is None:
+            return None
+        if died > self.end:  # after the phase, which is ``last`` periods longer
+            return died + last * self.ticks
         return died + (repeat + back) * self.ticks
 
     def accumulates(self, index: int) -> bool:
@@ -81,10 +86,10 @@ class _Period:
 
     @property
     def grows(self) -> bool:
-        """Return whether memory grows with each period: storages accumulate, or become larger."""
-        return sum(storage.bytes for storage in self.accumulated) > 0 or any(
-            self.size_of(index, 1) > storage.bytes for index, storage in enumerate(self.storages)
-        )
+        """Whether memory grows with each period: storages accumulate, or become larger."""
+        if any(storage.bytes for storage in self.accumulated):
+            return True
+        return any(self.size_of(index, 1) > storage.bytes for index, storage in enumerate(self.storages))
 
 
 def extrapolate(
@@ -110,7 +115,7 @@ def extrapolate(
         period = _last_period(trace, parts, span) if span.is_cut else None
         if period is None or span.length is None:
             continue
-        repeats = -((len(span.batches) - span.length) // period.batches)  # rounded up
+        repeats = -((len(span.batches) - span.length) // period.batches)  # batches left out, in periods rounded up
         if not period.grows:
             repeats = min(repeats, int(span.last_share < 1))  # a smaller last batch leaves less
         if repeats:
@@ -131,21 +136,25 @@ def _last_period(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan) -> _Pe
         The period; None if fewer than two periods were recorded, or they differ.
     """
     updating = [position for position, number in enumerate(span.active) if parts[number].updates]
-    size = updating[-1] - ([-1, *updating][-2]) if updating else 1
-    last = updating[-1] if updating else len(span.active) - 1
-    candidates = (_period_at(trace, parts, span, position, size) for position in (last, last - size))
-    return next((period for period in candidates if period is not None), None)
+    last, size = len(span.active) - 1, 1  # without updates, a period is a single batch
+    if updating:
+        last = updating[-1]
+        size = last - updating[-2] if len(updating) > 1 else last + 1
+    return _period_at(trace, parts, span, last, size) or _period_at(trace, parts, span, last - size, size)
 
 
 def _period_at(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan, last: int, size: int) -> _Period | None:
-    """Return the period of ``size`` active parts that ends with ``span.active[last]``; None if the period before it
-    ran other ops, or if other phases interrupt the two."""
+    """Return the period of ``size`` active parts that ends with ``span.active[last]``.
+
+    None if the period before it ran other ops, or if other phases interrupt the two.
+    """
     active = span.active
-    if last + 1 < 2 * size or parts[active[last]].exhausted:
+    if last + 1 < 2 * size or parts[active[last]].exhausted:  # fewer than two periods
         return None
     interrupting = set(range(active[last + 1 - 2 * size], active[last] + 1)) - set(span.parts)
     if any(parts[number].kind != "generate" for number in interrupting):
         return None
+    # where the period, and up to two before it, end and begin, from the last back
     positions = [position for position in range(last, -2, -size) if last - position <= 3 * size]
     ticks = [
         _end_of_part(trace, active[position]) if position >= 0 else trace.steps[active[0]] for position in positions
@@ -172,6 +181,7 @@ def _last_loaded(trace: Trace, start: int, end: int) -> Iterator[Storage]:
     """Yield the storages of the last batch that was loaded before ``end``, and those computed from it, all allocated
     at ticks ``start < tick <= end``."""
     batch = set[int]()
+    # (begin, end) of the last load of each loader
     loads = [max((load for load in use.loads if load[1] <= end), default=(0, 0)) for use in trace.loaders]
     for storage in _allocated_between(trace, start, end):
         read = () if storage.op is None else trace.ops[storage.op].reads
@@ -187,22 +197,27 @@ def _allocated_between(trace: Trace, start: int, end: int) -> tuple[Storage, ...
 
 
 def _same_ops(trace: Trace, a: Sequence[Storage], b: Sequence[Storage]) -> bool:
-    """Return whether ops of the same names allocated two sequences of storages."""
+    """Return whether ops of the same names allocated two sequences of storages, one by one."""
     names = [[None if s.op is None else trace.ops[s.op].name for s in storages] for storages in (a, b)]
     return names[0] == names[1]
 
 
 def _outlives(storage: Storage, tick: int) -> bool:
+    """Return whether a storage is still allocated after a tick."""
     return storage.died is None or storage.died > tick
 
 
 def _repeat_period(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> Trace:
-    """Return the trace with ``repeats`` copies of a period after it: of its storages and calls of the allocator, not of
-    its ops. Ticks after the period shift; sizes and frees that depend on the number of batches change."""
+    """Return the trace with ``repeats`` copies of a period after it: of its storages and calls of the allocator, not
+    its ops.
+
+    Ticks after the period shift. Sizes and frees that depend on the number of batches change.
+    """
     copies = min(repeats, _MOST_ADDED // max(len(period.storages), 1))
     duration = copies * period.ticks
 
     def later(tick: int) -> int:
+        """Return where a tick of the trace is after the copies are inserted."""
         return tick + duration if tick > period.end else tick
 
     storages = [
@@ -210,9 +225,9 @@ def _repeat_period(trace: Trace, span: PhaseSpan, period: _Period, repeats: int)
     ]  # fmt: skip
     shares = _shares_of_last_batch(trace, span, period)
     for number, share in shares.items():
-        if trace.storages[number].born > period.end:
+        if trace.storages[number].born > period.end:  # of the recorded last batch
             storages[number] = replace(storages[number], bytes=round(storages[number].bytes * share))
-    for back, recorded in enumerate(period.recorded[:-1]):
+    for back, recorded in enumerate(period.recorded[:-1]):  # these are freed later, with more periods after them
         for index, storage in enumerate(recorded):
             storages[storage.id] = replace(storages[storage.id], died=period.freed_at(index, -back, copies))
     for number, size in _concatenated_sizes(trace, span, period, repeats).items():
@@ -289,8 +304,11 @@ class _Copies:
 
 
 def _shares_of_last_batch(trace: Trace, span: PhaseSpan, period: _Period) -> dict[int, float]:
-    """Return storage -> share of its bytes that a smaller last batch allocates: of recorded storages, if the last batch
-    is recorded after the period, else of the period's storages in its last repetition."""
+    """Return by storage the share of its bytes that a smaller last batch allocates.
+
+    The storages are those of the recorded last batch, if it comes after the period, else those of the period, which has
+    the last batch in its last repetition.
+    """
     if not any(period.last_batch):
         kept = {storage.id for index, storage in enumerate(period.storages) if period.accumulates(index)}
         return _shares(trace, span, period.storages, kept, period.batches)
@@ -303,10 +321,12 @@ def _shares_of_last_batch(trace: Trace, span: PhaseSpan, period: _Period) -> dic
 def _shares(
     trace: Trace, span: PhaseSpan, storages: Sequence[Storage], kept: Set[int], batches: int = 1
 ) -> dict[int, float]:
-    """Return storage -> share of its bytes in a batch as small as the last.
+    """Return by storage the share of its bytes in a batch as small as the last.
 
     Storages proportional to the batch size are smaller by as much. Of ``kept`` storages with one for each sample, such
     as the boxes that a detector finds in an image, those of the missing samples have 0 bytes.
+
+    ``batches``: number of batches that allocated ``storages``.
     """
     samples = span.batch_size
     shares = {storage.id: span.last_share for storage in storages if _is_proportional(storage, samples)}
@@ -325,7 +345,7 @@ def _shares(
 
 
 def _repeat_loads(use: LoaderUse, period: _Period, copies: int, later: _Shift) -> LoaderUse:
-    """Return the use of a loader in a trace with copies of a period."""
+    """Return the use of a loader in a trace with copies of a period. ``later``: shifts a tick after the period."""
     loads = [(later(start + 1) - 1, later(end)) for start, end in use.loads]
     loads += [
         (start + repeat * period.ticks, end + repeat * period.ticks)
@@ -339,23 +359,28 @@ def _repeat_loads(use: LoaderUse, period: _Period, copies: int, later: _Shift) -
 
 
 def _is_proportional(storage: Storage, samples: int | None) -> bool:
-    """Return whether a storage's size is proportional to the number of samples in a batch."""
+    """Return whether a storage's size is proportional to the number of samples in a batch.
+
+    Temporaries and workspaces without a shape are assumed to be.
+    """
     if not storage.shape:
         return storage.cause in _SCRATCH
     return storage.cause not in _OF_WEIGHTS and storage.shape[0] == samples
 
 
 def _concatenated_sizes(trace: Trace, span: PhaseSpan, period: _Period, repeats: int) -> dict[int, int]:
-    """Return storage -> bytes for results of ops after the last batch that concatenate a tensor of each batch, and for
-    results with the same leading dimension: that dimension grows with the number of batches."""
+    """Return by storage the new bytes of results of ops after the last batch that grow with the number of batches.
+
+    These concatenate a tensor of each batch, or have the same leading dimension as such a result.
+    """
     first, last = trace.steps[span.parts[0]], period.end
     kept = {s.id for s in trace.storages if first < s.born <= last and _outlives(s, last)}
     ops = trace.ops[bisect_right(trace.ops, last, key=lambda op: op.end) :]
     results = {storage.op: storage for storage in trace.storages if storage.born > last and storage.op is not None}
-    count = len(span.batches)
-    further = repeats * period.batches - 1 + span.last_share
+    count = len(span.batches)  # recorded
+    further = repeats * period.batches - 1 + span.last_share  # batches that are not, the last as a share
     missing = round((span.batch_size or 0) * (1 - span.last_share))
-    factors = dict[int, float]()
+    factors = dict[int, float]()  # by storage: new bytes over recorded bytes
     for op in ops:
         result = results.get(op.index)
         if result is None or not result.shape:
@@ -364,7 +389,7 @@ def _concatenated_sizes(trace: Trace, span: PhaseSpan, period: _Period, repeats:
         pieces = {operand.id for operand in operands}
         scaled = [number for number in pieces & factors.keys() if trace.storages[number].shape[:1] == result.shape[:1]]
         rows = sum(storage.shape[0] for storage in operands if storage.shape)
-        concatenates = len(pieces & kept) >= min(count, 2)
+        concatenates = len(pieces & kept) >= min(count, 2)  # it reads a tensor of each batch
         if scaled:
             factors[result.id] = factors[scaled[0]]
         elif concatenates and result.shape[0] in (rows, len(operands)):

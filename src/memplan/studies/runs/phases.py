@@ -66,17 +66,18 @@ def phases_of(parts: Sequence[RunPart]) -> tuple[PhaseSpan, ...]:
     next phase.
     """
     phases: list[_OpenPhase] = []
-    passes: dict[int, int] = {}
+    passes: dict[int, int] = {}  # number of passes by loader
     pass_began = 0  # number of phases when the last pass over a loader began
     idle: list[int] = []  # parts without a call of a model, for the next phase
-    begins = False
+    begins = False  # whether a pass began since the last part that called a model
     for number, part in enumerate(parts):
         kind = _kind(part)
         if part.begins_pass and part.loader is not None:
             passes[part.loader] = passes.get(part.loader, 0) + 1
             begins = True
         source = None if part.loader is None else (part.loader, passes.get(part.loader, 0))
-        same_pass = next((phase for phase in reversed(phases) if source and phase.source == source), None)
+        of_pass = [phase for phase in phases if source is not None and phase.source == source]
+        same_pass = of_pass[-1] if of_pass else None
         if part.exhausted and (kind == "data" or (same_pass is not None and kind != same_pass.kind)):
             source = None  # the part runs after the last batch
         if kind == "data":
@@ -115,9 +116,12 @@ def _finished(phase: _OpenPhase, parts: Sequence[RunPart], phases: Sequence[_Ope
 
 
 def _kind(part: RunPart) -> PhaseKind:
+    """Return the kind of a part: its own, or by what its models do: train, evaluate, or nothing (``data``)."""
     if part.kind != "work":
         return part.kind
-    return "data" if not part.calls and not part.updates else "train" if part.trains else "evaluate"
+    if not part.calls and not part.updates:
+        return "data"
+    return "train" if part.trains else "evaluate"
 
 
 def _phase_to_continue(
@@ -125,7 +129,12 @@ def _phase_to_continue(
 ) -> _OpenPhase | None:
     """Return the phase to which a part belongs, or None if the part begins a phase.
 
-    ``phases[pass_began:]`` began with the last pass over a loader, or after it.
+    Args:
+        phases: phases so far; ``phases[pass_began:]`` began with the last pass over a loader, or after it.
+        pass_began: see ``phases``.
+        kind: of the part.
+        part: the part.
+        source: number of the data set and of the pass over it; None without a loader.
     """
     if kind in ("train", "evaluate") and source is not None:
         return next((phase for phase in reversed(phases) if (phase.kind, phase.source) == (kind, source)), None)

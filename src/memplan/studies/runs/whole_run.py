@@ -132,21 +132,30 @@ def _phase(
     kind: Literal[PhaseKind, "build"], trace: Trace, timeline: Timeline, peaks: Sequence[StepPeak],
     start: int | None = None,
 ) -> RunPhase:  # fmt: skip
-    """Return the bytes of a phase that begins at tick ``start`` and whose parts have these peaks."""
+    """Return the bytes of a phase.
+
+    Args:
+        kind: of the phase.
+        trace: the whole run.
+        timeline: of the run.
+        peaks: of the phase's parts.
+        start: tick at which it begins; None for ``build``.
+    """
     highest = max(peaks, key=lambda peak: peak.peak_allocated)
     live = live_at(trace, highest.peak_tick)
     older = [s for s in live if start is not None and s.born <= start and s.cause not in _OF_THE_RUN]
     results = [s for s in older if s.cause not in ("parameter_gradient", "workspace") and s.op is not None]
     largest = max(results, key=lambda storage: storage.bytes, default=None)
     return RunPhase(
-        kind, None, 0, None, highest.peak_allocated, max(peak.peak_reserved for peak in peaks), _by_cause(live),
-        _by_cause(older), None if largest is None or largest.op is None else trace.ops[largest.op].where,
-        _allocated_after(timeline, peaks[-1].end), 0,
+        kind, where=None, batches=0, length=None, allocated=highest.peak_allocated,
+        reserved=max(peak.peak_reserved for peak in peaks), causes=_by_cause(live), left=_by_cause(older),
+        left_at=None if largest is None or largest.op is None else trace.ops[largest.op].where,
+        stays=_allocated_after(timeline, peaks[-1].end), per_batch=0,
     )  # fmt: skip
 
 
 def _by_cause(storages: Sequence[Storage]) -> dict[str, int]:
-    """Return cause -> bytes, the largest first."""
+    """Return the sums of bytes by cause, the largest first."""
     sums = dict[str, int]()
     for storage in storages:
         sums[storage.cause] = sums.get(storage.cause, 0) + storage.bytes
@@ -154,5 +163,6 @@ def _by_cause(storages: Sequence[Storage]) -> dict[str, int]:
 
 
 def _allocated_after(timeline: Timeline, tick: int) -> int:
+    """Return the allocated bytes after a tick."""
     index = bisect_right(timeline.events, tick, key=lambda event: event[0])
     return timeline.events[index - 1][1] if index else 0
