@@ -71,6 +71,6 @@ def test_only_norms_over_the_axis_are_norms() -> None:
     target = "aten._native_batch_norm_legit.default"
     training = Node(target, (Ref(0), Ref(1), Ref(2), None, None, True, 0.1, 1e-5), {}, (3,))
     evaluated = Node(target, (Ref(0), Ref(1), Ref(2), Ref(4), Ref(5), False, 0.1, 1e-5), {}, (3,))
-    assert norm_of(training, 4, 0) == Norm(training, 0, 1, 2, 1e-5)
-    assert norm_of(training, 4, 1) is None
-    assert norm_of(evaluated, 4, 0) is None
+    assert norm_of(training, 0) == Norm(training, 0, 1, 2, 1e-5)
+    assert norm_of(training, 1) is None
+    assert norm_of(evaluated, 0) is None

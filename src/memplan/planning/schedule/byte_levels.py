@@ -105,6 +105,7 @@ class _Walk(ActionBytes):
     """Counts live bytes action by action."""
 
     def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
+        """Begin before the first action, with the bytes that are live during the whole step."""
         super().__init__(schedule, outside_memory)
         self.level = base_level(schedule.graph, schedule.choices, outside_memory)
 

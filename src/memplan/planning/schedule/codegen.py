@@ -66,7 +66,10 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
     """
     writer = _Writer(schedule, marked=marked)
     forward = ["def forward(inputs):", *writer.forward()]
-    backward = ["def backward(inputs, saved, tangents):", f'    """{_saved_summary(schedule)}."""', *writer.backward()]
+    size = format_bytes(sum(schedule.graph.values[value].bytes for value in schedule.saved))
+    again = sum(action.recomputed for action in schedule.backward)
+    summary = f"saved for it: {size} in {len(schedule.saved)} values; ops run again: {again}"
+    backward = ["def backward(inputs, saved, tangents):", f'    """{summary}."""', *writer.backward()]
     imports = ["import torch", "from torch import device, inf, nan"]
     if any("torch.ops.memplan." in line for line in forward + backward):
         imports.append("import memplan.planning.ops.piecewise")
@@ -105,31 +108,33 @@ def _value_of(action: Action) -> int:
     return action.value
 
 
-def _saved_summary(schedule: Schedule) -> str:
-    """Describe what is saved for the backward pass, and how many ops run again: the docstring of ``backward``."""
-    recomputed = sum(action.recomputed for action in schedule.backward)
-    size = sum(schedule.graph.values[value].bytes for value in schedule.saved)
-    return f"saved for it: {format_bytes(size)} in {len(schedule.saved)} values; ops run again: {recomputed}"
-
-
 class _Writer:
     """Writes the actions as lines of Python."""
 
     def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
-        self.schedule, self.graph, self.marked, self.place = schedule, schedule.graph, marked, 0
+        self.schedule, self.graph, self.marked = schedule, schedule.graph, marked
+        self.place = 0
+        """Position of the next action, counted through both passes."""
         self.names = _variable_names(self.graph)
+        """Variables of the values, by id."""
         self.last_read = {value: action for action in schedule.backward for value in action.reads}
+        """By value: the last action of the backward pass that reads it."""
         self.lines: list[str] = []
+        """Lines of the function that is being written."""
 
     # -- the two functions
 
     def forward(self) -> list[str]:
         """Return the lines of the forward pass."""
         self.lines = []
+        actions = self.schedule.forward
+        used = {self.graph.base(value) for action in actions for value in action.reads}
+        used |= {_value_of(action) for action in actions if action.kind == "write"}
+        used |= {self.graph.base(value) for value in self.graph.outputs}
         self.section("what is handed in")
-        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.used_in_forward())
+        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", used)
         self.section("forward")
-        for action in self.schedule.forward:
+        for action in actions:
             self.write_action(action)
         self.section("outputs, and what is saved for the backward pass")
         outputs = [self.expression(v) for v in self.graph.outputs]
@@ -156,13 +161,6 @@ class _Writer:
                 for action in actions:
                     self.write_action(action)
         return self.lines
-
-    def used_in_forward(self) -> set[int]:
-        """Return the bases that the forward pass reads, writes or returns."""
-        actions = self.schedule.forward
-        bases = {self.graph.base(value) for action in actions for value in action.reads}
-        bases |= {_value_of(action) for action in actions if action.kind == "write"}
-        return bases | {self.graph.base(value) for value in self.graph.outputs}
 
     def unpack(self, values: Sequence[int], source: str, used: Iterable[int]) -> None:
         """Write the line that unpacks the list ``source`` into the variables of ``values``, and empties it.
@@ -269,7 +267,7 @@ class _Writer:
             dead.update(dict.fromkeys(action.frees))
             base = self.graph.base(action.source)
             if self.graph.values[base].kind == "result" and self.last_read[base] in actions:
-                dead[base] = None  # the receiver holds the only reference to what it keeps
+                dead[base] = None  # then the receiver has the only reference to the gradient
         paths = ", ".join(self.graph.values[_value_of(action)].path for action in actions)
         self.write_list("given = [", parts, "]", f"gradient of {paths}")
         self.write_delete(dead)
@@ -364,7 +362,7 @@ class _Writer:
             if line and len(line) + len(part) + 10 > WIDTH:
                 self.lines.append(f"        {line}")
                 line = ""
-            line += f"{' ' * bool(line)}{part},"
+            line += f" {part}," if line else f"{part},"
         self.lines.append(f"        {line}")
         self.write(after)
 

@@ -129,6 +129,7 @@ class _Scheduler:
     """Builds the schedule of a graph under fixed choices."""
 
     def __init__(self, graph: JointGraph, choices: Choices) -> None:
+        """Resolve the choices: which encodings are used, which values are recomputed."""
         self.graph, self.choices = graph.in_order(choices.order), choices
         self.outputs = output_bases(graph)
         # of several chosen forms of a value that it can be fetched from, only the first by rank is used
@@ -258,11 +259,10 @@ class _Scheduler:
         return begins, ends
 
     def _rematerialize(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
-        """Return the actions that recompute or decode those of some values that are not live, and the values to copy
-        back.
+        """Return the actions that make values live by recomputing or decoding them, and the values to copy back.
 
-        The actions include those for their operands, in the order of the forward pass. The values must have been copied
-        back from host memory before.
+        Values that are live already are left out; actions for operands are included, in the order of the forward pass.
+        The values to copy back must be fetched from host memory before.
         """
         copied_back = set[int]()
         ops: dict[int, GraphOp] = {}

@@ -89,16 +89,16 @@ class _Tracer:
             start = self.tick
             self._allocate_temporary(self.outside_memory.update, len(self.ops))
             self._add_op("optimizer.step", "optimizer", start)
-        storages = tuple(
-            Storage(
-                number, e.bytes, e.cause, e.allocated, e.freed, e.op, e.value.dtype if e.value else "",
-                e.value.shape if e.value else (), self.device, e.name,
-            )
-            for number, e in enumerate(self.entries)
-        )  # fmt: skip
+        storages: list[Storage] = []
+        for number, entry in enumerate(self.entries):
+            dtype, shape = ("", ()) if entry.value is None else (entry.value.dtype, entry.value.shape)
+            storages.append(Storage(
+                number, entry.bytes, entry.cause, entry.allocated, entry.freed, entry.op, dtype, shape, self.device,
+                entry.name,
+            ))  # fmt: skip
         return Trace(
-            origin="recorded", device=self.device, torch=torch.__version__, ops=tuple(self.ops), storages=storages,
-            layers=(), steps=(begin,), end=self.tick,
+            origin="recorded", device=self.device, torch=torch.__version__, ops=tuple(self.ops),
+            storages=tuple(storages), layers=(), steps=(begin,), end=self.tick,
         )  # fmt: skip
 
     def _allocate_resident(self) -> None:
@@ -204,17 +204,20 @@ class _Tracer:
 
     def _add_op(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
         """Add an op to the trace that began at tick ``start`` and ends now. ``action``: what it reads and makes."""
-        index = len(self.ops)
-        reads: Iterable[int] = () if action is None else action.reads
-        graph_op = None if action is None or action.op is None else action.called(self.graph)
-        gradient_of = None if graph_op is None or graph_op.gradient_of is None else self.op_of.get(graph_op.gradient_of)
-        self.ops.append(
-            Op(
-                index, name, phase, 0, graph_op.layer if graph_op else "", graph_op.where if graph_op else None, start,
-                self.tick, tuple(Operand("", self.storage_of[v]) for v in reads if v in self.storage_of),
-                tuple(self.storage_of[v] for v in (action.makes if action else ()) if v in self.storage_of),
-                gradient_of=gradient_of, recomputed=bool(action and action.recomputed),
-            )
-        )  # fmt: skip
+        index, read, written = len(self.ops), tuple[int, ...](), tuple[int, ...]()
+        graph_op, recomputed = None, False
+        if action is not None:
+            read = tuple(self.storage_of[value] for value in action.reads if value in self.storage_of)
+            written = tuple(self.storage_of[value] for value in action.makes if value in self.storage_of)
+            graph_op = None if action.op is None else action.called(self.graph)
+            recomputed = action.recomputed
+        layer, where, gradient_of = "", None, None
         if graph_op is not None:
+            layer, where = graph_op.layer, graph_op.where
+            gradient_of = None if graph_op.gradient_of is None else self.op_of.get(graph_op.gradient_of)
             self.op_of.setdefault(graph_op.index, index)
+        operands = tuple(Operand("", storage) for storage in read)
+        self.ops.append(Op(
+            index, name, phase, 0, layer, where, start, self.tick, operands, written, gradient_of=gradient_of,
+            recomputed=recomputed,
+        ))  # fmt: skip

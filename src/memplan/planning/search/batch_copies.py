@@ -69,7 +69,10 @@ class Copies:
         return freed_after
 
     def _compute_fetch_slots(self) -> Ints:
-        """Return an array over (copy, candidate): the slot at whose beginning the copy back to the device begins."""
+        """Return an array over (copy, candidate): the slot at whose beginning the copy back to the device begins.
+
+        A slot is a backward op with what is recomputed just before for it.
+        """
         slots = np.full(self.needed.shape, NEVER, dtype=np.int64)
         latest, every = np.full(self.count, np.inf), np.arange(self.count)
         for index in self.fetch_order[::-1]:  # each candidate has an order, and so a copy, of its own

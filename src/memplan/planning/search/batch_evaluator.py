@@ -36,6 +36,7 @@ class Evaluator:
         outside_memory = OutsideMemory() if outside_memory is None else outside_memory
         self.flat = FlatGraph(graph, outside_memory, gradients)
         self.rows = len(self.flat.droppable) + len(self.flat.forms)
+        """Booleans of a candidate."""
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
         """Return choices as a candidate: whether each of ``flat.droppable`` is recomputed, then whether each form is

@@ -23,6 +23,7 @@ class Batch(Needs):
     a return of a gradient; ``row``: of a forward value."""
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
+        """Compute what each candidate needs, and begin to count its bytes and seconds."""
         super().__init__(flat, columns)
         count = self.count
         self.seconds = np.zeros(count)
@@ -78,9 +79,11 @@ class Batch(Needs):
         free = np.zeros(self.count, dtype=bool)
         for row in rows:
             here = freed[row]
-            for index in self.flat.plain_forms_of.get(row, ()):
+            for index in self.flat.plain_forms_of.get(row, ()):  # it is encoded after the op
                 here = here & ~self.used[index]
-            free |= here if self.copies is None else here & ~self.copies.uses(row)
+            if self.copies is not None:  # its copy to the host may not be done
+                here = here & ~self.copies.uses(row)
+            free |= here
         return free
 
     def _store(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_], leaving: Ints | None) -> None:
@@ -100,6 +103,7 @@ class Batch(Needs):
         for position, forms in due.items():  # from the last store back to the first
             later = np.zeros(self.count, dtype=np.int64)
             """Change of the level between this store and the end of the position."""
+            # values whose copy to the host is done, and those written into buffers, are freed after all stores
             if leaving is not None:
                 later -= leaving[position]
             for row in np.flatnonzero(flat.written & (flat.freed_at == position)):
@@ -108,7 +112,7 @@ class Batch(Needs):
             """By row: which candidates store another form of the value after this form."""
             for index in sorted(forms, key=lambda number: -flat.forms[number].encoded):
                 form, row, used = flat.forms[index], flat.form_rows[index], self.used[index]
-                if not flat.written[row]:
+                if not flat.written[row]:  # the value is freed after its last store, unless it is copied, too
                     here = freed[row] & used & ~stored_later.get(row, np.False_)
                     later -= (here if self.copies is None else here & ~self.copies.uses(row)) * flat.bytes[row]
                     stored_later[row] = stored_later.get(row, np.False_) | used
@@ -124,7 +128,8 @@ class Batch(Needs):
         """Count the bytes of all that the backward pass recomputes or decodes, and those that each slot's backward op
         frees.
 
-        The first are counted in the slot of the op that needs them.
+        The first are counted in the slot of the op that needs them. A slot is a backward op with what runs just before
+        for it.
         """
         flat = self.flat
         self.fetched = np.zeros((len(flat.plain), self.count), dtype=bool)
@@ -142,6 +147,7 @@ class Batch(Needs):
         for row, forms in flat.simple_fetches_of.items():
             for index in forms:
                 self._fetch(index, row, np.flatnonzero(self.used[index] & self.needed[row] & ~self.fetched[index]))
+        # values that a slot's backward op, at the last position of the slot, is the last to read
         read_by_backward_op = self.last % self.slot_size == self.slot_size - 1
         rows, columns = np.nonzero(read_by_backward_op & self.needed & ~flat.is_output[:, None])
         slots = self.last[rows, columns] // self.slot_size
@@ -285,7 +291,7 @@ class Batch(Needs):
     def _backward(self, boundary: Ints) -> tuple[Ints, Ints]:
         """Return the highest level in each slot, and the level at the end of the pass, by candidate.
 
-        ``boundary``: level between the passes.
+        A slot is a backward op with what runs just before for it. ``boundary``: level between the passes.
         """
         flat = self.flat
         for index in flat.plain:
@@ -297,8 +303,8 @@ class Batch(Needs):
                 ends &= ~self.needed[row] | (direct >= self.first[row].astype(np.int64) * self.slot_size)
             columns = np.flatnonzero(ends)
             self.frees[direct[columns] // self.slot_size, columns] += flat.form_bytes[index]
-        in_place = np.repeat(flat.in_place[:, None], self.count, axis=1)
-        for slot, row in flat.overwritten:
+        in_place = np.repeat(flat.in_place[:, None], self.count, axis=1)  # whether each slot's op runs in place
+        for slot, row in flat.overwritten:  # also over a forward value that it is the last to read
             in_place[slot] |= self.last[row] == slot * self.slot_size + self.slot_size - 1
         gives_net, gives_peak = self._gradient_return_levels()
         net = self.slot_level + flat.net[:, None] - self.frees
@@ -311,7 +317,10 @@ class Batch(Needs):
 
     def _gradient_return_levels(self) -> tuple[Ints, Ints]:
         """Return, by slot, the change of the level by returned gradients, and the highest level while they are
-        returned."""
+        returned.
+
+        A slot is a backward op with what runs just before for it.
+        """
         flat = self.flat
         if not flat.has_delayed_returns:
             return flat.returns_net[:, None], flat.returns_peak[:, None]

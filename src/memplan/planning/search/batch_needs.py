@@ -80,7 +80,8 @@ class Needs:
     def _add_backward_reads(self) -> None:
         """Record the first and last slot in which backward ops read each value, by candidate.
 
-        An op that can read an encoding does not need the value if the candidate saves that encoding.
+        An op that can read an encoding does not need the value if the candidate saves that encoding. A slot is a
+        backward op with what is recomputed just before for it.
         """
         flat, final = self.flat, self.slot_size - 1
         self.first[:] = flat.first_read[:, None]
@@ -105,7 +106,8 @@ class Needs:
     def _add_operands_of(self, index: int) -> None:
         """Mark the operands of a forward op as needed in the slots where it is recomputed, and those of its decodings.
 
-        ``index``: position of the op in the forward pass.
+        A slot is a backward op with what is recomputed just before for it. ``index``: position of the op in the forward
+        pass.
         """
         op = self.flat.recompute_ops[index]
         for row in op.makes:
@@ -133,7 +135,8 @@ class Needs:
         if not runs.any():
             return
         slots[key] = slot
-        position = np.where(runs, np.where(runs, slot, 0) * self.slot_size + index, -1)  # NEVER * slot_size overflows
+        # np.where twice, as NEVER * slot_size would overflow
+        position = np.where(runs, np.where(runs, slot, 0) * self.slot_size + index, -1)
         for read in op.reads:
             np.minimum(self.first[read], slot, out=self.first[read])
             np.maximum(self.last[read], position, out=self.last[read])

@@ -111,7 +111,10 @@ class FlatGraph:
 
     def _compute_backward_constants(self) -> None:
         """Set the bytes of gradients, tangents and the results of backward ops by slot, which do not depend on the
-        choices."""
+        choices.
+
+        A slot is a backward op with what is recomputed just before for it; slot 0 receives the tangents.
+        """
         graph = self.graph
         self.slots = len(graph.backward_ops) + 1
         last = dict.fromkeys(self.tangents, 0)  # by value: the slot of its last use
@@ -182,13 +185,18 @@ class FlatGraph:
         size = {row: int(b) for row, b in enumerate(self.bytes)}
 
         def flat(op: GraphOp) -> ForwardOp:
+            """Return an op with its forward values as rows."""
+            makes = tuple(self.row[value] for value in op.makes)
+            free_operands = (value for value in op.overwrites if value not in self.outputs)
             return ForwardOp(
-                op, tuple(self.row[v] for v in op.makes), tuple(sorted(self.row[v] for v in op.reads if v in self.row)),
-                tuple(v for v in op.reads if v in updated),
-                tuple(self.row[v] for v in op.overwrites if v in self.row and v not in self.outputs),
-                sum(size[self.row[v]] for v in op.makes) + op.discarded + op.scratch,
-                size[self.row[op.makes[0]]] + op.scratch_saved if op.makes else 0,
-            )  # fmt: skip
+                op,
+                makes,
+                reads=tuple(sorted(self.row[value] for value in op.reads if value in self.row)),
+                parameters=tuple(value for value in op.reads if value in updated),
+                overwrites=tuple(self.row[value] for value in free_operands if value in self.row),
+                during=sum(size[row] for row in makes) + op.discarded + op.scratch,
+                in_place_saved=size[makes[0]] + op.scratch_saved if makes else 0,
+            )
 
         self.forward = tuple(flat(op) for op in graph.forward_ops)
         self.recompute_ops = tuple(
@@ -261,9 +269,10 @@ class FlatGraph:
         none = np.iinfo(np.int32).max
         self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)
         self.last_read = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
-        self.result_bytes = np.array(
-            [sum(int(self.bytes[row]) for row in op.makes) for op in self.forward], dtype=np.int64
-        )
+        """By row: first and last slot whose backward op reads the value."""
+        result_bytes = [sum(int(self.bytes[row]) for row in op.makes) for op in self.forward]
+        self.result_bytes = np.array(result_bytes, dtype=np.int64)
+        """By forward op."""
         self.forward_during = np.array([op.during for op in self.forward], dtype=np.int64)
         self.forward_overwrites: list[tuple[int, list[int]]] = []
         """(forward op, rows of the operands that its first result can overwrite, if a candidate frees them there)."""
@@ -272,7 +281,9 @@ class FlatGraph:
             if op.makes and rows:
                 self.forward_overwrites.append((index, rows))
         self.by_freed = np.argsort(self.freed_at, kind="stable")
+        """Rows in the order in which the values are freed in the forward pass."""
         self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
+        """Forward ops after which values are freed, and where those of each begin in ``by_freed``."""
         self.returns_net = np.zeros(self.slots, dtype=np.int64)
         """Change of the level by the gradients that are returned in each slot."""
         self.returns_peak = np.zeros(self.slots, dtype=np.int64)
@@ -291,6 +302,6 @@ class FlatGraph:
         """
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
-        foreign = any(v in self.row or v in self.resident for v in bases)
-        late = any(v not in self.row and v not in self.resident for v in sources)
-        return not (foreign or late or self.has_shared_delayed_returns)
+        has_foreign_gradient = any(value in self.row or value in self.resident for value in bases)
+        has_late_write = any(value not in self.row and value not in self.resident for value in sources)
+        return not (has_foreign_gradient or has_late_write or self.has_shared_delayed_returns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +55,18 @@ class LocalSearch:
     """Local search under one budget."""
 
     def __init__(self, evaluator: Evaluator, budget: int | Profile, *, small: int = 0, squared: int = 0) -> None:
-        """Values of at most ``small`` bytes are never changed. ``budget`` and ``squared``: see `Evaluator.evaluate`."""
+        """Collect the moves. Values of at most ``small`` bytes are always saved.
+
+        ``budget`` and ``squared``: see `Evaluator.evaluate`.
+        """
         self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
         self.drop_count = len(self.flat.droppable)
+        """Number of the first rows of a candidate, which say what is recomputed; the others are forms."""
         self.row = {int(row): index for index, row in enumerate(self.flat.drop_rows)}
+        """Row of a candidate by row of a forward value."""
         self.large = self.flat.bytes[self.flat.drop_rows] > small
+        """By row of a candidate: whether the value may be recomputed."""
         self.all_moves = self._all_moves()
 
     def state(self, column: Column) -> State:
@@ -132,7 +138,7 @@ class LocalSearch:
         for _ in range(rounds):
             if state.fits:
                 break
-            moves = [m for m in self.moves(state) if locked.isdisjoint(m[0])]
+            moves = [(rows, bits) for rows, bits in self.moves(state) if locked.isdisjoint(rows)]
             if not moves:
                 break
             evaluated = self._evaluate(apply_moves(state.column, moves))
@@ -288,17 +294,17 @@ class LocalSearch:
         ranked = np.argsort(np.maximum(-saved, TINY) / np.maximum(room, 1.0), kind="stable")
         freers = [int(k) for k in ranked if room[k] > 0]
         pairs = list[Move]()
-        for saver in savers:
-            for freer in freers[:many]:
-                if saved[saver] + saved[freer] > TINY and set(moves[saver][0]).isdisjoint(moves[freer][0]):
-                    pairs.append((moves[saver][0] + moves[freer][0], moves[saver][1] + moves[freer][1]))
+        for saver, freer in product(savers, freers[:many]):
+            (rows, bits), (other_rows, other_bits) = moves[saver], moves[freer]
+            if saved[saver] + saved[freer] > TINY and set(rows).isdisjoint(other_rows):
+                pairs.append((rows + other_rows, bits + other_bits))
         if not pairs:
             return None
-        columns = apply_moves(state.column, pairs)
-        tried = self._evaluate(columns)
+        tried = self._evaluate(apply_moves(state.column, pairs))
         good = np.flatnonzero((tried.excess == 0) & (tried.seconds < state.seconds - TINY))
         if not len(good):
             return None
+        # as many good pairs together as fit, the fastest first
         ordered = [pairs[int(k)] for k in good[np.argsort(tried.seconds[good], kind="stable")]]
         combined, columns = self._evaluate_prefixes(state.column, ordered, _lengths(len(ordered)))
         fits = np.flatnonzero(combined.excess == 0)

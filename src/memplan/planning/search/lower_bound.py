@@ -79,7 +79,9 @@ class Unavoidable:
             self.smallest[row] = min(self.smallest[row], size)
         self._collect_reads()
         self.forward = self._forward_levels()
+        """Bytes during each forward op."""
         self.slots, self.end = self._slot_levels()
+        """Bytes in each slot of the backward pass, and at the end of the step."""
 
     @property
     def peak(self) -> int:
@@ -112,11 +114,12 @@ class Unavoidable:
             slot: the position, if ``forward`` is None.
             forward: index of a forward op; None for a slot.
         """
-        small = int(self.smallest[row])
         if forward is not None:
-            return small if self.not_recomputable[row] and self.last_read_in_any_form[row] >= 0 else 0
-        waits = self.not_recomputable[row] and self.read[row] and slot < self.first[row]
-        return small if waits or slot in self.direct[row] else 0
+            is_counted = self.not_recomputable[row] and self.last_read_in_any_form[row] >= 0  # it has to be saved
+        else:
+            waits = self.not_recomputable[row] and self.read[row] and slot < self.first[row]
+            is_counted = waits or slot in self.direct[row]
+        return int(self.smallest[row]) if is_counted else 0
 
     def _forward_levels(self) -> Ints:
         """Return, for each forward op, the bytes that are live during it in every schedule.
@@ -141,10 +144,11 @@ class Unavoidable:
     def _slot_levels(self) -> tuple[Ints, int]:
         """Return the bytes that are live in every slot whatever the choices are, and those at the end of the step.
 
-        The end is that of the backward pass, or the optimizer's update.
+        A slot is a backward op with what is recomputed just before for it. The end is that of the backward pass, or the
+        optimizer's update.
         """
         flat = self.flat
-        level = np.zeros(flat.slots + 1, dtype=np.int64)
+        level = np.zeros(flat.slots + 1, dtype=np.int64)  # gradients and tangents, before each slot and at the end
         level[1:] = np.cumsum(flat.net)
         for give in flat.gradient_returns:
             # Where the graph is not regular or a recomputed op may read the parameter, the copy may be made later: only
@@ -154,13 +158,13 @@ class Unavoidable:
         values_live = np.zeros(flat.slots + 1, dtype=np.int64)
         """Bytes of forward values: differences between slots, then levels."""
         for row in np.flatnonzero(~flat.is_output):
-            start = 0 if self.not_recomputable[row] else int(self.first[row])
+            first, last = int(self.first[row]), int(self.last[row])
             if self.read[row]:
-                if start < self.first[row]:
-                    values_live[start] += self.smallest[row]
-                    values_live[self.first[row]] -= self.smallest[row]
-                values_live[self.first[row]] += flat.bytes[row]
-                values_live[self.last[row] + 1] -= flat.bytes[row]
+                if self.not_recomputable[row]:  # in its smallest form until the first read
+                    values_live[0] += self.smallest[row]
+                    values_live[first] -= self.smallest[row]
+                values_live[first] += flat.bytes[row]  # itself between the first and the last read
+                values_live[last + 1] -= flat.bytes[row]
         values_live = np.cumsum(values_live)[:-1]
         for row in np.flatnonzero(~flat.is_output):
             for slot in set(self.direct[row]):  # it is read there in any form
@@ -174,7 +178,7 @@ class Unavoidable:
         return self.fixed + values_live, end
 
     def _fewest_op_bytes(self) -> Ints:
-        """Return the fewest bytes of each slot's op: in place, and with an encoding as operand, if these are
+        """Return the fewest bytes of each backward op: in place, and with an encoding as operand, if these are
         possible."""
         flat = self.flat
         in_place = flat.in_place.copy()
@@ -206,6 +210,7 @@ class Relaxation:
         """Row -> the variable that says whether the value is live between the passes."""
         self.form_variables: dict[int, int] = {}
         """Form -> the variable that says whether the form is live then."""
+        # each adds its variables and conditions to the program
         for slot in self._slots_to_constrain(min(room, 16)):
             _Position(self, slot, None)
         for index in self._forward_ops_to_constrain(min(room // 4, 4)):
@@ -416,6 +421,7 @@ class Program:
 
     def __init__(self) -> None:
         self.costs: list[float] = []
+        """By variable."""
         self.rows: list[tuple[list[tuple[int, float]], float]] = []
         """Terms (variable, coefficient), and the least value of their sum."""
         self.limits: list[tuple[list[tuple[int, int]], int]] = []

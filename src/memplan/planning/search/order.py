@@ -96,9 +96,11 @@ class _Profile:
     """Bytes during the backward ops of a schedule, for any order of these ops."""
 
     def __init__(self, planned: Schedule, outside_memory: OutsideMemory) -> None:
+        """Turn the actions of the backward pass into nodes, grouped by the op that they run before."""
         graph, choices = planned.graph, planned.choices
         counted = levels(planned, outside_memory)
         self.size = [value.bytes for value in graph.values]
+        """By value."""
         self.small = max(self.size) // SMALL
         tangents = {value.id for value in graph.values if value.kind == "tangent"}
         resident = {value.id for value in graph.values if value.kind in RESIDENT}
@@ -130,6 +132,7 @@ class _Profile:
         self.makes = {op: frozenset(v for node in nodes for v in node.makes) for op, nodes in self.nodes.items()}
         self.uses = {op: frozenset(v for node in nodes for v in node.uses) for op, nodes in self.nodes.items()}
         self.users = defaultdict[int, list[int]](list)
+        """By value: the ops that use it."""
         for op, used in self.uses.items():
             for value in used:
                 self.users[value].append(op)
@@ -138,16 +141,18 @@ class _Profile:
         """Compute the bytes at all positions if the backward ops run in this order (their indices)."""
         self.position = {op: at for at, op in enumerate(order)}
         self.last = {value: max(self.position[op] for op in ops) for value, ops in self.users.items()}
+        """By value: the position of the last op that uses it."""
         self.made = {value: at for at, op in enumerate(order) for value in self.makes[op]}
-        dies = defaultdict[int, int](int)
+        """By value: the position of the op that makes it."""
+        freed = defaultdict[int, int](int)  # bytes by position
         for value, at in self.last.items():
             if value not in self.kept:
-                dies[at] += self.size[value]
+                freed[at] += self.size[value]
         level = self.start
         self.before = [level]
         """Bytes before each position, and after the last."""
         for at, op in enumerate(order):
-            level += sum(self.size[value] for value in self.makes[op]) - dies[at]
+            level += sum(self.size[value] for value in self.makes[op]) - freed[at]
             self.before.append(level)
         self.levels = self.levels_of(0, len(order), order)
         """Highest level during each op and the recomputations before it."""
@@ -178,36 +183,41 @@ class _Profile:
     def lives_at(self, at: int) -> list[int]:
         """Return the values that are live throughout a position although its op does not read them, without small
         values."""
-        return [
-            value
-            for value, last in self.last.items()
-            if self.size[value] > self.small
-            and self.made.get(value, -1) < at
-            and (last > at or (value in self.kept and last < at))
-        ]
+        values = list[int]()
+        for value, last in self.last.items():
+            exists = self.made.get(value, -1) < at  # -1: made in the forward pass
+            is_needed = last > at or (last < at and value in self.kept)
+            if exists and is_needed and self.size[value] > self.small:
+                values.append(value)
+        return values
 
     def gain_later(self, block: Iterable[int], at: int) -> int:
         """Return by how many bytes a position falls if the ops of a block, which run before it, run after it."""
         makes, uses = self._of(block)
+        # what the block makes is not live there yet, what it would have freed still is
         made = sum(self.size[value] for value in makes if value in self.kept or self.last[value] >= at)
         return made - sum(self.size[v] for v in uses - makes if v not in self.kept and self.last[v] < at)
 
     def gain_earlier(self, block: frozenset[int], at: int) -> int:
         """Return by how many bytes a position falls if the ops of a block, which run after it, run before it."""
         makes, uses = self._of(block)
-        freed = (
-            self.size[value]
-            for value in uses - makes
-            if value not in self.kept
-            and self.made.get(value, -1) < at
-            and all(op in block or self.position[op] < at for op in self.users[value])
-        )
-        stays = (v for v in makes if v in self.kept or any(op not in block for op in self.users[v]))
-        return sum(freed) - sum(self.size[value] for value in stays)
+        gain = 0
+        for value in uses - makes:  # what the block frees is not live there any more
+            exists = value not in self.kept and self.made.get(value, -1) < at
+            if exists and all(op in block or self.position[op] < at for op in self.users[value]):
+                gain += self.size[value]
+        for value in makes:  # what it makes for other ops is
+            if value in self.kept or any(op not in block for op in self.users[value]):
+                gain -= self.size[value]
+        return gain
 
     def _of(self, block: Iterable[int]) -> tuple[set[int], set[int]]:
         """Return the values that the ops of a block make, and those that are live while they run."""
-        return set().union(*(self.makes[op] for op in block)), set().union(*(self.uses[op] for op in block))
+        makes, uses = set[int](), set[int]()
+        for op in block:
+            makes |= self.makes[op]
+            uses |= self.uses[op]
+        return makes, uses
 
 
 def _node(
@@ -249,6 +259,8 @@ class _Search:
     """Local search for an order of the backward ops."""
 
     def __init__(self, graph: JointGraph, profiles: Sequence[_Profile]) -> None:
+        """Collect which ops must run before each op: those that it depends on, and those whose recomputations it
+        uses."""
         self.profiles, self.order = profiles, [op.index for op in graph.backward_ops]
         self.before = must_precede(graph)
         for profile in profiles:  # a recomputed value belongs to the op that needs it first
@@ -256,6 +268,7 @@ class _Search:
             for op in self.order:
                 self.before[op] |= {maker[v] for v in profile.uses[op] if v in maker and maker[v] != op}
         self.after = defaultdict[int, set[int]](set)
+        """By op: the ops that must run after it; the reverse of ``before``."""
         for op, others in self.before.items():
             for other in others:
                 self.after[other].add(op)
@@ -329,13 +342,13 @@ class _Search:
     def _block(
         self, ops: Iterable[int], following: dict[int, set[int]], inside: Callable[[int], bool], at: int
     ) -> frozenset[int] | None:
-        """Return ops with all that have to move with them to the other side of a position.
+        """Return some ops with all others that have to move with them to the other side of a position.
 
         None if the position's own op would have to move, too, or more than `LARGEST_BLOCK` ops.
 
         Args:
             ops: indices of ops.
-            following: by op, those that must stay behind it (or before it, for moves to the front).
+            following: by op, the ops that must stay after it; for moves to the front, those that must stay before it.
             inside: whether a position is on the same side as the ops.
             at: the position.
         """

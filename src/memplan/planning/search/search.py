@@ -97,6 +97,7 @@ class Search:
     steady: JointGraph | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        """Leave out the encodings of levers that are off, and evaluate the step with all values saved."""
         self.switches = self.heuristics or Heuristics()
         off = {lever.name for lever in LEVERS if lever.switch and not getattr(self.switches, lever.switch)}
         if off:
@@ -104,7 +105,7 @@ class Search:
         self.evaluator = Evaluator(self.graph, self.outside_memory, gradients=self.gradients)
         self.flat = self.evaluator.flat
         self.drop_count = len(self.flat.droppable)
-        small = int(self.flat.bytes.max(initial=0)) // 4096
+        small = int(self.flat.bytes.max(initial=0)) // 4096  # see Heuristics.small_values
         self.small = small if self.switches.small_values else 0
         self.relaxation = Relaxation(self.flat, small=small)
         self.lower_bound = self.relaxation.unavoidable.peak
@@ -112,7 +113,9 @@ class Search:
         self.earlier_results: list[State] = []
         """Results of earlier budgets: starts for the next search."""
         self._solved: dict[int, Fractions | None] = {}
+        """Solutions of the relaxation by budget."""
         self._nearest_results: dict[tuple[int, int], Solution] = {}
+        """Results of `nearest` by its arguments."""
 
     def within(self, budget: int) -> Solution | Infeasible:
         """Find choices within ``budget`` bytes that add as few seconds as the search can reach. The result is the same
@@ -144,6 +147,7 @@ class Search:
     def _search_nearest(self, budget: int, squared: int) -> Solution:
         """Compute the result of `nearest`, which caches it."""
         nearest = self._best_repair(budget, [self._lowest.column, self._all_recomputed, self.save_all.column], squared)
+        # fewer seconds, nowhere above the levels of the nearest candidate, or the budget
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
         state = local.state(nearest.column)
@@ -204,6 +208,7 @@ class Search:
             return []
         column = np.zeros(self.evaluator.rows, dtype=bool)
         rows = self.flat.drop_rows
+        # recomputed are values of which less than half is kept, used are forms of which more than half is
         column[: self.drop_count] = (fractions.keep[rows] < 0.5) & (self.flat.bytes[rows] > self.small)
         column[self.drop_count :] = fractions.forms > 0.5
         return [column]
@@ -263,6 +268,7 @@ class Search:
     def _all_recomputed(self) -> Column:
         """The candidate that recomputes every value it can."""
         column = np.zeros(self.evaluator.rows, dtype=bool)
+        # the first rows say which values are recomputed; small values never are
         column[: self.drop_count] = self.flat.bytes[self.flat.drop_rows] > self.small
         return column
 
@@ -286,13 +292,14 @@ class Search:
         """
 
         def by_peak(state: State) -> tuple[int, float]:
+            """Return the key to compare states by."""
             return state.peak, state.seconds
 
         starts = [self.save_all.column, self._all_recomputed]
         low, local = self.lower_bound, self._local(0)
         near = (self.near_bound.column, self._near_bound(self._all_recomputed).column)
         best = min((local.state(column) for column in (*starts, *near)), key=by_peak)
-        while best.peak - low > best.peak // 400:  # a step takes as long for the last bytes
+        while best.peak - low > best.peak // 400:  # each halving takes as long, even for the last bytes
             budget = low + (best.peak - low) // 2
             best = min(best, self._reach_budget(budget, best.column, starts), key=by_peak)
             if best.peak > budget:

@@ -50,19 +50,22 @@ class Crops:
     """
 
     def __init__(self, model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Trace the network on the whole input, and find its total stride along each dimension of space."""
         self._model, self.dtype = model, dtype
         self.input_shape = shape
         self._programs: dict[tuple[int, ...], list[Tiled]] = {}
+        """By shape of an input: the network's program, tiled along each dimension of space."""
         self._whole = self._tiled(shape)
         program = self._whole[0].program
         self.result_shape = program.likes[program.outputs[0]].shape
         self.result_dtype = program.likes[program.outputs[0]].dtype
         self._scales = [self._scales_along(tiled) for tiled in self._whole]
-        self.strides = tuple(
-            math.lcm(*(scale.numerator for scale in scales.values() if scale >= 1)) for scales in self._scales
-        )
+        """Along each dimension of space: how many elements of the input an element of each value stands for."""
+        strides = ([scale.numerator for scale in scales.values() if scale >= 1] for scales in self._scales)
+        self.strides = tuple(math.lcm(*each) for each in strides)
         """Total stride of the network along each dimension of space: crops begin at its multiples."""
         self._checked: set[tuple[Any, ...]] = set()
+        """Kinds of crops whose windows were compared with those on the whole input."""
 
     def _tiled(self, shape: tuple[int, ...]) -> list[Tiled]:
         """Return the network's program on an input of this shape, tiled along each dimension of space in turn.

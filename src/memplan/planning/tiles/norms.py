@@ -53,7 +53,7 @@ class Norm:
         return sums if self.groups is None else sums.reshape(sums.shape[0], self.groups, -1).sum(2)
 
 
-def norm_of(node: Node, rank: int, dim: int) -> Norm | None:
+def norm_of(node: Node, dim: int) -> Norm | None:
     """Return the norm that a node is, if its statistics are over dimension ``dim`` of its input; None for other ops."""
     arguments = arguments_of(node.target, node.args, node.kwargs)
 
@@ -76,8 +76,10 @@ class Statistics:
     def __init__(self, norm: Norm) -> None:
         self._norm = norm
         self.count = 0
+        """Elements so far that share a statistic."""
         self._mean: Any = 0.0
         self._squares: Any = 0.0
+        """Sum of the squares of deviations from the mean."""
 
     def add(self, x: Tensor) -> None:
         """Add a part of the input; parts do not overlap."""
@@ -89,7 +91,7 @@ class Statistics:
         variance, mean = torch.var_mean(_wide(part), dims, correction=0)
         count = part.numel() // mean.numel()
         variance, mean = variance.double(), mean.double()
-        # the squares of deviations from the common mean, equation 2.1b of the source
+        # the squares of deviations from the common mean
         total, difference = self.count + count, mean - self._mean
         self._squares = self._squares + variance * count + difference**2 * (self.count * count / total)
         self._mean = self._mean + difference * (count / total)
@@ -190,8 +192,7 @@ class Normalize(torch.autograd.Function):
         (dy,) = gradients
         x, weight, mean, variance = ctx.saved_tensors
         dx = input_gradient(ctx.norm, x, weight, mean, variance, dy, ctx.sums, ctx.count, ctx.own)
-        of_weight, of_bias = (
-            total.sum(0).to(dtype) if ctx.first and dtype is not None else None
-            for total, dtype in zip(reversed(ctx.sums), ctx.dtypes, strict=True)
-        )
+        (of_bias, of_weight), (weight_dtype, bias_dtype) = ctx.sums, ctx.dtypes
+        of_weight = of_weight.sum(0).to(weight_dtype) if ctx.first and weight_dtype is not None else None
+        of_bias = of_bias.sum(0).to(bias_dtype) if ctx.first and bias_dtype is not None else None
         return None, dx, of_weight, of_bias, None, None, None, None, None, None

@@ -127,6 +127,7 @@ class Recorder:
         """
 
         def without_data(leaf: Any) -> Any:
+            """Return the tensor without data for a tensor from outside, anything else unchanged."""
             if not isinstance(leaf, Tensor) or self.owns(leaf):
                 return leaf
             if id(leaf) not in self._replacements:

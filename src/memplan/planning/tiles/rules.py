@@ -168,8 +168,8 @@ class _Pointwise(Rule):
     merges = True
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operands' axis: the same in all, as shapes are aligned at the last dimension."""
         rank, axes = len(call.result), {value: call.axes[value] for value in call.node.reads if value in call.axes}
-        # shapes are aligned at the last dimension
         aligned = {replace(along, dim=rank - len(call.shapes[v]) + along.dim) for v, along in axes.items()}
         if len(aligned) != 1:
             raise NotTileable(f"{call.node.name} combines different axes")
@@ -179,6 +179,7 @@ class _Pointwise(Rule):
         return result
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the same window of all operands that are not broadcast along the axis."""
         along, result = call.result_axis, call.result
         parts = dict[int, Part]()
         for value in call.node.reads:
@@ -199,6 +200,7 @@ class _Rows(Rule):
         self.operands, self._keeps = operands or ("self",), keeps
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operands' axis, if the op treats its elements one by one."""
         axes = {call.along(name) for name in self.operands} - {None}
         if len(axes) != 1:
             raise NotTileable(f"{call.node.name} combines different axes")
@@ -217,6 +219,7 @@ class _Reduction(Rule):
     merges = True
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis among the dimensions that are left."""
         along, rank = call.along("self"), len(call.shape("self"))
         dims = [call["dim"]] if isinstance(call["dim"], int) else call["dim"]
         reduced = {dim % rank for dim in dims or range(rank)}  # without any, all are reduced
@@ -235,6 +238,7 @@ class _Sized(_Rows):
         self._samples = samples
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the op's arguments with the piece's number of samples."""
         low, high = elements(call.result_axis, window)
         return tuple({**call.arguments, self._samples: high - low}.values()), {}
 
@@ -245,6 +249,7 @@ class _View(Rule):
     merges = True
 
     def result_axis(self, call: Call) -> Along:
+        """Return the dimension of the result that holds the axis: of several, that with the fewest repetitions."""
         along, shape, result = call.along("self"), call.shape("self"), call.result
         if along is None:
             raise NotTileable(f"{call.node.name} combines different axes")
@@ -263,6 +268,7 @@ class _View(Rule):
         raise NotTileable(f"{call.node.name} splits or mixes the axis")
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Return the operand's part in the shape of the result's window."""
         return tensors(call["self"].value).reshape(_shape_of(call, window))
 
 
@@ -270,6 +276,7 @@ class _Slice(_Rows):
     """``slice``: along the axis, one element after another, it moves the window."""
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis: a slice along it must take elements one after another."""
         along = call.along("self")
         if along is None:
             raise NotTileable("slice combines different axes")
@@ -282,6 +289,7 @@ class _Slice(_Rows):
         return (call["dim"] or 0) % len(call.result) == along.dim
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the window of the operand: shifted by where the slice begins, if it is along the axis."""
         along, value = call.result_axis, call["self"].value
         if not self._moves(call, along):
             return super().operand_parts(call, window)
@@ -290,6 +298,7 @@ class _Slice(_Rows):
         return {value: Part(along.dim, (first + window[0], first + window[1]))}
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Return the operand's part itself for a slice along the axis, else the slice of it."""
         if self._moves(call, call.result_axis):
             return tensors(call["self"].value)
         return super().run(call, window, tensors, op)
@@ -299,12 +308,14 @@ class _Gather(_Rows):
     """``gather``: along another dimension, or with indices along the axis into a vector that is there as a whole."""
 
     def result_axis(self, call: Call) -> Along:
+        """Return the axis of the indices, or of indices and operand."""
         along = call.along("index")
         if len(call.result) == 1 and call.along("self") is None and along is not None:  # into a whole vector
             return along
         return super().result_axis(call)
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the same window of indices and operand; all of a vector."""
         parts = super().operand_parts(call, window)
         if len(call.result) == 1:  # any element of the vector can be read
             parts.pop(call["self"].value)
@@ -317,6 +328,7 @@ class _Likelihood(Rule):
     merges = True
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis among the result's dimensions, which lack that of the classes."""
         along = call.along("self")
         if along is None or along.dim == 1 or len(call.shape("self")) == 1 or call["reduction"] != 0:
             raise NotTileable(f"{call.node.name} mixes elements of the axis")
@@ -326,6 +338,7 @@ class _Likelihood(Rule):
         return result
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the same window of log-probabilities and targets."""
         along, part = call.along("self"), elements(call.result_axis, window)
         assert along is not None
         return {call["self"].value: Part(along.dim, part), call["target"].value: Part(call.result_axis.dim, part)}
@@ -341,6 +354,7 @@ class _Moved(Rule):
         self._order = order
 
     def result_axis(self, call: Call) -> Along:
+        """Return where the operand's axis has moved."""
         along = call.along("self")
         order = list(self._order(call, len(call.shape("self"))))
         if along is None or along.dim not in order:
@@ -354,6 +368,7 @@ class _Expand(Rule):
     merges = True
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis, behind new dimensions."""
         along = call.along("self")
         assert along is not None
         dim = len(call.result) - len(call.shape("self")) + along.dim  # new dimensions come first
@@ -362,6 +377,7 @@ class _Expand(Rule):
         return replace(along, dim=dim)
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Return the operand's part, expanded to the shape of the result's window."""
         return tensors(call["self"].value).expand(_shape_of(call, window))
 
 
@@ -369,6 +385,7 @@ class _Cat(Rule):
     """``cat`` along another dimension."""
 
     def result_axis(self, call: Call) -> Along:
+        """Return the axis, which is the same in all operands and not joined along."""
         axes = {call.axes.get(value) for value in call.node.reads}
         along = axes.pop() if len(axes) == 1 else None  # the same in all operands
         if along is None or (call["dim"] or 0) % len(call.result) == along.dim:
@@ -376,6 +393,7 @@ class _Cat(Rule):
         return along
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the same window of all operands."""
         along = call.result_axis
         return dict.fromkeys(call.node.reads, Part(along.dim, elements(along, window)))
 
@@ -384,6 +402,7 @@ class _Pad(Rule):
     """``constant_pad_nd``."""
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis."""
         along = call.along("self")
         if along is None or (along.unit > 1 and any(self._ends(call, along.dim))):
             raise NotTileable("constant_pad_nd pads merged dimensions")
@@ -396,6 +415,7 @@ class _Pad(Rule):
         return (pad[2 * behind], pad[2 * behind + 1]) if 2 * behind + 1 < len(pad) else (0, 0)
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the window of the operand without what is padded."""
         along = call.result_axis
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
@@ -404,6 +424,8 @@ class _Pad(Rule):
         return {call["self"].value: Part(along.dim, part)}
 
     def arguments(self, call: Call, window: Window) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the op's arguments with the padding that the window needs along the axis: only border pieces need
+        any."""
         along = call.result_axis
         low, high = elements(along, window)
         before, _ = self._ends(call, along.dim)
@@ -444,6 +466,7 @@ class _Sliding(Rule):
         return size, stride, padding, _at(call["dilation"], spatial, 1)
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis: of the batch, or of space."""
         along = call.along(self._operand)
         if along is None or [v for v in call.node.reads if v in call.axes] != [call[self._operand].value]:
             raise NotTileable(f"{call.node.name} has the axis in other operands than its input")
@@ -472,6 +495,7 @@ class _Sliding(Rule):
         return low, (window[1] - 1) * stride - padding + dilation * (kernel - 1) + 1
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the window of the operand that the kernel reads, without padding."""
         along, spatial = call.result_axis, self._spatial(call)
         value, size = call[self._operand].value, call.shape(self._operand)[along.dim]
         if spatial is None:
@@ -480,13 +504,15 @@ class _Sliding(Rule):
         return {value: Part(along.dim, part)}
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Run the kernel on the piece's part: along the axis it is padded here, and only at the borders of the
+        whole."""
         spatial = self._spatial(call)
         if spatial is None:
             return super().run(call, window, tensors, op)
         along, operand = call.result_axis, call[self._operand].value
         _, ends = _clipped(*self._reach(call, spatial, window), call.shape(self._operand)[along.dim])
         part = tensors(operand)
-        if any(ends):  # the piece is at a border: pad it here, and not in the kernel at every border of a piece
+        if any(ends):
             part = F.pad(part, (*[0, 0] * (part.dim() - 1 - along.dim), *ends), value=self._fill)
         padding = [_at(call["padding"], dim, 0) for dim in range(self._space(call))]
         padding[spatial] = 0
@@ -498,6 +524,7 @@ class _AveragePool(_Sliding):
     """An average pool. Padding counts as zeros, or is not there."""
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis, unless averages at borders count fewer elements."""
         along = super().result_axis(call)
         spatial = along.dim - len(call.result) + self._space(call)
         if spatial < 0:  # an axis of the batch
@@ -512,13 +539,16 @@ class _Convolution(_Sliding):
     """``convolution``, also transposed."""
 
     def _space(self, call: Call) -> int:
+        """Return the number of dimensions of space."""
         return len(call.result) - 2
 
     def _kernel(self, call: Call, spatial: int) -> tuple[int, int, int, int]:
+        """Return size, stride, padding and dilation of the kernel in a dimension of space."""
         stride, padding = _at(call["stride"], spatial, 1), _at(call["padding"], spatial, 0)
         return call.shape("weight")[2 + spatial], stride, padding, _at(call["dilation"], spatial, 1)
 
     def _reach(self, call: Call, spatial: int, window: Window) -> Window:
+        """Return the range of the operand that a window reads; of a transposed convolution, clipped to the operand."""
         if not call["transposed"]:
             return super()._reach(call, spatial, window)
         # input i writes to results i * stride - padding + dilation * (0 to kernel - 1)
@@ -530,6 +560,7 @@ class _Convolution(_Sliding):
         return (begin, end) if begin < end else (begin - 1, begin)  # rows between the kernels: bias alone
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Run the kernel on the piece's part. A transposed convolution makes more than the window, which is cut out."""
         spatial = self._spatial(call)
         if spatial is None or not call["transposed"]:
             return super().run(call, window, tensors, op)
@@ -559,6 +590,7 @@ class _Upsample(Rule):
         self._reach = reach
 
     def result_axis(self, call: Call) -> Along:
+        """Return the operand's axis: of the batch, or of space if the factor is a whole number."""
         along = call.along("self") or call.along("input")
         if along is None:
             raise NotTileable(f"{call.node.name} combines different axes")
@@ -583,6 +615,7 @@ class _Upsample(Rule):
         return (call["self"] or call["input"]).value
 
     def _operand_shape(self, call: Call) -> tuple[int, ...]:
+        """Return the shape of what is upsampled."""
         return call.shapes[self._operand(call)]
 
     def _part(self, call: Call, along: Along, window: Window) -> Window:
@@ -592,11 +625,13 @@ class _Upsample(Rule):
         return _clipped(window[0] // scale - self._reach, -(-window[1] // scale) + self._reach, size)[0]
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the window of the operand, with the elements on either side that an interpolation reads."""
         along = call.result_axis
         part = elements(along, window) if along.dim < 2 else self._part(call, along, window)
         return {self._operand(call): Part(along.dim, part)}
 
     def run(self, call: Call, window: Window, tensors: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:
+        """Upsample the piece's part, and cut the window out of the result."""
         along = call.result_axis
         if along.dim < 2:
             return super().run(call, window, tensors, op)
@@ -616,12 +651,15 @@ class _ChannelNorm(Rule):
     samples of an instance norm are."""
 
     def result_axis(self, call: Call) -> Along:
+        """Return the input's axis: the channels, or any other dimension in evaluation."""
         along = call.along("input")
         if along is None or (along.dim != 1 and call["training"] is not False):
             raise NotTileable(f"{call.node.name} normalizes over the axis")
         return along
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the same window of the input and, if the axis is the channels, of weight, bias and running
+        statistics."""
         along = call.result_axis
         part = elements(along, window)
         parts = {call["input"].value: Part(along.dim, part)}
@@ -643,6 +681,7 @@ class _Product(Rule):
         self._factors = first, second
 
     def result_axis(self, call: Call) -> Along:
+        """Return the axis of the first factor: its rows, or the batch of both factors."""
         first, second = map(call.along, self._factors)
         rank = len(call.result)
         if first is None or first.dim == rank - 1:
@@ -661,6 +700,7 @@ class _Product(Rule):
         return first
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the same window of the operands along the axis; of the second factor only in a batch."""
         axes = {value: call.axes[value] for value in call.node.reads if value in call.axes}
         parts = {value: Part(along.dim, elements(along, window)) for value, along in axes.items()}
         first, second = (call[name].value for name in self._factors)

@@ -78,10 +78,12 @@ class _Reduction(Sum):
     """``sum`` and ``mean``, of all elements or along dimensions."""
 
     def over(self, call: Call, along: Along) -> bool:
+        """Return whether the axis is among the dimensions that are reduced; without dimensions, all are."""
         dims, rank = call["dim"], len(call.shape("self"))
-        return not dims or along.dim in [dim % rank for dim in dims]  # without dimensions, over all
+        return not dims or along.dim in [dim % rank for dim in dims]
 
     def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
+        """Return the sum of a part, or its mean times its share of the elements."""
         result = overload(call.node.target)(*filled(call.node.args, tensors), **filled(dict(call.node.kwargs), tensors))
         return result * self._share(call, tensors) if "mean" in call.node.name else result
 
@@ -90,9 +92,11 @@ class _Loss(Sum):
     """A loss of elements that is reduced."""
 
     def over(self, call: Call, along: Along) -> bool:
+        """Return whether the loss is reduced, then over all elements."""
         return call["reduction"] != _NONE
 
     def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
+        """Return the loss of a part; of a mean, times the part's share of the elements."""
         result = overload(call.node.target)(**filled(dict(call.arguments), tensors))
         return result if call["reduction"] == _SUM else result * self._share(call, tensors)
 
@@ -101,9 +105,11 @@ class _Likelihood(Sum):
     """``nll_loss`` of classes in dimension 1, also of images."""
 
     def over(self, call: Call, along: Along) -> bool:
+        """Return whether the loss is reduced, and the axis is not that of the classes."""
         return along.dim != 1 and len(call.shape("self")) > 1 and call["reduction"] != _NONE
 
     def operand_parts(self, call: Call, window: Window) -> dict[int, Part]:
+        """Return the same window of log-probabilities and targets; weights of classes as a whole."""
         along = call.along("self")
         assert along is not None
         target = Along(along.dim - (along.dim > 1), along.unit, along.repeats)  # it has no dimension of classes
@@ -113,9 +119,11 @@ class _Likelihood(Sum):
         return {call["self"].value: Part(along.dim, part), call["target"].value: Part(target.dim, part)}
 
     def weighs(self, call: Call) -> bool:
+        """Return whether the loss is a mean: it is divided by the weights of all targets."""
         return call["reduction"] == _MEAN
 
     def weight(self, call: Call, tensors: Callable[[int], Tensor]) -> Tensor:
+        """Return the sum of the weights of a part's targets, or their number; those to ignore do not count."""
         target, weights = tensors(call["target"].value), call["weight"]
         counted = target != call["ignore_index"]
         if weights is None:
@@ -123,6 +131,7 @@ class _Likelihood(Sum):
         return tensors(weights.value)[target[counted]].sum(dtype=torch.float64)
 
     def part(self, call: Call, tensors: Callable[[int], Tensor], weight: Tensor | None) -> Tensor:
+        """Return the summed loss of a part, divided by the weights of all pieces."""
         arguments = filled({**call.arguments, "reduction": _SUM}, tensors)
         result, _ = overload(call.node.target)(**arguments)
         # not in the result's dtype: bfloat16 rounds counts of tokens, and float16 overflows at 65,520

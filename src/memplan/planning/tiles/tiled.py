@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -82,6 +82,7 @@ class Tiled:
     """
 
     def __init__(self, program: Program, axis: Axis, pieces: int) -> None:
+        """Place the axis in each value, and check that each piece has something to compute."""
         self.program, self.axis, self.pieces = program, axis, pieces
         self.shapes = {value: like.shape for value, like in program.likes.items()}
         self.along = dict[int, Along]()
@@ -108,8 +109,9 @@ class Tiled:
         second = [node.name for node in program.nodes if read.intersection(node.outputs[1:])]
         if second:
             raise NotTileable(f"something reads the second result of {second[0]}")
-        if any(0 in self._strides_of_many(value) for value in program.outputs):
-            raise NotTileable("a result of the segment repeats its elements")
+        for like in (program.likes[value] for value in program.outputs):
+            if any(size > 1 and stride == 0 for size, stride in zip(like.shape, like.stride, strict=True)):
+                raise NotTileable("a result of the segment repeats its elements")
         self._joined = tuple(value for value in program.outputs if value in self.along)
         """Results along the axis."""
         if not (self._joined or self.partial):
@@ -118,8 +120,8 @@ class Tiled:
             raise NotTileable("nothing reads a result of the segment")
         if pieces > self.elements:
             raise NotTileable(f"there are {self.elements} elements for {pieces} pieces")
-        ends = (0, pieces - 1) if axis.dim else ()
-        if any(low >= high for at in ends for low, high in self.windows(self._goals(at)).values()):
+        border_pieces = (0, pieces - 1) if axis.dim else ()
+        if any(low >= high for piece in border_pieces for low, high in self.windows(self._goals(piece)).values()):
             raise NotTileable("a piece would read nothing but padding")
 
     def _place_input(self, value: int) -> None:
@@ -135,7 +137,7 @@ class Tiled:
         elif dim:
             if len(shape) > dim and shape[dim] > 1:  # a single element is read by each piece
                 self.along[value] = Along(dim)
-        elif shape[0] and shape[0] % samples == 0:
+        elif shape[0] and shape[0] % samples == 0:  # samples, maybe merged with another dimension
             self.along[value] = Along(0, shape[0] // samples)
 
     def _step(self, at: int, node: Node) -> _Step:
@@ -168,16 +170,16 @@ class Tiled:
         if not on_axis:
             return _Whole(node)
         first = on_axis[0]
-        norm = norm_of(node, len(self.shapes[first]), self.along[first].dim)
+        norm = norm_of(node, self.along[first].dim)
         if norm is not None and norm.input == first:
             self.norms[at], self.along[norm.output] = norm, self.along[first]
-            return _Normalization(at, norm, self.along[first])
+            return _Normalization(node, at, norm, self.along[first])
         call = Call(node, self.shapes, self.along)
         rule = sum_of(call)
         if rule is not None:
             return self._sum(at, call, rule)
         self.along[node.outputs[0]] = call.result_axis
-        return _InPart(at, call, summed_factor(node, self._makers, self.program))
+        return _InPart(node, at, call, summed_factor(node, self._makers, self.program))
 
     def _sum(self, at: int, call: Call, rule: Sum) -> _Step:
         """Return how a sum over the axis runs piece by piece, and note whether pieces or a pass before them compute it.
@@ -186,7 +188,7 @@ class Tiled:
         """
         node, value = call.node, call[rule.operand].value
         rule.operand_parts(call, (0, self.size(value)))  # raises where it combines axes
-        step, result = _Sum(at, call, rule), self.program.likes[node.outputs[0]]
+        step, result = _Sum(node, at, call, rule), self.program.likes[node.outputs[0]]
         if value not in self._differentiable:  # a pass before the pieces computes it
             if rule.weighs(call):
                 raise NotTileable(f"{node.name} has no gradient")
@@ -196,11 +198,6 @@ class Tiled:
             if rule.weighs(call):  # such a pass computes the sum of its weights
                 self.totals[at] = Like((), (), torch.float64, result.device)
         return step
-
-    def _strides_of_many(self, value: int) -> list[int]:
-        """Return the strides of the dimensions of a value that have more than one element."""
-        like = self.program.likes[value]
-        return [stride for size, stride in zip(like.shape, like.stride, strict=True) if size > 1]
 
     def size(self, value: int) -> int:
         """Return the number of elements of the axis in a value."""
@@ -250,10 +247,9 @@ class Tiled:
         """Whether the gradients are computed together with the result: a single sum comes out. Not in float16, where
         small gradients need the scale of the loss."""
         likes, outputs = self.program.likes, self.program.outputs
-        return (
-            len(outputs) == 1 and outputs[0] in self.partial and likes[outputs[0]].shape == ()
-            and all(likes[value].dtype != torch.float16 for value in self._differentiable)
-        )  # fmt: skip
+        if len(outputs) != 1 or outputs[0] not in self.partial or likes[outputs[0]].shape != ():
+            return False
+        return all(likes[value].dtype != torch.float16 for value in self._differentiable)
 
     # -- passes and their work
 
@@ -261,7 +257,7 @@ class Tiled:
     def statistic_passes(self) -> list[list[int]]:
         """Passes over the pieces that compute statistics: for each, the nodes of the norms and sums whose statistics
         depend only on those of earlier passes."""
-        depths = dict[int, int]()
+        depths = dict[int, int]()  # by node: the number of its pass
         for at in sorted((*self.norms, *self.totals)):
             before = frozenset[int]().union(*(self._statistics_behind.get(v, ()) for v in self._statistic_reads(at)))
             depths[at] = 1 + max((depths[b] for b in before), default=-1)
@@ -276,8 +272,9 @@ class Tiled:
     def sum_passes(self) -> list[list[int]]:
         """Passes over the pieces that compute sums of norms' derivatives: for each, the nodes of the norms on which
         only norms of earlier passes depend."""
-        depths = dict[int, int]()
+        depths = dict[int, int]()  # by node of a norm: the number of its pass
         for at, norm in reversed(self.norms.items()):
+            # those of the later norms whose input depends on this norm's result
             later = (depth for b, depth in depths.items() if norm.output in self._windows_of(self.norms[b].input))
             depths[at] = 1 + max(later, default=-1)
         return _grouped({at: depth for at, depth in depths.items() if at not in self.first_norms})
@@ -285,12 +282,13 @@ class Tiled:
     @cached_property
     def first_norms(self) -> frozenset[int]:
         """Nodes of the norms of an input of the segment that nothing else reads: they need no pass of their own."""
-        inputs, reads = set(self.program.inputs), [value for node in self.program.nodes for value in node.reads]
-        return frozenset(
-            at for at, norm in self.norms.items()
-            if norm.input in inputs and reads.count(norm.input) == 1
-            and inputs.issuperset(v for v in (norm.weight, norm.bias) if v is not None)
-        )  # fmt: skip
+        inputs, reads = set(self.program.inputs), Counter(v for node in self.program.nodes for v in node.reads)
+        first = set[int]()
+        for at, norm in self.norms.items():
+            weights = {value for value in (norm.weight, norm.bias) if value is not None}
+            if norm.input in inputs and reads[norm.input] == 1 and weights <= inputs:
+                first.add(at)
+        return frozenset(first)
 
     @cached_property
     def unread(self) -> frozenset[int]:
@@ -387,7 +385,7 @@ class Tiled:
 
     @cached_property
     def passing(self) -> frozenset[int]:
-        """Goals of a piece that nothing reads once it has run."""
+        """Values that a piece must compute for its parts of sums, and that nothing reads afterwards."""
         return frozenset(self._summed) - {*self._joined, *self._normed}
 
     # -- computing
@@ -408,7 +406,7 @@ class Tiled:
                     reads = [value for at in group for value in self._statistic_reads(at) if value in self.along]
                     goals = {value: self.own(value, piece) for value in reads}
                     run = _Run(self, tensors, known, goals, piece, sums_up=False)
-                    run.until(max(group))
+                    run.until(max(group))  # no node after the group's last is needed
                     for at, statistics in collected.items():
                         value = self.norms[at].input
                         statistics.add(run.part(value, goals[value]))
@@ -537,8 +535,9 @@ class Tiled:
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
         with torch.enable_grad():
             run.until(None)
-        computed = self._derivative(run, piece, gradients, [leaf for _, leaf in run.cuts.values()])
-        for (at, (x, _)), dy in zip(run.cuts.items(), computed, strict=True):
+        inputs = {at: x for at, (x, _) in run.cuts.items()}  # of the norms; their results are leaves of autograd
+        gradients_of_results = self._derivative(run, piece, gradients, [leaf for _, leaf in run.cuts.values()])
+        for (at, x), dy in zip(inputs.items(), gradients_of_results, strict=True):
             self._add(sums, at, x, _pair(known[at]), dy)
 
     def _add_piece(
@@ -557,6 +556,7 @@ class Tiled:
             over: position of the input whose gradient takes the place of a result's; -1: none does.
             first: position of the input of each norm of an input, whose gradient of the result is collected there.
         """
+        # run the piece under autograd, with the inputs and the results of norms of inputs as leaves
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
         run.into = {value: totals[at] for at, value in enumerate(self.program.inputs) if needed[at]}
         leaves = run.leaves([need and at not in first.values() for at, need in enumerate(needed)])
@@ -569,6 +569,7 @@ class Tiled:
         if over >= 0 and (into := totals[over]) is not None:  # only this piece reads and writes this part
             value = self.program.inputs[over]
             self.place(into, value, self.own(value, piece)).zero_()
+        # add each leaf's gradient where the piece's part lies in the whole gradient
         places = [run.input_place(totals[at], self.program.inputs[at]) for at in leaves]
         for at, (x, _) in run.cuts.items():
             norm, result = self.norms[at], totals[first[at]]
@@ -653,7 +654,7 @@ class Tiled:
             if gradient is not None and part.requires_grad:
                 parts.append(part)
                 incoming.append(gradient if own is None else self.part(gradient, value, own))
-            del part
+            del part  # autograd is to hold the last reference
         if not parts or not leaves:
             return [None] * len(leaves)
         run.release()
@@ -689,6 +690,7 @@ class _Total:
     """A sum over the pieces, in float64 for floating-point numbers."""
 
     def __init__(self, like: Like) -> None:
+        """``like``: a tensor like the sum, without data."""
         self._like = like
         dtype = torch.float64 if like.dtype.is_floating_point else like.dtype
         self._sum = torch.zeros(like.shape, dtype=dtype, device=like.device)
@@ -706,6 +708,7 @@ class _Results:
     """The results of a segment, filled piece by piece."""
 
     def __init__(self, tiled: Tiled) -> None:
+        """Allocate the results along the axis, and sums for the others."""
         program = tiled.program
         self._tiled = tiled
         self._joined: dict[int, Tensor] = {}
@@ -828,9 +831,11 @@ class _Run:
         if need is None:
             return tensor
         dim, (low, high) = need
-        along = self.tiled.along.get(value)
-        begin = 0 if along is None else elements(along, self.windows[value])[0]
-        along = replace(placed if along is None else along, dim=dim)
+        along, begin = placed, 0
+        if value in self.tiled.along:  # the piece has a window of it
+            along = self.tiled.along[value]
+            begin, _ = elements(along, self.windows[value])
+        along = replace(along, dim=dim)
         if low == begin and high - low == tensor.shape[dim] // along.repeats:
             return tensor
         return _narrowed(tensor, along, low - begin, high - begin)
@@ -838,6 +843,7 @@ class _Run:
     def normalize(self, at: int, norm: Norm, along: Along) -> None:
         """Compute the result of the norm at node ``at`` over the axis. ``along``: where the axis lies in its input."""
         tiled, x = self.tiled, self.values[norm.input]
+        # the piece may have more of the input than it needs of the result
         window, wanted = self.windows[norm.input], self.windows[norm.output]
         weight, bias = (None if v is None else self.values[v] for v in (norm.weight, norm.bias))
         # the elements that no other piece counts, as dimension, first element and number
@@ -850,7 +856,7 @@ class _Run:
         if wanted != window:
             begin = (wanted[0] - window[0]) * along.unit
             y = y.narrow(along.dim, begin, (wanted[1] - wanted[0]) * along.unit)
-        if at in self._cut:
+        if at in self._cut:  # the derivative ends here
             y = y.detach().requires_grad_()
             self.cuts[at] = self.part(norm.input, wanted).detach(), y
         self.values[norm.output] = y
@@ -866,52 +872,48 @@ class _Run:
         self.values.clear()
 
 
-class _Step(Protocol):
-    """A node of a program: which parts it needs, and how a piece runs it."""
-
-    @property
-    def output(self) -> int:
-        """First result; -1 for none."""
-        ...
-
-    def operand_parts(self, window: Window) -> Mapping[int, Part]:
-        """Return the parts of operands that a window of the result needs, by value; operands without an entry as a
-        whole."""
-        ...
-
-    def is_due(self, run: _Run) -> bool:
-        """Return whether a piece has to compute the node."""
-        ...
-
-    def run(self, run: _Run) -> None:
-        """Compute the node and add its results to the values of a piece."""
-        ...
-
-
 @dataclass(frozen=True)
-class _Whole:
-    """A node off the axis, which each piece computes as a whole, or of its parts of sums."""
+class _Step:
+    """A node of a program: which parts of operands it needs, and how a piece runs it."""
 
     node: Node
 
     @property
     def output(self) -> int:
+        """Id of the first result; -1 without one."""
         return self.node.outputs[0] if self.node.outputs else -1
 
     def operand_parts(self, window: Window) -> Mapping[int, Part]:
+        """Return the parts of operands that a window of the result needs, by value; operands without an entry as a
+        whole."""
         return {}
 
     def is_due(self, run: _Run) -> bool:
+        """Return whether a piece has to compute the node."""
+        return self.output in run.windows
+
+    def run(self, run: _Run) -> None:
+        """Compute the node and add its results to the values of a piece."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Whole(_Step):
+    """A node off the axis, which each piece computes as a whole, or of its parts of sums."""
+
+    def is_due(self, run: _Run) -> bool:
+        """Return whether its operands are known: those from sums may not be yet."""
         return all(value in run.values for value in self.node.reads)
 
     def run(self, run: _Run) -> None:
+        """Compute all of the results."""
         result = run_whole(self.node, run.values.__getitem__)
         results = [result] if isinstance(result, Tensor) else list(result or ())
         run.values.update(zip(self.node.outputs, results, strict=False))
 
 
 @dataclass(frozen=True)
-class _InPart:
+class _InPart(_Step):
     """A node with a rule."""
 
     at: int
@@ -919,38 +921,33 @@ class _InPart:
     factor: Factor | None = None
     """The weight of a product."""
 
-    @property
-    def output(self) -> int:
-        return self.call.node.outputs[0]
-
     def operand_parts(self, window: Window) -> Mapping[int, Part]:
+        """Return the parts of operands that the op's rule needs for a window of the result."""
         return self.call.operand_parts(window)
 
-    def is_due(self, run: _Run) -> bool:
-        return self.output in run.windows
-
     def run(self, run: _Run) -> None:
+        """Compute the piece's window of the result. A product can add the gradient of its weight in place."""
         window = run.windows[self.output]
-        needs, placed = self.operand_parts(window), run.tiled.along[self.output]
+        parts, axis = self.operand_parts(window), run.tiled.along[self.output]
+
+        def operand(value: int) -> Tensor:
+            """Return the part of an operand that the window needs."""
+            return run.operand(value, parts.get(value), axis)
+
         into = None if self.factor is None else run.into.get(self.factor.weight)
-        if into is not None and self.factor is not None:  # a product that adds its weight's gradient in place
+        if into is not None and self.factor is not None:
             x, row = self.call["self"], None
             if self.call["mat1"]:  # addmm
-                x, row = self.call["mat1"], self.call["self"]
-            run.values[self.output] = Product.apply(
-                run.operand(x.value, needs.get(x.value), placed), run.values[self.factor.weight],
-                None if row is None else run.values[row.value], self.factor.transposed, into,
-            )  # pyright: ignore[reportArgumentType]  # fmt: skip
+                x, row = self.call["mat1"], run.values[self.call["self"].value]
+            weight = run.values[self.factor.weight]
+            run.values[self.output] = Product.apply(operand(x.value), weight, row, self.factor.transposed, into)  # pyright: ignore[reportArgumentType]
             return
-        rule = RULES[self.call.node.target]
-        result = rule.run(
-            self.call, window, lambda value: run.operand(value, needs.get(value), placed), run.op(self.at)
-        )
+        result = RULES[self.node.target].run(self.call, window, operand, run.op(self.at))
         run.values[self.output] = result if isinstance(result, Tensor) else result[0]
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _Sum(_Step):
     """A sum over the axis: part of a result, or known from a pass before."""
 
     at: int
@@ -958,23 +955,18 @@ class _Sum:
     rule: Sum
 
     @property
-    def output(self) -> int:
-        return self.call.node.outputs[0]
-
-    @property
     def total_reads(self) -> Sequence[int]:
         """What its total is computed from: for a mean with weights their sum, else the result itself."""
         if not self.rule.weighs(self.call):
-            return self.call.node.reads
+            return self.node.reads
         return [self.call[name].value for name in ("target", "weight") if self.call[name] is not None]
 
-    def operand_parts(self, window: Window) -> Mapping[int, Part]:
-        return {}
-
     def is_due(self, run: _Run) -> bool:
+        """Return whether it is known from a pass before, or pieces compute their parts."""
         return self.output not in run.tiled.partial or run.sums_up
 
     def run(self, run: _Run) -> None:
+        """Compute the piece's part of the result, or use the known total."""
         (known,) = run.statistics.get(self.at, (None,))  # its total, or the sum of its weights
         if self.output in run.tiled.partial:
             run.values[self.output] = self.rule.part(self.call, self._operands(run), known)
@@ -989,30 +981,25 @@ class _Sum:
 
     def _operands(self, run: _Run) -> Callable[[int], Tensor]:
         """Return the function that returns a piece's part of an operand."""
-        main = self.call[self.rule.operand].value
-        needs = self.rule.operand_parts(self.call, run.tiled.own(main, run.piece))
-        return lambda value: run.operand(value, needs.get(value), run.tiled.along[main])
+        summed = self.call[self.rule.operand].value
+        parts = self.rule.operand_parts(self.call, run.tiled.own(summed, run.piece))
+        return lambda value: run.operand(value, parts.get(value), run.tiled.along[summed])
 
 
 @dataclass(frozen=True)
-class _Normalization:
+class _Normalization(_Step):
     """A norm over the axis."""
 
     at: int
     norm: Norm
     along: Along
 
-    @property
-    def output(self) -> int:
-        return self.norm.output
-
     def operand_parts(self, window: Window) -> Mapping[int, Part]:
+        """Return the same window of its input."""
         return {self.norm.input: Part(self.along.dim, elements(self.along, window))}
 
-    def is_due(self, run: _Run) -> bool:
-        return self.output in run.windows
-
     def run(self, run: _Run) -> None:
+        """Normalize the piece's window by the statistics of the whole."""
         run.normalize(self.at, self.norm, self.along)
 
 
