@@ -56,22 +56,22 @@ class Allocations:
         ledger = self._observer.ledger
         ledger.close()
         self._stack.close()
-        born = [(entry.born, entry.bytes) for entry in ledger.entries]
-        died = [(entry.died, -entry.bytes) for entry in ledger.entries if entry.died is not None]
-        self._events = sorted(born + died)
+        allocations = [(entry.born, entry.bytes) for entry in ledger.entries]
+        frees = [(entry.died, -entry.bytes) for entry in ledger.entries if entry.died is not None]
+        self._events = sorted(allocations + frees)
 
-    def _read(self, record: _torch.Profile) -> None:
-        """Take spans and events over from torch's profile, without frees of what was allocated before this context."""
-        self._ranges = record.ranges
+    def _read(self, profile: _torch.Profile) -> None:
+        """Copy spans and events from torch's profile, without frees of memory allocated before this context."""
+        self._ranges = profile.ranges
         allocated = set[int]()
-        for address, size, when, *_ in record.events:
-            if size > 0:
+        for address, signed_bytes, when, *_ in profile.events:
+            if signed_bytes > 0:
                 allocated.add(address)
-            elif address not in allocated:
-                continue  # allocated before this context
-            else:
+            elif address in allocated:
                 allocated.remove(address)
-            self._events.append((when, size))
+            else:
+                continue  # allocated before this context
+            self._events.append((when, signed_bytes))
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Attribute allocations and frees within this context to a name."""
@@ -79,6 +79,7 @@ class Allocations:
 
     @contextmanager
     def _span(self, name: str, ledger: Ledger) -> Iterator[None]:
+        """As `span`, for a recording: the ticks of its ledger's clock delimit the span."""
         start = ledger.clock + 1
         yield
         self._ranges[name] = start, ledger.clock
@@ -92,9 +93,10 @@ class Allocations:
         return self._levels(name)[-1]
 
     def _levels(self, name: str) -> list[int]:
-        """Return the allocated bytes, relative to the start of a span, after each event in it."""
+        """Return the allocated bytes relative to the start of a span: 0 first, then after each event in it."""
         start, end = self._ranges[name]
-        return list(accumulate((size for when, size in self._events if start <= when <= end), initial=0))
+        in_span = (signed_bytes for when, signed_bytes in self._events if start <= when <= end)
+        return list(accumulate(in_span, initial=0))
 
 
 _SEMANTICS = Semantics(cpu.SEMANTICS.temporaries, RESULTS, INSTEAD)

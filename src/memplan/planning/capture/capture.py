@@ -115,7 +115,7 @@ def capture(
         UsageError: the step cannot be planned, or nothing in it needs a gradient.
         RecordingError: it cannot be traced (layer and line are named).
         NotTileable: a segment cannot run piece by piece.
-        GroupGone: the calls of a group are others.
+        GroupGone: the model no longer makes the calls of a group in ``kernels``.
     """
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
@@ -166,18 +166,19 @@ def capture_symbolic(
     Args:
         model, precision, channels_last: as for `capture`.
         call: the model's arguments; sizes that are equal here are assumed equal in other calls.
-        varying: for each tensor of the call the dimensions whose sizes are symbols.
+        varying: for each tensor of the call, the dimensions whose sizes become symbols.
 
     Returns:
-        The graph; the model as the function that was traced, from which `read` takes the parameters' names and the
-        structure of the outputs; and the values that the Python code may have read.
+        The graph with symbols. The traced function: `read` takes the parameters' names and the structure of the outputs
+        from it. The values that the Python code may have read.
 
     Raises:
-        SymbolicError: the call cannot be traced so, or does more than compute tensors from tensors.
+        SymbolicError: the call cannot be traced with symbols, or does more than compute tensors from tensors.
     """
 
-    def fake_with_symbols(mode: Any, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        return _torch.with_symbols(mode, tensor, varying[number], f"input_{number}")
+    def fake_with_symbols(mode: Any, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor for the input at an index, with symbols for its varying sizes."""
+        return _torch.with_symbols(mode, tensor, varying[index], f"input_{index}")
 
     watch, opaque_calls, passes = Watch(model), OpaqueCallRegistry(), Passes(model, Executed())
     try:
@@ -234,13 +235,17 @@ def _trace_with_retries(
     trace: Callable[[], _Traced], model: nn.Module, call: Call, opaque_calls: OpaqueCallRegistry, guards: Guards,
     watch: Watch,
 ) -> _Traced:  # fmt: skip
-    """Trace until it succeeds: after each failure its cause becomes a guard or an opaque call, from a real run.
+    """Call ``trace()`` until it succeeds. Returns its result.
+
+    After a failure the model runs for real. The run shows whether the flag that forward() read can become a guard, or
+    measures the untraceable function or op, which becomes an opaque call.
 
     Raises:
-        MemplanError: the cause can become neither.
+        MemplanError: the cause of a failure can become neither.
     """
 
     def run() -> None:
+        """Run forward() on copies of inputs and buffers, and restore all other state."""
         copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
         args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
         try:
@@ -250,18 +255,20 @@ def _trace_with_retries(
             watch.restore()
 
     def can_retry(error: Exception) -> bool:
+        """Return whether a new guard or opaque call may avoid the error."""
         if isinstance(error, _torch.DATA_DEPENDENT) and guards.learn(run):
             return True
-        marked = opaque_calls.mark(_torch.culprit(error))
-        if marked:
+        is_newly_opaque = opaque_calls.mark(_torch.culprit(error))
+        if is_newly_opaque:
             opaque_calls.learn(run)
-        return marked
+        return is_newly_opaque
 
     while True:
         try:
             return trace()
         except _Untraceable as untraceable:
             error = untraceable.error
+            # An attribute of a module in which forward() keeps a tensor has a fake tensor of the trace before.
             changes = watch.changes() if _torch.has_kept_fake(error) else []
             watch.restore()
             if changes:
@@ -289,9 +296,17 @@ def _trace(
     precision: Precision, channels_last: bool, free_tensors: FreeTensors, passes: Passes | None = None,
     calls: _Calls | None = None, **options: Any,
 ) -> _Traced:  # fmt: skip
-    """Trace forward and backward once. ``options``: passed on to `_torch.joint_graph`.
+    """Trace forward and backward once.
 
-    Returns the traced graph and the module that was traced, which knows how the model's output is built from it.
+    Args:
+        model, call, precision, channels_last: as for `capture`.
+        watch, opaque_calls, guards, free_tensors: collect what the trace meets.
+        passes: compares what the code reads in each pass of the trace.
+        calls: replaces or logs the calls of torch functions.
+        options: passed on to `_torch.joint_graph`.
+
+    Returns:
+        The traced graph, and the module that was traced, which builds the model's output from it.
 
     Raises:
         _Untraceable: torch or the user's code raised an error; a guard or an opaque call may avoid it.
@@ -299,14 +314,13 @@ def _trace(
     place, names = Place(), {id(module): name for name, module in model.named_modules()}
     if isinstance(model, WithLoss):  # layers have the user's names
         names |= {id(module): name for name, module in model.model.named_modules()}
-    if passes is not None:
-        passes.executed.backward_reads_state = (
-            False  # set by real runs, in which opaque calls run their own backward pass
-        )
+    if passes is not None:  # real runs may have set it: in these, opaque calls run their own backward pass
+        passes.executed.backward_reads_state = False
     autocast, caches_casts = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
     @contextmanager
     def trace_contexts() -> Iterator[None]:
+        """The contexts that forward() runs in, in each pass of the trace."""
         opaque_context = opaque_calls.tracing(lambda: names.get(place.module, ""))
         precision_context = _autocast_to(model, names, precision)
         layout_context = ChannelsLast() if channels_last else nullcontext()
@@ -325,7 +339,10 @@ def _trace(
         dtypes, structure = exact_flat.dtypes, exact_flat.returned and exact_flat.returned.structure
 
     def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Cast outputs to the dtypes of the plain step, and undo channels last. Equal tensors stay the same object."""
+        """Cast outputs to the dtypes of the plain step, and undo channels last.
+
+        A tensor that is returned twice is converted once, so that both outputs stay the same object.
+        """
         outputs = outputs if calls is None else calls.returned(outputs)
         dtypes_expected = [output.dtype for output in outputs] if dtypes is None else dtypes
         converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -380,12 +397,20 @@ def _marked_as_capturing() -> Iterator[None]:
 
 @contextmanager
 def _autocast_to(model: nn.Module, names: Mapping[int, str], precision: Precision) -> Iterator[None]:
-    """Run the model under the autocast of a precision, except for the layers that it excludes (``precision.apart``)."""
+    """Within this context the model runs under autocast to ``precision.compute``, except for the layers named in
+    ``precision.apart``.
+
+    Args:
+        model: the model that is traced.
+        names: the name of each layer, by id() of the module.
+        precision: without ``compute``, nothing is cast.
+    """
     if not precision.compute:
         yield
         return
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    device, dtype = "cuda" if device == "cuda" else "cpu", getattr(torch, precision.compute)
+    first_parameter = next(model.parameters(), None)
+    on_card = first_parameter is not None and first_parameter.device.type == "cuda"
+    device, dtype = "cuda" if on_card else "cpu", getattr(torch, precision.compute)
     with torch.autocast(device, dtype=dtype), ExitStack() as stack:
         for module in model.modules():
             name = names.get(id(module), "")
@@ -396,7 +421,8 @@ def _autocast_to(model: nn.Module, names: Mapping[int, str], precision: Precisio
 
 
 def _without_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> Callable[..., Any]:
-    """Return a layer's forward without autocast: inputs in its dtype are cast to the dtype of the parameters."""
+    """Return a layer's forward() with autocast disabled: inputs in autocast's dtype are cast to that of the
+    parameters."""
     forward = module.forward
     parameter_dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
@@ -412,10 +438,14 @@ def _without_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> 
 
 
 def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
-    """Return the user's error for a step that cannot be traced, with its cause in terms of their code."""
+    """Return the error to raise for a step that cannot be traced, in terms of the user's code.
+
+    ``fake``: the model's parameters have no data, so that nothing in it can run as an opaque call.
+    """
     error, layer = untraceable.error, untraceable.layer
     where = format_frame(frame_of_error(error))
-    text = textwrap.shorten((str(error).strip().split("\n")[0] or "no message").rstrip("."), 300, placeholder=" ...")
+    first_line = str(error).strip().split("\n")[0] or "no message"
+    text = textwrap.shorten(first_line.rstrip("."), 300, placeholder=" ...")
     if isinstance(error, _torch.DATA_DEPENDENT):
         return DataDependentError(
             f"{getattr(error, 'func', None) or 'a branch'} needs the values of a tensor to go on",
@@ -453,7 +483,10 @@ def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
 
 
 def _refuse_side_effects(trace: Callable[[], Any], watch: Watch) -> None:
-    """Raise RecordingError if forward() seeds torch, draws from other generators, or changes attributes."""
+    """Raise RecordingError if forward() seeds torch, draws from other generators, or changes attributes.
+
+    ``trace`` runs the trace again, line by line, to name the line of the side effect.
+    """
     if watch.seeded:
         raise RecordingError(
             "forward() sets torch's random state (torch.manual_seed, fork_rng): a planned step would draw from the one "
@@ -491,8 +524,8 @@ def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingEr
 
 @dataclass(frozen=True)
 class _Calls:
-    """What a trace does with the calls of torch functions: segments run piece by piece, kernels replace groups, or it
-    logs them."""
+    """Handlers of the calls of torch functions in a trace: segments that run piece by piece, kernels that replace
+    groups of calls, or else a log of the calls."""
 
     tiling: Tiling
     kernels: ReplacedCalls
@@ -500,29 +533,27 @@ class _Calls:
 
     def begin(self) -> None:
         """Begin a pass of the trace."""
-        for each in (self.tiling, self.kernels, self.log):
-            each.begin()
+        for handler in (self.tiling, self.kernels, self.log):
+            handler.begin()
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
-        """Run a call of the traced model, or what takes its place."""
+        """Run the call of a torch function, or its replacement. ``number`` counts the calls of the pass."""
         if self.kernels.groups:
             return self.kernels.call(number, func, args, kwargs)
-        if self.tiling.tiles:
-            return self.tiling.call(number, func, args, kwargs)
 
         def run() -> Any:
             return self.tiling.call(number, func, args, kwargs)
 
-        return self.log.call(number, func, args, kwargs, layer, run)
+        return run() if self.tiling.tiles else self.log.call(number, func, args, kwargs, layer, run)
 
     def returned(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the traced model returns, with the results of segments in place of those of their calls."""
+        """Return the model's output tensors; those of a segment's calls are replaced by results of the segment's op."""
         self.log.returned(outputs)
         return self.tiling.returned(outputs)
 
 
 _DEVICE = torch.Tensor.device
-"""The property, of which each question is a call of a torch function."""
+"""The property: reading it is a call of a torch function."""
 
 
 @contextmanager
@@ -530,15 +561,23 @@ def _annotating_ops(
     names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors,
     calls: _Calls | None,
 ) -> Iterator[None]:  # fmt: skip
-    """Annotate each traced op with its layer, line and autocast region, replace free tensors by constants, and trace
-    segments and groups of calls as others."""
+    """Within this context each traced op is annotated with its layer, line and autocast region.
+
+    Args:
+        names: the name of each layer, by id() of the module.
+        place: the module that is running.
+        region: returns the number of the active autocast region, None where autocast caches no casts.
+        free_tensors: replaces free tensors among the arguments by constants.
+        calls: runs, replaces or logs each call of a torch function; None: they run as they are.
+    """
     lines: dict[tuple[str, int] | None, str | None] = {}
     numbers = itertools.count()
 
     class AnnotationMode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             safe_point()
-            if getattr(func, "__self__", None) is _DEVICE:  # tensors without data answer it without a call
+            # Tensors without data answer it without such a call, so it must not count.
+            if getattr(func, "__self__", None) is _DEVICE:
                 return func(*args, **(kwargs or {}))
             frame = user_frame()
             if frame not in lines:

@@ -13,9 +13,9 @@ from memplan import _torch
 class ChangedTensors:
     """The tensors among the arguments of a call, before it runs.
 
-    The name of a function tells little of it (an ``inplace`` by position, an operator of another library, what a
-    function calls inside), so the versions that autograd counts are compared, too. Of a batch norm's running statistics
-    it counts none.
+    Neither source of changes is complete. A function's name does not tell of an ``inplace`` by position, of operators
+    of other libraries, or of calls inside of it: autograd's version counters do. They do not count the changes of a
+    batch norm's running statistics.
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -25,15 +25,15 @@ class ChangedTensors:
         self._by_name += [leaf for leaf in _torch.tree_leaves(kwargs.get("out")) if isinstance(leaf, Tensor)]
 
     def after(self) -> list[Tensor]:
-        """Return the tensors that the call changed in place, now that it ran."""
-        changed = [
-            tensor for tensor, version in zip(self.tensors, self._versions, strict=True) if _version(tensor) != version
-        ]
-        return list({id(tensor): tensor for tensor in (*self._by_name, *changed)}.values())
+        """Return the tensors that the call changed in place, each once. Called after it ran."""
+        pairs = zip(self.tensors, self._versions, strict=True)
+        by_version = [tensor for tensor, version_before in pairs if _version(tensor) != version_before]
+        return list({id(tensor): tensor for tensor in (*self._by_name, *by_version)}.values())
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else _torch.version_of(tensor)  # such a tensor has no version, and no gradient
+    """Return autograd's version of a tensor; 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else _torch.version_of(tensor)
 
 
 def _changes_first(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

@@ -35,11 +35,12 @@ class Call:
         return self.structure.rebuild(tensors)
 
     def name_of(self, number: int) -> str:
-        """Return the argument that contains a tensor, as in ``argument attention_mask`` or ``argument 0``."""
-        marks = [object() for _ in self.tensors]
-        args, kwargs = self.structure.rebuild(marks)
-        for name, part in (*enumerate(args), *kwargs.items()):
-            if any(leaf is marks[number] for leaf in _torch.tree_leaves(part)):
+        """Return the argument that contains the tensor at an index, as in ``argument attention_mask`` or
+        ``argument 0``."""
+        placeholders = [object() for _ in self.tensors]
+        args, kwargs = self.structure.rebuild(placeholders)
+        for name, argument in (*enumerate(args), *kwargs.items()):
+            if any(leaf is placeholders[number] for leaf in _torch.tree_leaves(argument)):
                 return f"argument {name}"
         return f"input {number}"
 
@@ -50,19 +51,21 @@ class Call:
 
     @property
     def aliases(self) -> tuple[int, ...]:
-        """By tensor, the first tensor with the same memory. Calls that differ in this are different steps."""
-        first: dict[int, int] = {}
-        return tuple(first.setdefault(_memory(tensor), index) for index, tensor in enumerate(self.tensors))
+        """For each tensor, the index of the first tensor in the same memory: its own unless two arguments share
+        memory. Calls that differ in this are different steps."""
+        first_index: dict[int, int] = {}
+        return tuple(first_index.setdefault(_memory(tensor), index) for index, tensor in enumerate(self.tensors))
 
 
 def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Flatten arguments. Tensors of subclasses that leave memory and dispatch to torch become plain tensors."""
     tensors, structure = take_apart((tuple(args), dict(kwargs)))
-    likes = tuple([None if _torch.kind_of(tensor) is None else tensor for tensor in tensors])
-    if not any(like is not None for like in likes):
+    is_plain = [_torch.kind_of(tensor) is None for tensor in tensors]
+    if all(is_plain):
         return Call(tensors, structure)
-    plain = (t if like is None else _torch.plain(t) for t, like in zip(tensors, likes, strict=True))
-    return Call(tuple(plain), structure, likes)
+    pairs = list(zip(tensors, is_plain, strict=True))
+    plain_tensors = tuple(tensor if plain else _torch.plain(tensor) for tensor, plain in pairs)
+    return Call(plain_tensors, structure, tuple(None if plain else tensor for tensor, plain in pairs))
 
 
 @dataclass(frozen=True)
@@ -122,15 +125,17 @@ class Flat(nn.Module):
         return frozenset(self.paths[name] for name, p in self.named_parameters() if _torch.has_gradient_hooks(p))
 
     def _register_name(self, path: str) -> str:
-        """Return a name for this module's attribute (the model's contain dots), and record which tensor it stands
-        for."""
+        """Return an attribute name, without dots, for the model's parameter or buffer ``path``, and record it in
+        `paths`."""
         name = f"tensor_{len(self.paths)}"
         self.paths[name] = path
         return name
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model. Return its outputs, each tensor once and detached if the loss does not read it, then the
-        flags of guards, then new values of buffers."""
+        """Call the model. Return its output tensors, then the flags of guards, then the new values of buffers.
+
+        A tensor that the model returns twice is returned once. Outputs that the loss does not read are detached.
+        """
         args, kwargs = self._call.rebuild(tensors)
         state = {path: getattr(self, name) for name, path in self.paths.items()}
         with self._context():
@@ -144,25 +149,23 @@ class Flat(nn.Module):
         unique = list({id(tensor): tensor for tensor in outputs}.values())
         index_of = {id(tensor): index for index, tensor in enumerate(unique)}
         with_gradient = {id(tensor) for tensor in differentiable(output)}
-        self.returned = Returned(
-            structure,
-            tuple(index_of[id(tensor)] for tensor in outputs),
-            tuple(
-                index for index, output in enumerate(unique) if output.requires_grad and id(output) not in with_gradient
-            ),
-        )
+        cut = tuple(index for index, t in enumerate(unique) if t.requires_grad and id(t) not in with_gradient)
+        self.returned = Returned(structure, tuple(index_of[id(tensor)] for tensor in outputs), cut)
         bases = {_base(tensor) for tensor in (*tensors, *state.values())}
-        replaced = self._without_hooks[0].replaced
-        self.written = tuple(replaced)
-        overwritten = {_memory(state[path]) for path in replaced}
+        new_buffers = self._without_hooks[0].replaced
+        self.written = tuple(new_buffers)
+        overwritten = {_memory(state[path]) for path in new_buffers}
         return (
             *(_without_view(t, bases) if id(t) in with_gradient else _detached(t, overwritten) for t in unique),
-            *(_detached(t, overwritten) for t in (*self._flags(), *replaced.values())),
+            *(_detached(t, overwritten) for t in (*self._flags(), *new_buffers.values())),
         )
 
 
 def _without_view(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
-    """Clone an output that is a view of a tensor in ``bases`` (inputs, state, earlier outputs), else add its base."""
+    """Return an output of the graph that shares no memory with inputs, state or earlier outputs: a clone if it does.
+
+    ``bases``: ids of the base tensors of these (see `_base`); the base of this output is added.
+    """
     if _base(tensor) in bases:
         return tensor.clone()
     bases.add(_base(tensor))
@@ -170,7 +173,7 @@ def _without_view(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
 
 
 def _detached(tensor: torch.Tensor, overwritten: set[int]) -> torch.Tensor:
-    """Detach a tensor; clone it if it shares memory with a buffer that gets a new value."""
+    """Detach a tensor. It is cloned if its memory is in ``overwritten``: keys of buffers that get new values."""
     return tensor.detach().clone() if _memory(tensor) in overwritten else tensor.detach()
 
 
@@ -196,7 +199,7 @@ class _WithoutHooks(nn.Module):
         """Buffers that forward() replaced by another tensor."""
 
     def called(self, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's output with these tensors in place of its parameters and buffers."""
+        """Return the model's output. ``state``: tensors to use as its parameters and buffers, by name."""
         self._state = state
         try:
             tensors = (*self.model.named_parameters(), *self.model.named_buffers())

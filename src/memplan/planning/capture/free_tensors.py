@@ -42,14 +42,14 @@ class FreeTensors:
                 constant = leaf.constant  # the real tensor, if the fake tensor's values are known
                 if constant is None:
                     constant = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-                self._constants[id(leaf)] = constant.requires_grad_() if leaf.requires_grad else constant
-            self._originals[id(self._constants[id(leaf)])] = leaf
+                if leaf.requires_grad:
+                    constant.requires_grad_()
+            self._constants[id(leaf)] = constant
+            self._originals[id(constant)] = leaf
         return self._constants[id(leaf)]
 
 
 def _is_free(leaf: Any) -> bool:
-    """Return whether a leaf is a free tensor: a fake tensor of a recording (its mode is memplan's `FakeMode`).
-
-    Those that the capture itself makes have a mode of torch's own class.
-    """
+    """Return whether a leaf is a fake tensor of a recording: its mode is memplan's `FakeMode`. Fake tensors of the
+    capture itself have a mode of torch's own class."""
     return type(leaf) is _torch.FakeTensor and isinstance(leaf.fake_mode, _torch.FakeMode)

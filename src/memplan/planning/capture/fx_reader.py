@@ -81,7 +81,7 @@ class Values:
             )
         path = self._paths[role.name] if role.name else str(role.index)
         number = self._add(node.name, _KINDS[role.kind], node.meta["val"], path=path)
-        if role.kind == "input" and self._aliases[role.index] != role.index:
+        if role.kind == "input" and self._aliases[role.index] != role.index:  # its memory counts for another input
             self.all[number] = replace(self.all[number], bytes=0)
         if role.kind == "parameter" and path in self._hooked:
             self.all[number] = replace(self.all[number], hooked=True)
@@ -90,17 +90,22 @@ class Values:
             self.tangents.append(role.index)
 
     def add_constant(self, node: Any) -> None:
-        """Add a constant of the graph."""
+        """Add a constant tensor of the graph: one value for all nodes that get the same tensor.
+
+        Raises:
+            RecordingError: it is a `torch.Generator`.
+            InputError: it needs a gradient.
+        """
         tensor = getattr(self._module, node.target)
         if isinstance(tensor, torch.Generator):
             _refuse_generator(node)
         if tensor.requires_grad:
             _refuse_unregistered(node, tensor)
-        number = next((value for value, known_tensor in self.constants.items() if known_tensor is tensor), None)
-        if number is None:
-            number = self._add(node.name, "constant", tensor)
-            self.constants[number] = tensor
-        self.of[node] = number
+        value = next((value for value, constant in self.constants.items() if constant is tensor), None)
+        if value is None:
+            value = self._add(node.name, "constant", tensor)
+            self.constants[value] = tensor
+        self.of[node] = value
         node.meta.setdefault("val", tensor)
 
     def add_results(
@@ -111,39 +116,38 @@ class Values:
         Args:
             node: the op.
             results: its result tensors.
-            tokens: how many outputs of the node are effect tokens, before the results.
+            tokens: number of effect tokens that the node returns before the results.
             index: the op's index.
 
         Returns:
-            The values by result (None: nothing reads it), and the bytes of results that are freed at once, unread.
+            The value of each result, None for a result that nothing reads; and the bytes of unread results, which are
+            freed as soon as the op returns.
         """
         single = isinstance(node.meta["val"], torch.Tensor)
-        getters = [] if single else [user for user in node.users if user.target is operator.getitem]
-        named = {0: node.name} if single else {user.args[1] - tokens: user.name for user in getters}
+        readers = {} if single else {user: user.args[1] for user in node.users if user.target is operator.getitem}
+        position_of = {node: 0} if single else {user: item - tokens for user, item in readers.items() if item >= tokens}
+        names = {position: reader.name for reader, position in position_of.items()}
         outputs: list[int | None] = []
         discarded = 0
         for position, tensor in enumerate(results):
-            if position in named and isinstance(tensor, torch.Tensor):
-                outputs.append(self._add(named[position], "result", tensor, index, operand_bases=self._bases(node)))
+            if not isinstance(tensor, torch.Tensor):
+                outputs.append(None)
+            elif position in names:
+                outputs.append(self._add(names[position], "result", tensor, index, operand_bases=self._bases(node)))
             else:
                 outputs.append(None)
-                known = isinstance(tensor, torch.Tensor) and _torch.storage_key(tensor.untyped_storage()) in self._owner
-                discarded += self._size(tensor) if isinstance(tensor, torch.Tensor) and not known else 0
-        if single:
-            self.of[node] = outputs[0]
-        for user in getters:
-            if user.args[1] >= tokens:
-                self.of[user] = outputs[user.args[1] - tokens]
+                is_new_memory = _torch.storage_key(tensor.untyped_storage()) not in self._owner
+                discarded += self._size(tensor) if is_new_memory else 0
+        self.of.update({reader: outputs[position] for reader, position in position_of.items()})
         return tuple(outputs) or (None,), discarded
 
     def references(self, arguments: Any) -> Any:
-        """Return arguments of a node with references to values in place of nodes."""
+        """Return the arguments of a node with a `Ref` in place of each node, at any depth."""
         if isinstance(arguments, torch.fx.Node):
             return Ref(self.of[arguments])
-        if isinstance(arguments, tuple):
-            return tuple(self.references(part) for part in arguments)
-        if isinstance(arguments, list):
-            return [self.references(part) for part in arguments]
+        if isinstance(arguments, (tuple, list)):  # fx has lists and dicts of its own
+            references = map(self.references, arguments)
+            return tuple(references) if isinstance(arguments, tuple) else list(references)
         if isinstance(arguments, dict):
             return {name: self.references(part) for name, part in arguments.items()}
         return arguments
@@ -152,16 +156,17 @@ class Values:
         self, name: str, kind: Kind, tensor: torch.Tensor, op: int | None = None, path: str = "",
         operand_bases: Mapping[int, int] = {},  # read only
     ) -> int:  # fmt: skip
-        """Add a value and return its id. A result in known memory is a view; placeholders never are.
+        """Add a value and return its id. A result in the memory of an earlier value is a view; placeholders are none.
 
-        ``operand_bases``: bases of the op's operands by storage, as several parameters can share a storage.
+        ``operand_bases``: the base of an operand of the op, by key of its storage. It goes before the storage's first
+        owner, as several parameters can share a storage.
         """
         key = _torch.storage_key(tensor.untyped_storage())
         number = len(self.all)
         self.on_cpu &= tensor.device.type in ("cpu", "meta")
-        known = operand_bases.get(key, self._owner.setdefault(key, number))
-        base = known if op is not None else number
-        size = self._size(tensor) if known == number else 0
+        owner = operand_bases.get(key, self._owner.setdefault(key, number))
+        base = owner if op is not None else number
+        size = self._size(tensor) if owner == number else 0
         dtype = str(tensor.dtype).removeprefix("torch.")
         value = Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
         place = str(tensor.device) if tensor.device.type == "cuda" else HOST
@@ -176,7 +181,7 @@ class Values:
         return round_to_blocks(size) if tensor.device.type == "cuda" else 0
 
     def _bases(self, node: Any) -> dict[int, int]:
-        """Return the base of the first operand in each storage."""
+        """Return the base of the first operand of a node in each storage, by the storage's key."""
         bases: dict[int, int] = {}
         for source in node.all_input_nodes:
             if source in self.of and isinstance(source.meta["val"], torch.Tensor):
@@ -210,7 +215,12 @@ class Reader:
         self._mutated: set[int] = set()
 
     def graph(self) -> JointGraph:
-        """Read all nodes: forward before backward, else in order."""
+        """Read all nodes: forward before backward, else in order.
+
+        Raises:
+            UsageError: forward() changes inputs or buffers in a way that plans do not support.
+            RecordingError: a node is no op of dense tensors.
+        """
         nodes, values = list(self._joint.module.graph.nodes), self.values
         output = next(node for node in nodes if node.op == "output")
         results = [
@@ -233,11 +243,7 @@ class Reader:
         return self._joint_graph(results)
 
     def _joint_graph(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
-        """Build the graph from all values and ops that were read. ``results``: its output nodes with their roles.
-
-        Raises:
-            UsageError: forward() changes inputs or buffers in a way that plans do not support.
-        """
+        """Build the graph from all values and ops that were read. ``results``: its output nodes with their roles."""
         values, placeholders = self.values.of, self.values.placeholders
         outputs: list[int] = []
         gradients: list[tuple[int, int]] = []
@@ -273,8 +279,8 @@ class Reader:
 
     def _add_op(self, node: Any) -> None:
         """Append the op of a call node, with its operands, results, workspace and place in the user's code."""
-        index, first = len(self.ops), len(self.values.all)
-        effect = _torch.effect_of(node)
+        index, first_new_value = len(self.ops), len(self.values.all)
+        effect = _torch.effect_of(node)  # with_effects(token, op, *arguments) returns (token, *results)
         function, arguments = (node.target, node.args) if effect is None else (effect, node.args[2:])
         layer, where = _torch.place_of(node)
         if not _torch.is_op(function):
@@ -291,38 +297,32 @@ class Reader:
         _refuse_sparse(results, target, layer, where)
         multiple = len(results) > 1 if tokens else not isinstance(result, torch.Tensor)
         outputs, discarded = self.values.add_results(node, results, tokens, index)
-        args = eager_arguments(
-            target, idle_arguments(target, self.values.references(tuple(arguments))), results[0] if results else None
-        )
-        kwargs = self.values.references(node.kwargs)
-        makes = tuple(v.id for v in self.values.all[first:] if v.base == v.id)
+        args = idle_arguments(target, self.values.references(tuple(arguments)))
+        args = eager_arguments(target, args, results[0] if results else None)
+        kwargs = self.values.references(dict(node.kwargs))
+        makes = tuple(v.id for v in self.values.all[first_new_value:] if v.base == v.id)
         reads = tuple(dict.fromkeys(self.values.all[v].base for v in refs((args, kwargs))))
         backward = _torch.is_backward(node)
         layer, where, forward = self._locate(node, index, backward)
         region = None if backward else _torch.cast_in(node)
         if target == CAST and region is not None:
             self.casts[index] = region
-        scratch = 0
-        if effect is None:
-            inputs: Any = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-            opaque = opaque_calls.scratch(target, inputs[0])
-            opaque = tile_scratch(target, inputs[0]) if opaque is None else opaque
-            opaque = kernel_scratch(target, *inputs) if opaque is None else opaque
-            scratch = transient_bytes(target, inputs[0], inputs[1], result) + NUMBERS if opaque is None else opaque
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
-                discarded, scratch, (), 0.0, _torch.is_random(function, args, kwargs),
-                effect is not None or self._must_run_once(target, reads), layer, where, forward,
+                discarded, scratch=_scratch(node, target) if effect is None else 0,
+                random=_torch.is_random(function, args, kwargs),
+                once=effect is not None or self._must_run_once(target, reads),
+                layer=layer, where=where, gradient_of=forward,
                 holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (), call=_torch.call_of(node),
             )
         )  # fmt: skip
 
     def _locate(self, node: Any, index: int, backward: bool) -> tuple[str, str | None, int | None]:
-        """Return (layer, line, index of the forward op that it differentiates) of an op.
+        """Return the layer and line of an op, and the index of the forward op whose derivative it is part of.
 
-        A backward op shares the autograd sequence number of its forward op, and gets its layer and line. For a forward
-        op the third is None.
+        A backward op shares the autograd sequence number of its forward op, and gets its layer and line. The index is
+        None for a forward op, and for a backward op without such a number.
         """
         sequence = _torch.sequence_of(node)
         if not backward:
@@ -332,17 +332,29 @@ class Reader:
         at = len(self._sequences) if sequence is None else bisect.bisect_left(self._sequences, sequence)
         if at == len(self._sequences):
             return "", None, None
-        # The next number, where no forward op has this one: it belongs to a change in place.
+        # A number without a forward op belongs to a change in place: the next number's op reads its result.
         forward = self._forward_op_by_sequence[self._sequences[at]]
         return self.ops[forward].layer, self.ops[forward].where, forward
 
     def _must_run_once(self, target: str, reads: tuple[int, ...]) -> bool:
-        """Return whether an op must not be recomputed: an opaque call saves tensors for its derivative, a library's op
-        may draw random numbers, and an op may read a tensor that the step changes. (Results of a training batch norm do
-        not depend on the running statistics that it changes.)"""
+        """Return whether an op must not be recomputed. ``reads``: the values that it reads.
+
+        An opaque call saves tensors for its derivative, a library's op may draw random numbers, and a tensor that the
+        step changes has another value later.
+        """
         if target == _torch.OPAQUE or opaque_calls.is_foreign(target):
             return True
+        # A training batch norm changes its running statistics, but its results do not depend on them.
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
+
+
+def _scratch(node: Any, target: str) -> int:
+    """Return the workspace of an op in bytes, from the fake tensors that its node has as arguments."""
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
+    scratch = opaque_calls.scratch(target, args)
+    scratch = tile_scratch(target, args) if scratch is None else scratch
+    scratch = kernel_scratch(target, args, kwargs) if scratch is None else scratch
+    return transient_bytes(target, args, kwargs, node.meta["val"]) + NUMBERS if scratch is None else scratch
 
 
 def _placeholders(joint: _torch.Joint) -> list[Any]:
@@ -375,8 +387,9 @@ def _refuse_generator(node: Any) -> NoReturn:
 
 
 def _place_of(node: Any) -> tuple[str, str | None]:
-    """Return (layer, line) of the first user of a node with a known place."""
-    return next((place for user in node.users if any(place := _torch.place_of(user))), ("", None))
+    """Return the layer and line of the first node that reads a constant and has a known place; else ("", None)."""
+    places = map(_torch.place_of, node.users)
+    return next((place for place in places if any(place)), ("", None))
 
 
 def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:

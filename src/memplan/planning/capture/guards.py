@@ -60,24 +60,25 @@ class Guards:
         """
         if self._real_reads is not None:
             return False
-        indexed_reads = enumerate(_run_and_log_reads(run))
         self._real_reads = tuple(
-            _FlagRead(line, flag, index < _MAX_FLAGS and _ends_in_raise(run, index))
-            for index, (line, flag) in indexed_reads
+            _FlagRead(line, answer, index < _MAX_FLAGS and _ends_in_raise(run, index))
+            for index, (line, answer) in enumerate(_run_and_log_reads(run))
         )
         return any(read.is_guard for read in self._real_reads)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Within this context, which is one pass of the trace, flags that are guards read as they did in the real
-        run."""
+        """Within this context, a pass of the trace, flags that are guards have the values of the real run."""
         self.guards, self.flags, self._next = [], [], 0
         with _intercepting_flag_reads(self._answer):
             yield
 
     def _answer(self, flag: torch.Tensor, read: Callable[[], bool]) -> bool:
-        """Return the value of a flag that the model reads. A traced tensor has none: if the same read of the real run
-        is a guard, its answer is returned and the guard is recorded; else torch's error ends the trace."""
+        """Return the value of a flag that the model reads; ``read()`` reads it.
+
+        A traced tensor has no value. If the same read in the real run is a guard, the value there is returned and the
+        guard is recorded. Otherwise torch's error ends the trace.
+        """
         index, self._next = self._next, self._next + 1
         try:
             return read()
@@ -93,13 +94,16 @@ class Guards:
 
 @contextmanager
 def _intercepting_flag_reads(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> Iterator[None]:
-    """Call ``answer(flag, read)`` for each read of a boolean scalar in this thread.
+    """Call ``answer(flag, read)`` for each read of a boolean scalar in this thread. The model gets its result; the
+    real value is ``read()``.
 
     The methods are patched, since a mode does not see the reads of torch's own functions.
     """
     in_read = False
 
     def read_by(method: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+        """Return the replacement of a method of Tensor that reads a scalar."""
+
         def read(tensor: torch.Tensor) -> Any:
             nonlocal in_read
             if in_read or tensor.dtype != torch.bool:  # a traced tensor reads the tensor that it wraps
@@ -118,7 +122,8 @@ def _intercepting_flag_reads(answer: Callable[[torch.Tensor, Callable[[], bool]]
 
 
 def _run_and_log_reads(run: Callable[[], Any], negated: int | None = None) -> list[tuple[Line | None, bool]]:
-    """Run, and return (line, value) of each read of a flag. ``negated``: index of the flag to negate."""
+    """Call ``run()``, and return (line, value) of each read of a flag. ``negated``: index of the read that returns the
+    opposite value."""
     reads: list[tuple[Line | None, bool]] = []
 
     def log_read(flag: torch.Tensor, read: Callable[[], bool]) -> bool:
@@ -132,7 +137,8 @@ def _run_and_log_reads(run: Callable[[], Any], negated: int | None = None) -> li
 
 
 def _ends_in_raise(run: Callable[[], Any], negated: int) -> bool:
-    """Return whether the model raises by a ``raise`` or ``assert`` statement if one flag reads as its opposite."""
+    """Return whether ``run()`` raises by a ``raise`` or ``assert`` statement, or exits, if the read of a flag at the
+    index ``negated`` returns the opposite value."""
     try:
         _run_and_log_reads(run, negated)
     except (Exception, SystemExit) as error:

@@ -19,25 +19,25 @@ from memplan.trace.records import HOST
 
 
 def kernel_scratch(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the bytes that an op of `memplan.kernels` allocates and frees again, in addition to its results; None for
-    other ops.
+    """Return the workspace of an op of `memplan.kernels` in bytes, in addition to its results; None for other ops.
 
     Args:
-        target: the op.
-        args, kwargs: its arguments, with tensors without data on the step's device.
+        target: name of the op.
+        args, kwargs: its arguments; the tensors are fake, on the step's device.
     """
     if target not in KERNELS:
         return None
-    place = next(leaf.device for leaf in _torch.tree_leaves(tuple(args)) if isinstance(leaf, Tensor))
+    device = next(leaf.device for leaf in _torch.tree_leaves(tuple(args)) if isinstance(leaf, Tensor))
     host = torch.device(HOST)
 
     def on_host(leaf: Any) -> Any:
         return replace(Like.of(leaf), device=host).empty() if isinstance(leaf, Tensor) else leaf
 
-    with Allocations(real=False) as allocations, without_data(place.type, programs=programs(place)):
-        arguments, keywords = _torch.tree_map(on_host, (tuple(args), dict(kwargs)))
+    # The kernel's Python code runs on host tensors without data, as it would with the device's number of programs.
+    with Allocations(real=False) as allocations, without_data(device.type, programs=programs(device)):
+        host_args, host_kwargs = _torch.tree_map(on_host, (tuple(args), dict(kwargs)))
         with allocations.span("op"):
-            results = _torch.run_kernel_of_ours(short(target), arguments, keywords)
+            results = _torch.run_kernel_of_ours(short(target), host_args, host_kwargs)
         del results
     scratch = allocations.most("op") - allocations.left("op")
-    return scratch + NUMBERS if place.type == HOST else round_to_blocks(scratch)
+    return scratch + NUMBERS if device.type == HOST else round_to_blocks(scratch)

@@ -46,5 +46,5 @@ class WithLoss(nn.Module):
             raise InputError(
                 f"{len(args)} positional arguments", expected=f"the inputs and then {self.targets} targets"
             )
-        cut = len(args) - self.targets
-        return self.loss(self.model(*args[:cut], **kwargs), *args[cut:])
+        inputs = len(args) - self.targets
+        return self.loss(self.model(*args[:inputs], **kwargs), *args[inputs:])

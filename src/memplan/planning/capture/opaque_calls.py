@@ -85,29 +85,34 @@ class OpaqueCall(Printed):
         """Return the gradients of the arguments that need one, in the layouts of `gradient_layouts`, where known.
 
         Each has a storage of its own: a gradient that shares memory with another or with an incoming one is copied.
+
+        Args:
+            recorded: the call's run under autograd.
+            gradients: the incoming gradient of each result, None for zeros.
+            keep: keep autograd's graph for a further backward pass.
         """
         computed = recorded.gradients(gradients, keep=keep)
-        storages = {_storage(gradient) for gradient in gradients if gradient is not None}
+        used_storages = {_storage(gradient) for gradient in gradients if gradient is not None}
         results = list[torch.Tensor]()
-        while computed:
+        while computed:  # popped, so that a gradient is freed once it is copied
             gradient, like = computed.pop(0), self.gradient_layouts[len(results)]
             if not self.gradient_likes and gradient is not None and is_dense(gradient):
                 like = Like.of(gradient)
             result = like.empty().zero_() if gradient is None else gradient
             del gradient
-            if Like.of(result) != like or _storage(result) in storages:
+            if Like.of(result) != like or _storage(result) in used_storages:
                 result = like.empty().copy_(result)
-            storages.add(_storage(result))
+            used_storages.add(_storage(result))
             results.append(result)
         return results
 
     @property
     def gradient_layouts(self) -> list[Like]:
         """Layouts of the gradients of the arguments that need one."""
-        gradients = self.gradient_likes or self.inputs
+        layouts = self.gradient_likes or self.inputs
         return [
-            gradient or argument
-            for gradient, argument, needed in zip(gradients, self.inputs, self.needs_gradient, strict=True)
+            layout or argument
+            for layout, argument, needed in zip(layouts, self.inputs, self.needs_gradient, strict=True)
             if needed
         ]
 
@@ -143,14 +148,17 @@ def _forward(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
 
 
 def _without_sharing(recorded: _torch.Recorded, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pop the results of a call; those that share a storage with an input or an earlier result are cloned."""
-    storages = {_storage(tensor) for tensor in inputs}
+    """Return the results of a call; those that share a storage with an input or an earlier result are cloned.
+
+    They are removed from ``recorded``, so that the caller alone keeps them alive.
+    """
+    used_storages = {_storage(tensor) for tensor in inputs}
     results = list[torch.Tensor]()
     while recorded.results:
         result = recorded.results.pop(0)
         storage = _storage(result)
-        results.append(result.clone() if storage in storages else result)
-        storages.add(storage)
+        results.append(result.clone() if storage in used_storages else result)
+        used_storages.add(storage)
     return results
 
 
@@ -164,13 +172,18 @@ def _forward_without_data(inputs: Sequence[torch.Tensor], key: str) -> list[torc
 def _backward(
     handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
-    recorded = handle.recorded  # pyright: ignore[reportAttributeAccessIssue]  # see _forward
+    """Run the op of an opaque call's derivative: return the gradients of the arguments that need one.
+
+    ``saved`` is not read: as an argument of the op it tells the planner which tensors the handle keeps alive.
+    """
+    recorded = handle.recorded  # pyright: ignore[reportAttributeAccessIssue]  # set by _forward
     return _CALLS[key].gradients(recorded, gradients, keep=_torch.keeps_graph())
 
 
 def _backward_without_data(
     handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
+    """As `_backward`, on fake tensors."""
     return [like.empty() for like in _CALLS[key].gradient_layouts]
 
 
@@ -266,19 +279,21 @@ class OpaqueCallRegistry:
                 if registry._in_opaque_call:
                     return func(*args, **kwargs)
                 title = str(getattr(func, "__name__", func))
-                if recurrent and title in _RECURRENT and isinstance(func, type(torch.lstm)):
+                is_builtin = isinstance(func, type(torch.lstm))
+                if recurrent and title in _RECURRENT and is_builtin:
                     return recurrent(title, func, args, kwargs, layer())
                 if any(_torch.calls_op(func, packet) for packet in packets):
                     return intercept(title, func, args, kwargs, layer())
                 return func(*args, **kwargs)
 
         def replacement(cls: Any) -> Any:
+            """Return what replaces ``apply`` of a marked autograd function."""
             apply = cls.apply
 
             def replaced(*args: Any) -> Any:
-                return (
-                    apply(*args) if registry._in_opaque_call else intercept(cls.__qualname__, apply, args, {}, layer())
-                )
+                if registry._in_opaque_call:
+                    return apply(*args)
+                return intercept(cls.__qualname__, apply, args, {}, layer())
 
             return staticmethod(replaced)
 
@@ -290,8 +305,11 @@ class OpaqueCallRegistry:
             yield
 
     def _measure_call(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
-        """Run an opaque call of the real run, measure it and its derivative as an example for the trace, and return its
-        output. Gradients are requested for all tensors that can have one, as it is not known which the trace needs."""
+        """Run and measure an opaque call of the real run, with its derivative. Returns its output.
+
+        The trace takes the memory from there. Gradients are requested for all tensors that can have one, as it is not
+        known which the trace needs.
+        """
         tensors, arguments = take_apart((args, kwargs))
         needs_gradient = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
 
@@ -362,8 +380,10 @@ class OpaqueCallRegistry:
         return replace(example, inputs=inputs)
 
     def _register(self, call: OpaqueCall) -> OpaqueCall:
-        """Give a call a key under which its op finds it in `_CALLS`: the same in every process, so that a saved plan
-        applies there, and another for each different call. Returns the call with its key."""
+        """Add a call to `_CALLS` under a key, and return the call with its key.
+
+        The key is the same in every process, so that a saved plan applies there. Different calls have different keys.
+        """
         signature = (
             call.inputs, call.results, call.needs_gradient, call.differentiable, call.saved_bytes,
             call.saved_positions, call.gradient_likes,
@@ -388,7 +408,11 @@ def _measure_memory(
 ) -> tuple[OpaqueCall, list[torch.Tensor]]:  # fmt: skip
     """Run a call and its derivative to measure their memory, and return its description and its results.
 
-    ``inputs``: tensors, or descriptions for a run without data.
+    Args:
+        title, function, layer: as in `OpaqueCall`.
+        arguments: structure of the call's arguments, which ``inputs`` fill.
+        inputs: its tensors, or their layouts for a run without data.
+        needs_gradient: for each input, whether its gradient is computed.
     """
     real = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
     call = OpaqueCall(
@@ -438,7 +462,7 @@ def _measure_memory(
 
 
 def _reference_counts(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Return the number of references to each storage."""
+    """Return the number of references to each storage, by its key."""
     return {_storage(tensor): _torch.use_counts(tensor)[1] for tensor in tensors}
 
 
@@ -447,23 +471,29 @@ def _saved_positions(
 ) -> tuple[int, ...]:
     """Return the positions of the arguments and results whose storage a call still references after it returned.
 
-    The call references a storage if it has more references than before the call and those of the results together.
-    Positions count the arguments first, then the results. ``before``: the references to the arguments' storages.
+    A call references a storage if there are more references to it than before the call and from the results together.
+    Positions count the arguments first, then the results.
+
+    Args:
+        before: number of references to the storages of the arguments before the call, by key of the storage.
+        tensors, results: arguments and results of the call.
     """
     (references_of_new,) = _reference_counts([torch.empty(0)]).values()
-    storages = [_storage(tensor) for tensor in (*tensors, *results)]
-    by_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
     overhead = references_of_new - 1  # references that the counting adds: a new storage has a single tensor
-    saved = {key for key in storages if now[key] > before.get(key, overhead) + by_results[key]}
+    storages = [_storage(tensor) for tensor in (*tensors, *results)]
+    from_results, now = Counter(storages[len(tensors) :]), _reference_counts([*tensors, *results])
+    saved = {key for key in storages if now[key] > before.get(key, overhead) + from_results[key]}
     return tuple(position for position, key in enumerate(storages) if key in saved)
 
 
 def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | None]) -> int:
-    """Return the peak bytes that the derivative of a call allocates for incoming gradients laid out like these.
+    """Return the peak bytes that the derivative of a call allocates.
 
-    It was measured with contiguous gradients; others are assumed to be copied by the derivative.
+    Args:
+        call: the call.
+        gradients: the incoming gradient of each result, None for zeros. Only their layouts count.
     """
-    if call.backward_workspace is not None:
+    if call.backward_workspace is not None:  # measured with contiguous gradients: it is assumed to copy all others
         return call.backward_workspace + sum(
             math.prod(like.shape) * like.dtype.itemsize
             for gradient, like, differentiable in zip(gradients, call.results, call.differentiable, strict=True)
@@ -485,9 +515,10 @@ def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | Non
 
 
 def scratch(target: str, args: Sequence[Any]) -> int | None:
-    """Return the workspace of an opaque op in bytes, beyond its results; None for any other op.
+    """Return the workspace of an op in bytes, beyond its results; None if it is no op of an opaque call.
 
-    It is negative for a derivative that frees more of what the handle keeps alive than it allocates.
+    It is negative for a derivative that frees more of what its call saved than it allocates. ``args``: of the op; the
+    last is the key of its call.
     """
     if target not in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD):
         return None
@@ -512,10 +543,10 @@ def is_foreign(target: str) -> bool:
 
 
 def foreign(graph: JointGraph) -> tuple[str, ...]:
-    """Return a plan's notes on ops of other libraries."""
+    """Return a plan's notes on ops of other libraries, one for each op and place."""
     ops = [op for op in graph.forward_ops if is_foreign(op.target)]
-    places = [(op.target, ", ".join(part for part in (op.layer, op.where or "") if part)) for op in ops]
+    places = [", ".join(part for part in (op.layer, op.where or "") if part) for op in ops]
+    names = [f"{op.target} ({place})" if place else op.target for op, place in zip(ops, places, strict=True)]
     return tuple(
-        f"{target}{f' ({place})' if place else ''}: an op of a library, called once, its result kept where it is needed"
-        for target, place in dict.fromkeys(places)
+        f"{name}: an op of a library, called once, its result kept where it is needed" for name in dict.fromkeys(names)
     )

@@ -56,12 +56,12 @@ def _is_channels_last(value: Value) -> bool:
 
 
 def _is_equivalent(channels_last: JointGraph, graph: JointGraph) -> bool:
-    """Return whether a step in channels last computes the same, without converting back and forth.
+    """Return whether a step in channels last computes the same as ``graph``, without converting back and forth.
 
     Random numbers (drawn in the order of memory), as_strided, and ops of other libraries depend on the layout.
     """
-    names = {op.target for op in graph.ops if op.phase == "forward"}  # torch itself uses as_strided in backward
-    if any(name.split(".")[0] not in _CORE or "as_strided" in name for name in names):
+    targets = {op.target for op in graph.ops if op.phase == "forward"}  # torch itself uses as_strided in backward
+    if any(target.split(".")[0] not in _CORE or "as_strided" in target for target in targets):
         return False
     random_values = (value for op in channels_last.ops if op.random for value in op.makes)
     return (
@@ -82,4 +82,5 @@ def _ops_without_copies(graph: JointGraph) -> list[str]:
 
 
 def _allocated_bytes(graph: JointGraph) -> int:
+    """Return the total bytes of all results, whenever they are freed."""
     return sum(graph.values[value].bytes for op in graph.ops for value in op.makes)

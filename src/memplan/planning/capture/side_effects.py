@@ -45,24 +45,26 @@ _SHARD_LATER = (
 def refuse_hooks(model: nn.Module) -> None:
     """Raise UsageError if an inner module has hooks, which planned steps would not call. Hooks with which torch
     computes a weight (weight norm) are allowed."""
-    inner = model.model if isinstance(model, WithLoss) else None
+    model_of_loss = model.model if isinstance(model, WithLoss) else None
     for name, module in model.named_modules():
-        for table, kind in _HOOKS.items():
-            for hook in getattr(module, table).values() if module is not model else ():
-                if is_transparent(hook):
-                    continue
-                called = f"{kind}, {getattr(hook, '__qualname__', type(hook).__qualname__)}"
-                if module is inner:
-                    raise UsageError(
-                        f"The model has a {called}, and is planned together with its loss",
-                        expected="no hooks on it: that plan goes from the inputs to the loss and calls no model",
-                        do="Remove it, do in forward() or in the loss what it does, or leave the loss out of the plan",
-                    )
+        if module is model:
+            continue
+        hooks = [(kind, hook) for table, kind in _HOOKS.items() for hook in getattr(module, table).values()]
+        for kind, hook in hooks:
+            if is_transparent(hook):
+                continue
+            called = f"{kind}, {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+            if module is model_of_loss:
                 raise UsageError(
-                    f"The layer {name} has a {called}",
-                    expected="hooks on the outermost module only: a planned step does not call its layers",
-                    do="Remove it, or do in forward() what it does",
+                    f"The model has a {called}, and is planned together with its loss",
+                    expected="no hooks on it: that plan goes from the inputs to the loss and calls no model",
+                    do="Remove it, do in forward() or in the loss what it does, or leave the loss out of the plan",
                 )
+            raise UsageError(
+                f"The layer {name} has a {called}",
+                expected="hooks on the outermost module only: a planned step does not call its layers",
+                do="Remove it, or do in forward() what it does",
+            )
 
 
 def refuse_surroundings() -> None:
@@ -111,17 +113,17 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     fake = is_fake(model)
     if fake:
         _refuse_unregistered(model)
-    named = (*model.named_parameters(), *model.named_buffers())
-    for name, tensor in (*named, *((f"input {index}", tensor) for index, tensor in enumerate(inputs))):
+    named_inputs = [(f"input {index}", tensor) for index, tensor in enumerate(inputs)]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *named_inputs):
         if fake and isinstance(tensor, _torch.FakeTensor) and _torch.has_shape(tensor):
             continue
-        kind = _torch.untraceable_reason(tensor)
-        if kind is not None:
-            lazy = not _torch.has_shape(tensor)
-            do = "Call the model once before, also where a function makes it" if lazy else None
+        reason = _torch.untraceable_reason(tensor)
+        if reason is not None:
+            is_lazy = not _torch.has_shape(tensor)  # a parameter of nn.LazyLinear, for example
+            do = "Call the model once before, also where a function makes it" if is_lazy else None
             raise InputError(
-                f"{name} is {kind}",
-                expected="parameters that are made" if lazy else "dense tensors with data, of torch's own classes",
+                f"{name} is {reason}",
+                expected="parameters that are made" if is_lazy else "dense tensors with data, of torch's own classes",
                 do=_SHARD_LATER if _torch.is_distributed(tensor) else do,
             )
 
@@ -153,7 +155,8 @@ class Watch:
         generators, numpy = [("Python's random", random.getstate, random.setstate)], sys.modules.get("numpy")
         if numpy is not None:
             generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
-        self._random = [(name, get(), get, put) for name, get, put in generators]
+        self._random = [(name, get_state(), get_state, set_state) for name, get_state, set_state in generators]
+        """(name, state in the snapshot, get_state, set_state) of the global generators."""
         self.printed = CapturedOutput()
         """What forward() writes to the terminal."""
         self.seeded: str | None = None
@@ -162,10 +165,10 @@ class Watch:
     def seeding(self) -> AbstractContextManager[None]:
         """Return a context that observes where forward() sets torch's random state."""
 
-        def seen() -> None:
+        def note_line() -> None:
             self.seeded = self.seeded or format_frame(user_frame()) or "an unknown place"
 
-        return _torch.seeding_seen(seen)
+        return _torch.seeding_seen(note_line)
 
     def changes(self) -> list[str]:
         """Return the names of the attributes that differ from the snapshot."""
@@ -183,39 +186,46 @@ class Watch:
 
     def draws(self) -> list[str]:
         """Return the names of the generators of Python and numpy that were drawn from."""
-        return [name for name, before, get, _ in self._random if not _same(before, get())]
+        return [name for name, before, get_state, _ in self._random if not _same(before, get_state())]
 
     def restore(self) -> None:
-        """Restore the snapshot."""
+        """Restore attributes and generators as they were in the snapshot."""
         for snapshot in self._attributes.values():
             snapshot.restore()
-        for _, before, _, put in self._random:
-            put(before)
+        for _, before, _, set_state in self._random:
+            set_state(before)
         torch.set_rng_state(self._torch)
 
 
 def _only_transparent(before: dict[Any, _Snapshot] | None, now: dict[str, Any], table: str) -> bool:
     """Return whether the only change of a module's dict of hooks is that transparent hooks were added.
 
-    ``before``, ``now``: the module's attributes; ``table``: the attribute that is the dict of hooks.
+    Args:
+        before: snapshots of the module's attributes, by name.
+        now: its attributes.
+        table: name of the attribute that is the dict of hooks.
     """
-    numbers_before = {} if before is None else before[table].parts or {}
-    added = [hook for number, hook in now[table].items() if number not in numbers_before]
-    return numbers_before.keys() <= now[table].keys() and all(map(is_transparent, added))
+    hooks_before, hooks_now = ({} if before is None else before[table].parts or {}), now[table]
+    added = [hook for key, hook in hooks_now.items() if key not in hooks_before]
+    return hooks_before.keys() <= hooks_now.keys() and all(map(is_transparent, added))
 
 
 def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
-    """Return the user's line after which ``happened()`` is first true, by tracing ``run()`` line by line, else None."""
-    last: tuple[str, int] | None = None
+    """Return the user's line (``file:line``) after which ``happened()`` is first true, None if it never is.
+
+    Calls ``run()`` and follows it line by line.
+    """
+    last_line: tuple[str, int] | None = None
     line: tuple[str, int] | None = None
 
     def follow(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal last, line
+        """Trace function of `sys.settrace`."""
+        nonlocal last_line, line
         if not is_users(frame.f_code.co_filename):
             return None
-        if line is None and last is not None and happened():
-            line = last
-        last = frame.f_code.co_filename, frame.f_lineno
+        if line is None and last_line is not None and happened():
+            line = last_line
+        last_line = frame.f_code.co_filename, frame.f_lineno
         return follow
 
     before = sys.gettrace()
@@ -239,47 +249,56 @@ def recomputed_attributes(module: nn.Module) -> frozenset[str]:
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
+    # weight_norm's hook has the weight's name in ``name``, a pruning method in ``_tensor_name``
     names = (str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks)
     return frozenset({_TRANSFORMERS_FLAG, *names})
 
 
 class _Snapshot:
-    """Snapshot of a value and of the containers and objects in it, down to a depth."""
+    """Snapshot of a value, and of the containers and objects in it down to a depth.
+
+    Args:
+        value: which is compared and restored.
+        depth: how many levels of its content are compared, too.
+        ignored: keys of its content whose changes do not count.
+    """
 
     def __init__(self, value: Any, depth: int, ignored: frozenset[str] = frozenset()) -> None:
         self.value, self.ignored = value, ignored
         self.parts: dict[Any, _Snapshot] | None = None
+        """Snapshots of its elements or attributes, by key; None if its content is not compared."""
         self.state = _state_of(value)
+        """State of a random number generator, None for other values."""
         content = None if depth == 0 or self.state is not None else _content(value)
         if content is not None:
             self.parts = {key: _Snapshot(part, depth - 1) for key, part in content.items()}
 
     def changed_keys(self, now: Any = None) -> Iterator[Any]:
-        """Yield the keys of the parts that differ from the snapshot, of the value or of ``now``."""
-        now, before = _content(self.value if now is None else now) or {}, self.parts or {}
-        for key in (*before, *(key for key in now if key not in before)):
-            if key not in self.ignored and self._differs_at(key, before, now):
+        """Yield the keys at which the content of ``now`` (default: the value itself) differs from the snapshot."""
+        content, before = _content(self.value if now is None else now) or {}, self.parts or {}
+        for key in (*before, *(key for key in content if key not in before)):
+            if key not in self.ignored and self._differs_at(key, before, content):
                 yield key
 
     def has_changed(self, key: Any) -> bool:
-        """Return whether a part of the value differs from the snapshot."""
+        """Return whether the value's element or attribute at a key differs from the snapshot."""
         return self._differs_at(key, self.parts or {}, _content(self.value) or {})
 
     @staticmethod
     def _differs_at(key: Any, before: dict[Any, _Snapshot], now: dict[Any, Any]) -> bool:
+        """Return whether a key was added or removed, or its value differs."""
         return (key in before) != (key in now) or (key in before and before[key].differs(now[key]))
 
     def differs(self, now: Any) -> bool:
-        """Return whether ``now`` is another value, or its content has changed. None that became a plain value does not
-        count: some models determine the kind of their labels in the first call."""
-        if self.value is None and isinstance(now, _COMPARED_BY_VALUE):
+        """Return whether ``now`` is another value, or the same with other content."""
+        if self.value is None and isinstance(now, _COMPARED_BY_VALUE):  # some models set their kind of labels once
             return False
         if isinstance(self.value, _COMPARED_BY_VALUE):
             return type(now) is not type(self.value) or bool(now != self.value)
         if isinstance(self.value, weakref.ref) and isinstance(now, weakref.ref):
             return now() is not self.value()
         if self.parts is not None and type(now) is type(self.value) and not hasattr(now, "__dict__"):
-            return any(True for _ in self.changed_keys(now))
+            return any(True for _ in self.changed_keys(now))  # builtin containers are compared by content
         if now is not self.value:
             return True
         if self.state is not None:
@@ -287,17 +306,17 @@ class _Snapshot:
         return self.parts is not None and any(True for _ in self.changed_keys())
 
     def restore(self) -> None:
-        """Restore the content."""
+        """Restore the content of the value, at all levels."""
         if self.state is not None:
             _set_state(self.value, self.state)
         if self.parts is None:
             return
         for part in self.parts.values():
             part.restore()
-        now = _content(self.value) or {}
-        same = now.keys() == self.parts.keys() and all(now[key] is part.value for key, part in self.parts.items())
-        if not isinstance(self.value, tuple) and not same:
-            _refill(self.value, {key: part.value for key, part in self.parts.items()})
+        content, content_now = {key: part.value for key, part in self.parts.items()}, _content(self.value) or {}
+        is_same = content_now.keys() == content.keys() and all(content_now[key] is content[key] for key in content)
+        if not isinstance(self.value, tuple) and not is_same:
+            _refill(self.value, content)
 
 
 def _content(value: Any) -> dict[Any, Any] | None:
@@ -345,13 +364,14 @@ def _state_of(value: Any) -> Any:
     return None
 
 
-def _set_state(value: Any, state: Any) -> None:
-    if isinstance(value, random.Random):
-        value.setstate(state)
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = state
+def _set_state(generator: Any, state: Any) -> None:
+    """Set the state of a random number generator of Python, numpy or torch. ``state``: as `_state_of` returns it."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):  # numpy.random.Generator
+        generator.bit_generator.state = state
     else:
-        value.set_state(state)
+        generator.set_state(state)
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -359,8 +379,9 @@ def _same(before: Any, now: Any) -> bool:
     dicts)."""
     if isinstance(before, torch.Tensor):
         return torch.equal(before, now)
-    if isinstance(before, dict):  # state of a numpy generator
+    if isinstance(before, dict):
         return before.keys() == now.keys() and all(_same(part, now[key]) for key, part in before.items())
     if isinstance(before, tuple) and len(before) < _MAX_ELEMENTS:
         return len(before) == len(now) and all(map(_same, before, now))
-    return bool((before == now).all()) if hasattr(before, "all") else before == now
+    is_array = hasattr(before, "all")
+    return bool((before == now).all()) if is_array else before == now

@@ -19,10 +19,13 @@ from memplan.planning.capture.side_effects import Watch
 from memplan.trace.structure import take_apart
 
 Kinds = tuple[type | None, ...]
+"""The subclass of each tensor of an output, None for a plain tensor; empty if all are plain."""
 
 
 def output_kinds(model: nn.Module, call: Call) -> Kinds:
-    """Return the subclass of each tensor that a model returns for a call; empty if all inputs are plain.
+    """Return the subclass of each tensor that a model returns for a call, None for a plain tensor.
+
+    Empty if all inputs are plain.
 
     Raises:
         InputError: a plan for plain tensors would not equal eager mode.
@@ -40,14 +43,15 @@ def output_kinds(model: nn.Module, call: Call) -> Kinds:
     if ops != plain_ops:
         raise _refusal(kind, "forward() computes something else with that than with a plain tensor")
     kinds = tuple(map(_torch.kind_of, outputs))
-    own = next((kind for kind in kinds if kind is not None and _torch.computes_by_itself(kind)), None)
-    if own is not None:
-        raise _refusal(kind, f"its __torch_function__ makes the outputs what they are, each a {own.__name__}")
+    for output_kind in kinds:
+        if output_kind is not None and _torch.computes_by_itself(output_kind):
+            made_by = f"its __torch_function__ makes the outputs what they are, each a {output_kind.__name__}"
+            raise _refusal(kind, made_by)
     return kinds
 
 
 def as_kinds(output: Any, kinds: Kinds) -> Any:
-    """Return a model's output with its tensors converted to these subclasses."""
+    """Return a model's output with each of its tensors converted to its subclass in ``kinds``; None: it stays."""
     if not any(kinds):
         return output
     tensors, structure = take_apart(output)
@@ -68,7 +72,7 @@ def _run_without_data(model: nn.Module, call: Call, *, as_subclasses: bool) -> t
         with _torch.fakes_as_subclasses(), mode, names, watch.printed.capturing():
             if as_subclasses:
                 fakes = [
-                    fake if like is None else _torch.with_attributes(_torch.as_subclass(fake, _subclass_of(like)), like)
+                    fake if like is None else _torch.with_attributes(_torch.as_subclass(fake, type(like)), like)
                     for fake, like in zip(fakes, call.likes, strict=True)
                 ]
             names.seen.clear()
@@ -78,17 +82,11 @@ def _run_without_data(model: nn.Module, call: Call, *, as_subclasses: bool) -> t
         watch.restore()
 
 
-def _subclass_of(tensor: torch.Tensor) -> type:
-    kind = _torch.kind_of(tensor)
-    assert kind is not None, "it is of a subclass"
-    return kind
-
-
 def _refusal(kind: type, why: str) -> InputError:
-    name = kind.__name__
-    way = "x.as_tensor()" if hasattr(kind, "as_tensor") else "x.as_subclass(torch.Tensor)"
+    """Return the error for an input of a subclass. ``why``: what a plan for plain tensors would do differently."""
+    conversion = "x.as_tensor()" if hasattr(kind, "as_tensor") else "x.as_subclass(torch.Tensor)"
     return InputError(
-        f"an input is a {name}, and {why}",
+        f"an input is a {kind.__name__}, and {why}",
         expected="tensors of torch's own classes, or of one that leaves what is computed to torch",
-        do=f"Pass the tensor that it is: {way}",
+        do=f"Pass the tensor that it is: {conversion}",
     )

@@ -79,26 +79,24 @@ class Shapes:
         self._family_of(call).seen.append(_sizes(call))
 
     def captured(self, call: Call) -> Captured:
-        """Capture a call, as `capture` does, or derive it from an earlier one."""
+        """Capture a call as `capture` does, or derive its graph from the template of calls of other sizes."""
         family = self._family_of(call)
         captured = None if family.template is None else family.template.at(call)
         if captured is None and self._update_template(family, call) and family.template is not None:
             captured = family.template.at(call)
         family.seen.append(_sizes(call))
-        return (
-            capture(self._module, call, self._precision, channels_last=self._channels_last)
-            if captured is None
-            else captured
-        )
+        if captured is not None:
+            return captured
+        return capture(self._module, call, self._precision, channels_last=self._channels_last)
 
     def _family_of(self, call: Call) -> _SizeFamily:
-        """Return the earlier calls, and their template, from which this call differs at most in sizes."""
+        """Return the record of the calls from which this call differs at most in sizes; a new one if there are none."""
         metadata = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in call.tensors)
         return self._families.setdefault((self._key(call), metadata, call.aliases), _SizeFamily())
 
     def _update_template(self, family: _SizeFamily, call: Call) -> bool:
-        """Trace a new template if the call shows that more sizes vary, or if Python values that the template depends on
-        have changed. Return whether there is a new template; a call that cannot be traced so is captured by itself."""
+        """Trace a new template if more sizes vary with this call, or if Python values that the old template depends on
+        have changed. Return whether there is a new template: False also if the call cannot be traced with symbols."""
         varying = _varying_dimensions([*family.seen, _sizes(call)])
         unchanged = varying == family.varying and (family.template is None or family.template.reads.are_unchanged())
         if unchanged or not any(varying) or not _can_use_symbols(call, family.seen, varying):
@@ -117,24 +115,31 @@ def _sizes(call: Call) -> Sizes:
     return tuple(tuple(tensor.shape) for tensor in call.tensors)
 
 
-def _varying_dimensions(seen: Sequence[Sizes]) -> list[frozenset[int]]:
-    """Return the dimensions whose sizes vary, by tensor."""
-    return [
-        frozenset(dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1)
-        for shapes in zip(*seen, strict=True)
-    ]
+def _varying_dimensions(calls: Sequence[Sizes]) -> list[frozenset[int]]:
+    """Return for each tensor of the calls the dimensions whose sizes are not the same in all calls."""
+    varying: list[frozenset[int]] = []
+    for shapes in zip(*calls, strict=True):  # of the same tensor in all calls
+        sizes_by_dim = zip(*shapes, strict=True)
+        varying.append(frozenset(dim for dim, sizes in enumerate(sizes_by_dim) if len(set(sizes)) > 1))
+    return varying
 
 
 def _can_use_symbols(call: Call, seen: Sequence[Sizes], varying: Sequence[frozenset[int]]) -> bool:
-    """Return whether a call can be traced with symbols: sizes that are equal in it are equal in all calls, none is 0
-    or 1 (torch specializes these), and its tensors share no memory."""
-    sizes_in_calls: dict[int, set[tuple[int, ...]]] = {}
+    """Return whether a call can be traced with symbols.
+
+    Sizes that are equal in it must be equal in all calls, as they get the same symbol. None may be 0 or 1, which torch
+    specializes. Its tensors must not share memory.
+
+    Args:
+        call: the call.
+        seen: sizes in the earlier calls.
+        varying: for each tensor, the dimensions that become symbols; at least one in all.
+    """
+    if call.aliases != tuple(range(len(call.tensors))):
+        return False
+    earlier_sizes: dict[int, set[tuple[int, ...]]] = {}  # of the dimensions that have a size in this call
     for tensor, dims in enumerate(varying):
         for dim in dims:
             size = call.tensors[tensor].shape[dim]
-            sizes_in_calls.setdefault(size, set()).add(tuple(sizes[tensor][dim] for sizes in seen))
-    separate = call.aliases == tuple(range(len(call.tensors)))
-    return separate and all(len(sizes) == 1 for sizes in sizes_in_calls.values()) and min(sizes_in_calls) > 1
-
-
-# -- decisions
+            earlier_sizes.setdefault(size, set()).add(tuple(sizes[tensor][dim] for sizes in seen))
+    return min(earlier_sizes) > 1 and all(len(sizes) == 1 for sizes in earlier_sizes.values())

@@ -48,7 +48,7 @@ class Tiling:
         self.registered: list[Tiled] = []
         """Tiles of the last pass: their ops find them while they live."""
         self._read = set[tuple[int, int]]()
-        """Results (tile, position among those of its calls) that something behind read in the pass before."""
+        """Results that a later call read in the pass before: (index of the tile, position among its results)."""
         self._first_pass = True
         self.in_place = set[int]()
         """Numbers of the calls outside of segments that change an operand that depends on data."""
@@ -65,7 +65,7 @@ class Tiling:
         self._now = set[tuple[int, int]]()
 
     def end(self) -> None:
-        """End a pass: what it read of the segments is what the next returns."""
+        """End a pass: in the next, the segments return only the results that were read in this pass."""
         self._read, self._first_pass = self._now, False
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -78,18 +78,26 @@ class Tiling:
             raise
 
     def _call_or_replace(self, index: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call that belongs to the segment at a position; None: to none."""
+        """Run a call of a torch function, or record it if it is part of a segment and reads data.
+
+        Args:
+            index: of the segment that the call is in; None outside of segments.
+            number, func, args, kwargs: the call, and its number in the trace.
+
+        Returns:
+            The result of the call; of a segment's last call, in terms of the op that replaces the segment.
+        """
         self._refuse_questions_of_autograd(func, args)
         args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
-        before, static = ChangedTensors(func, args, kwargs), self._static_tensors()
+        arguments, static = ChangedTensors(func, args, kwargs), self._static_tensors()
         if index is None:
             result = func(*args, **kwargs)
-            if any(id(tensor) not in static for tensor in before.after()):
+            if any(id(tensor) not in static for tensor in arguments.after()):
                 self.in_place.add(number)
             return result
-        if all(id(tensor) in static for tensor in before.tensors):
+        if all(id(tensor) in static for tensor in arguments.tensors):  # the same for each piece: runs once, as it is
             result = func(*args, **kwargs)
-            if self._recorder is not None and any(map(self._recorder.reads, before.after())):
+            if self._recorder is not None and any(map(self._recorder.reads, arguments.after())):
                 raise NotTileable("the segment changes a buffer that it read before")
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
@@ -97,17 +105,20 @@ class Tiling:
         return self._finish(index, result) if number == self.tiles[index].last else result
 
     def _refuse_questions_of_autograd(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Raise NotTileable for a hook on a tensor of a segment, which has only a part of its gradient, and for a
-        question of whether it needs one, which tensors without data would deny."""
+        """Raise NotTileable for two uses of a segment's tensors: a hook, as a piece has only a part of the gradient;
+        and a query whether they need a gradient, which tensors without data would deny."""
         tensor, name = args[0] if args else None, getattr(func, "__name__", "")
-        name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if name == "__get__":  # of a property, such as requires_grad
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
         inside = isinstance(tensor, Tensor) and self._recorder is not None and self._recorder.owns(tensor)
-        if (name in _HOOKS and (inside or id(tensor) in self._replacements)) or (name in _QUESTIONS and inside):
+        is_result = id(tensor) in self._replacements
+        if (name in _HOOKS and (inside or is_result)) or (name in _QUESTIONS and inside):
             reason = NotTileable(f"{name} of a tensor of the segment")
-            reason.at = self._replacements[id(tensor)][2][0] if id(tensor) in self._replacements else None
+            reason.at = self._replacements[id(tensor)][2][0] if is_result else None
             raise reason
 
     def _run_recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Add a call to the program of the current segment, and return its results without data."""
         if not torch.is_grad_enabled():
             raise NotTileable("a part of the segment has no gradient")
         if self._recorder is None:
@@ -118,16 +129,23 @@ class Tiling:
         return result
 
     def _finish(self, index: int, result: Any) -> Any:
-        """Add a segment to the traced graph as one op, and return its last result."""
+        """Add the segment at an index to the traced graph as one op.
+
+        Returns ``result``, which its last call returned, with the op's results in place of tensors without data.
+
+        Raises:
+            NotTileable: the segment cannot run piece by piece.
+        """
         recorder, tile = self._recorder, self.tiles[index]
         if recorder is None:
             raise NotTileable("no call of the segment reads data")
         self._recorder = None
         recorder.release()
-        alive = {index: tensor for index, ref in enumerate(self._results) if (tensor := ref()) is not None}
+        alive = [(position, ref()) for position, ref in enumerate(self._results)]
+        last_position = {id(tensor): (position, tensor) for position, tensor in alive if tensor is not None}
         wanted = [
             (position, tensor)
-            for position, tensor in {id(tensor): (index, tensor) for index, tensor in alive.items()}.values()
+            for position, tensor in last_position.values()
             if recorder.owns(tensor) and (self._first_pass or (index, position) in self._read)
         ]
         self._results = []
@@ -135,34 +153,40 @@ class Tiling:
             raise NotTileable("a result is a view of another, or of what the segment reads: writes would not reach it")
         program = recorder.program([tensor for _, tensor in wanted])
         tiled, key = register(program, tile.axis, tile.pieces)
-        updated = {id(source): index for index, (sources, _) in recorder.running.items() for source in sources}
+        updated = {id(source): norm for norm, (sources, _) in recorder.running.items() for source in sources}
         if not tiled.norms.keys() >= set(updated.values()):
             raise NotTileable("a batch norm updates statistics that are not over the axis")
         if any(id(_torch.viewed(source)) in updated for source in recorder.sources.values()):
             raise NotTileable("the segment reads running statistics that it updates")
         self.registered.append(tiled)
-        outputs = TracedTile.apply(key, *recorder.sources.values())
+        outputs = TracedTile.apply(key, *recorder.sources.values())  # results, then statistics of batch norms
         for (position, tensor), output in zip(wanted, outputs, strict=False):
             self._replacements[id(tensor)] = tensor, output, (index, position)
         self._update_running(tiled, recorder, outputs[len(wanted) :])
         return _torch.tree_map(self._replaced, result)
 
     def _update_running(self, tiled: Tiled, recorder: Recorder, statistics: Sequence[Tensor]) -> None:
-        """Update the running statistics of the segment's batch norms as torch does."""
+        """Update the running statistics of the segment's batch norms as torch does.
+
+        ``statistics``: mean and biased variance of each of ``tiled.norms``, in turn.
+        """
         means, variances = (statistics[first : 2 * len(tiled.norms) : 2] for first in (0, 1))
         for (index, norm), mean, variance in zip(tiled.norms.items(), means, variances, strict=True):
             shape = tiled.program.likes[norm.input].shape
-            count = math.prod((shape[0], *shape[2:]))
+            count = math.prod((shape[0], *shape[2:]))  # elements per channel
+            unbiased = variance * (count / max(count - 1, 1))
             running, momentum = recorder.running.get(index, ((), 0.0))
             with torch.no_grad():
-                for source, new in zip(running, (mean, variance * (count / max(count - 1, 1))), strict=False):
+                for source, new in zip(running, (mean, unbiased), strict=False):
                     source.mul_(1 - momentum).add_(new.reshape(-1).to(source.dtype), alpha=momentum)
 
     def returned(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the traced model returns, with the results of segments in place of those of their calls."""
+        """Return the model's output tensors; those of a segment's calls are replaced by results of the segment's op."""
         return [self._replaced(output) for output in outputs]
 
     def _replaced(self, leaf: Any) -> Any:
+        """Return the result of a segment's op that replaces a tensor of its calls, and note that it is read. Other
+        leaves are returned unchanged."""
         if not isinstance(leaf, Tensor) or id(leaf) not in self._replacements:
             return leaf
         _, output, place = self._replacements[id(leaf)]
@@ -170,33 +194,35 @@ class Tiling:
         return output
 
     def _static_tensors(self) -> dict[int, Tensor]:
-        """Return parameters, buffers and what is computed from them alone, by id."""
+        """Return parameters, buffers and all tensors computed from them alone, by id()."""
         if self._static is None:
             self._static = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
         return self._static
 
 
 def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
-    """Return the bytes that an op of a tile allocates and frees again, in addition to its results; None for other ops.
+    """Return the workspace of a segment's op in bytes, in addition to its results; None for other ops.
 
     Args:
-        target: the op.
-        args: its arguments as tensors without data.
+        target: name of the op.
+        args: its arguments; the tensors have no data.
     """
     if target not in TILE_OPS:
         return None
-    described = _torch.tree_map(lambda leaf: Like.of(leaf) if isinstance(leaf, Tensor) else leaf, args)
-    known, question = tile_of(args[-1]).scratch, (target, repr(described))
-    if question not in known:  # a capture with further tiles asks again
-        known[question] = _measured_scratch(target, args)
-    return known[question]
+    layouts = _torch.tree_map(lambda leaf: Like.of(leaf) if isinstance(leaf, Tensor) else leaf, args)
+    cached, key = tile_of(args[-1]).scratch, (target, repr(layouts))
+    if key not in cached:  # a capture with further tiles asks again
+        cached[key] = _measured_scratch(target, args)
+    return cached[key]
 
 
 def _measured_scratch(target: str, args: Sequence[Any]) -> int:
+    """As `tile_scratch`, by recording the pieces that can need most: the largest, and the first and the last, which
+    pad."""
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])
-        pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})  # the first and the last pad, too
+        pieces = sorted({0, tiled.largest_piece, tiled.pieces - 1})
         run = {
             TILE_STATISTICS: tiled.statistics, TILE: tiled.forward, TILE_WITH_GRADIENTS: tiled.forward_with_gradients,
         }.get(target, tiled.backward)  # fmt: skip

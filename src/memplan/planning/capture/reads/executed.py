@@ -131,41 +131,43 @@ class Executed:
         """
         if self.paused:
             return False
-        number = id(code)
         if code.co_qualname in _EXAMINED_CALLS:
             self._examine_call(code, frame)
-        if number not in self.codes and not self._register_if_relevant(code, frame):
-            return number in self._ignored
-        if number in self._open_ended:
+        if id(code) not in self.codes and not self._register_if_relevant(code, frame):
+            return id(code) in self._ignored
+        if id(code) in self._open_ended:
             self._record_full_reads(_owners_of_dict_reads(code), frame)
         if not self.backward_reads_state and _torch.backward_pass() >= 0:
             self.backward_reads_state = _reads_state(code, frame)
         return False
 
     def _register_if_relevant(self, code: CodeType, frame: FrameType) -> bool:
-        """Add code that was irrelevant so far to the relevant code, if this call makes it relevant. Return whether it
-        does."""
-        number, module = id(code), str(frame.f_globals.get("__name__") or "")
-        if number in self._ignored:
+        """Add code to the relevant code if this call of it makes it relevant. Return whether it does.
+
+        Code of the user and of libraries is relevant unless it only runs because its module is imported. Code of
+        torch's layers and the standard library is relevant if relevant code calls it.
+        """
+        module = str(frame.f_globals.get("__name__") or "")
+        if id(code) in self._ignored:
             return False
-        if number in self._not_yet_relevant:
-            counts = self._not_yet_relevant[number][1]
+        if id(code) in self._not_yet_relevant:
+            _, relevant = self._not_yet_relevant[id(code)]
         else:
-            imported = code.co_name == "<module>" and code.co_filename != "<string>"  # eval() and exec() count
-            counts = False if imported else _is_relevant(module)
-            if counts is False:
+            imported = code.co_name == "<module>" and code.co_filename != "<string>"  # unlike eval() and exec()
+            relevant = False if imported else _is_relevant(module)
+            if relevant is False:
                 if code.co_qualname not in _EXAMINED_CALLS:
-                    self._ignored[number] = code
+                    self._ignored[id(code)] = code
                 return False
-            self._not_yet_relevant[number] = code, counts
-        if not (self._is_called(frame) if counts else self._is_called_directly(frame)):
+            self._not_yet_relevant[id(code)] = code, relevant
+        if not (self._is_called(frame) if relevant else self._is_called_directly(frame)):
             return False
-        self.codes[number] = code, frame.f_globals
+        self.codes[id(code)] = code, frame.f_globals
         self.reads_all |= f"{module}.{code.co_name}" in _READ_ALL_ATTRIBUTES
-        if counts and uses_of(code).computed_modules:
+        if relevant and uses_of(code).computed_modules:
             self._record_external_effect("looks a module up by a computed name", frame)
-        if counts and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
-            self._open_ended.add(number)
+        if relevant and "__dict__" in code.co_names and code.co_name not in _ATTRIBUTE_HOOKS:
+            self._open_ended.add(id(code))
         return True
 
     def _examine_call(self, code: CodeType, frame: FrameType) -> None:
@@ -189,7 +191,12 @@ class Executed:
                 self.modules.add(importlib.util.resolve_name(str(name), relative_to or ""))
 
     def _record_full_reads(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
-        """Record that all attributes of some objects are read. ``owners``: as `_owners_of_dict_reads` returns them."""
+        """Record that code reads all attributes of some objects.
+
+        Args:
+            owners: the objects, as (variable, attribute, ...) in the frame; None for a computed object.
+            frame: in which the code runs.
+        """
         for owner in owners:
             value = None if owner is None else _value_of(owner, frame)
             if value is None:
@@ -217,9 +224,9 @@ class Executed:
         return True
 
     def on_builtin_call(self, function: Any, frame: FrameType, offset: int) -> None:
-        """Record a call of a C function by relevant code: attribute names that it reads, or its external effect.
+        """Record a call of a C function by relevant code: the attribute that ``getattr`` reads, or an external effect.
 
-        ``offset``: of the call instruction in the caller's bytecode.
+        ``frame`` is the caller's, and ``offset`` that of the call instruction in its bytecode.
         """
         if self.paused:
             return
@@ -234,21 +241,23 @@ class Executed:
             self._record_external_effect(f"calls {module}.{function.__name__}", frame)
 
     def _record_external_effect(self, effect: str, frame: FrameType) -> None:
-        self.external_effect = self.external_effect or (
-            effect,
-            format_frame((frame.f_code.co_filename, frame.f_lineno)),
-        )
+        """Record the first external effect, with the line that a frame is at."""
+        if self.external_effect is None:
+            self.external_effect = effect, format_frame((frame.f_code.co_filename, frame.f_lineno))
 
 
 def _reads_state(code: CodeType, frame: FrameType) -> bool:
-    """Return whether a function called in the backward pass can read state that may change between the passes: closure
-    variables, globals, and mutable objects among its arguments or on its context (``ctx``)."""
-    if not {"__class__"}.issuperset(code.co_freevars):
+    """Return whether a function called in the backward pass can read state that may change between the passes.
+
+    Such state is in closure variables, globals, and mutable objects among its arguments or on its context (``ctx``).
+    """
+    reads_closure = any(name != "__class__" for name in code.co_freevars)  # super() reads __class__
+    if reads_closure:
         return True
     global_variables = frame.f_globals
-    if not str(global_variables.get("__name__")).startswith("torch.") and not all(
-        _is_constant(global_variables[name]) for name in uses_of(code).loaded if name in global_variables
-    ):
+    is_torchs = str(global_variables.get("__name__")).startswith("torch.")
+    loaded = (global_variables[name] for name in uses_of(code).loaded if name in global_variables)
+    if not is_torchs and not all(map(_is_constant, loaded)):
         return True
     return not all(map(_is_immutable, frame.f_locals.values()))
 
@@ -303,11 +312,13 @@ def _observing_by_monitoring(executed: Executed) -> Iterator[None]:
         return
 
     def on_start(code: CodeType, offset: int) -> Any:
+        """Callback at the start of a Python function."""
         if threading.get_ident() == thread and executed.on_call(code, sys._getframe(1)):
             return disable
         return None
 
     def on_c_call(code: CodeType, offset: int, function: Any, argument: Any) -> Any:
+        """Callback before a call by ``code``, of which only calls of C functions count."""
         if threading.get_ident() != thread:
             return None
         if id(code) not in executed.codes:
@@ -369,7 +380,7 @@ def in_standard_library(module: str) -> bool:
 
 
 def _is_relevant(module: str) -> bool | None:
-    """Return whether code of a module is relevant; None: it is if its caller is."""
+    """Return whether code of the module of this name is relevant; None: it is if its caller is."""
     root = module.partition(".")[0]
     if module in _WRAPPERS:
         return True
@@ -424,20 +435,21 @@ _uses: dict[int, tuple[CodeType, Uses]] = {}
 
 
 def uses_of(code: CodeType) -> Uses:
-    """Return the names in the code of a function, without nested functions."""
-    known = _uses.get(id(code))
-    if known is None or known[0] is not code:
-        known = _uses[id(code)] = code, _analyze(code)
-    return known[1]
+    """Return the names in the code of a function, without nested functions. The result is cached."""
+    cached = _uses.get(id(code))
+    if cached is None or cached[0] is not code:
+        cached = _uses[id(code)] = code, _analyze(code)
+    return cached[1]
 
 
 def _analyze(code: CodeType) -> Uses:
     """Return the names that a function's bytecode uses."""
-    loaded, chained, imports = dict[str, None](), set[str](), dict[str, None]()
+    loaded, chained, imports = dict[str, None](), set[str](), dict[str, None]()  # dicts: sets in order
     instructions = [op for op in dis.get_instructions(code) if op.opname not in ("PUSH_NULL", "NOP")]
     follows_global = reads_unnamed = False
     for op, next_op in zip(instructions, [*instructions[1:], None], strict=True):
-        if op.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        loads_global = op.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if loads_global:
             if next_op is None or next_op.opname not in _ATTRIBUTE_LOADS or next_op.argval not in _ADDING_METHODS:
                 loaded[op.argval] = None
             follows_global = True
@@ -448,8 +460,9 @@ def _analyze(code: CodeType) -> Uses:
             follows_global = False
         if op.opname == "IMPORT_NAME":
             imports[op.argval] = None
-        if op.argval in _READERS and op.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            reads_unnamed |= op.opname == "LOAD_NAME" or not (op.arg or 0) & 1  # as an argument, as of map()
+        if loads_global and op.argval in _READERS:
+            is_called = op.opname == "LOAD_GLOBAL" and bool((op.arg or 0) & 1)  # the bit pushes a NULL, for a call
+            reads_unnamed |= not is_called  # passed on, as in map(getattr, ...)
         if op.argval in _GETTER_CLASSES and op.opname.startswith("LOAD_"):
             reads_unnamed |= next_op is None or next_op.opname != "LOAD_CONST"
     strings = list(_string_constants(code.co_consts))
@@ -476,7 +489,7 @@ def _looks_up_by_computed_name(instructions: list[dis.Instruction]) -> bool:
     for index, op in enumerate(instructions[:-1]):
         if op.argval == "__import__" or (op.argval == "modules" and instructions[index - 1].argval == "sys"):
             next_op = instructions[index + 1]
-            if next_op.argval == "get" and next_op.opname in _ATTRIBUTE_LOADS:
+            if next_op.argval == "get" and next_op.opname in _ATTRIBUTE_LOADS:  # sys.modules.get(name)
                 next_op = instructions[index + 2]
             if next_op.opname not in ("LOAD_CONST", "CONTAINS_OP"):
                 return True
@@ -484,6 +497,7 @@ def _looks_up_by_computed_name(instructions: list[dis.Instruction]) -> bool:
 
 
 def _string_constants(constants: Any) -> Iterator[str]:
+    """Yield the strings among the constants of code, also those in tuples and frozensets."""
     for constant in constants:
         if isinstance(constant, str):
             yield constant
@@ -492,38 +506,50 @@ def _string_constants(constants: Any) -> Iterator[str]:
 
 
 def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, str | None]:
-    """Return the object and the name that ``getattr(object, name)`` is about to be called with. The object is given as
-    (variable, attribute, ...). Either is None if it is computed."""
+    """Return the object and the name that ``getattr(object, name)`` is about to be called with.
+
+    Args:
+        frame: of the caller.
+        offset: of the call instruction in its bytecode.
+
+    Returns:
+        The object as (variable, attribute, ...), and the name. Each is None if it is computed.
+    """
     instructions = _instructions(frame.f_code)
-    index = next((number for number, op in enumerate(instructions) if op.offset >= offset), 0)
-    if instructions[index].opname not in ("PRECALL", "CALL"):
+    call = next((index for index, op in enumerate(instructions) if op.offset >= offset), 0)
+    if instructions[call].opname not in ("PRECALL", "CALL"):
         return None, None
-    index -= instructions[index - 1].opname == "PRECALL"  # of Python 3.11
-    loads_of_getter = (
-        n for n in range(index) if instructions[n].opname == "LOAD_GLOBAL" and instructions[n].argval in _READERS
-    )
-    arguments = _split_arguments(instructions[max(loads_of_getter, default=index) + 1 : index])
+    call -= instructions[call - 1].opname == "PRECALL"  # before CALL in Python 3.11
+    loads_of_getter = [
+        index for index, op in enumerate(instructions[:call]) if op.opname == "LOAD_GLOBAL" and op.argval in _READERS
+    ]
+    arguments = _split_arguments(instructions[max(loads_of_getter, default=call) + 1 : call])
     if not arguments:
         return None, None
-    owner, *rest = map(_attribute_path, arguments)
+    owner = _attribute_path(arguments[0])
     if len(arguments) == 1:
         return owner, None
-    first = arguments[1][0]
-    name = first.argval if len(arguments[1]) == 1 and first.opname == "LOAD_CONST" else None
-    if rest[0] is not None:
-        name = _value_of(rest[0], frame)
+    first_load, path = arguments[1][0], _attribute_path(arguments[1])
+    name = None
+    if path is not None:
+        name = _value_of(path, frame)
+    elif len(arguments[1]) == 1 and first_load.opname == "LOAD_CONST":
+        name = first_load.argval
     return owner, name if isinstance(name, str) else None
 
 
 def _split_arguments(loads: list[dis.Instruction]) -> list[list[dis.Instruction]]:
-    """Group the instructions that push arguments by argument; empty if there are jumps among them."""
-    ends, depth = dict[int, int](), 0
-    for number, op in enumerate(loads):
+    """Group the instructions that push arguments by argument; empty if there are jumps among them.
+
+    Argument n ends at the last instruction after which the stack has n entries.
+    """
+    end_at_depth, depth = dict[int, int](), 0
+    for index, op in enumerate(loads):
         depth += dis.stack_effect(op.opcode, op.arg if op.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
         if depth < 1 or op.opcode in dis.hasjrel:
             return []
-        ends[depth] = number + 1
-    bounds = [0, *(ends[number] for number in range(1, depth + 1) if number in ends)]
+        end_at_depth[depth] = index + 1
+    bounds = [0, *(end_at_depth[n] for n in range(1, depth + 1) if n in end_at_depth)]
     return [loads[start:end] for start, end in itertools.pairwise(bounds)] if len(bounds) > depth else []
 
 
@@ -540,7 +566,7 @@ def _attribute_path(loads: list[dis.Instruction]) -> tuple[str, ...] | None:
 
 
 def _owners_of_dict_reads(code: CodeType) -> list[tuple[str, ...] | None]:
-    """Return the objects whose ``__dict__`` code reads, as `_attribute_path` does."""
+    """Return the objects whose ``__dict__`` code reads, each as (variable, attribute, ...); None if it is computed."""
     instructions, owners = _instructions(code), list[tuple[str, ...] | None]()
     for index, op in enumerate(instructions):
         if op.opname == "LOAD_ATTR" and op.argval == "__dict__":
@@ -553,12 +579,14 @@ def _owners_of_dict_reads(code: CodeType) -> list[tuple[str, ...] | None]:
 
 def _value_of(names: tuple[str, ...], frame: FrameType) -> Any:
     """Return the value of (variable, attribute, ...) without running code, None if unknown."""
-    value = frame.f_locals.get(names[0], frame.f_globals.get(names[0]))
-    for name in names[1:]:
+    variable, *attribute_names = names
+    value = frame.f_locals.get(variable, frame.f_globals.get(variable))
+    for name in attribute_names:
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict):
             return None
-        value = attributes.get(name, (attributes.get("_modules") or {}).get(name))
+        submodules = attributes.get("_modules") or {}
+        value = attributes.get(name, submodules.get(name))
     return value
 
 
@@ -567,16 +595,14 @@ _disassembled: dict[int, tuple[CodeType, list[dis.Instruction]]] = {}
 
 def _instructions(code: CodeType) -> list[dis.Instruction]:
     """Return the instructions of code, cached, each loading one variable as in Python 3.11."""
-    known = _disassembled.get(id(code))
-    if known is None or known[0] is not code:
+    cached = _disassembled.get(id(code))
+    if cached is None or cached[0] is not code:
         instructions = list[dis.Instruction]()
         for op in dis.get_instructions(code):
             if op.opname == "LOAD_FAST_LOAD_FAST":  # loads two variables
-                instructions += [op._replace(opname="LOAD_FAST", opcode=_LOAD, argval=name) for name in op.argval]
+                load = dis.opmap["LOAD_FAST"]
+                instructions += [op._replace(opname="LOAD_FAST", opcode=load, argval=name) for name in op.argval]
             else:
                 instructions.append(op)
-        known = _disassembled[id(code)] = code, instructions
-    return known[1]
-
-
-_LOAD = dis.opmap["LOAD_FAST"]
+        cached = _disassembled[id(code)] = code, instructions
+    return cached[1]

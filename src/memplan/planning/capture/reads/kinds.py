@@ -34,18 +34,20 @@ _ENUM_ATTRIBUTES = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is of a type of `PLAIN`, without attributes that could change."""
+    """Return whether a value is a number, a string, or of another immutable type in `PLAIN`, without attributes that
+    could change (as an object of a subclass has)."""
     if not isinstance(value, PLAIN):
         return False
     attributes = getattr(value, "__dict__", None)
     if not isinstance(value, enum.Enum):
         return attributes is None
     member: Any = value
-    return _ENUM_ATTRIBUTES.issuperset(attributes or ()) and _is_immutable(member._value_)
+    return _ENUM_ATTRIBUTES.issuperset(attributes or ()) and _is_plain_or_tuple(member._value_)
 
 
-def _is_immutable(value: Any) -> bool:
-    return is_plain(value) or (type(value) is tuple and all(map(_is_immutable, value)))
+def _is_plain_or_tuple(value: Any) -> bool:
+    """Return whether a value is plain, or a tuple of plain values at any depth."""
+    return is_plain(value) or (type(value) is tuple and all(map(_is_plain_or_tuple, value)))
 
 
 def value_key(value: Any) -> Hashable:
@@ -103,7 +105,8 @@ def cell_content(cell: Any) -> Any:
 
 
 def imported_modules(names: Iterable[str], package: str) -> Iterator[str]:
-    """Yield the imported modules that these names may refer to, except torch's and the standard library's."""
+    """Yield the full names of the imported modules that ``names`` may refer to in code of a package, relative or
+    absolute. Modules of torch and the standard library are left out."""
     parents = [package]
     while parents[-1]:
         parents.append(parents[-1].rpartition(".")[0])
@@ -124,14 +127,14 @@ def dict_of(kind: type) -> dict[str, Any]:
 
 @functools.lru_cache(4096)
 def slots_of(kind: type) -> tuple[str, ...]:
-    """Return the names of a class's slots, with private names mangled."""
-    by_base = [(base, vars(base).get("__slots__", ())) for base in kind.__mro__]
-    names = [(base, name) for base, slots in by_base for name in ((slots,) if isinstance(slots, str) else slots)]
-    return tuple(
-        f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-        for base, name in names
-        if name not in ("__dict__", "__weakref__")
-    )
+    """Return the names of the slots of a class and its base classes, with private names mangled."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 @functools.lru_cache(4096)
@@ -139,8 +142,8 @@ def has_relevant_attributes(kind: type) -> bool:
     """Return whether captured code may depend on attributes of a class: it is a user's, a library's, or a torch
     layer."""
     module = module_of(kind)
-    layer = module.startswith("torch.nn.") and kind is not nn.Module
-    return layer or is_user_code({"__name__": module})
+    is_layer = module.startswith("torch.nn.") and kind is not nn.Module
+    return is_layer or is_user_code({"__name__": module})
 
 
 _COMPARED_BY_IDENTITY = frozenset({
@@ -180,8 +183,10 @@ HIDDEN_STATES: dict[str, Callable[[], Hashable]] = {
 
 
 def virtual_subclasses(kind: Any) -> Hashable:
-    """Return weak references to the classes that are registered as virtual subclasses (``ABC.register``) of an abstract
-    class or its subclasses. They decide what ``isinstance`` answers."""
+    """Return weak references to the virtual subclasses (``ABC.register``) of an abstract class and of its subclasses.
+
+    ``isinstance`` depends on them.
+    """
     registered, queue = set[Any](), [kind]
     while queue:
         subclass = queue.pop()
@@ -192,7 +197,10 @@ def virtual_subclasses(kind: Any) -> Hashable:
 
 
 def state_reader(value: Any) -> Callable[[], Any] | None:
-    """Return a function that reads the state of a logger or of a value in shared memory, None for other objects."""
+    """Return a function that reads the state of a logger or of a `multiprocessing` value in shared memory.
+
+    None for other objects.
+    """
     if isinstance(value, logging.Logger):
         return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
     if module_of(type(value)) == "multiprocessing.sharedctypes":
@@ -205,10 +213,13 @@ _MAX_CACHED = 256
 
 
 def cached_results(cache: Any) -> list[Any]:
-    """Return the results in the cache of `functools.cache`; for `functools.lru_cache` its link objects, which hide the
-    results. Empty for caches of more than `_MAX_CACHED` results."""
+    """Return the results that a function decorated by `functools.cache` has cached.
+
+    For `functools.lru_cache` these are its link objects, which hide the results. Empty for more than `_MAX_CACHED`.
+    """
     if cache.cache_info().currsize > _MAX_CACHED:
         return []
+    # The dict of results is an attribute in C: the garbage collector knows it.
     tables = [table for table in gc.get_referents(cache) if isinstance(table, dict) and table is not vars(cache)]
     return [result for table in tables for result in table.values()]
 
@@ -221,7 +232,10 @@ _LARGEST_ARRAY = 1 << 24
 
 
 def buffer_reader(value: Any) -> Callable[[], Any] | None:
-    """Return a function that reads the content of a buffer such as a numpy array, None for other objects."""
+    """Return a function that reads the content of a buffer such as a numpy array, to be compared with ``==``.
+
+    None for objects that are no buffers.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         if value.nbytes > _LARGEST_ARRAY:

@@ -13,7 +13,7 @@ from memplan.planning.capture.reads.walk import Snapshot, recipe_of
 
 
 class Passes:
-    """Values that forward() reads in each pass of a capture."""
+    """Values that forward() reads in each pass of a capture: tracing runs it more than once."""
 
     def __init__(self, model: nn.Module, executed: Executed) -> None:
         self.executed = executed
@@ -58,9 +58,8 @@ class Passes:
 
     def reads(self) -> Reads:
         """Return guards on the values that were read."""
-        return Reads(
-            Readable(self._model, recipe_of(self.executed)), read_in_backward=self.executed.backward_reads_state
-        )
+        readable = Readable(self._model, recipe_of(self.executed))
+        return Reads(readable, read_in_backward=self.executed.backward_reads_state)
 
 
 _reads_by_error: weakref.WeakKeyDictionary[BaseException, Reads] = weakref.WeakKeyDictionary()

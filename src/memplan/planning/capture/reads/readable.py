@@ -27,7 +27,7 @@ class Reads:
         """Whether the backward pass reads them, too."""
 
     def are_unchanged(self, moment: object = None) -> bool:
-        """Return whether all values equal the snapshot. ``moment``: as for `Readable.now`."""
+        """Return whether all values equal the snapshot. ``moment``: as for `Readable.take_snapshot`."""
         now = self.readable.take_snapshot(moment)
         if now is not self.snapshot and now == self.snapshot:
             self.snapshot = now

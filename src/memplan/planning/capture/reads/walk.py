@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,15 @@ class Recipe:
     """Modules that it looked up by computed names."""
 
     def is_read(self, name: str, value: Any) -> bool:
-        """Return whether captured code may have read this attribute of a class."""
+        """Return whether captured code may have read the attribute of a class that has this name and value."""
         if name in self.names:
             return True
         if self.reads_all and not name.startswith("__") and isinstance(value, (*PLAIN, dict, list, tuple, set)):
             return True
-        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)  # of a property or classmethod
+        return self._has_run(function)
+
+    def _has_run(self, function: Any) -> bool:
         return isinstance(function, types.FunctionType) and id(function.__code__) in self.codes
 
     def is_open_ended(self, kind: type) -> bool:
@@ -89,26 +92,21 @@ class Recipe:
         class's ``__getattr__`` may read them."""
         if not self.fully_read_classes.isdisjoint(kind.__mro__):
             return True
-        for base in kind.__mro__:
-            for name in ("__getattr__", "__getattribute__"):
-                function = vars(base).get(name)
-                if (
-                    isinstance(function, types.FunctionType)
-                    and id(function.__code__) in self.codes
-                    and is_user_code(function.__globals__)
-                ):
-                    return True
-        return False
+        hooks = [vars(base).get(name) for base in kind.__mro__ for name in ("__getattr__", "__getattribute__")]
+        return any(self._has_run(hook) and is_user_code(hook.__globals__) for hook in hooks)
 
 
 def recipe_of(executed: Executed) -> Recipe:
     """Return the recipe for the code that was observed."""
     uses = [uses_of(code) for code, _ in executed.codes.values()]
-    names = frozenset(executed.names).union(*(use.names for use in uses))
-    attributes_of_globals = frozenset[str]().union(*(use.attributes_of_globals for use in uses))
-    reads_all = executed.reads_all or any(use.unnamed for use in uses)
-    kinds, modules = frozenset(executed.fully_read_classes), frozenset(executed.modules)
-    return Recipe(dict(executed.codes), names, attributes_of_globals, reads_all, kinds, modules)
+    return Recipe(
+        codes=dict(executed.codes),
+        names=frozenset(executed.names).union(*(use.names for use in uses)),
+        attributes_of_globals=frozenset[str]().union(*(use.attributes_of_globals for use in uses)),
+        reads_all=executed.reads_all or any(use.unnamed for use in uses),
+        fully_read_classes=frozenset(executed.fully_read_classes),
+        modules=frozenset(executed.modules),
+    )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -127,12 +125,13 @@ class Snapshot:
         return self is other or (isinstance(other, Snapshot) and self.nodes == other.nodes)
 
     def differences(self, other: Snapshot) -> list[str]:
-        """Return the names of the nodes that differ; only the first if the numbers of nodes differ."""
-        pairs = zip(self.nodes, other.nodes, self.labels, strict=False)
-        labels = [label for mine, its, label in pairs if mine != its]
-        if len(self.nodes) != len(other.nodes):
-            return labels[:1] or [max(self.labels, other.labels, key=len)[-1]]
-        return labels
+        """Return the labels of the nodes that differ; only the first if one snapshot has more nodes."""
+        nodes = zip(self.nodes, other.nodes, self.labels, strict=False)
+        labels = [label for own_node, other_node, label in nodes if own_node != other_node]
+        if len(self.nodes) == len(other.nodes):
+            return labels
+        longer = max(self.labels, other.labels, key=len)
+        return labels[:1] or [longer[-1]]
 
 
 class Walk(Watched):
@@ -159,7 +158,7 @@ class Walk(Watched):
         self._names = Names(None if recipe.reads_all else recipe.names, _IGNORED_NAMES)
 
     def snapshot(self) -> Snapshot:
-        """Return the snapshot, after `start`."""
+        """Return the snapshot of all nodes. Called after `start`, once."""
         self._alive.clear()
         self._numbers.clear()
         return Snapshot(tuple(self._nodes), tuple(self._labels), tuple(self._unseen))
@@ -168,7 +167,7 @@ class Walk(Watched):
         """Traverse from the model's modules and from the code.
 
         Args:
-            modules: (name, attributes, names of attributes that do not count, class).
+            modules: (name, attributes, names of attributes that do not count, class) of each of the model's modules.
         """
         for path, own, without, kind in modules:
             of = f" of {path}" if path else ""
@@ -195,18 +194,20 @@ class Walk(Watched):
 
     def _visit_globals(self) -> None:
         """Visit the globals that captured code loads, and the modules that it imports."""
-        by_module: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        modules = dict.fromkeys(imported_modules(sorted(self._recipe.modules), ""))
-        for code, own in self._recipe.codes.values():
-            uses = uses_of(code)
-            if str(own.get("__name__")).startswith("torch."):  # its flags and hooks are part of each key
+        namespaces: dict[int, dict[str, Any]] = {}  # of the code, by id()
+        loaded: dict[int, set[str]] = {}  # names that code loads, by id() of the namespace
+        modules = dict.fromkeys(imported_modules(sorted(self._recipe.modules), ""))  # a set in order
+        for code, namespace in self._recipe.codes.values():
+            if str(namespace.get("__name__")).startswith("torch."):  # its flags and hooks are part of each key
                 continue
-            by_module.setdefault(id(own), (own, set()))[1].update(uses.loaded)
-            modules.update(dict.fromkeys(imported_modules(uses.imports, str(own.get("__package__") or ""))))
-        for own, names in by_module.values():
-            module = own.get("__name__", "")
+            uses = uses_of(code)
+            namespaces[id(namespace)] = namespace
+            loaded.setdefault(id(namespace), set()).update(uses.loaded)
+            modules.update(dict.fromkeys(imported_modules(uses.imports, str(namespace.get("__package__") or ""))))
+        for key, namespace in namespaces.items():
+            module = namespace.get("__name__", "")
             prefix = "" if module == "__main__" else f"{module}."
-            for name, value in self.watch_namespace(own, Names(frozenset(names))).items():
+            for name, value in self.watch_namespace(namespace, Names(frozenset(loaded[key]))).items():
                 self._visit(value, f"global {prefix}{name}")
         for name in modules:
             self._visit(self.watch_reference(functools.partial(sys.modules.get, name)), f"module {name}")
@@ -214,34 +215,42 @@ class Walk(Watched):
     # -- values
 
     def _visit(self, value: Any, label: str) -> Any:
-        """Return the number of a value's node. A value met for the first time gets a number, and is queued: its node is
-        filled in by `start`. ``label``: its name in messages."""
+        """Return the number of a value's node. ``label``: its name in messages.
+
+        A value that was not visited before gets a number and is queued; `start` fills in its node.
+        """
         if is_plain(value):
             return self._append_node(value_key(value), label)
-        known = self._numbers.get(id(value))
-        if known is not None:
-            return known
+        if id(value) in self._numbers:
+            return self._numbers[id(value)]
         number = self._append_node(None, label)
-        if not isinstance(value, tuple):
+        if not isinstance(value, tuple):  # whether equal tuples are the same object says nothing
             self._numbers[id(value)] = number
             self._alive.append(value)
         self._queue.append((number, value, label))
         return number
 
     def _element_node(self, value: Any, label: Callable[[], str]) -> Any:
+        """Return the key of a plain element of a container, else the number of its node."""
         return value_key(value) if is_plain(value) else self._visit(value, label())
 
     def _append_node(self, node: Any, label: str) -> int:
+        """Append a node, and return its number."""
         self._nodes.append(node)
         self._labels.append(label)
         return len(self._nodes) - 1
 
     def _node_of(self, value: Any, label: str) -> Any:
-        """Return the node of a queued value, by its type: its identity or key, and the nodes of what it refers to."""
+        """Return the node of a queued value, by its type.
+
+        A node is hashable or a tuple: the value's identity, type or key, and the numbers of the nodes that it refers
+        to. ``label``: the value's name in messages.
+        """
         kind = type(value)
         if isinstance(value, torch.Tensor):
-            own = getattr(value, "__dict__", None)
-            return Identity(value), *self._attribute_nodes(self.watch_instance(own, self._names) if own else {}, label)
+            attributes = getattr(value, "__dict__", None)
+            watched = self.watch_instance(attributes, self._names) if attributes else {}
+            return Identity(value), *self._attribute_nodes(watched, label)
         if id(value) in self._module_names:
             return "module", self._module_names[id(value)]
         if isinstance(value, types.FunctionType):
@@ -300,8 +309,8 @@ class Walk(Watched):
         return types.FunctionType, code, *parts
 
     def _class_node(self, kind: type, label: str) -> Any:
-        """Return the node of a class: its identity, virtual subclasses, and the attributes that captured code may have
-        read, with those of its base classes."""
+        """Return the node of a class: its identity, its virtual subclasses, and those attributes of it and its base
+        classes that captured code may have read."""
         if issubclass(kind, enum.Enum):
             members: Mapping[str, Any] = kind.__members__
             return Identity(kind), *(self._visit(member, label) for member in members.values() if not is_plain(member))
@@ -320,11 +329,8 @@ class Walk(Watched):
             of = label if base is kind and not label.startswith("class ") else f"class {base.__qualname__}"
             parts += self._namespace_nodes(own, of, Names(self._recipe.names | read, _IGNORED_NAMES))
         meta = type(kind)
-        return (
-            Identity(kind),
-            *parts,
-            self._visit(meta, f"class {meta.__qualname__}") if has_relevant_attributes(meta) else None,
-        )
+        parts.append(self._visit(meta, f"class {meta.__qualname__}") if has_relevant_attributes(meta) else None)
+        return Identity(kind), *parts
 
     def _append_hidden_state(self, name: str) -> None:
         """Add the state of a module or a function of `HIDDEN_STATES`, once."""
@@ -345,63 +351,64 @@ class Walk(Watched):
     # -- objects and containers
 
     def _object_node(self, value: Any, label: str) -> Any:
-        """Return the node of an object: its class and its readable content, which is the first that applies of: the
-        elements of a container, the bytes of an array, the state of a logger, the object's identity (locks, files), the
-        attributes and slots that the code names."""
+        """Return the node of an object: its class, the elements of a container, and its further content.
+
+        That is the first that applies of: the bytes of an array, the state of a logger, the object's identity (locks,
+        files), the attributes and slots that the code names, the content of an object written in C.
+        """
         kind = type(value)
         parts = [kind if module_of(kind) == "builtins" else self._visit(kind, f"class {kind.__qualname__}")]
         if isinstance(value, POINTER):
             self._unseen.append(f"the {label}, a pointer of ctypes")
-        known = self._container_nodes(value, label)
-        parts += known or ()
-        read = buffer_reader(value) if known is None else None
-        if read is not None:
-            return *parts, self.watch_value(read)
-        state = state_reader(value)
-        if state is not None:
-            return *parts, Identity(value), repr(self.watch_value(state))
+        elements = self._container_nodes(value, label)
+        parts += elements or ()
+        read_buffer = buffer_reader(value) if elements is None else None
+        if read_buffer is not None:
+            return *parts, self.watch_value(read_buffer)
+        read_state = state_reader(value)
+        if read_state is not None:
+            return *parts, Identity(value), repr(self.watch_value(read_state))
         if is_compared_by_identity(kind) and not isinstance(value, threading.local):
             return *parts, Identity(value)
         if isinstance(value, PLAIN):
             parts.append(value_key(value))
         if isinstance(value, enum.Enum):
             parts.append(self._visit(value._value_, label))
-        names = self._names
-        if self._recipe.is_open_ended(kind) or in_standard_library(module_of(kind)):
-            names = Names(None, _IGNORED_NAMES)
-        if isinstance(value, nn.Module):
-            names = Names(
-                None if names.included is None else names.included | _MODULE_STATE, _torch.BOOKKEEPING - _MODULE_STATE
-            )
-        own, seen = getattr(value, "__dict__", None), known is not None
-        if isinstance(own, dict):
+        names = self._attributes_to_read(value)
+        attributes, slots = getattr(value, "__dict__", None), slots_of(kind)
+        if isinstance(attributes, dict):
             self.watch_class(value)
-            parts += self._attribute_nodes(self.watch_instance(own, names), label)
-            seen = True
-        for name in slots_of(kind):
+            parts += self._attribute_nodes(self.watch_instance(attributes, names), label)
+        for name in slots:
             if names.included is None or name in names.included:
                 content = self.watch_reference(functools.partial(getattr, value, name, MISSING))
                 parts.append((name, self._visit(content, _attribute_label(label, name))))
-            seen = True
-        return tuple(parts) if seen else (*parts, self._c_object_node(value, label))
+        is_c_object = elements is None and not isinstance(attributes, dict) and not slots
+        return (*parts, self._c_object_node(value, label)) if is_c_object else tuple(parts)
+
+    def _attributes_to_read(self, value: Any) -> Names:
+        """Return the names of the attributes of an object that captured code may have read."""
+        kind, names = type(value), self._names
+        if self._recipe.is_open_ended(kind) or in_standard_library(module_of(kind)):
+            names = Names(None, _IGNORED_NAMES)
+        if isinstance(value, nn.Module):
+            included = None if names.included is None else names.included | _MODULE_STATE
+            names = Names(included, _torch.BOOKKEEPING - _MODULE_STATE)
+        return names
 
     def _container_nodes(self, value: Any, label: str) -> list[Any] | None:
         """Return the nodes of the elements of a dict, array of objects, sequence or set; None for other objects."""
         if isinstance(value, dict):
-            keys, values = self.watch_dict(value)
-            return [
-                (
-                    self._element_node(key, lambda: label),
-                    self._element_node(item, lambda key=key: f"{label}[{key!r:.40}]"),
-                )
-                for key, item in zip(keys, values, strict=True)
-            ]
+            nodes = list[Any]()
+            for key, item in zip(*self.watch_dict(value), strict=True):
+                key_node = self._element_node(key, lambda: label)
+                nodes.append((key_node, self._element_node(item, lambda key=key: f"{label}[{key!r:.40}]")))
+            return nodes
         objects = array_objects(value)
-        if objects is not None:  # this list keeps the ids valid
+        if objects is not None:
+            # The lambda keeps the list, and with it the objects: their ids stay valid.
             self.watch_value(lambda: (len(objects), [*map(id, array_objects(value) or ())]))
-            return [
-                self._element_node(item, lambda index=index: f"{label}[{index}]") for index, item in enumerate(objects)
-            ]
+            return self._sequence_nodes(objects, label)
         if isinstance(value, types.MappingProxyType):
             return [self._visit(gc.get_referents(value)[0], label)]
         if not isinstance(value, (tuple, list, set, frozenset, collections.deque)):
@@ -413,10 +420,13 @@ class Walk(Watched):
             plain = [element for element in content if is_plain(element)]
             others = [Identity(element) for element in content if not is_plain(element)]
             return [frozenset(map(value_key, plain)), *others]
-        return [self._element_node(item, lambda index=index: f"{label}[{index}]") for index, item in enumerate(content)]
+        return self._sequence_nodes(content, label)
+
+    def _sequence_nodes(self, items: Iterable[Any], label: str) -> list[Any]:
+        return [self._element_node(item, lambda index=index: f"{label}[{index}]") for index, item in enumerate(items)]
 
     def _c_object_node(self, value: Any, label: str) -> Any:
-        """Return the node of an object of a class written in C, whose content Python does not see."""
+        """Return the node of an object of a class written in C, whose content has no names in Python."""
         kind = type(value)
         if isinstance(value, types.CellType):
             return self._visit(self.watch_cell(value), label)
@@ -437,10 +447,12 @@ class Walk(Watched):
                                 "Python does not see")  # fmt: skip
         return Identity(value)
 
-    def _namespace_nodes(self, own: dict[str, Any], label: str, names: Names) -> list[Any]:
-        return self._attribute_nodes(self.watch_namespace(own, names), label)
+    def _namespace_nodes(self, namespace: dict[str, Any], label: str, names: Names) -> list[Any]:
+        """Return (name, number of the node) of the attributes of a class or module that are in ``names``."""
+        return self._attribute_nodes(self.watch_namespace(namespace, names), label)
 
     def _attribute_nodes(self, values: Mapping[str, Any], label: str) -> list[Any]:
+        """Return (name, number of the node) of each attribute of the object with this label. ``values``: by name."""
         return [(name, self._visit(value, _attribute_label(label, name))) for name, value in values.items()]
 
 

@@ -38,10 +38,14 @@ class Attributes:
 
     def __init__(self) -> None:
         self._watched: list[tuple[dict[str, Any], Names, dict[str, Any]]] = []
+        """(namespace, keys that may be read, values of these keys)."""
         self._dicts: list[dict[str, Any]] = []
         self._lengths: list[int] = []
+        """Length of each of `_dicts`: without a change of it no attribute was added."""
         self._gets: list[tuple[Callable[[dict[str, Any]], tuple[Any, ...]], dict[str, Any]]] = []
+        """(function that gets all watched values of a namespace, the namespace)."""
         self._values: list[Any] = []
+        """What `_gets` returned, one after another."""
 
     def add(self, namespace: dict[str, Any], names: Names) -> dict[str, Any]:
         """Watch the attributes in a dict at the keys in ``names``, and return them by name."""
@@ -50,8 +54,8 @@ class Attributes:
         self._dicts.append(namespace)
         self._lengths.append(len(namespace))
         if values:
-            first = next(iter(values))
-            self._gets.append((operator.itemgetter(*values, first), namespace))  # of two names or more: returns a tuple
+            first = next(iter(values))  # repeated, as itemgetter returns a tuple only for two names or more
+            self._gets.append((operator.itemgetter(*values, first), namespace))
             self._values += [*values.values(), values[first]]
         return {name: values[name] for name in sorted(values)}
 
@@ -76,19 +80,27 @@ class Watched:
 
     def __init__(self) -> None:
         self._dicts: list[dict[Any, Any]] = []
+        """Dicts that are compared by version."""
         self._contents: list[tuple[Names | None, Any]] = []
+        """For each of `_dicts`, the watched names and their values; or None, and all keys and values."""
         self._guards = _torch.DictGuards(())
         self._watched_namespaces: dict[Any, dict[str, Any]] = {}
         self._modules, self._instances = Attributes(), Attributes()
         self._objects: list[Any] = []
         self._kinds: list[type] = []
+        """Class of each of `_objects`."""
         self._functions: list[types.FunctionType] = []
         self._function_parts: list[Any] = []
+        """`_FUNCTION_PARTS` of each of `_functions`, one after another."""
         self._lists: list[tuple[Any, tuple[Any, ...]]] = []
+        """(container, its elements)."""
         self._cells: list[types.CellType] = []
         self._in_cells: list[Any] = []
-        self._reads: list[tuple[Callable[[], Any], Any]] = []
-        self._bytes: list[tuple[Callable[[], Any], Any]] = []
+        """Content of each of `_cells`."""
+        self._references: list[tuple[Callable[[], Any], Any]] = []
+        """(function, object that it returned), compared by identity."""
+        self._values: list[tuple[Callable[[], Any], Any]] = []
+        """(function, value that it returned), compared by value."""
 
     def record_versions(self) -> None:
         """Record the versions of all watched dicts."""
@@ -105,19 +117,20 @@ class Watched:
             and all(map(operator.is_, chain.from_iterable(map(_FUNCTION_PARTS, self._functions)), self._function_parts))
             and all(len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in self._lists)
             and self._are_cells_unchanged()
-            and all(read() is then for read, then in self._reads)
-            and all(read() == then for read, then in self._bytes)
+            and all(read() is then for read, then in self._references)
+            and all(read() == then for read, then in self._values)
         )
 
     def _are_cells_unchanged(self) -> bool:
+        """Return whether all watched closure cells have the same objects as content."""
         try:
             return all(map(operator.is_, map(_CELL_CONTENT, self._cells), self._in_cells))
         except ValueError:  # the variable was deleted
             return False
 
     def _are_values_unchanged(self) -> bool:
-        """Return whether dicts with a new version still hold the same objects at the watched keys; then the new
-        versions are valid, too."""
+        """Return whether dicts with a new version still have the same objects at the watched keys. If so, the new
+        versions are recorded."""
         versions = self._guards.now()
         for index, (now, then) in enumerate(zip(versions, self._guards.versions, strict=True)):
             if now == then:
@@ -126,36 +139,34 @@ class Watched:
             if names is not None:
                 is_same = _has_same_objects(watched_dict, names, content)
             else:
-                keys, values = dict.keys(watched_dict), dict.values(watched_dict)
-                is_same = len(watched_dict) == len(content[0]) and all(
-                    map(operator.is_, (*keys, *values), chain(*content))
-                )
+                content_now = (*dict.keys(watched_dict), *dict.values(watched_dict))
+                content_before = (*content[0], *content[1])  # keys and values
+                is_same = len(content_now) == len(content_before)
+                is_same = is_same and all(map(operator.is_, content_now, content_before))
             if not is_same:
                 return False
         self._guards.accept(versions)
         return True
 
     def watch_namespace(self, namespace: dict[str, Any], names: Names) -> dict[str, Any]:
-        """Watch names in the dict of a class or a Python module."""
-        place = id(namespace), names.included, names.excluded
-        if place not in self._watched_namespaces:  # several classes can share a base class
+        """Watch names in the dict of a class or a Python module, and return their values by name."""
+        key = id(namespace), names.included, names.excluded
+        if key not in self._watched_namespaces:  # several classes can share a base class
             values = names.select(namespace)
             self._dicts.append(namespace)
             self._contents.append((names, values))
-            self._watched_namespaces[place] = {name: values[name] for name in sorted(values)}
-        return self._watched_namespaces[place]
+            self._watched_namespaces[key] = {name: values[name] for name in sorted(values)}
+        return self._watched_namespaces[key]
 
     def watch_module_attributes(self, namespace: dict[str, Any], names: Names) -> dict[str, Any]:
-        """Watch attributes of one of the model's modules."""
+        """Watch attributes of one of the model's modules, and return their values by name."""
         return self._modules.add(namespace, names)
 
     def watch_instance(self, namespace: dict[str, Any], names: Names) -> dict[str, Any]:
-        """Watch attributes of an object."""
-        return (
-            self.watch_namespace(namespace, names)
-            if _torch.VERSIONS_SEE_ATTRIBUTES
-            else self._instances.add(namespace, names)
-        )
+        """Watch attributes of an object, and return their values by name. ``namespace``: its ``__dict__``."""
+        if _torch.VERSIONS_SEE_ATTRIBUTES:
+            return self.watch_namespace(namespace, names)
+        return self._instances.add(namespace, names)
 
     def watch_dict(self, namespace: dict[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Watch a whole dict, and return its keys and values in order."""
@@ -164,13 +175,12 @@ class Watched:
         self._contents.append((None, content))
         if not isinstance(namespace, collections.OrderedDict):
             return content
-        order = collections.OrderedDict.__iter__(namespace)  # its order can change while the dict does not
-        ordered = tuple(order)
-        self.watch_container(namespace, ordered)
-        return ordered, tuple(dict.__getitem__(namespace, key) for key in ordered)
+        keys = tuple(collections.OrderedDict.__iter__(namespace))  # move_to_end() does not change the dict's version
+        self.watch_container(namespace, keys)
+        return keys, tuple(dict.__getitem__(namespace, key) for key in keys)
 
     def watch_container(self, container: Any, content: tuple[Any, ...]) -> None:
-        """Watch a container that has this content now."""
+        """Watch a container. ``content``: its elements, in the order of iteration."""
         self._lists.append((container, content))
 
     def watch_class(self, value: Any) -> None:
@@ -184,9 +194,9 @@ class Watched:
             self._functions.append(function)
 
     def watch_reference(self, read: Callable[[], Any]) -> Any:
-        """Watch which object ``read`` returns."""
+        """Watch which object ``read()`` returns, and return it."""
         value = read()
-        self._reads.append((read, value))
+        self._references.append((read, value))
         return value
 
     def watch_cell(self, cell: types.CellType) -> Any:
@@ -199,13 +209,14 @@ class Watched:
         return content
 
     def watch_value(self, read: Callable[[], Any]) -> Any:
-        """Watch the value that ``read`` returns."""
+        """Watch the value that ``read()`` returns, compared with ``==``, and return it."""
         value = read()
-        self._bytes.append((read, value))
+        self._values.append((read, value))
         return value
 
 
 def _has_same_objects(namespace: dict[str, Any], names: Names, content: dict[str, Any]) -> bool:
+    """Return whether a dict still has the same objects as in ``content`` at all keys in ``names``."""
     values = names.select(namespace)
     return values.keys() == content.keys() and all(values[name] is content[name] for name in values)
 
