@@ -87,6 +87,6 @@ def test_what_is_made_later_takes_the_place_of_an_earlier_workspace() -> None:
         Temporary(1 << 30, workspace=True, query=second, after=1),
     ]
     answered = {first: 9 << 20, second: 7 << 20}
-    assert cuda_workspace._cudnn_scratch(graph, whole, temporaries, answered) == (9 << 20) - 64 * 64 * 9 * 4 - 512
+    assert cuda_workspace._scratch(graph, whole, temporaries, answered) == (9 << 20) - 64 * 64 * 9 * 4 - 512
     answered[second] = 9 << 20
-    assert cuda_workspace._cudnn_scratch(graph, whole, temporaries, answered) == (9 << 20) - 512
+    assert cuda_workspace._scratch(graph, whole, temporaries, answered) == (9 << 20) - 512

@@ -59,14 +59,15 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
         workspace = _known.get(_key(call))
         if workspace is not None:
             ops[index] = replace(ops[index], scratch=workspace + NUMBERS)
-    return replace(graph, ops=tuple(ops)) if calls else graph
+    return replace(graph, ops=tuple(ops))
 
 
 def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
-    """Return the CPU's semantics with measured workspaces of these kernels instead of formulas.
+    """Return the semantics of a recording on the CPU with measured workspaces of convolutions and reduced-precision
+    products, in place of their formulas.
 
     Args:
-        semantics: of a recording.
+        semantics: which temporaries, results and strides ops have.
         limit: approximate limit on measuring during the recording, in seconds: later calls go by the formulas.
     """
     spent = 0.0
@@ -74,6 +75,7 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
     def temporaries(
         name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
     ) -> Sequence[Temporary]:
+        """Return the buffers that a call allocates in addition to its results."""
         nonlocal spent
         begin = time.perf_counter()
         size = measured(name, args, kwargs, measure_new=spent < limit)
@@ -93,7 +95,7 @@ def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, measu
         args, kwargs: arguments; of tensors only shape, strides and dtype count.
         measure_new: whether to run a call that was not measured before; if not, None is returned for it.
     """
-    if name.replace(".out", ".default") not in CONVOLUTIONS | PRODUCTS:  # a cheap test first
+    if name.replace(".out", ".default") not in CONVOLUTIONS | PRODUCTS:  # `KernelCall.of` takes longer
         return None
     call = KernelCall.of(name, args, kwargs)
     if not _needs_measurement(call):
@@ -105,6 +107,7 @@ def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, measu
 
 
 def _key(call: KernelCall) -> _Key:
+    """Return the key of a call's measured workspace, which depends on the number of threads."""
     return torch.get_num_threads(), call.key
 
 
@@ -114,8 +117,8 @@ def _needs_measurement(call: KernelCall) -> bool:
 
 
 def _measure(calls: Sequence[KernelCall], limit: float) -> None:
-    """Run calls that were not measured before, until the limit in seconds. Measure nothing while another profiler runs:
-    torch allows only one at a time."""
+    """Run calls that were not measured before, until the limit in seconds, and add their workspaces to `_known`.
+    Nothing is measured while another profiler runs: torch allows only one at a time."""
     calls = [call for call in calls if _key(call) not in _known and _key(call) not in _failed]
     if not calls or _torch.is_profiled():
         return
@@ -137,11 +140,12 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
 
 
 def _workspaces(profile: _torch.Profile, calls: int) -> list[int]:
-    """Return the peak of each call in bytes, less its results. The marks of allocator events are the calls' numbers."""
+    """Return the peak of each call in bytes, less its results. ``calls``: their number. The mark of an allocator event
+    is the index of the call that it belongs to."""
     current, peak = [0] * calls, [0] * calls
     for event in profile.events:
         if event.mark:
-            number = int(event.mark)
-            current[number] += event.bytes
-            peak[number] = max(peak[number], current[number])
-    return [high - results for high, results in zip(peak, current, strict=True)]
+            index = int(event.mark)
+            current[index] += event.bytes
+            peak[index] = max(peak[index], current[index])
+    return [peak_bytes - result_bytes for peak_bytes, result_bytes in zip(peak, current, strict=True)]

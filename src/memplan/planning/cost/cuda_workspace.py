@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -58,72 +59,73 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     """
     library = find_cudnn(None)
     semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
-    declare_scratch = [op.target.startswith("memplan.") for op in graph.ops]  # these declare their scratch themselves
-    temporaries_of_ops = [
-        () if declares_scratch or op.is_view else _temporaries_of(graph, op, semantics.temporaries)
-        for op, declares_scratch in zip(graph.ops, declare_scratch, strict=True)
-    ]
+    temporaries_of_ops = [_temporaries_of(graph, op, semantics.temporaries) for op in graph.ops]
     all_temporaries = [temporary for temporaries in temporaries_of_ops for temporary in temporaries]
-    cudnn_bytes, models = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
+    cudnn_bytes, expected_bytes = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
     persistent = sum(round_to_blocks(temporary.bytes) for temporary in all_temporaries if temporary.permanent)
     ops, expected = list[GraphOp](), dict[int, ExpectedScratch]()
-    for op, declares_scratch, temporaries in zip(graph.ops, declare_scratch, temporaries_of_ops, strict=True):
-        other = sum(
-            round_to_blocks(temporary.bytes)
-            for temporary in temporaries
-            if not temporary.permanent and temporary.query is None
-        )
-        scratch = op.scratch if declares_scratch else other + _cudnn_scratch(graph, op, temporaries, cudnn_bytes)
+    for op, temporaries in zip(graph.ops, temporaries_of_ops, strict=True):
+        if _declares_scratch(op):
+            ops.append(op)
+            continue
+        scratch = _scratch(graph, op, temporaries, cudnn_bytes)
         ops.append(replace(op, scratch=scratch))
-        if possible := {
-            request: models[request] for temporary in temporaries if (request := temporary.query) in models
-        }:
+        queries = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query in expected_bytes)
+        uncertain = {query: expected_bytes[query] for query in queries if query is not None}
+        if uncertain:  # the scratch of each combination of possible workspaces
             probabilities = defaultdict[int, float](float)
-            distributions = (zip(sizes.sizes, sizes.probabilities, strict=True) for sizes in possible.values())
-            for chosen in product(*distributions):
-                sizes = dict(zip(possible, (size for size, _ in chosen), strict=True))
-                scratch_of = other + _cudnn_scratch(graph, op, temporaries, {**cudnn_bytes, **sizes})
-                probabilities[scratch_of] += prod(probability for _, probability in chosen)
+            distributions = [zip(sizes.sizes, sizes.probabilities, strict=True) for sizes in uncertain.values()]
+            for outcome in product(*distributions):
+                sizes = dict(zip(uncertain, (size for size, _ in outcome), strict=True))
+                outcome_scratch = _scratch(graph, op, temporaries, {**cudnn_bytes, **sizes})
+                probabilities[outcome_scratch] += prod(probability for _, probability in outcome)
             ordered = sorted(probabilities)
-            sizes = ExpectedWorkspace(scratch, tuple(ordered), tuple(probabilities[size] for size in ordered))
-            expected[op.index] = ExpectedScratch(tuple(possible), sizes)
+            workspace = ExpectedWorkspace(scratch, tuple(ordered), tuple(probabilities[size] for size in ordered))
+            expected[op.index] = ExpectedScratch(tuple(uncertain), workspace)
     return OnCard(replace(graph, ops=tuple(ops)), persistent, expected)
+
+
+def _declares_scratch(op: GraphOp) -> bool:
+    """Return whether an op is memplan's own: these have the right scratch on every device."""
+    return op.target.startswith("memplan.")
 
 
 def _cudnn_bytes(
     library: Cudnn, device: Device, temporaries: Sequence[Temporary]
 ) -> tuple[dict[WorkspaceQuery, int], dict[WorkspaceQuery, ExpectedWorkspace]]:
-    """Return the bytes of workspaces, and the distributions of those that are only expected.
-
-    The bytes are those of cuDNN's first plan or, with ``benchmark``, of its largest; else the expected ones."""
-    requests = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query is not None)
-    answers = ask(library, device, (request.question for request in requests))
+    """Return the bytes of cuDNN's workspaces by query, and the distributions of those that a model only expects. The
+    bytes are those of cuDNN's first plan or, with ``benchmark``, of its largest; else the expected ones."""
+    queries = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query is not None)
+    answers = ask(library, device, (query.question for query in queries))
     workspaces, expected = dict[WorkspaceQuery, int](), dict[WorkspaceQuery, ExpectedWorkspace]()
-    for request in requests:
-        plans = answers.plans.get(request.question, ())
-        if request.plan == "first" and request.question in answers.measured:
-            workspaces[request] = answers.measured[request.question]
+    for query in queries:
+        plans = answers.plans.get(query.question, ())
+        if query.plan == "first" and query.question in answers.measured:
+            workspaces[query] = answers.measured[query.question]
         elif plans:
             largest = max(plan.workspace for plan in plans)
-            workspaces[request] = plans[0].workspace if request.plan == "first" else largest
-        elif request.plan == "first" and request.question in answers.expected:
-            expected[request] = answers.expected[request.question]
-            workspaces[request] = expected[request].bytes
+            workspaces[query] = plans[0].workspace if query.plan == "first" else largest
+        elif query.plan == "first" and query.question in answers.expected:
+            expected[query] = answers.expected[query.question]
+            workspaces[query] = expected[query].bytes
     return workspaces, expected
 
 
-def _cudnn_scratch(
+def _scratch(
     graph: JointGraph, op: GraphOp, temporaries: Sequence[Temporary], cudnn_bytes: Mapping[WorkspaceQuery, int]
 ) -> int:
-    """Return the bytes that an op's cuDNN workspaces add to its peak: each is freed before the next result is
-    allocated."""
-    peak = 0
+    """Return the bytes that an op's temporaries add to its peak. ``cudnn_bytes``: of cuDNN's workspaces, by query. A
+    workspace of cuDNN is freed before the next result is allocated, so the later results count in its place."""
+    scratch = cudnn_peak = 0
     for temporary in temporaries:
         if temporary.query is not None:
-            later = (op.outputs[number] for number in range((temporary.after or 0) + 1, len(op.outputs)))
-            later_bytes = sum(round_to_blocks(graph.values[value].bytes) for value in later if value is not None)
-            peak = max(peak, round_to_blocks(cudnn_bytes.get(temporary.query, temporary.bytes)) - later_bytes)
-    return peak
+            later_results = op.outputs[(temporary.after or 0) + 1 :]
+            sizes = (graph.values[value].bytes for value in later_results if value is not None)
+            workspace = round_to_blocks(cudnn_bytes.get(temporary.query, temporary.bytes))
+            cudnn_peak = max(cudnn_peak, workspace - sum(map(round_to_blocks, sizes)))
+        elif not temporary.permanent:
+            scratch += round_to_blocks(temporary.bytes)
+    return scratch + cudnn_peak
 
 
 def libraries(graph: JointGraph, home: Home) -> int:
@@ -136,8 +138,8 @@ _known: dict[tuple[str, bool, bool], dict[str, int | None]] = {}
 
 
 def known(place: str) -> dict[str, int | None]:
-    """Return the workspaces measured on a card in this process under the current cuDNN settings, by
-    `KernelCall.key`."""
+    """Return the bytes of the workspaces measured on a card in this process under the current cuDNN settings, by
+    `KernelCall.key`; None for calls that failed."""
     cudnn = torch.backends.cudnn
     return _known.setdefault((place, cudnn.benchmark, cudnn.deterministic), {})
 
@@ -154,20 +156,18 @@ def measure(place: str, calls: Iterable[KernelCall]) -> None:
     with isolated(place):
         for call in calls:
             try:
-                workspaces[call.key] = _workspace(place, call)
+                args, kwargs = call.on_zeros(place)
+                workspaces[call.key] = workspace_on(place, partial(call.run, args, kwargs))
             except torch.OutOfMemoryError:  # may succeed later
                 continue
             except Exception:  # any error of the kernel: then the formula counts
                 workspaces[call.key] = None
 
 
-def _workspace(place: str, call: KernelCall) -> int:
-    args, kwargs = call.on_zeros(place)
-    return workspace_on(place, lambda: call.run(args, kwargs))
-
-
 def _temporaries_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:
     """Return an op's temporaries, from formulas called with meta tensors; () if no formula applies."""
+    if op.is_view or _declares_scratch(op):
+        return ()
     args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
     kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))
     outputs = [None if value is None else meta_tensor(graph.values[value]) for value in op.outputs]

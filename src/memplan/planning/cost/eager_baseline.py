@@ -53,11 +53,13 @@ def baseline(
         module = copy_module(model)
         if home.card is not None:
             module.to(home.type)
+        # Arguments in host memory stay there, also of a step on a card.
         tensors = (_leaf_on(like(t), home.type) if t.device.type == home.type else like(t) for t in call.tensors)
         args, kwargs = call.rebuild(tuple(tensors))
         update = None if optimizer is None else optimizer(module.parameters())
 
         def step() -> None:
+            """Run a training step."""
             if not held:  # else backward adds to the gradients of the step before
                 module.zero_grad()
             with autocast():

@@ -33,8 +33,8 @@ class Operand(Printed):
 
     def zeros(self, place: str) -> Tensor:
         """Return zeros with this shape, strides and dtype on a device; as indices they are valid for any tensor."""
-        elements = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        flat = torch.zeros(elements if prod(self.shape) else 0, dtype=self.dtype, device=place)
+        last_element = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.zeros(last_element + 1 if prod(self.shape) else 0, dtype=self.dtype, device=place)
         return flat.as_strided(self.shape, self.stride)
 
 
@@ -64,11 +64,9 @@ class KernelCall:
 
     @property
     def key(self) -> str:
-        """Key that distinguishes calls of different cost."""
-        arguments = [
-            *map(_argument_text, self.args),
-            *(f"{name}={_argument_text(value)}" for name, value in self.kwargs.items()),
-        ]
+        """Key that distinguishes calls of different cost: ``aten.mm.default(torch.float32[8, 8][8, 1], ...)``."""
+        arguments = [_argument_text(value) for value in self.args]
+        arguments += [f"{name}={_argument_text(value)}" for name, value in self.kwargs.items()]
         return f"{self.name}({', '.join(arguments)})"
 
     @property
@@ -87,6 +85,7 @@ class KernelCall:
 
 
 def _argument_text(argument: Any) -> str:
+    """Return the text of an argument in a key; a tensor is an `Operand`."""
     if isinstance(argument, (tuple, list)):
         return f"[{', '.join(map(_argument_text, argument))}]"
     return str(argument) if isinstance(argument, Operand) else repr(argument)

@@ -74,10 +74,11 @@ def with_costs(
     else:
         unknown = [key for key in _measuring_order(graph, costs) if key not in known]
         measured = _measure_until(graph, costs, unknown, on, seconds_to_measure(on) if limit is None else limit)
-        seconds = _estimate_missing(measured | {k: s for k, s in known.items() if k in costs.works}, costs.works)
+        known_here = {key: known_seconds for key, known_seconds in known.items() if key in costs.works}
+        seconds = _estimate_missing(measured | known_here, costs.works)
     scratch = _measurements_on(on).scratch  # measured when the ops were timed on a card
     if scratch:
-        keys = (costs.keys.get((op.index, op.target), "") for op in graph.ops)
+        keys = [costs.keys.get((op.index, op.target), "") for op in graph.ops]  # "" for views
         ops = (replace(op, scratch=scratch.get(key, op.scratch)) for op, key in zip(graph.ops, keys, strict=True))
         graph = replace(graph, ops=tuple(ops))
     return _with_seconds(graph, costs, {**seconds, **known})
@@ -106,12 +107,11 @@ def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
 
 
 def failing(graph: JointGraph, targets: Collection[str], on: str) -> dict[str, str]:
-    """Return the targets among these whose ops do not run on this device, with the first line of the error. Each
-    distinct call runs once, unless it was measured."""
-    clock, reasons = _measurements_on(on), dict[str, str]()
-    for op in (op for op in graph.ops if op.target in targets):
-        key = signature(graph, op)
-        if key in clock.seconds or op.target in reasons:
+    """Return the targets among ``targets`` whose ops do not run on a device, with the first line of the error. Each op
+    runs once, unless it was measured. ``on``: torch's name of the device."""
+    measured, reasons = _measurements_on(on).seconds, dict[str, str]()
+    for op in graph.ops:
+        if op.target not in targets or op.target in reasons or signature(graph, op) in measured:
             continue
         try:
             with isolated(on):
@@ -145,25 +145,30 @@ class _Signatures:
 
     def __init__(self, graph: JointGraph) -> None:
         self.graph = graph
-        self.texts: dict[int, str] = {}
+        self.tensor_texts: dict[int, str] = {}
+        """Text of a tensor argument, by its value."""
 
     def signature(self, op: GraphOp) -> str:
+        """Return the key of an op's cost: ``aten.relu.default(float32[8, 64])``."""
         arguments = [self.text(arg) for arg in op.args]
         arguments += [f"{name}={self.text(arg)}" for name, arg in op.kwargs.items()]
         return f"{op.target}({', '.join(arguments)})"
 
     def text(self, argument: Any) -> str:
+        """Return the text of an argument of an op."""
         if isinstance(argument, Ref):
-            if argument.value not in self.texts:
-                self.texts[argument.value] = _tensor_text(self.graph.values[argument.value])
-            return self.texts[argument.value]
+            if argument.value not in self.tensor_texts:
+                self.tensor_texts[argument.value] = _tensor_text(self.graph.values[argument.value])
+            return self.tensor_texts[argument.value]
         if isinstance(argument, (tuple, list)):
             return f"[{', '.join(map(self.text, argument))}]"
         return repr(argument)
 
 
 def _tensor_text(value: Value) -> str:
-    contiguous = tuple(math.prod(max(n, 1) for n in value.shape[index + 1 :]) for index in range(len(value.shape)))
+    """Return dtype and shape of a tensor, and its strides unless it is contiguous: ``float32[8, 64]:[1, 8]``."""
+    sizes = [max(size, 1) for size in value.shape]
+    contiguous = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
     stride = "" if value.stride == contiguous else f":{list(value.stride)}"
     return f"{value.dtype}{list(value.shape)}{stride}"
 
@@ -174,23 +179,24 @@ def _computed_forms(graph: JointGraph) -> Iterator[SavedForm]:
 
 
 def _form_keys(graph: JointGraph, form: SavedForm) -> tuple[str, str, str]:
-    """Return the keys under which the seconds to store, to fetch and to read an encoding are kept."""
-    stores, fetches = registry.find(form.lever).verbs
+    """Return three signatures of an encoding: of storing it, of fetching the value, and of all ops that read the
+    encoding directly."""
+    store_verb, fetch_verb = registry.find(form.lever).verbs
     encoding = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
-    return f"{stores} {encoding}", f"{fetches} {encoding}", f"{len(form.direct)} direct {encoding}"
+    return f"{store_verb} {encoding}", f"{fetch_verb} {encoding}", f"{len(form.direct)} direct {encoding}"
 
 
 def _form_calls(graph: JointGraph, form: SavedForm) -> tuple[tuple[_TimedCall, ...], ...]:
-    """Return the calls to time for an encoding in three groups, as `_form_keys`: to store it, to fetch the value (none
-    if that is impossible), and to run the ops that read it directly."""
+    """Return three groups of calls to time for an encoding: to store it, to fetch the value (none if that is
+    impossible), and of all ops that read the encoding directly."""
     lever = registry.find(form.lever)
     store = (_TimedCall(lever.store(graph, form)),)
     fetch = (_TimedCall(lever.fetch(graph, form)),) if form.whole else ()
-    direct = tuple(
-        _TimedCall(lever.read_directly(graph, form, op, in_place=False), replaced=(op.target, op.args, op.kwargs))
-        for op in map(graph.ops.__getitem__, form.direct)
-    )
-    return store, fetch, direct
+    direct: list[_TimedCall] = []
+    for op in (graph.ops[index] for index in form.direct):
+        call = lever.read_directly(graph, form, op, in_place=False)
+        direct.append(_TimedCall(call, replaced=(op.target, op.args, op.kwargs)))
+    return store, fetch, tuple(direct)
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,7 @@ class _Costs:
 
     @classmethod
     def of(cls, graph: JointGraph) -> _Costs:
+        """Describe the ops and encodings of a graph."""
         signatures = _Signatures(graph)
         keys, works, timed = dict[tuple[int, str], str](), dict[str, Work](), dict[str, tuple[_TimedCall, ...]]()
         for op in _calls(graph):
@@ -247,10 +254,11 @@ def _with_seconds(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]
     """Return the graph with these seconds, by signature, for its ops, their recompute ops and its encodings."""
 
     def op_with_seconds(op: GraphOp) -> GraphOp:
+        """Return an op with its seconds and those of its cheaper recompute op."""
         if op.is_view:
             return op
         recompute, op_seconds = op.cheaper_recompute, seconds[costs.key(op)]
-        if recompute is not None:  # it does part of the op's work: a longer time is noise
+        if recompute is not None:  # it does part of the op's work, so a longer time is noise
             recompute = replace(recompute, seconds=min(op_seconds, seconds[costs.key(recompute)]))
         return replace(op, seconds=op_seconds, cheaper_recompute=recompute)
 
@@ -267,20 +275,20 @@ def _with_seconds(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]
 
 
 def _estimate_missing(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict[str, float]:
-    """Return the seconds of all works. Works that were not measured have their roofline seconds, scaled by the ratio of
-    measured to roofline seconds of the works of their kind (with FLOPs, or without)."""
+    """Return the seconds of all works, by signature as all arguments. Works that were not measured have their roofline
+    seconds, scaled by the ratio of measured to roofline seconds of the works of their kind: with FLOPs, or without."""
     roofline_seconds = {key: roofline.CPU.seconds(work) for key, work in works.items()}
     overall = _ratio(measured, roofline_seconds)
-    ratios = {
-        computes: _ratio(
-            {k: s for k, s in measured.items() if bool(works[k].flops) is computes}, roofline_seconds, overall
-        )
-        for computes in (True, False)
-    }
+    ratios = dict[bool, float]()  # by whether works have FLOPs
+    for has_flops in (True, False):
+        of_kind = {key: seconds for key, seconds in measured.items() if bool(works[key].flops) is has_flops}
+        ratios[has_flops] = _ratio(of_kind, roofline_seconds, overall)
     return {key: measured.get(key, roofline_seconds[key] * ratios[bool(work.flops)]) for key, work in works.items()}
 
 
 def _ratio(measured: Mapping[str, float], roofline_seconds: Mapping[str, float], default: float = 1.0) -> float:
+    """Return the ratio of measured seconds to the roofline seconds of the same signatures; ``default`` if these are
+    0."""
     expected_sum = sum(roofline_seconds[key] for key in measured)
     return sum(measured.values()) / expected_sum if expected_sum else default
 
@@ -308,53 +316,67 @@ def _measurements_on(on: str) -> _Measurements:
 
 
 def _measuring_order(graph: JointGraph, costs: _Costs) -> list[str]:
-    """Return the signatures in the order in which to measure them, as time may run out: first ops whose results may be
-    recomputed, then encodings and other ops of the forward pass, then the backward pass; large ops first in each."""
+    """Return the signatures in the order in which to measure them, as time may run out.
+
+    First ops whose results may be recomputed, then encodings and other ops of the forward pass, then the backward pass;
+    the longest by roofline first in each.
+    """
     recomputable_values, roofline_seconds = recomputable(graph), costs.roofline_seconds()
     ranks = dict.fromkeys(costs.timed, 1)
     for op in _calls(graph):
         is_recomputable = op.cheaper_recompute is None and any(value in recomputable_values for value in op.makes)
-        ranks[costs.key(op)] = 2 if op.phase == "backward" else int(not is_recomputable)
+        forward_rank = 0 if is_recomputable else 1
+        ranks[costs.key(op)] = 2 if op.phase == "backward" else forward_rank
     return sorted(ranks, key=lambda key: (ranks[key], -roofline_seconds[key]))
 
 
 def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], on: str, limit: float) -> dict[str, float]:
-    """Measure calls, and on a card their workspaces, until the limit in seconds is over. Return the seconds by
-    signature; those that could not be measured are missing, and `unmeasured` has the reason."""
-    clock, end = _measurements_on(on), time.perf_counter() + limit
+    """Measure calls, and on a card their workspaces, until the limit in seconds is over.
+
+    Args:
+        graph, costs: the graph, and the calls to time for each signature.
+        keys: signatures to measure, in order.
+        on: torch's name of the device.
+        limit: in seconds.
+
+    Returns:
+        The seconds by signature. Calls that could not be measured are missing; `unmeasured` has the reason.
+    """
+    measurements, end = _measurements_on(on), time.perf_counter() + limit
+    seconds, refused, on_card = measurements.seconds, measurements.refused, torch.device(on).type != "cpu"
     with isolated(on):
         for key in keys:
             safe_point()
-            if key in clock.seconds or key in clock.refused:
+            if key in seconds or key in refused:
                 continue
             if time.perf_counter() >= end:
-                clock.refused[key] = "the time for measuring was up"  # planning again must not measure again
+                refused[key] = "the time for measuring was up"  # planning again must not measure again
                 continue
-            if torch.device(on).type != "cpu" and key.partition("(")[0] in NEEDS_SEEDS:
-                clock.refused[key] = "it reads the seeds of its forward pass"
+            if on_card and key.partition("(")[0] in NEEDS_SEEDS:
+                refused[key] = "it reads the seeds of its forward pass"
                 continue
             if costs.works[key].foreign:
                 # A collective waits for other processes, and a custom kernel may need valid arguments.
-                clock.refused[key] = "it is not torch's own, and is not run on made-up tensors"
+                refused[key] = "it is not torch's own, and is not run on made-up tensors"
                 continue
             try:
-                if torch.device(on).type != "cpu" and costs.timed[key]:  # a form that is only read directly has no call
-                    clock.scratch[key] = workspace_on(on, _synthetic_call(graph, costs.timed[key][0].call, on))
-                clock.seconds[key] = sum(_extra_seconds(graph, timed, on) for timed in costs.timed[key])
+                if on_card and costs.timed[key]:  # a form that is only read directly has no call
+                    measurements.scratch[key] = workspace_on(on, _synthetic_call(graph, costs.timed[key][0].call, on))
+                seconds[key] = sum(_extra_seconds(graph, timed, on) for timed in costs.timed[key])
             except Exception as error:  # any error of the kernel on synthetic arguments
-                clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return {key: clock.seconds[key] for key in keys if key in clock.seconds}
+                refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return {key: seconds[key] for key in keys if key in seconds}
 
 
 @contextmanager
 def isolated(on: str) -> Iterator[None]:
-    """Measure without gradients and autocast within this context, and restore the card's random state. On the CPU
-    measurements draw from a generator of their own."""
+    """Run kernels without gradients and autocast within this context, and restore the card's random state after it."""
     device = torch.device(on)
-    forked = nullcontext() if device.type == "cpu" else torch.random.fork_rng([device], device_type=device.type)
+    on_cpu = device.type == "cpu"  # there, measurements draw from a generator of their own
+    forked = nullcontext() if on_cpu else torch.random.fork_rng([device], device_type=device.type)
     with forked, torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
-    if device.type != "cpu":
+    if not on_cpu:
         torch.get_device_module(device).empty_cache()
 
 
@@ -365,10 +387,12 @@ def _extra_seconds(graph: JointGraph, timed: _TimedCall, on: str) -> float:
 
 
 def _fastest_run(graph: JointGraph, timed_call: Called, on: str) -> float:
-    """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time."""
+    """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time.
+    ``timed_call``: the target, args and kwargs of an op, with a Ref in place of each tensor."""
     call, wait = _synthetic_call(graph, timed_call, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
+        """Run the call once and return its seconds."""
         wait(on)
         begin = time.perf_counter()
         call()
@@ -392,7 +416,12 @@ def workspace_on(on: str, call: Callable[[], Any]) -> int:
 
 
 def _synthetic_call(graph: JointGraph, target_and_arguments: Called, on: str) -> Callable[[], Any]:
-    """Return a function that runs a call on synthetic tensors.
+    """Return a function that runs an op on synthetic tensors.
+
+    Args:
+        graph: the graph of the op.
+        target_and_arguments: its target, args and kwargs, with a Ref in place of each tensor.
+        on: torch's name of the device.
 
     Raises:
         UsageError: the op draws from torch's default generator on the CPU.
@@ -415,14 +444,14 @@ _generator = torch.Generator()
 
 
 def _synthetic(value: Value, on: str) -> torch.Tensor:
-    """Return a tensor with the shape, strides and dtype of a value: random numbers between 0.1 and 1, where every op is
-    defined, or integer zeros, which are valid indices."""
-    elements = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
-    count = elements if all(value.shape) else 0
+    """Return a tensor on a device with the shape, strides and dtype of a value. It has random numbers between 0.1 and
+    1, for which every op is defined, or integer zeros, which are valid indices."""
+    last_element = sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+    count = last_element + 1 if all(value.shape) else 0
     dtype, generator = getattr(torch, value.dtype), _generator if torch.device(on).type == "cpu" else None
     if dtype == torch.bool:
         flat = torch.rand(count, device=on, generator=generator) < 0.5
-    elif dtype.is_floating_point or dtype.is_complex:
+    elif dtype.is_floating_point or dtype.is_complex:  # a random block, repeated: drawing takes long
         block = torch.rand(min(count, _BLOCK), device=on, generator=generator).mul_(0.9).add_(0.1).to(dtype)
         flat = block.repeat(-(-count // _BLOCK))[:count]
     else:

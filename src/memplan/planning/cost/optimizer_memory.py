@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.errors import InputError, MemplanError
 from memplan.planning.cost.cuda_workspace import libraries
-from memplan.planning.graph.joint_graph import JointGraph, Value
+from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
@@ -26,6 +26,7 @@ Optimizer = Callable[[Any], Any]
 _NOTHING = Fraction(0)
 
 _TensorLayout = tuple[tuple[int, ...], tuple[int, ...], str]
+"""Shape, strides and dtype of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ def memory_outside_graph(
     """
     home = home or Home()
     loss_bytes = int(loss_bytes_ratio * sum(value.bytes for value in graph.values if value.kind == "tangent"))
-    trained_names, other_bytes = {graph.values[of].path for of, _ in graph.gradients}, dict[Cause, int]()
+    trained = [graph.values[value] for value, _ in graph.gradients]
+    trained_names, other_bytes = {value.path for value in trained}, dict[Cause, int]()
     idle_parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in trained_names]
     if gradients.adds:
         other_bytes["parameter_gradient"] = sum(home.allocated(p.numel() * p.element_size()) for p in idle_parameters)
@@ -67,29 +69,30 @@ def memory_outside_graph(
         other_bytes["workspace"] = library_bytes
     if optimizer is None:
         return OutsideMemory(other_bytes=other_bytes, loss_bytes=loss_bytes, home=home)
-    parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
-    shapes = [_shape_of(value) for value in parameters]
-    update = update_of(optimizer, shapes, home)
-    idle_shapes = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
-    update_with_idle = update_of(optimizer, [*shapes, *idle_shapes], home) if idle_parameters else update
+    parameters = [value for value in trained if value.kind == "parameter"]  # the others are inputs
+    layouts: list[_TensorLayout] = [(value.shape, value.stride, value.dtype) for value in parameters]
+    update = update_of(optimizer, layouts, home)
+    idle_layouts = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
+    update_with_idle = update_of(optimizer, [*layouts, *idle_layouts], home) if idle_parameters else update
     other_bytes["optimizer_state"] = update_with_idle.state - update.state
     update_bytes = dict[int, int]()
-    if gradients.updates:
-        by_shape = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)}
-        update_bytes = {value.id: by_shape[_shape_of(value)].most for value in parameters}
+    if gradients.updates:  # each parameter is updated by itself
+        update_by_layout = {layout: update_of(optimizer, [layout], home) for layout in dict.fromkeys(layouts)}
+        pairs = zip(parameters, layouts, strict=True)
+        update_bytes = {value.id: update_by_layout[layout].most for value, layout in pairs}
     return OutsideMemory(
-        state=update.state,
-        packed=update.packed,
-        update=(update_with_idle if gradients.adds else update).most,
-        update_by_parameter=update_bytes,
-        other_bytes=other_bytes,
-        loss_bytes=loss_bytes,
-        home=home,
-    )
+        state=update.state, packed=update.packed, update=(update_with_idle if gradients.adds else update).most,
+        update_by_parameter=update_bytes, other_bytes=other_bytes, loss_bytes=loss_bytes, home=home,
+    )  # fmt: skip
 
 
 def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home | None = None) -> Update:
-    """Record the second update of parameters with these shapes, strides and dtypes, without allocating memory.
+    """Record the second update of an optimizer, which has its state by then, without allocating memory.
+
+    Args:
+        optimizer: a callable of the parameters.
+        shapes: shape, strides and dtype of each parameter.
+        home: device of the parameters; None: the CPU.
 
     Raises:
         InputError: the optimizer refuses its parameters, or its step cannot be recorded.
@@ -101,6 +104,7 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
     packed = 0
 
     def build() -> Callable[[], Any]:
+        """Return ``step()`` of the optimizer, with parameters that have a gradient."""
         nonlocal packed
         parameters = [
             nn.Parameter(torch.empty_strided(sizes, stride, dtype=getattr(torch, dtype), device=home.type))
@@ -121,16 +125,8 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
             expected="a callable of the parameters, such as torch.optim.AdamW, whose step() needs no closure",
             do="Pass such a callable, or leave optimizer out: then none is counted",
         ) from error
-    timeline = simulate(trace)
-    begin = trace.steps[1]
-    live = sum(home.allocated(storage.bytes) for storage in live_at(trace, begin))
-    inputs = (storage for storage in live_at(trace, trace.steps[0]) if storage.cause in _INPUTS)
+    first_step, second_step = trace.steps[:2]
+    live = sum(home.allocated(storage.bytes) for storage in live_at(trace, second_step))
+    inputs = (s for s in live_at(trace, first_step) if s.cause in ("weight", "parameter_gradient"))
     state = live - sum(home.allocated(storage.bytes) for storage in inputs)
-    return Update(state, timeline.steps[1].peak_allocated - live, packed)
-
-
-_INPUTS = ("weight", "parameter_gradient")
-
-
-def _shape_of(value: Value) -> _TensorLayout:
-    return value.shape, value.stride, value.dtype
+    return Update(state, simulate(trace).steps[1].peak_allocated - live, packed)

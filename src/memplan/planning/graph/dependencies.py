@@ -6,23 +6,26 @@ from memplan.planning.graph.joint_graph import JointGraph, refs
 
 
 def must_precede(graph: JointGraph) -> dict[int, set[int]]:
-    """Return, by backward op, the backward ops that have to run before it: those that make what it reads; and the last
-    op before it in the captured order that draws random numbers or has a side effect, if it does, too."""
+    """Return, by index of a backward op, the indices of the backward ops that have to run before it. These are the ops
+    whose results it reads. Ops that draw random numbers or have a side effect keep their order, too."""
     maker = {value: op.index for op in graph.backward_ops for value in op.makes}
-    before, last_fixed = dict[int, set[int]](), None
+    before, ordered_before = dict[int, set[int]](), set[int]()
     for op in sorted(graph.backward_ops, key=lambda op: op.index):
         reads = {graph.base(value) for value in (*refs((op.args, op.kwargs)), *op.reads, *op.holds)}
         before[op.index] = {maker[value] for value in reads if value in maker} - {op.index}
         if op.random or op.once:
-            before[op.index] |= set[int]() if last_fixed is None else {last_fixed}
-            last_fixed = op.index
+            before[op.index] |= ordered_before
+            ordered_before = {op.index}
     return before
 
 
 def is_allowed(graph: JointGraph, order: tuple[int, ...]) -> bool:
-    """Return whether the backward ops of a graph can run in an order (see ``JointGraph.order``)."""
+    """Return whether the backward ops of a graph can run in an order: all their indices, each once, so that no op runs
+    before an op that it depends on. The empty order stands for the order as captured."""
+    if not order:
+        return True
     before = must_precede(graph)
-    position = {op: at for at, op in enumerate(order)}
+    position = {op: position for position, op in enumerate(order)}
     if len(position) < len(order) or position.keys() != before.keys():
-        return not order
+        return False
     return all(position[other] < position[op] for op, others in before.items() for other in others)

@@ -310,8 +310,8 @@ def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
 
 
 def recomputable(graph: JointGraph) -> frozenset[int]:
-    """Return the forward values that may be recomputed: those of deterministic ops without side effects that are
-    neither outputs nor held by an op."""
+    """Return the forward values that may be recomputed: results of deterministic ops without side effects, except
+    outputs and values in ``GraphOp.holds``."""
     fixed = output_bases(graph) | graph.irreplaceable
     recompute_ops = (op.recompute_op for op in graph.forward_ops if not (op.random or op.once))
     return frozenset(value for op in recompute_ops for value in op.makes if value not in fixed)

@@ -13,40 +13,35 @@ from memplan.planning.graph.joint_graph import Value
 
 
 def is_dense(value: Value) -> bool:
-    """Return whether its elements follow one another in memory in some order of its dimensions, without gap or
-    overlap."""
-    expected = 1
+    """Return whether a tensor's elements fill a range of memory, in some order of its dimensions, without gaps and
+    overlaps."""
+    expected_stride = 1
     for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1):
-        if stride != expected:
+        if stride != expected_stride:
             return False
-        expected *= size
+        expected_stride *= size
     return True
 
 
 def is_contiguous(value: Value) -> bool:
     """Return whether a tensor is contiguous, by its shape and strides."""
-    expected = 1
+    expected_stride = 1
     for stride, size in zip(reversed(value.stride), reversed(value.shape), strict=True):
-        if size != 1 and stride != expected:
+        if size != 1 and stride != expected_stride:
             return False
-        expected *= size
+        expected_stride *= size
     return True
 
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element."""
+    """Return the bytes of an element of a dtype such as ``float32``."""
     return getattr(torch, dtype).itemsize
 
 
 CROSS_ENTROPY = "memplan.cross_entropy_backward.default"
-
-
 BATCH_NORM_AGAIN = "memplan.batch_norm_again.default"
-
-
 CHUNKED = "memplan.convolution_chunks.default"
-
 
 ELEMENTWISE = frozenset(
     """
@@ -91,16 +86,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
     BATCH_NORM_AGAIN: ("self", "weight", "bias", "mean", "invstd"),
     CROSS_ENTROPY: ("grad_output", "log_probs", "target", "weight", "reduction", "ignore_index", "total_weight"),
     CHUNKED: (
-        "input",
-        "weight",
-        "bias",
-        "stride",
-        "padding",
-        "dilation",
-        "transposed",
-        "output_padding",
-        "groups",
-        "pieces",
+        "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups", "pieces",
     ),
     "memplan.tile_statistics.default": ("inputs", "key"),
     "memplan.tile.default": ("inputs", "statistics", "key"),
@@ -109,7 +95,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "memplan.dropout_mask.default": ("self", "p", "generator"),
     "memplan.is_not_zero.default": ("self",),
     "memplan.dropout.default": ("self", "mask", "scale"),
-}
+}  # fmt: skip
 """The engine's own ops that a graph can contain (see `memplan.planning.passes`), and their argument names. They are
 listed here because planning does not import the modules that register them."""
 
@@ -122,6 +108,7 @@ def overload(target: str) -> Any:
 
 @cache
 def _argument_names(target: str) -> tuple[str, ...]:
+    """Return the names of an op's arguments, in the order of its schema."""
     return OWN.get(target) or tuple(argument.name for argument in _torch.arguments(overload(target)))
 
 

@@ -51,27 +51,27 @@ def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
     Raises:
         DeviceError: parameters and buffers on several devices, inputs on another card, or a device that is neither.
     """
-    places = {name: tensor.device for name, tensor in (*step.named_parameters(), *step.named_buffers())}
-    places |= {f"input {number}": tensor.device for number, tensor in enumerate(tensors) if tensor.device.type != HOST}
-    # By device, the first tensor on it. Meta tensors can stand for any device.
-    devices = {place: name for name, place in reversed(places.items()) if place.type != "meta"}
-    for place, name in devices.items():
-        if place.type not in (HOST, "cuda"):
+    devices = {name: tensor.device for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+    devices |= {f"input {index}": tensor.device for index, tensor in enumerate(tensors) if tensor.device.type != HOST}
+    # The first tensor on each device. Meta tensors can stand for any device.
+    first_on = {device: name for name, device in reversed(devices.items()) if device.type != "meta"}
+    for device, name in first_on.items():
+        if device.type not in (HOST, "cuda"):
             raise DeviceError(
-                f"{name} is on {place}", expected="a module on the CPU or on a CUDA card", do="Move the module there"
+                f"{name} is on {device}", expected="a module on the CPU or on a CUDA card", do="Move the module there"
             )
-    if len(devices) > 1:
+    if len(first_on) > 1:
+        names = sorted((name, device) for device, name in first_on.items())
         raise DeviceError(
-            " and ".join(f"{name} on {place}" for place, name in sorted(devices.items(), key=lambda item: item[1])),
+            " and ".join(f"{name} on {device}" for name, device in names),
             expected="a step that runs on one device: all of its parameters, buffers and inputs are there",
             do="Move the module and its inputs to one device, by .to(device)",
         )
-    place = next(iter(devices), torch.device(HOST))
-    return Home() if place.type == HOST else Home(str(place), own_card(place))
+    device = next(iter(first_on), torch.device(HOST))
+    return Home() if device.type == HOST else Home(str(device), own_card(device))
 
 
 def is_on_card(model: Any) -> bool:
     """Return whether a parameter or buffer of a model is on a CUDA card."""
-    return isinstance(model, nn.Module) and any(
-        tensor.device.type == "cuda" for tensor in (*model.parameters(), *model.buffers())
-    )
+    tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
+    return any(tensor.device.type == "cuda" for tensor in tensors)

@@ -38,7 +38,9 @@ class Precision(Printed):
         parts = [f"computing in {self.compute}"] if self.compute else []
         parts += [f"in {', '.join(self.apart)} as written"] if self.apart else []
         parts += {"exact": [], "bfloat16": ["saving in bfloat16"], "int8": ["saving in 8 bits"]}[self.save]
-        return ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1] if parts else "exact"
+        if len(parts) < 2:
+            return parts[0] if parts else "exact"
+        return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 EXACT = Precision()

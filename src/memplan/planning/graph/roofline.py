@@ -70,7 +70,8 @@ class Rates:
         """Return the seconds of an op on this machine."""
         rates = dict(self.flops)
         rate = rates.get(work.rate, rates["float32"])
-        return max(work.flops / rate, work.bytes * (FOREIGN if work.foreign else 1) / self.bandwidth) + self.call
+        factor = FOREIGN if work.foreign else 1
+        return max(work.flops / rate, work.bytes * factor / self.bandwidth) + self.call
 
 
 CPU = Rates((("float32", 150e9), ("float64", 60e9), ("bfloat16", 300e9), ("float16", 60e9)), 8e9, 2e-6)
@@ -101,9 +102,11 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
         results = tuple(None if value is None else _meta_tensor(graph.values[value]) for value in op.outputs)
         flops = int(formula(*args, **kwargs, out_val=results if op.multiple else results[0]))
     bytes_moved = op.discarded + sum(graph.values[v].bytes for v in op.makes)
-    for v in dict.fromkeys(v for v in refs((op.args, op.kwargs)) if graph.base(v) in op.reads):
-        value = graph.values[v]  # of a view, only its own elements are read
-        bytes_moved += min(math.prod(value.shape) * op_schema.itemsize(value.dtype), graph.values[value.base].bytes)
+    operands = [graph.values[v] for v in dict.fromkeys(refs((op.args, op.kwargs))) if graph.base(v) in op.reads]
+    for value in operands:
+        element_bytes = math.prod(value.shape) * op_schema.itemsize(value.dtype)
+        # A view reads its own elements only, an expanded tensor each element of its base once.
+        bytes_moved += min(element_bytes, graph.values[value.base].bytes)
     dtype = next((graph.values[v].dtype for v in (*refs(op.args), *op.makes)), "float32")
     rate = "tf32" if dtype == "float32" and "conv" in op.target else dtype
     is_own = op.target.partition(".")[0] in OWN or op.target in op_schema.OWN
@@ -111,5 +114,5 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
 
 
 def _meta_tensor(value: Value) -> Any:
-    """Return a meta tensor of the value's shape and dtype."""
+    """Return a contiguous tensor without data, of the value's shape and dtype."""
     return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")

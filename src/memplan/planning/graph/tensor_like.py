@@ -28,10 +28,11 @@ class Like:
     @property
     def bytes(self) -> int:
         """Bytes of the memory that it spans."""
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+        last_element = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last_element + 1) * self.dtype.itemsize
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no gaps, and no element twice."""
+    """Return whether a tensor's elements fill a range of memory, without gaps and overlaps."""
+    # torch.empty_like keeps the strides of such tensors only
     return tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -100,7 +100,7 @@ class Fusing:
             return None
         best = self._aimed_search(budget)
         if best is None and self._is_feasible(budget):
-            best = self._fastest_known(budget)
+            return self._fastest_known(budget)
         return best
 
     def frontier(self, points: int) -> list[Solution]:
@@ -121,8 +121,8 @@ class Fusing:
         return min(self._lowest_candidates(), key=lambda candidate: candidate.peak)
 
     def _lowest_candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates for the smallest peak. They depend neither on measured seconds nor on what was lowered
-        before, so that a refused budget's message names a peak that the next call can keep."""
+        """Yield the candidates for the smallest peak. They depend neither on measured seconds nor on earlier
+        candidates, so that the error for a budget that is too small names a peak that the next call can reach."""
         search = self._search.deterministic
         lowest_plan = search.floor()
         target, base = lowest_plan.peak, base_level(search.graph, lowest_plan.choices, search.outside_memory)
@@ -144,16 +144,15 @@ class Fusing:
 
     def _aimed_search(self, budget: int) -> Candidate | None:
         """Return the fastest candidate within the budget, from search targets adjusted to the peaks of the code."""
-        bounds, best, count_before = (
-            TargetBounds(budget, self._tolerance),
-            self._fastest_known(budget),
-            len(self._candidates),
-        )
+        bounds, best = TargetBounds(budget, self._tolerance), self._fastest_known(budget)
+        count_at_start = len(self._candidates)
         target = bounds.first_target(self._peaks_nearest_to(budget))
         for _ in range(_MAX_TARGETS):
-            plan = self._plan_for(target)
-            if best is not None and not self._is_worth(plan, best):
-                break
+            plan = self._search_within(target)
+            if isinstance(plan, Infeasible):
+                plan = self._search.nearest(target)  # its code may need less
+            if best is not None and best.schedule.seconds - plan.seconds <= _MIN_SAVING * self._seconds:
+                break  # not worth lowering
             before = len(self._candidates)
             candidate = self._lower_plan(plan, target)
             if plan.peak > target and candidate.peak > budget and len(self._candidates) == before:
@@ -161,9 +160,11 @@ class Fusing:
             if candidate.peak <= budget:
                 faster = best is None or candidate.schedule.seconds < best.schedule.seconds
                 best = candidate if faster else best
-                if _saves_all(candidate) or budget - candidate.peak <= self._tolerance:
+                choices = candidate.schedule.choices
+                saves_all = not choices.recompute and not choices.saved_forms  # so that none can be faster
+                if saves_all or budget - candidate.peak <= self._tolerance:
                     break
-            if len(self._candidates) - count_before >= _MAX_CANDIDATES:
+            if len(self._candidates) - count_at_start >= _MAX_CANDIDATES:
                 break
             counted_peak = self._counted_peak(candidate)
             bounds = bounds.narrowed(target, counted_peak, candidate.peak)
@@ -172,11 +173,6 @@ class Fusing:
                 break
             target = next_target
         return best
-
-    def _plan_for(self, target: int) -> Solution:
-        """Return the search's plan within the target, or its nearest plan if there is none: its code may need less."""
-        plan = self._search_within(target)
-        return self._search.nearest(target) if isinstance(plan, Infeasible) else plan
 
     def _search_within(self, target: int) -> Solution | Infeasible:
         """Return the op-by-op search's plan within the target in bytes, cached."""
@@ -196,15 +192,14 @@ class Fusing:
         return min(peak, self._targets.get(candidate.schedule.choices, peak))
 
     def _fastest_known(self, budget: int) -> Candidate | None:
+        """Return the fastest of the candidates lowered so far whose peak is within the budget; None if there is
+        none."""
         fit = (candidate for candidate in self.candidates if candidate.peak <= budget)
         return min(fit, key=lambda candidate: candidate.schedule.seconds, default=None)
 
-    def _is_worth(self, plan: Solution, best: Candidate) -> bool:
-        """Return whether a plan of the search is enough faster to be worth lowering."""
-        return best.schedule.seconds - plan.seconds > _MIN_SAVING * self._seconds
-
     def _peaks_nearest_to(self, budget: int) -> tuple[int, int] | None:
-        """Return the peaks, as the search counts it and of the code, of the candidate nearest to the budget."""
+        """Return the peak of the candidate nearest to the budget, as the search counts it and as its code has it; None
+        if there are no candidates."""
         nearest = min(self.candidates, key=lambda candidate: abs(candidate.peak - budget), default=None)
         return None if nearest is None else (self._counted_peak(nearest), nearest.peak)
 
@@ -212,11 +207,6 @@ class Fusing:
     def _tolerance(self) -> int:
         """Bytes of a budget that may stay unused: a candidate that close to it ends the search."""
         return int(_CLOSE_TO_BUDGET * (self._search.save_all.peak - self._search.lower_bound))
-
-
-def _saves_all(candidate: Candidate) -> bool:
-    """Return whether a candidate saves every value as it is, so that none can be faster."""
-    return not candidate.schedule.choices.recompute and not candidate.schedule.choices.saved_forms
 
 
 def lower_and_predict(planned: Schedule, outside_memory: OutsideMemory) -> Candidate:
@@ -272,15 +262,11 @@ class TargetBounds:
             search_peak: peak of its plan as the search counts it.
             peak: peak of the generated code.
         """
+        # Targets between the target and the plan's peak lead to the same candidate.
         if peak <= self.budget:
-            largest = max(target, search_peak)
-            return replace(
-                self, largest_fitting=largest if self.largest_fitting is None else max(self.largest_fitting, largest)
-            )
-        smallest = min(target, search_peak)  # targets in between lead to the same candidate
-        return replace(
-            self, smallest_over=smallest if self.smallest_over is None else min(self.smallest_over, smallest)
-        )
+            return replace(self, largest_fitting=max(target, search_peak, self.largest_fitting or 0))
+        others = () if self.smallest_over is None else (self.smallest_over,)
+        return replace(self, smallest_over=min(target, search_peak, *others))
 
     def next_target_after(self, target: int, search_peak: int, peak: int) -> int | None:
         """Return the next target, None if no other candidate is to be expected.
@@ -294,13 +280,14 @@ class TargetBounds:
             return next_target
         if self.smallest_over - self.largest_fitting <= self.tolerance:
             return None
-        return (
-            next_target
-            if self.largest_fitting < next_target < self.smallest_over
-            else (self.largest_fitting + self.smallest_over) // 2
-        )
+        if self.largest_fitting < next_target < self.smallest_over:
+            return next_target
+        return (self.largest_fitting + self.smallest_over) // 2
 
     def _offset(self, search_peak: int, peak: int) -> int:
-        """Return the budget plus a candidate's difference between the search's peak and the code's, less half of the
-        room, so that a code slightly larger than expected stays within the budget."""
+        """Return the target for a candidate near the budget: it lies above the budget by as much as a plan's peak lies
+        above the peak of its code.
+
+        Half of the tolerance is subtracted, so that a code slightly larger than expected stays within the budget.
+        """
         return self.budget + search_peak - peak - self.tolerance // 2

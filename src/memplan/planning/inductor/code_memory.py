@@ -16,14 +16,13 @@ from memplan._torch import inductor
 from memplan.errors import CompileError, MemplanError
 from memplan.planning.graph.joint_graph import RESIDENT, Value
 from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.inductor.extern_kernels import Kernels, kernels_on
+from memplan.planning.inductor.extern_kernels import kernels_on
 from memplan.planning.inductor.partition import CompiledPasses, Fused
 from memplan.planning.schedule.scheduler import frees_gradient
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.record import record_for
 from memplan.trace.records import HOST
-from memplan.trace.trace import Trace
 
 
 def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> Timeline:
@@ -37,12 +36,13 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
     Raises:
         CompileError: the code calls an op that cannot run without data.
     """
-    runner, kernels = _Step(fused, codes, outside_memory), kernels_on(outside_memory.home, fused.schedule.graph)
-    with torch.autocast(outside_memory.home.type, enabled=False):
+    home = outside_memory.home
+    step, kernels = _Step(fused, codes, outside_memory), kernels_on(home, fused.schedule.graph)
+    with torch.autocast(home.type, enabled=False):
         try:
-            trace = _recorded(runner, kernels)
+            trace = record_for(step.build, home.target, 1, kernels.known)
             if kernels.measure():  # the code calls kernels that were not measured before
-                trace = _recorded(runner, kernels)
+                trace = record_for(step.build, home.target, 1, kernels.known)
         except MemplanError as error:
             raise CompileError(
                 f"The code that Inductor wrote cannot be followed without data: {error.found}",
@@ -50,10 +50,6 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
                 do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
             ) from error
     return simulate(trace)
-
-
-def _recorded(step: _Step, kernels: Kernels) -> Trace:
-    return record_for(step.build, step.outside_memory.home.target, 1, kernels.known)
 
 
 class _Step:
@@ -112,10 +108,8 @@ class _Step:
         return sums + loss_gradient
 
     def _is_freed_at_once(self, value: int) -> bool:
-        """Return whether a gradient is freed as soon as it is complete.
-
-        If the backward pass itself updates the parameter with it, the workspace of that update is allocated.
-        """
+        """Return whether the gradient of a value is freed as soon as it is complete. If the backward pass itself
+        updates the parameter with it, the workspace of that update is allocated here."""
         if not frees_gradient(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:
@@ -123,10 +117,12 @@ class _Step:
         return True
 
     def _bytes(self, size: int) -> Tensor:
+        """Allocate ``size`` bytes on the step's device; they are freed with the tensor."""
         return torch.empty(size, dtype=torch.uint8, device=self.outside_memory.home.type)
 
 
 def _empty(value: Value) -> Tensor:
+    """Return an uninitialized tensor with the value's shape, strides and dtype, on its kind of device."""
     place = HOST if value.place == HOST else "cuda"  # a step uses a single card: its number does not matter
     return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device=place)
 

@@ -49,12 +49,11 @@ def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
 
 
 def _norm(op: Any) -> Callable[..., Any]:
-    """Return Inductor's decomposition of a norm, changed so that statistics have the parameters' dtype.
-
-    The CPU's kernels return them so in mixed precision; torch's decompositions round them to the input's dtype.
-    """
+    """Return Inductor's decomposition of a norm, changed so that in mixed precision statistics have the parameters'
+    dtype, as the CPU's kernels return them. torch's decompositions round them to the input's dtype."""
 
     def norm(x: Tensor, *arguments: Any) -> Any:
+        """Compute the norm of x; its parameters are the first tensors among the other arguments."""
         decomposition = inductor.decomposition(op)
         if decomposition is None:
             return NotImplemented
@@ -71,11 +70,16 @@ def _cross_entropy_backward(
     grad_output: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int,
     total_weight: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return (softmax - one_hot(target)) * scale of the sample. The log-probabilities' gradient needs no buffer."""
+    """Return (softmax - one_hot(target)) * scale of the sample, the gradient of a cross-entropy's input.
+
+    The gradient of the log-probabilities, which torch computes first, needs no buffer. ``ignore``: the target whose
+    samples do not count; the other arguments are those of ``nll_loss_backward``.
+    """
     is_counted = target != ignore
     index = torch.where(is_counted, target, 0)
     scale = torch.where(is_counted, 1.0 if weight is None else weight[index], 0.0).to(log_probs.dtype)
-    scale = scale * (grad_output / total_weight if reduction == 1 else grad_output)
+    is_mean = reduction == 1
+    scale = scale * (grad_output / total_weight if is_mean else grad_output)
     classes = torch.arange(log_probs.shape[1], device=log_probs.device)
     classes = classes.view(-1, *[1] * (log_probs.dim() - 2))
     one_hot = classes == index.unsqueeze(1)

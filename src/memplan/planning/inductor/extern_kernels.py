@@ -45,23 +45,24 @@ class OnCPU:
         self._opaque_workspaces = _workspaces_of_opaque_calls(graph)
 
     def known(self, semantics: Semantics) -> Semantics:
-        """See `Kernels`."""
+        """Return the CPU's semantics with the workspaces of opaque calls, convolutions and products."""
         measured = cpu_workspace.known(semantics)
 
         def workspaces(
             name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
         ) -> Sequence[Temporary]:
+            """Return the temporaries of a kernel call."""
             name = _ATEN_POOLS.get(name, name)
             if not _is_opaque(name):
                 return measured.temporaries(name, args, kwargs, result, in_backward)
-            call = args[-1]
-            size = self._opaque_workspaces.get((name, call), 0)
+            key_of_call = args[-1]
+            size = self._opaque_workspaces.get((name, key_of_call), 0)
             return (Temporary(size),) if size else ()
 
         return replace(semantics, temporaries=workspaces)
 
     def measure(self) -> bool:
-        """See `Kernels`: nothing is left to measure."""
+        """Return False: the CPU's kernels are measured during the recording."""
         return False
 
 
@@ -78,17 +79,18 @@ class OnCard:
         self._unknown = dict[str, KernelCall]()
 
     def known(self, semantics: Semantics) -> Semantics:
-        """See `Kernels`."""
+        """Return the card's semantics with the workspaces measured so far, and note calls that are not measured."""
         measured = cuda_workspace.known(self._place)
 
         def workspaces(
             name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
         ) -> Sequence[Temporary]:
+            """Return the temporaries of a kernel call: measured, else by the device's formulas."""
             call = KernelCall.of(name, args, kwargs)
             size = self._opaque_workspaces.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
             if size is not None:
                 return (Temporary(size),) if size else ()
-            if call.key not in measured and _is_measurable(call.name):
+            if call.key not in measured and _is_measurable(call.name):  # those that failed are in it, as None
                 self._unknown[call.key] = call
             temporaries = semantics.temporaries(call.name, args, kwargs, result, in_backward)
             return [temporary for temporary in temporaries if not temporary.permanent]
@@ -96,7 +98,7 @@ class OnCard:
         return replace(semantics, temporaries=workspaces)
 
     def measure(self) -> bool:
-        """See `Kernels`."""
+        """Measure the calls whose workspace is not known yet. Return whether there were any."""
         unknown, self._unknown = self._unknown, {}
         if unknown:
             cuda_workspace.measure(self._place, unknown.values())
@@ -111,25 +113,21 @@ def _is_measurable(name: str) -> bool:
     return not overload(name).is_view
 
 
-_NO_WORKSPACE = frozenset(
-    f"aten.{name}" for name in ("empty.memory_format", "empty_strided.default", "as_strided.default")
-)
-_READ_HOST = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("_to_copy.default", "copy_.default", "index.Tensor", "index_put.default", "index_put_.default"),
-        "_index_put_impl_.default",
-    )
-)
+_NO_WORKSPACE = frozenset({"aten.empty.memory_format", "aten.empty_strided.default", "aten.as_strided.default"})
+_READ_HOST = frozenset({
+    "aten._to_copy.default", "aten.copy_.default", "aten.index.Tensor", "aten.index_put.default",
+    "aten.index_put_.default", "aten._index_put_impl_.default",
+})  # fmt: skip
 """Copies between host and card, and ops whose indices may be in host memory: their workspace depends on that."""
 
 
 def _is_opaque(name: str) -> bool:
+    """Return whether an op is that of a call that cannot be traced, or of its derivative."""
     return name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD)
 
 
 def _workspaces_of_opaque_calls(graph: JointGraph) -> dict[tuple[str, str], int]:
-    """Return the workspaces of opaque calls in the graph, by (op, identifier of the call)."""
+    """Return the workspaces of the calls that cannot be traced in bytes, by (op, key of the call)."""
     workspaces = dict[tuple[str, str], int]()
     for op in graph.ops:
         if _is_opaque(op.target):

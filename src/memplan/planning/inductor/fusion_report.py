@@ -69,10 +69,11 @@ def fusion_of(fused: Fused, codes: Mapping[str, inductor.Code], device: Device |
 
 def bytes_by_action(schedule: Schedule) -> dict[int, int]:
     """Return the bytes that each action of the engine ``graph`` reads and writes, by the action's index in the forward
-    and backward actions, concatenated."""
+    and backward actions, concatenated. Actions without a kernel are missing."""
     graph = schedule.graph
     sizes = dict[int, int]()
     for index, action in enumerate((*schedule.forward, *schedule.backward)):
+        form = None if action.form is None else graph.form[action.form]
         if action.op is not None:
             op = action.called(graph)
             sizes[index] = work_of(graph, op).bytes
@@ -80,13 +81,11 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
             arguments = op_schema.arguments_of(op.target, op.args, op.kwargs) if names else {}
             if arguments.get("train", arguments.get("training", True)):  # in evaluation statistics are arguments
                 sizes[index] += sum(graph.values[arguments[name].value].own_bytes for name in names)
-            if action.form is not None:
-                form = graph.form[action.form]
+            if form is not None:  # it is read in place of the value
                 sizes[index] += graph.values[form.encoded].bytes - graph.values[form.value].bytes
-        elif action.form is not None and action.kind in ("store", "fetch"):
-            form = graph.form[action.form]
-            stored, fetched, _ = registry.find(form.lever).works(graph, form)
-            sizes[index] = (stored if action.kind == "store" else fetched).bytes
+        elif form is not None and action.kind in ("store", "fetch"):
+            store, fetch, _ = registry.find(form.lever).works(graph, form)
+            sizes[index] = (store if action.kind == "store" else fetch).bytes
         elif action.kind == "write" or action.copies:
             assert action.value is not None
             sizes[index] = 2 * graph.values[action.value].own_bytes
@@ -94,52 +93,54 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
 
 
 class _Grouping:
-    """Describes each kernel as a group of the plan's ops."""
+    """Describes each kernel as a group of the plan's ops. An op's *mark* is the index of its action in `actions`."""
 
     def __init__(self, fused: Fused, rates: Rates) -> None:
         self.fused, self.graph, self.rates = fused, fused.schedule.graph, rates
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """Actions of both passes, indexed by the marks."""
+        """Actions of both passes: a mark is an index of it."""
         return (*self.fused.schedule.forward, *self.fused.schedule.backward)
 
     def groups(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> tuple[Group, ...]:
-        """Return all kernels of a step in order. The engine's own copies follow the forward pass."""
+        """Return all kernels of a step in order. The engine's own copies follow the forward pass. ``called``: each
+        kernel that the generated code calls, with its part."""
         work = self.work(called)
         groups = [self.group(part, kernel, work[index]) for index, (part, kernel) in enumerate(called)]
         forward_kernels = sum(not part.lowerable.backward for part, _ in called)
         return (*groups[:forward_kernels], *self.copies(), *groups[forward_kernels:])
 
     def work(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> dict[int, list[Work]]:
-        """Return the FLOPs of each kernel, by its index in ``called``. An op that was decomposed into ops without
-        FLOPs, such as a product with a single column, counts for the kernel with the most bytes of those that compute
-        it."""
-        work_of_kernel, counted, seen = defaultdict[int, list[Work]](list), set[int | None](), set[tuple[str, str]]()
-        kernels_of = defaultdict[int, list[int]](list)
+        """Return the FLOPs of each kernel, by its index in ``called`` (as for `groups`).
+
+        An op that was decomposed into ops without FLOPs, such as a product with a single column, counts for the kernel
+        with the most bytes of those that compute it.
+        """
+        work_of_kernel, counted_nodes = defaultdict[int, list[Work]](list), set[tuple[str, str]]()
+        marks_with_flops, kernels_of_mark = set[int | None](), defaultdict[int, list[int]](list)
         for index, (part, kernel) in enumerate(called):
             for origin in kernel.origins:
                 if origin.mark is not None:
-                    kernels_of[origin.mark].append(index)
-                if origin.flops and (part.name, origin.name) not in seen:
-                    seen.add((part.name, origin.name))
-                    counted.add(origin.mark)
+                    kernels_of_mark[origin.mark].append(index)
+                if origin.flops and (part.name, origin.name) not in counted_nodes:
+                    counted_nodes.add((part.name, origin.name))
+                    marks_with_flops.add(origin.mark)
                     work_of_kernel[index].append(Work(origin.flops, 0, self.rate(origin.mark)))
-        for mark, places in kernels_of.items():
+        for mark, kernels in kernels_of_mark.items():
             op = self.op(mark)
-            if mark in counted or op is None:
+            if mark in marks_with_flops or op is None:
                 continue
             work = work_of(self.graph, op)
             if work.flops:
-                work_of_kernel[max(places, key=lambda index: called[index][1].bytes)].append(
-                    Work(work.flops, 0, work.rate)
-                )
+                largest = max(kernels, key=lambda index: called[index][1].bytes)
+                work_of_kernel[largest].append(Work(work.flops, 0, work.rate))
         return work_of_kernel
 
     def group(self, part: Part, kernel: inductor.Kernel, work: Sequence[Work]) -> Group:
-        """Describe a kernel."""
-        marks = dict.fromkeys(origin.mark for origin in kernel.origins if origin.mark is not None)
-        ops = [op for mark in sorted(marks) if (op := self.op(mark)) is not None]
+        """Describe a kernel of a part. ``work``: the FLOPs of its ops."""
+        marks = {origin.mark for origin in kernel.origins if origin.mark is not None}
+        ops = [op for op in map(self.op, sorted(marks)) if op is not None]
         flops = sum(item.flops for item in work)
         return Group(
             kernel.name, kernel.fused, "backward" if part.lowerable.backward else "forward",
@@ -154,8 +155,9 @@ class _Grouping:
             if action.kind == "write":
                 assert action.value is not None
                 op = self.op_of_value(action)
-                layers, where = ((), None) if op is None else ((op.layer,) * bool(op.layer), op.where)
+                layers = (op.layer,) if op is not None and op.layer else ()
                 size = 2 * self.graph.values[action.value].own_bytes
+                where = None if op is None else op.where
                 yield Group(COPY, False, "forward", (COPY,), layers, where, size, 0, 0.0, "bandwidth")
 
     def op(self, mark: int) -> GraphOp | None:
@@ -169,12 +171,13 @@ class _Grouping:
         return None if value is None else self.graph.maker.get(self.graph.base(value))
 
     def rate(self, mark: int | None) -> str:
-        """Return the dtype whose FLOP/s count for an op."""
+        """Return the dtype whose FLOP/s count for the op with a mark; None: an unknown op."""
         op = None if mark is None else self.op(mark)
         return "float32" if op is None else work_of(self.graph, op).rate
 
     def bound(self, size: int, work: Sequence[Work]) -> Bound:
-        """Return the resource that takes longer: memory or computation."""
+        """Return the resource that takes longer: memory, for ``size`` bytes, or computation, for the FLOPs of
+        ``work``."""
         computing = sum(self.rates.seconds(item) - self.rates.call for item in work)
         return "compute" if computing > size / self.rates.bandwidth else "bandwidth"
 
@@ -189,13 +192,13 @@ def unfused(fusion: Fusion) -> tuple[str, ...]:
     Leaves out products, convolutions and attention, which are torch's kernels in any compiled step, and ops that draw
     random numbers, copies into buffers and packed bits, which are unfused by design of memplan.
     """
-    calls = defaultdict[tuple[str, ...], list[Group]](list)
+    calls = defaultdict[tuple[str, ...], list[Group]](list)  # by kernel, and the other ops of the plan that it computes
     for group in fusion.groups:
         if not group.fused and _is_fallback(group.kernel):
-            called = _short(group.kernel)
-            replaced = dict.fromkeys(name for op in group.ops if (name := _short(op)) != called)
-            calls[called, *replaced].append(group)
-    order = sorted(calls, key=lambda names: (names[0].startswith("aten::"), -sum(call.bytes for call in calls[names])))
+            kernel, ops = _short(group.kernel), dict.fromkeys(map(_short, group.ops))
+            calls[kernel, *(op for op in ops if op != kernel)].append(group)
+    moved = {names: sum(group.bytes for group in groups) for names, groups in calls.items()}
+    order = sorted(calls, key=lambda names: (names[0].startswith("aten::"), -moved[names]))
     return tuple(_note(names, calls[names]) for names in order)
 
 
@@ -212,13 +215,16 @@ def _is_fallback(kernel: str) -> bool:
 
 
 def _short(op: str) -> str:
+    """Return ``aten::relu`` for ``aten.relu.default``."""
     return "::".join(op.split(".")[:2])
 
 
 def _note(names: tuple[str, ...], calls: Sequence[Group]) -> str:
-    of = f" (of {', '.join(names[1:])})" if names[1:] else ""
+    """Return the note on the calls of an unfused kernel. ``names``: the kernel, then other ops that it computes."""
+    kernel, *ops = names
+    of = f" (of {', '.join(ops)})" if ops else ""
     layers = list(dict.fromkeys(layer for call in calls for layer in call.layers))
     more = f" and {len(layers) - _LAYERS} more" if len(layers) > _LAYERS else ""
     places = f", in layer{'s' if len(layers) > 1 else ''} {', '.join(layers[:_LAYERS])}{more}" if layers else ""
     times = f"{len(calls)} call{'s' if len(calls) > 1 else ''}"
-    return f"runs as its own kernel, not fused: {names[0]}{of}, {times}{places}"
+    return f"runs as its own kernel, not fused: {kernel}{of}, {times}{places}"

@@ -54,8 +54,9 @@ def _faster_pool(aten_op: Any, dims: int) -> Callable[..., Any]:
     memplan_op, decomposition = POOLS[aten_op], inductor.decomposition(aten_op)
 
     def pool(x: Tensor, kernel: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        window = prod(kernel) if len(kernel) == dims else kernel[0] ** dims
-        if decomposition is None or window > SMALL or not x.is_contiguous():
+        """Pool x. ``kernel``: size of the window; in torch, one number is for all dimensions."""
+        window_elements = prod(kernel) if len(kernel) == dims else kernel[0] ** dims
+        if decomposition is None or window_elements > SMALL or not x.is_contiguous():
             return memplan_op(x, kernel, *args, **kwargs)
         return decomposition(x, kernel, *args, **kwargs)
 

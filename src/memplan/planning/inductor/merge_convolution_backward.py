@@ -15,20 +15,18 @@ from memplan.planning.schedule.scheduler import Schedule
 
 
 def affordable_pairs(schedule: Schedule) -> Mapping[int, int]:
-    """Return those `pairs` that a single kernel can compute without raising the peak of the step, counted op by op.
-
-    Both results are then alive before the input is freed.
-    """
+    """Return those `pairs` that a single kernel can compute without raising the peak of the step, counted op by op."""
     level = levels(schedule)
     byte_levels, actions = (*level.forward, *level.backward), (*schedule.forward, *schedule.backward)
     affordable = dict[int, int]()
-    for first, second in pairs(schedule).items():
-        index = actions[second].op
+    for weight_part, input_part in pairs(schedule).items():
+        index = actions[input_part].op
         assert index is not None, "ops are paired"
         op = schedule.graph.ops[index]
+        # The gradient of the input is then allocated together with that of the weight, before the input is freed.
         earlier_bytes = op.scratch + sum(schedule.graph.values[value].bytes for value in op.makes)
-        if max(byte_levels[first : second + 1]) + earlier_bytes <= level.peak:
-            affordable[first] = second
+        if max(byte_levels[weight_part : input_part + 1]) + earlier_bytes <= level.peak:
+            affordable[weight_part] = input_part
     return affordable
 
 
@@ -40,10 +38,11 @@ def pairs(schedule: Schedule) -> Mapping[int, int]:
         op = None if action.op is None else action.called(schedule.graph)
         if op is None or op.target != CONVOLUTION_BACKWARD:
             continue
-        key = repr((op.gradient_of, op.args[0], op.args[2:10]))
-        computes_weight_gradient = op.args[10][1]
+        gradient, window, output_mask = op.args[0], op.args[2:10], op.args[10]
+        convolution = repr((op.gradient_of, gradient, window))
+        computes_weight_gradient = output_mask[1]
         if computes_weight_gradient:
-            weight_parts[key] = index
-        elif key in weight_parts:
-            complete[weight_parts.pop(key)] = index
+            weight_parts[convolution] = index
+        elif convolution in weight_parts:
+            complete[weight_parts.pop(convolution)] = index
     return complete

@@ -6,7 +6,7 @@ fuses within a part and does not decide what is saved between the passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,11 +38,9 @@ class Part:
     name: str
     lowerable: inductor.Lowerable
     arguments: tuple[str, ...]
-    """Arguments."""
     freed_arguments: frozenset[str]
     """Arguments that nothing reads afterwards."""
     results: tuple[str, ...]
-    """Results."""
     returned: tuple[str, ...]
     """Results of the pass that are returned after this part; it or an earlier part computes them."""
     freed_results: frozenset[str]
@@ -131,10 +129,12 @@ def fused(planned: Schedule) -> Fused:
     handed = tuple(index for index, value in enumerate(resident) if value.id in read)
 
     def forward(*inputs: Tensor) -> list[Tensor]:
+        """Return the outputs, then the saved tensors."""
         outputs, saved = functions["forward"](list(inputs))
         return [*_as_declared(graph, outputs, graph.outputs), *_as_declared(graph, saved, planned.saved)]
 
     def backward(*arguments: Tensor) -> list[Tensor]:
+        """Return all gradients. ``arguments``: the inputs that it reads, then saved tensors, then tangents."""
         inputs: list[Any] = [None] * len(resident)
         for index, tensor in zip(handed, arguments, strict=False):
             inputs[index] = tensor
@@ -158,18 +158,24 @@ def fused(planned: Schedule) -> Fused:
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an op's result with the graph's strides and dtype. The decomposition that Inductor traces can have others:
-    then later views become copies, or the dtype is wider (the gradient of a group norm in bfloat16). The tensor keeps
-    its layout if the graph's strides have gaps or overlap."""
+    """Return an op's result with the graph's strides and dtype; with its own strides if the graph's have gaps or
+    overlap.
+
+    The decomposition that Inductor traces can have other strides, so that later views would become copies, or a wider
+    dtype, as for the gradient of a group norm in bfloat16.
+    """
+
+    def has_strides(tensor: Tensor) -> bool:
+        return all(tensor.shape[dim] <= 1 or tensor.stride(dim) == stride[dim] for dim in dims)
+
     tensor = tensor.to(dtype)
     dims = range(tensor.dim())
-    if all(tensor.shape[dim] <= 1 or tensor.stride(dim) == stride[dim] for dim in dims):
+    if has_strides(tensor):
         return tensor
     order = sorted(dims, key=lambda dim: -stride[dim])
     inverse = [order.index(dim) for dim in dims]
     copy = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
-    matches = all(copy.shape[dim] <= 1 or copy.stride(dim) == stride[dim] for dim in dims)
-    return copy if matches else tensor
+    return copy if has_strides(copy) else tensor
 
 
 def _as_declared(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[int]) -> list[Tensor]:
@@ -178,64 +184,57 @@ def _as_declared(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[
 
 
 def _fake_tensors(values: Sequence[Value], mode: Any) -> list[Tensor]:
+    """Return a fake tensor with the layout of each value. ``mode``: torch's FakeTensorMode."""
     return [inductor.fake_tensor(v.shape, v.stride, getattr(torch, v.dtype), mode, v.place) for v in values]
 
 
 def _partition(
     planned: Schedule, forward_trace: inductor.Traced, backward_trace: inductor.Traced, read_inputs: tuple[int, ...]
 ) -> Fused:
-    """Cut the traced passes into parts, and drop saved values that no op of the backward pass reads.
-
-    ``read_inputs``: resident values that the backward pass reads, by index.
-    """
-    chunks = tuple(tuple(chunk) for chunk in _chunks(planned))
+    """Cut the traced passes into parts, and drop saved values that no op of the backward pass reads. ``read_inputs``:
+    the resident values that the backward pass reads, by their index among all resident values."""
+    chunks = tuple(tuple(chunk) for chunk in _chunks(planned))  # the groups of gradients that each part returns
     inputs, ops, gradients = inductor.inputs_ops_results(backward_trace)
-    begin, end = len(read_inputs), len(read_inputs) + len(planned.saved)
+    saved_begin, saved_end = len(read_inputs), len(read_inputs) + len(planned.saved)
     used = {*inductor.read_by(ops), *gradients}
-    read_saved = [index for index, node in enumerate(inputs[begin:end]) if node in used]
-    arguments = [*inputs[:begin], *(inputs[begin + index] for index in read_saved), *inputs[end:]]
-    gradient_nodes = iter(gradients)
-    results_of = [[next(gradient_nodes) for group in chunk for _ in group] for chunk in chunks]
+    read_saved = [index for index, node in enumerate(inputs[saved_begin:saved_end]) if node in used]
+    arguments = [*inputs[:saved_begin], *(inputs[saved_begin + index] for index in read_saved), *inputs[saved_end:]]
+    remaining_gradients = iter(gradients)
+    gradients_of_chunk = [[next(remaining_gradients) for group in chunk for _ in group] for chunk in chunks]
     resident = [value for value in planned.graph.values if value.kind in RESIDENT]
-    node_of = {value.id: node for value, node in zip((resident[index] for index in read_inputs), inputs, strict=False)}
+    node_of = {resident[index].id: node for index, node in zip(read_inputs, inputs, strict=False)}
     updated_at_once = list[list[fx.Node]]()
     for chunk in chunks:
         returned = (v for group in chunk for v in group if v in node_of)
         updated_at_once.append([node_of[v] for v in returned if changed_at_once(planned.graph, planned.choices, v)])
     backward = _cut_into_parts(
-        backward_trace, arguments, ops, results_of, updated_at_once, kept_by_caller=inputs[:begin], backward=True
-    )
+        backward_trace, arguments, ops, gradients_of_chunk, updated_at_once, kept_by_caller=inputs[:saved_begin],
+        backward=True,
+    )  # fmt: skip
     inputs, ops, results = inductor.inputs_ops_results(forward_trace)
     outputs = len(planned.graph.outputs)
-    read_results = [
+    read_results = [  # outputs, saved tensors that are read, new values of inputs
         *results[:outputs], *(results[outputs + index] for index in read_saved),
         *results[outputs + len(planned.saved) :],
     ]  # fmt: skip
     forward = _cut_into_parts(forward_trace, inputs, ops, [read_results], [[]], kept_by_caller=inputs, backward=False)
-    return Fused(
-        planned,
-        forward,
-        backward,
-        read_inputs,
-        tuple(planned.saved[index] for index in read_saved),
-        forward_trace.written,
-        chunks,
-    )
+    saved = tuple(planned.saved[index] for index in read_saved)
+    return Fused(planned, forward, backward, read_inputs, saved, forward_trace.written, chunks)
 
 
 def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
-    """Yield the groups of gradients of each part of the backward pass: a single part if it frees no gradient, else
-    parts that each free about a `CHUNKS`-th of the bytes."""
+    """Yield the groups of values whose gradients each part of the backward pass returns. There is a single part if the
+    pass frees no gradient, else parts that each free about a `CHUNKS`-th of the bytes."""
     values, graph = planned.graph.values, planned.graph
     groups = returned_gradients(planned)
-    sizes = [sum(values[v].own_bytes for v in group if frees_gradient(graph, planned.choices, v)) for group in groups]
-    share, chunk, size = sum(sizes) / CHUNKS, list[tuple[int, ...]](), 0
-    for group, group_size in zip(groups, sizes, strict=True):
+    freed = [sum(values[v].own_bytes for v in group if frees_gradient(graph, planned.choices, v)) for group in groups]
+    bytes_of_chunk, chunk, chunk_bytes = sum(freed) / CHUNKS, list[tuple[int, ...]](), 0
+    for group, group_bytes in zip(groups, freed, strict=True):
         chunk.append(group)
-        size += group_size
-        if share and size >= share:
+        chunk_bytes += group_bytes
+        if bytes_of_chunk and chunk_bytes >= bytes_of_chunk:
             yield chunk
-            chunk, size = [], 0
+            chunk, chunk_bytes = [], 0
     if chunk:
         yield chunk
 
@@ -249,13 +248,12 @@ def _cut_into_parts(
 
     Args:
         traced: the function.
-        arguments: those of the function, without those that nothing reads.
+        arguments: the arguments of the function that it reads.
         ops: its ops in order.
         results: the results to return after each part.
-        updated_at_once: the arguments that may change when these are returned, as parameters that are updated in the
-        backward
-            pass.
-        kept_by_caller: the arguments that the caller keeps, too.
+        updated_at_once: the arguments that may change when these are returned, as parameters do that are updated in the
+            backward pass.
+        kept_by_caller: the arguments to which the caller keeps references.
         backward: see `inductor.Lowerable`.
     """
     op_index = {node: index for index, node in enumerate(ops)}
@@ -297,9 +295,8 @@ class CompiledPasses:
     def __init__(self, step: Fused, compiler: Compiler) -> None:
         self._step = step
         self._outputs, self._saved = len(step.schedule.graph.outputs), len(step.saved)
-        self._forward, self._backward = (
-            [(part, compiler(part)) for part in half.parts] for half in (step.forward, step.backward)
-        )
+        self._forward = [(part, compiler(part)) for part in step.forward.parts]
+        self._backward = [(part, compiler(part)) for part in step.backward.parts]
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs and the saved tensors. ``inputs`` is cleared."""
@@ -312,23 +309,28 @@ class CompiledPasses:
     def backward(
         self, inputs: list[Any], saved: list[Tensor], tangents: list[Tensor]
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Yield lists of (value id, gradient). A part computes all of its gradients before the first is yielded. The
+        """Yield lists of (value, its gradient). A part computes all of its gradients before the first is yielded. The
         caller has to clear each list; the lists of arguments are cleared here."""
         arguments = [*(inputs[index] for index in self._step.handed), *saved, *tangents]
         for tensors in (inputs, saved, tangents):
             tensors.clear()
-        running = _run(self._step.backward.arguments, self._backward, arguments)
-        for chunk, results in zip(self._step.chunks, running, strict=True):
+        results_of_parts = _run(self._step.backward.arguments, self._backward, arguments)
+        for chunk, results in zip(self._step.chunks, results_of_parts, strict=True):
             results.reverse()
             for group in chunk:
                 yield [(value, results.pop()) for value in group]
 
 
 def _run(
-    names: Sequence[str], functions: Iterable[tuple[Part, inductor.Boxed]], tensors: list[Any]
+    names: Sequence[str], parts: Sequence[tuple[Part, inductor.Boxed]], tensors: list[Any]
 ) -> Iterator[list[Tensor]]:
-    """Run parts in order, yield the results of each, and free what no later part reads. ``tensors`` is cleared."""
-    parts = list(functions)
+    """Run the parts of a pass in order, yield the results of each, and free tensors that no later part reads.
+
+    Args:
+        names: of the arguments of the pass.
+        parts: each part, and its compiled function.
+        tensors: the arguments; the list is cleared.
+    """
     used = {name for part, _ in parts for name in (*part.arguments, *part.returned)}
     live = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name in used}
     tensors.clear()

@@ -34,7 +34,8 @@ class Copy:
 
 
 def store(value: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-    """Begin to copy a tensor to host memory. Before `Copy.wait`, neither tensor may change or be freed."""
+    """Begin to copy a tensor to host memory. Returns the copy and its progress. Before `Copy.wait`, neither tensor may
+    change or be freed."""
     host = torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device="cpu", pin_memory=value.device.type == "cuda"
     )
@@ -43,14 +44,16 @@ def store(value: torch.Tensor) -> tuple[torch.Tensor, Copy]:
 
 
 def fetch(host: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-    """Begin to copy the result of `store` into new memory on its device. It may be read after `Copy.wait`."""
+    """Begin to copy the result of `store` back to its device. Returns the tensor there and the copy's progress. The
+    tensor may be read after `Copy.wait`."""
     device = getattr(host, _CAME_FROM)
     value = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
     return value, _begin_copy(host, value, device, "back")
 
 
 def _begin_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device, direction: str) -> Copy:
-    """Begin to copy between host memory and a card, on the card's stream for this direction."""
+    """Begin to copy ``source`` to ``target`` on the stream of a device for a direction: ``out`` to the host, ``back``
+    from it. On the CPU the copy is done at once."""
     if device.type != "cuda":
         target.copy_(source)
         return Copy(device)

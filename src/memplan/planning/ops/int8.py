@@ -24,11 +24,17 @@ _TINY = torch.finfo(torch.float32).tiny
 def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield corresponding pieces of (elements, their 8-bit codes, their scales), each with a row for every group.
 
-    ``form`` is the encoding, which the codes and scales are views of. The last group can be shorter.
+    The last group can be shorter.
+
+    Args:
+        flat: the elements.
+        form: their encoding: codes and scales are views of it.
+        signed: whether the codes are int8, else uint8.
     """
     count = flat.numel()
+    padded_count = -(-count // 4) * 4  # the scales are aligned to 4 bytes
     codes = form[:count].view(torch.int8 if signed else torch.uint8)
-    scales = form[-(-count // 4) * 4 :].view(torch.float32)
+    scales = form[padded_count:].view(torch.float32)
     whole, piece = count // GROUP * GROUP, quantized_piece(count, flat.device.type)
     for begin in range(0, whole, piece):
         end = min(begin + piece, whole)
@@ -39,9 +45,9 @@ def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, 
 
 
 def quantize(self: Tensor, signed: bool) -> Tensor:
-    """Quantize a dense tensor of at most 32 bits an element. ``signed``: whether elements can be below 0."""
+    """Return the encoding of a dense tensor of at most 32 bits an element. ``signed``: elements can be below 0."""
     form = torch.empty(quantized_bytes(self.numel()), dtype=torch.uint8, device=self.device)
-    form[self.numel() : self.numel() + -self.numel() % 4] = 0
+    form[self.numel() : self.numel() + -self.numel() % 4] = 0  # the padding
     for part, codes, scales in _groups(in_memory(self), form, signed):
         wide = part.float()
         low, high = torch.aminmax(wide, dim=1, keepdim=True)
@@ -49,7 +55,7 @@ def quantize(self: Tensor, signed: bool) -> Tensor:
         scales.div_(127 if signed else 255).clamp_min_(_TINY)  # positive for a group of zeros, too
         scales.masked_fill_(scales.isfinite().logical_not_(), float("nan"))
         quantized = (wide / scales).round_()
-        if not signed:
+        if not signed:  # elements above 0 stay above 0
             torch.maximum(quantized, wide.sign(), out=quantized)
         codes.copy_(quantized.nan_to_num_(0.0))
         del wide, quantized  # before the next piece is allocated

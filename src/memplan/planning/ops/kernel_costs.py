@@ -14,23 +14,32 @@ STATISTICS_BACKWARD = "memplan.token_statistics_backward.default"
 
 
 def _statistics(args: Sequence[Any]) -> Work:
-    """One product, which writes the logits of all classes part by part, and a kernel that reads them."""
+    """Return the work of the op `STATISTICS`: a product writes the logits, and a kernel reads them."""
     named = dict(zip(KERNELS[STATISTICS], args, strict=True))
     return _of_logits(named["hidden"], named["weight"], products=1, passes=2)
 
 
 def _statistics_backward(args: Sequence[Any]) -> Work:
-    """The logits once more, a kernel that writes their gradient over them, and a product for each gradient."""
+    """Return the work of the op `STATISTICS_BACKWARD`. A product writes the logits again, a kernel writes their
+    gradient over them, and a product computes each of the gradients of hidden states and weight that are wanted."""
     named = dict(zip(KERNELS[STATISTICS_BACKWARD], args, strict=True))
     products = 1 + sum(named["wanted"][:2])
     return _of_logits(named["hidden"], named["weight"], products=products, passes=2 + products)
 
 
 def _of_logits(hidden: Value, weight: Value, *, products: int, passes: int) -> Work:
-    """Return the work of a number of products of N tokens, D features and V classes, and of passes over N V logits."""
+    """Return the work of matrix products of hidden states and weight, and of passes over their logits.
+
+    Args:
+        hidden: of shape (tokens, features).
+        weight: of shape (classes, features).
+        products: number of products of these three sizes.
+        passes: how often all logits are read or written.
+    """
     (tokens, features), classes, size = hidden.shape, weight.shape[0], itemsize(hidden.dtype)
-    operands = size * features * (tokens + classes) * products
-    return Work(2 * products * tokens * features * classes, operands + passes * tokens * classes * size, hidden.dtype)
+    flops = 2 * products * tokens * features * classes
+    operand_bytes = size * features * (tokens + classes) * products
+    return Work(flops, operand_bytes + passes * tokens * classes * size, hidden.dtype)
 
 
 WORKS[STATISTICS] = _statistics

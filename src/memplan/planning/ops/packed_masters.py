@@ -111,8 +111,8 @@ class PackedMasters(torch.optim.Optimizer):
         """Update all parameters that have a gradient. ``closure`` is called first, and its result returned.
 
         Raises:
-            UsageError: a gradient of a parameter that was frozen before, and is of a type that is refused. Nothing is
-                updated then.
+            UsageError: a parameter that was frozen at first has a gradient, and cannot be updated (see the class).
+                Nothing is updated then.
         """
         loss = None
         if closure is not None:
@@ -150,30 +150,28 @@ class PackedMasters(torch.optim.Optimizer):
             return
         copy = torch.empty_like(weight, dtype=torch.float32).copy_(master)
         state = self._packed_state(parameter)
-        rest, ties = _rounded(copy, weight)
-        state[_LOW].copy_(rest)
+        low, ties = _rounded(copy, weight)
+        state[_LOW].copy_(low)
         state[_TIES] = ties
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as `torch.optim.Optimizer.load_state_dict`, but in the dtypes that it has."""
-        loaded: list[dict[str, Any]] = []
-        last = self.register_load_state_dict_pre_hook(lambda _, replaced: loaded.append(replaced))  # by other hooks
-        first = self.register_load_state_dict_post_hook(lambda _: self._restore_dtypes(*loaded), prepend=True)
+        loaded: list[dict[str, Any]] = []  # the state_dict, as the pre-hooks before ours changed it
+        pre_hook = self.register_load_state_dict_pre_hook(lambda _, changed: loaded.append(changed))
+        post_hook = self.register_load_state_dict_post_hook(lambda _: self._restore_dtypes(*loaded), prepend=True)
         try:
             super().load_state_dict(state_dict)  # casts states to the dtype of their parameter
         finally:
-            last.remove()
-            first.remove()
+            pre_hook.remove()
+            post_hook.remove()
 
     def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
         """Set the states to those of a state_dict that was loaded, in its dtypes."""
-        saved, own = (
-            chain.from_iterable(group["params"] for group in groups)
-            for groups in (loaded["param_groups"], self.param_groups)
-        )
-        for number, parameter in zip(saved, own, strict=True):
+        numbers = chain.from_iterable(group["params"] for group in loaded["param_groups"])  # keys of loaded["state"]
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
             for name, value in loaded["state"].get(number, {}).items():
-                if name == "step" or not isinstance(value, torch.Tensor):
+                if name == "step" or not isinstance(value, torch.Tensor):  # torch keeps these as they are
                     continue
                 if value.shape == parameter.shape:
                     self.state[parameter][name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value).detach()
@@ -189,66 +187,74 @@ class PackedMasters(torch.optim.Optimizer):
         return state
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter, piece by piece where that cannot change a bit: not by fused kernels, whose arithmetic may
-        depend on the place in a tensor.
+        """Update a parameter with the options of its group, piece by piece where that cannot change a bit. Fused
+        kernels get the whole tensor, as their arithmetic may depend on the position in it.
 
-        After an error, as of memory, the pieces before are updated, with low halves that fit their weights. What
-        counts updates does not count this one.
+        After an error, as of memory, the pieces before are updated, with low halves that fit their weights. The number
+        of updates in the state does not count this update.
         """
         weight, gradient = parameter.detach(), parameter.grad
         assert gradient is not None
         packed = weight.dtype == torch.bfloat16
         state = self._packed_state(parameter) if packed else self.state[parameter]
-        known = {name: value for name, value in state.items() if name not in (_LOW, _TIES)}
-        made = dict[str, Any]()
-        """New states, and those that are not by element."""
+        old_states = {name: value for name, value in state.items() if name not in (_LOW, _TIES)}
+        new_states = dict[str, Any]()
+        """States that the first update creates, and states that have no value for each element."""
         elements = _PIECE if weight.device.type == "cpu" else _PIECE_ON_CARD
         if group.get("fused") or not (_is_flat(weight) and _is_flat(gradient)):
             elements = weight.numel()
         for start, piece in _pieces(weight.numel(), elements):
-            master, others = piece(weight), None
+            master, other_ties = piece(weight), None
             if packed:
-                here = others = state[_TIES]
-                if len(here):
-                    inside = (here >= start) & (here < start + elements)
-                    here, others = here[inside] - start, here[~inside]
-                master = _unpacked(master, piece(state[_LOW]), here)
+                ties = other_ties = state[_TIES]
+                if len(ties):
+                    inside = (ties >= start) & (ties < start + elements)
+                    ties, other_ties = ties[inside] - start, ties[~inside]
+                master = _unpacked(master, piece(state[_LOW]), ties)
             master.grad = piece(gradient).to(master.dtype)
             before = {
                 name: piece(value) if _is_elementwise(value, weight) else _copied(value)
-                for name, value in known.items()
+                for name, value in old_states.items()
             }
             after = self._updated(master, dict(before), group)
             master.grad = None
             for name, value in after.items():
                 if not _is_elementwise(value, master) or value.shape == weight.shape:
-                    made[name] = value  # what is not by element is the same after each piece
-                elif value is not before.get(name):
-                    whole = known if _is_elementwise(known.get(name), weight) else made
-                    if name not in whole:
-                        whole[name] = torch.empty_like(weight, dtype=value.dtype)
-                    piece(whole[name]).copy_(value)
-            if others is not None:
-                rest, ties = _rounded(master, piece(weight))
-                ties = torch.cat([others, ties + start])
-                piece(state[_LOW]).copy_(rest)
+                    new_states[name] = value  # a state without a value for each element is the same after each piece
+                elif value is not before.get(name):  # else it was updated in place
+                    states = old_states if _is_elementwise(old_states.get(name), weight) else new_states
+                    if name not in states:
+                        states[name] = torch.empty_like(weight, dtype=value.dtype)
+                    piece(states[name]).copy_(value)
+            if other_ties is not None:
+                low, ties = _rounded(master, piece(weight))
+                ties = torch.cat([other_ties, ties + start])
+                piece(state[_LOW]).copy_(low)
                 state[_TIES] = ties
-        state.update(made)
+        state.update(new_states)
 
     def _updated(self, master: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-        """Update a tensor with the options of a group, and return its state, which may be changed in place."""
+        """Update a tensor by `optimizer_class` with the options of a group. Returns its new state; tensors of the old
+        state may be changed in place."""
         self._inner.param_groups = [{**group, "params": [master]}]
         self._inner.state = defaultdict(dict, {master: state})
         _torch.bare_step(self._inner)()
         return self._inner.state[master]
 
     def _release(self) -> None:
+        """Drop the inner optimizer's references to parameters and states."""
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
 
 
 def _pieces(count: int, elements: int) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Return views of successive elements of a contiguous tensor with ``count`` elements, and where each begins. A
-    single piece is the tensor itself, which need not be contiguous."""
+    """Return (first element, function that returns the piece of a tensor) of each piece of contiguous tensors.
+
+    A single piece is the tensor itself, which need not be contiguous.
+
+    Args:
+        count: elements of the tensors.
+        elements: elements of a piece; the last can be shorter.
+    """
     if count <= elements:
         return [(0, lambda tensor: tensor)]
     return [
@@ -272,6 +278,7 @@ def _check(parameter: torch.Tensor) -> None:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements can be viewed in one dimension."""
     return tensor.layout == torch.strided and tensor.is_contiguous()
 
 
@@ -288,8 +295,8 @@ def _unpacked(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> to
     """Return master weights in float32.
 
     The bits of a master weight, as an integer, are those of its bfloat16 weight, shifted by 16, plus the low half. An
-    even bfloat16 number is the rounded value of 65,537 float32 numbers, with low halves from -2^15 to 2^15, of which
-    int16 holds the last as the first.
+    even bfloat16 number is the rounded value of 65,537 float32 numbers, with low halves from -2^15 to 2^15. In int16
+    the last wraps around to the first, so its positions are stored in ``ties``.
 
     Args:
         weight: in bfloat16.
@@ -298,7 +305,7 @@ def _unpacked(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> to
     """
     master = weight.float()
     bits = master.view(torch.int32).add_(low)
-    if len(ties):
+    if len(ties):  # -2^15 was added in place of 2^15
         bits.put_(ties, torch.full_like(ties, 2 * _HALF, dtype=torch.int32), accumulate=True)
     if not _torch.is_fake(master) and master.sum().isnan():
         # a weight that was set to 0 by hand has the low half of another, and must not become a NaN
@@ -307,18 +314,19 @@ def _unpacked(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> to
 
 
 def _rounded(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round master weights, which are overwritten, to bfloat16 weights, and return the low halves in int32, and the
-    positions where they are 2^15.
+    """Round master weights to bfloat16 weights. Returns the low halves in int32, and the positions where they are 2^15.
 
-    What can fail for want of memory is done here, and not between writing the low halves and the positions.
+    The low halves overwrite ``master``. All memory is allocated here, so that the caller cannot fail between writing
+    low halves and positions.
     """
     weight.copy_(master)
-    rest = master.view(torch.int32).sub_(weight.float().view(torch.int32))
-    if _torch.is_fake(rest):  # a recording knows no values
-        return rest, rest.new_empty(0, dtype=torch.int64)
-    flat = rest.reshape(-1)
+    low = master.view(torch.int32).sub_(weight.float().view(torch.int32))
+    if _torch.is_fake(low):  # a recording knows no values
+        return low, low.new_empty(0, dtype=torch.int64)
+    flat = low.reshape(-1)
     end = flat.numel() // _ROW * _ROW
-    table = flat[:end].view(-1, _ROW)
-    rows = (table.amax(1) >= _HALF).nonzero().squeeze(1)
-    row, column = (table[rows] == _HALF).nonzero(as_tuple=True)
-    return rest, torch.cat([rows[row] * _ROW + column, (flat[end:] == _HALF).nonzero().squeeze(1) + end])
+    table = flat[:end].view(-1, _ROW)  # comparing the maximum of each row first is faster
+    rows_with_ties = (table.amax(1) >= _HALF).nonzero().squeeze(1)
+    row, column = (table[rows_with_ties] == _HALF).nonzero(as_tuple=True)
+    ties_after_table = (flat[end:] == _HALF).nonzero().squeeze(1) + end
+    return low, torch.cat([rows_with_ties[row] * _ROW + column, ties_after_table])

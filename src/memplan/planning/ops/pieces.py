@@ -34,22 +34,23 @@ def rows(shape: Sequence[int], trailing: int, place: str = HOST) -> tuple[int, i
 
 
 def channels(shape: Sequence[int]) -> int:
-    """Return the number of channels of a piece, which has all samples."""
+    """Return the channels of a piece of a tensor of shape (N, C, ...): it has all samples."""
     return max(1, piece(prod(shape)) * shape[1] // prod(shape))
 
 
 def groups(shape: Sequence[int], group: int) -> int:
-    """Return the number of groups of a piece, which has a single sample."""
+    """Return the groups of a piece of a tensor (N, C, ...) with ``group`` groups of channels: it has a single
+    sample."""
     return max(1, min(group, piece(prod(shape)) * group // prod(shape[1:])))
 
 
 def packed(elements: int) -> int:
-    """Return the bytes of a packed bit for each element."""
+    """Return the bytes of a tensor with a bit for each element."""
     return (elements + 7) // 8
 
 
 def quantized_piece(elements: int, place: str = HOST) -> int:
-    """Return the elements that are quantized at a time: whole groups."""
+    """Return how many elements of a tensor with ``elements`` elements are quantized at a time: whole groups."""
     return max(1, piece(elements, place) // GROUP) * GROUP
 
 

@@ -30,8 +30,8 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Like `_pieces`, with the packed bits of each piece as the first item. The size of a piece is a multiple of 8."""
-    piece = most(bits.device.type)
+    """Yield corresponding pieces of packed bits, and of tensors with the same layout in memory order."""
+    piece = most(bits.device.type)  # elements: a multiple of 8
     return zip(bits.split(piece // 8), *(in_memory(tensor).split(piece) for tensor in tensors), strict=True)
 
 
@@ -49,6 +49,7 @@ def _pack(flags: Tensor) -> Tensor:
 
 
 def _pack_by_torch(flags: Tensor) -> Tensor:
+    """Pack eight flags into each byte, the first as the lowest bit, by torch's ops."""
     padding = -flags.numel() % 8
     padded = torch.nn.functional.pad(flags, (0, padding)) if padding else flags
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=flags.device)
@@ -63,6 +64,7 @@ def _unpack(bits: Tensor, count: int) -> Tensor:
 
 
 def _unpack_by_torch(bits: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` flags of packed bits as bytes 0 or 1, by torch's ops."""
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=bits.device)
     return (bits[:, None] & weights).ne_(0).view(-1)[:count]
 
@@ -79,7 +81,8 @@ _FLAGS: dict[str, Callable[[Tensor], Tensor]] = {
     lambda self, kind: self.new_empty(packed(self.numel()), dtype=torch.uint8),
 )
 def pack_bits(self: Tensor, kind: str) -> Tensor:
-    """Pack a bit for each element, in memory order. See `memplan.planning.levers.encode` for the kinds."""
+    """Pack a bit for each element, in memory order. ``kind``: ``bits`` of a bool tensor, ``sign`` (not <= 0, so NaN
+    counts) or ``positive`` (> 0) of numbers."""
     bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
     for packed_piece, piece in _with_bits(bits, self):
         packed_piece.copy_(_pack(_FLAGS[kind](piece)))
@@ -102,17 +105,23 @@ def unpack_bits(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Ten
 
 
 def _fake_in_place(first: Tensor, *_: Any) -> Tensor:
+    """Fake kernel of an op that overwrites its first argument and returns it."""
     return first
 
 
 def _register_bits_op(schema: str, kernel: Callable[..., None]) -> None:
-    """Register a gradient that reads bits, out of place and in place (with an underscore after its name).
+    """Register an op for the gradient of an activation that reads bits, and its in-place form (with an underscore after
+    its name).
 
-    ``kernel(result, gradient, flags, *arguments)`` writes a piece of the result, which may be the gradient's memory.
+    Args:
+        schema: of the op; the gradient and the bits come first.
+        kernel: ``kernel(result, gradient, flags, *arguments)`` writes a piece of the result, which may be the memory of
+            the gradient.
     """
     name, _, signature = schema.partition("(Tensor ")
 
     def run(result: Tensor, gradient: Tensor, bits: Tensor, arguments: Sequence[Any]) -> Tensor:
+        """Run the kernel on all pieces, and return the result."""
         for packed_piece, out, piece in _with_bits(bits, result, gradient):
             kernel(out, piece, _unpack(packed_piece, piece.numel()), *arguments)
         return result
@@ -125,18 +134,22 @@ def _register_bits_op(schema: str, kernel: Callable[..., None]) -> None:
 
 
 def _threshold(out: Tensor, gradient: Tensor, flags: Tensor, threshold: float) -> None:
+    """Write the gradient of a ReLU's input to ``out``; flags as numbers lie on the right side of the threshold 0."""
     _ATEN.threshold_backward.grad_input(gradient, flags.to(gradient.dtype), threshold, grad_input=out)
 
 
 def _leaky_relu(out: Tensor, gradient: Tensor, flags: Tensor, slope: float, is_result: bool) -> None:
+    """Write the gradient of a leaky ReLU's input to ``out``; flags as numbers are positive where the input is."""
     _ATEN.leaky_relu_backward.grad_input(gradient, flags.to(gradient.dtype), slope, is_result, grad_input=out)
 
 
 def _dropout(out: Tensor, gradient: Tensor, flags: Tensor, scale: float) -> None:
+    """Write the gradient of dropout's input to ``out``. ``flags``: its mask."""
     out.copy_(_ATEN.native_dropout_backward(gradient, flags.view(torch.bool), scale))
 
 
 def _masked_fill(out: Tensor, gradient: Tensor, flags: Tensor, value: float) -> None:
+    """Write a tensor to ``out``, with ``value`` where a flag is set."""
     if out.data_ptr() != gradient.data_ptr():
         out.copy_(gradient)
     out.masked_fill_(flags.view(torch.bool), value)
@@ -156,6 +169,7 @@ _register_bits_op("masked_fill_bits(Tensor self, Tensor bits, Scalar value) -> T
 
 @define("native_dropout_backward_(Tensor(a!) grad_output, Tensor mask, float scale) -> Tensor(a!)", _fake_in_place)
 def _native_dropout_backward_(grad_output: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Overwrite ``grad_output`` with the gradient of dropout's input."""
     for gradient, flags in _pieces(grad_output, mask):
         gradient.copy_(_ATEN.native_dropout_backward(gradient, flags, scale))
     return grad_output
@@ -163,6 +177,7 @@ def _native_dropout_backward_(grad_output: Tensor, mask: Tensor, scale: float) -
 
 @define("hardswish_backward_(Tensor(a!) grad_output, Tensor self) -> Tensor(a!)", _fake_in_place)
 def _hardswish_backward_(grad_output: Tensor, x: Tensor) -> Tensor:
+    """Overwrite ``grad_output`` with the gradient of hardswish's input ``x``."""
     for gradient, piece in _pieces(grad_output, x):
         gradient.copy_(_ATEN.hardswish_backward(gradient, piece))
     return grad_output
@@ -174,7 +189,8 @@ def _hardswish_backward_(grad_output: Tensor, x: Tensor) -> Tensor:
     (torch.Tag.nondeterministic_seeded,),
 )
 def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """Compute as the CPU's kernel does: draw the whole mask, then multiply by mask and scale."""
+    """Compute native_dropout in place, as the CPU's kernel does: draw the whole mask, then multiply by mask and
+    scale."""
     if train is False:
         return input, torch.ones_like(input, dtype=torch.bool)
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p)
@@ -201,7 +217,7 @@ def _dropout_mask(self: Tensor, p: float, *, generator: torch.Generator | None =
 
 @define("dropout(Tensor self, Tensor mask, float scale) -> Tensor", lambda self, mask, scale: torch.empty_like(self))
 def _dropped_out(self: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Apply the mask as native_dropout does."""
+    """Apply a dropout mask, rounding as native_dropout does: the product with the mask first, then the scale."""
     return _ATEN.mul_.Scalar(self.mul(mask), scale)
 
 
@@ -211,8 +227,12 @@ def _dropped_out(self: Tensor, mask: Tensor, scale: float) -> Tensor:
 def _evaluation_arguments(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return weight, bias, mean and variance with which a batch norm in evaluation mode, with eps 0, has the result of
-    training. They are in the precision in which the kernel computes."""
+    """Return the weight, bias, mean and variance with which a batch norm in evaluation mode and with eps 0 returns the
+    result of training mode.
+
+    Evaluation scales by weight / sqrt(variance + eps), training by weight * invstd. So the variance is 1, and the
+    weight contains invstd. All are in the precision in which the kernel computes.
+    """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     scale = invstd.to(dtype) if weight is None else weight.to(dtype) * invstd.to(dtype)
     shift = None if bias is None else bias.to(dtype)
@@ -237,9 +257,10 @@ LIBRARY.impl("batch_norm_again", batch_norm_again, "CompositeImplicitAutograd") 
 def _batch_norm_again_(
     self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
 ) -> Tensor:
+    """Overwrite a training batch norm's input with its result, from its saved statistics."""
     arguments = _evaluation_arguments(self, weight, bias, mean, invstd)
-    empty = [arguments[2].new_empty(0) for _ in range(2)]
-    _ATEN.native_batch_norm.out(self, *arguments, False, 0.0, 0.0, out=self, save_mean=empty[0], save_invstd=empty[1])
+    unused = [arguments[2].new_empty(0) for _ in range(2)]  # evaluation mode returns no statistics
+    _ATEN.native_batch_norm.out(self, *arguments, False, 0.0, 0.0, out=self, save_mean=unused[0], save_invstd=unused[1])
     return self
 
 
@@ -253,7 +274,11 @@ def _cross_entropy(
     result: Tensor, grad_output: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
     *loss_arguments: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute the gradient a few samples at a time; classes are dimension 1. ``result`` may be ``log_probs``."""
+    """Write the gradient of a cross-entropy's input to ``result``, which may be ``log_probs``, and return it.
+
+    It is computed a few samples at a time. The other arguments are those of ``nll_loss_backward``: the gradient and log
+    probabilities have the classes in dimension 1.
+    """
     loss = (_ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward).grad_input
     step = rows(log_probs.shape, log_probs.dim() - 1, log_probs.device.type)[1]
     for start in range(0, log_probs.shape[0], step):
@@ -295,6 +320,7 @@ def _fake_of(op: Any) -> Callable[..., tuple[Any, ...]]:
 def _native_layer_norm_(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
+    """Overwrite the input of a layer norm with its result, a few rows at a time. Returns it, mean and 1 / deviation."""
     trailing = len(normalized_shape)
     count, step = rows(input.shape, trailing)
     statistics: list[Tensor] = []
@@ -318,8 +344,8 @@ def _native_layer_norm_backward_(
     grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], mean: Tensor, rstd: Tensor,
     weight: Tensor | None, bias: Tensor | None, output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute the parameters' gradients for all rows at once, since they are sums over rows, then the input's by
-    rows."""
+    """Overwrite ``grad_out`` with the gradient of a layer norm's input, a few rows at a time. The gradients of weight
+    and bias come first, for all rows at once, since they are sums over rows."""
     parameter_gradients = [None, None, None]
     if any(output_mask[1:]):
         parameter_gradients = _ATEN.native_layer_norm_backward(
@@ -338,9 +364,11 @@ def _native_layer_norm_backward_(
 
 
 def _group_ranges(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the pieces that a group norm is computed in, each as (sample, first group, end of its groups)."""
+    """Yield the pieces that a group norm is computed in, each as (sample, first group, end of its groups). ``shape``:
+    of its input; ``group``: its number of groups."""
     step = groups(shape, group)
-    return ((n, g, min(g + step, group)) for n in range(shape[0]) for g in range(0, group, step))
+    for sample in range(shape[0]):
+        yield from ((sample, first, min(first + step, group)) for first in range(0, group, step))
 
 
 @define(
@@ -351,11 +379,14 @@ def _group_ranges(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, 
 def _native_group_norm_(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
 ) -> tuple[Tensor, ...]:
-    size = c // group
+    """Overwrite the input of a group norm with its result, a few groups of a sample at a time. Returns it, mean and
+    1 / deviation."""
+    channels_per_group = c // group
     statistics: list[Tensor] = []
     for sample, start, stop in _group_ranges(input.shape, group):
-        piece = input.view(n, group, size, hxw)[sample : sample + 1, start:stop].view(1, -1, hxw)
-        scale, shift = (None if p is None else p[start * size : stop * size] for p in (weight, bias))
+        piece = input.view(n, group, channels_per_group, hxw)[sample : sample + 1, start:stop].view(1, -1, hxw)
+        part = slice(start * channels_per_group, stop * channels_per_group)
+        scale, shift = (vector if vector is None else vector[part] for vector in (weight, bias))
         result, *piece_statistics = _ATEN.native_group_norm(
             piece, scale, shift, 1, piece.shape[1], hxw, stop - start, eps
         )
@@ -390,7 +421,7 @@ def _by_channels(compute: Callable[[slice], Sequence[Tensor | None]], overwritte
 
 
 def _slice_vectors(part: slice, *vectors: Tensor | None) -> Iterator[Tensor | None]:
-    """Yield the part of each vector with a value for every channel; missing and empty vectors as they are."""
+    """Yield the values of each vector for a slice of the channels; missing and empty vectors as they are."""
     return (vector if vector is None or not vector.numel() else vector[part] for vector in vectors)
 
 
@@ -404,9 +435,12 @@ def _native_batch_norm_backward_(
     grad_out: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Overwrite ``grad_out`` with the gradient of a batch norm's input, a few channels at a time. Returns it and the
+    gradients of weight and bias."""
     vectors = (weight, running_mean, running_var, save_mean, save_invstd)
 
     def compute(part: slice) -> Sequence[Tensor | None]:
+        """Return the gradients of a slice of the channels."""
         gradient, x = grad_out[:, part].contiguous(), input[:, part].contiguous()
         return _ATEN.native_batch_norm_backward(gradient, x, *_slice_vectors(part, *vectors), train, eps, output_mask)
 
@@ -423,7 +457,11 @@ def _batch_norm_(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Overwrite the input of a batch norm with its result, a few channels at a time. Returns it, the statistics of the
+    batch, and the new running statistics."""
+
     def compute(part: slice) -> Sequence[Tensor | None]:
+        """Return the results of a slice of the channels."""
         vectors = _slice_vectors(part, weight, bias, running_mean, running_var)
         x = input[:, part].contiguous()
         return _ATEN._native_batch_norm_legit_functional(x, *vectors, training, momentum, eps)
@@ -439,7 +477,11 @@ def _batch_norm_(
 def _batch_norm_without_statistics_(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor | None, ...]:
+    """Overwrite the input of a batch norm without running statistics with its result, a few channels at a time. Returns
+    it and the statistics of the batch."""
+
     def compute(part: slice) -> Sequence[Tensor | None]:
+        """Return the results of a slice of the channels."""
         x = input[:, part].contiguous()
         return _ATEN._native_batch_norm_legit.no_stats(x, *_slice_vectors(part, weight, bias), training, momentum, eps)
 

@@ -53,45 +53,47 @@ def tile_of(key: str) -> Tiled:
     return _TILES[key]
 
 
-def _statistics_without_data(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    return [like.empty() for like in _TILES[key].statistic_likes]
-
-
-def _tile_without_data(inputs: Sequence[Tensor], statistics: Sequence[Tensor], key: str) -> list[Tensor]:
-    return [like.empty() for like in _TILES[key].result_likes]
+def _gradients_without_data(inputs: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    """Return fake gradients of the inputs that need one."""
+    return [torch.empty_like(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
 
 
 def _backward_without_data(
     inputs: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool],
     key: str,
 ) -> list[Tensor]:  # fmt: skip
-    return [torch.empty_like(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
+    """Fake kernel of a tile's derivative."""
+    return _gradients_without_data(inputs, needed)
 
 
-@define("tile_statistics(Tensor[] inputs, str key) -> Tensor[]", _statistics_without_data)
+@define(
+    "tile_statistics(Tensor[] inputs, str key) -> Tensor[]",
+    lambda inputs, key: [like.empty() for like in _TILES[key].statistic_likes],
+)
 def _tile_statistics(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
+    """Return the statistics of the norms of a segment."""
     return _TILES[key].statistics(inputs)
 
 
-@define("tile(Tensor[] inputs, Tensor[] statistics, str key) -> Tensor[]", _tile_without_data)
+@define(
+    "tile(Tensor[] inputs, Tensor[] statistics, str key) -> Tensor[]",
+    lambda inputs, statistics, key: [like.empty() for like in _TILES[key].result_likes],
+)
 def _tile(inputs: Sequence[Tensor], statistics: Sequence[Tensor], key: str) -> list[Tensor]:
+    """Return the results of a segment, which runs piece by piece."""
     return _TILES[key].forward(inputs, statistics)
-
-
-def _with_gradients_without_data(
-    inputs: Sequence[Tensor], statistics: Sequence[Tensor], needed: Sequence[bool], key: str
-) -> list[Tensor]:
-    gradients = [torch.empty_like(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
-    return [*_tile_without_data(inputs, statistics, key), *gradients]
 
 
 @define(
     "tile_with_gradients(Tensor[] inputs, Tensor[] statistics, bool[] needed, str key) -> Tensor[]",
-    _with_gradients_without_data,
-)
+    lambda inputs, statistics, needed, key: [
+        *(like.empty() for like in _TILES[key].result_likes), *_gradients_without_data(inputs, needed)
+    ],
+)  # fmt: skip
 def _tile_with_gradients(
     inputs: Sequence[Tensor], statistics: Sequence[Tensor], needed: Sequence[bool], key: str
 ) -> list[Tensor]:
+    """Return the result of a segment, a single number, and the gradients of the inputs that need one."""
     return _TILES[key].forward_with_gradients(inputs, statistics, needed)
 
 
@@ -103,6 +105,7 @@ def _tile_backward(
     inputs: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool],
     key: str,
 ) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of the inputs that need one. ``gradients``: of the results, None for zeros."""
     computed = _TILES[key].backward(inputs, statistics, gradients, needed)
     return [gradient for gradient in computed if gradient is not None]
 
@@ -115,6 +118,7 @@ def _tile_backward_(
     inputs: Sequence[Tensor], statistics: Sequence[Tensor], gradients: Sequence[Tensor | None], needed: Sequence[bool],
     key: str,
 ) -> list[Tensor]:  # fmt: skip
+    """Return the gradients of the inputs that need one; the first overwrites a gradient of a result."""
     target = overwritten_gradient((inputs, statistics, gradients, needed, key))
     computed = _TILES[key].backward(inputs, statistics, gradients, needed, into=target)
     return [gradient for gradient in computed if gradient is not None]
@@ -138,55 +142,57 @@ class TracedTile(torch.autograd.Function):
         statistics = []
         if tiled.statistic_likes:
             statistics = torch.ops.memplan.tile_statistics.default(list(tensors), key)
-        ctx.key, ctx.yielded = key, tiled.yields_gradients and any(needed)
-        if ctx.yielded:
+        ctx.key, ctx.has_gradients = key, tiled.yields_gradients and any(needed)
+        if ctx.has_gradients:  # of a single number, such as a loss: computed in the forward pass
             result, *gradients = torch.ops.memplan.tile_with_gradients.default(list(tensors), statistics, needed, key)
             outputs = [result]
             ctx.save_for_backward(*gradients)
         else:
             outputs = torch.ops.memplan.tile.default(list(tensors), statistics, key)
             ctx.save_for_backward(*tensors, *statistics)
-        ctx.count = len(outputs)
+        ctx.outputs = len(outputs)
         ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
         return *outputs, *statistics
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Return the gradients of the tensors."""
+        """Return None for the key, and the gradients of the tensors."""
         needed = list(ctx.needs_input_grad[1:])
-        if ctx.yielded:
-            saved = iter(ctx.saved_tensors)
-            (incoming, *_) = gradients
-            return None, *(next(saved) * incoming if needs and incoming is not None else None for needs in needed)
-        tensors, statistics = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
-        computed = iter(
-            torch.ops.memplan.tile_backward.default(
-                list(tensors), list(statistics), list(gradients[: ctx.count]), needed, ctx.key
+        if ctx.has_gradients:
+            incoming = gradients[0]
+            computed = ctx.saved_tensors if incoming is None else [saved * incoming for saved in ctx.saved_tensors]
+            needed = needed if incoming is not None else [False] * len(needed)
+        else:
+            tensors, statistics = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
+            computed = torch.ops.memplan.tile_backward.default(
+                list(tensors), list(statistics), list(gradients[: ctx.outputs]), needed, ctx.key
             )
-        )
-        return None, *(next(computed) if needs else None for needs in needed)
+        remaining = iter(computed)
+        return None, *(next(remaining) if needs else None for needs in needed)
 
 
 def _work(key: str, phase: Phase, *, differentiated: bool = False) -> Work:
-    """Return the FLOPs and bytes of a tile's op: those of its program's ops, as often as they run."""
+    """Return the FLOPs and bytes of a tile's op in a phase: those of all runs of its program's ops. ``differentiated``:
+    the op computes gradients in the forward pass, too."""
     tiled = _TILES[key]
     likes, flops, moved, rate = tiled.program.likes, 0.0, 0.0, "float32"
     counts = tiled.runs(phase)
     if phase == "backward" or differentiated:  # a derivative counts as two runs
         counts = [count + 2 * derivatives for count, derivatives in zip(counts, tiled.derivatives(), strict=True)]
-    for node, runs, share in zip(tiled.program.nodes, counts, tiled.overlap(tiled.pieces), strict=True):
-        formula, read = _torch.flop_formula(node.target), [likes[value] for value in (*node.reads, *node.outputs[:1])]
-        moved += sum(like.bytes for like in read) * runs * share
+    for node, runs, overlap in zip(tiled.program.nodes, counts, tiled.overlap(tiled.pieces), strict=True):
+        moved += sum(likes[value].bytes for value in (*node.reads, *node.outputs[:1])) * runs * overlap
+        formula = _torch.flop_formula(node.target)
         if formula is not None:
             args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda value: _meta(likes[value]))
-            flops += formula(*args, **kwargs, out_val=_meta(likes[node.outputs[0]])) * runs * share
+            flops += formula(*args, **kwargs, out_val=_meta(likes[node.outputs[0]])) * runs * overlap
             dtype = str(likes[node.outputs[0]].dtype).removeprefix("torch.")
             rate = "tf32" if dtype == "float32" and "conv" in node.target else dtype
     return Work(int(flops), int(moved), rate)
 
 
 def _meta(like: Like) -> Tensor:
+    """Return a meta tensor of the shape and dtype of ``like``."""
     return torch.empty(like.shape, dtype=like.dtype, device="meta")
 
 

@@ -45,8 +45,8 @@ def with_views(graph: JointGraph, ops: Iterable[GraphOp], bases: Mapping[int, in
 
     Args:
         graph: the graph.
-        ops: its new ops, where those that computed such a value are views.
-        bases: new base of each such value.
+        ops: its new ops: those that computed such a value are views.
+        bases: by such a value, the value that owns its memory from now on.
     """
     values = tuple(
         replace(value, base=bases[value.base], bytes=0) if value.base in bases else value for value in graph.values
@@ -78,15 +78,15 @@ class _CopiesBeforeMutation(Rebuild):
         """View of the copy, by the same view of the mutated value."""
 
     def run(self) -> JointGraph:
+        """Return the new graph."""
         for op in self.graph.ops:
-            if op.phase == "backward" and not op.is_view:
-                op = replace(
-                    op,
-                    args=map_refs(op.args, self._reference_before_mutation),
-                    kwargs=map_refs(op.kwargs, self._reference_before_mutation),
-                )
-            self.add(op)
+            self.add(self._reading_copies(op) if op.phase == "backward" and not op.is_view else op)
         return self.finished()
+
+    def _reading_copies(self, op: GraphOp) -> GraphOp:
+        """Return the op with copies, or views of them, in place of mutated values among its arguments."""
+        args, kwargs = map_refs((op.args, op.kwargs), self._reference_before_mutation)
+        return replace(op, args=args, kwargs=kwargs)
 
     def _copy(self, value: int) -> int:
         """Add an op that clones a value before anything mutates it, and return the id of the clone."""
@@ -110,11 +110,7 @@ class _CopiesBeforeMutation(Rebuild):
         """Repeat the op of a view of a mutated value on the copy, so that the backward pass can read the copy's
         view."""
         assert value.op is not None, "a view is made by an op"
-        op = self.graph.ops[value.op]
-        args, kwargs = (
-            map_refs(op.args, self._reference_before_mutation),
-            map_refs(op.kwargs, self._reference_before_mutation),
-        )
+        op = self._reading_copies(self.graph.ops[value.op])
         outputs: list[int | None] = []
         for output in op.outputs:
             if output is None:
@@ -123,4 +119,4 @@ class _CopiesBeforeMutation(Rebuild):
             old = self.graph.values[output]
             self.views[output] = self.value(f"{old.name}_before", old, base=self.copies[old.base], bytes=0)
             outputs.append(self.views[output])
-        self.add(replace(op, index=-1, args=args, kwargs=kwargs, outputs=tuple(outputs), phase="backward"))
+        self.add(replace(op, index=-1, outputs=tuple(outputs), phase="backward"))

@@ -27,8 +27,8 @@ _SAME_ORDER = (
 def fused(graph: JointGraph) -> JointGraph:
     """Replace the derivatives of nll_loss and log_softmax by a single op.
 
-    The op takes the place of nll_loss's derivative and computes log_softmax's; the op of the latter becomes a view of
-    its result. Unchanged are small losses, which do not run in place, and those whose gradient another op reads.
+    It replaces nll_loss's derivative; log_softmax's derivative becomes a view of its result. Small losses, which do not
+    run in place, and losses whose gradient another op reads are unchanged.
     """
     read_elsewhere = {graph.base(value) for value in graph.outputs}
     read_elsewhere |= {graph.base(value) for _, value in (*graph.gradients, *graph.mutations)}
@@ -55,14 +55,15 @@ def fused(graph: JointGraph) -> JointGraph:
 
 
 def _can_merge(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
-    """Return whether the derivatives of nll_loss and log_softmax belong to one cross-entropy: the latter reads the
-    former's result and the same log-probabilities, over the same classes, all in the same memory order."""
+    """Return whether the derivatives of nll_loss and of log_softmax belong to the same cross-entropy.
+
+    The latter must read the result of the former and the same log-probabilities, over the same classes, all in the same
+    memory order.
+    """
     arguments = arguments_of(softmax.target, softmax.args, softmax.kwargs)
     loss_log_probs, gradient = graph.values[loss.args[1].value], graph.values[loss.makes[0]]
-    softmax_log_probs, grad_output = (
-        graph.values[arguments["output"].value],
-        graph.values[arguments["grad_output"].value],
-    )
+    softmax_log_probs = graph.values[arguments["output"].value]
+    grad_output = graph.values[arguments["grad_output"].value]
     result, weight = graph.values[softmax.makes[0]], loss.args[3]
     tensors = (loss_log_probs, softmax_log_probs, gradient, grad_output, result)
     return (
@@ -76,7 +77,7 @@ def _can_merge(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
 
 
 def _is_whole(graph: JointGraph, value: Value) -> bool:
-    """Return whether a value is contiguous and all of its base."""
+    """Return whether a value has all elements of its base, in the same order, and the base is contiguous."""
     while value.is_view:
         assert value.op is not None, "a view is made by an op"
         op = graph.ops[value.op]

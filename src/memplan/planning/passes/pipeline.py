@@ -31,7 +31,8 @@ def prepare(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *
     graph = fused(split_dropouts(split(graph)))
     if on_cpu:
         graph = with_cheaper_recompute(graph)
-    graph, ops = apply_rewrites(graph, precision), list[GraphOp]()
+    graph = apply_rewrites(graph, precision)
+    ops = list[GraphOp]()
     for op in graph.ops:
         cheaper = None if op.cheaper_recompute is None else _with_in_place_form(op.cheaper_recompute, graph)
         ops.append(replace(_with_in_place_form(op, graph), cheaper_recompute=cheaper))

@@ -64,17 +64,28 @@ def _same_bits(x: Value, parameters: list[Value], statistics: list[Value]) -> bo
     if x.dtype not in ("float32", "float64", "bfloat16") and (x.dtype, statistics[0].dtype) != ("float16", "float32"):
         return False
     tensor = torch.empty_strided(x.shape, x.stride, device="meta")
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(x.shape), torch.contiguous_format)
-    in_memory_format = tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)
-    return in_memory_format and all(map(is_contiguous, (*parameters, *statistics)))
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(x.shape), torch.contiguous_format)
+    has_memory_format = tensor.is_contiguous() or tensor.is_contiguous(memory_format=channels_last)
+    return has_memory_format and all(map(is_contiguous, (*parameters, *statistics)))
 
 
 def _scratch(x: Value, parameters: tuple[Ref | None, ...], statistics: list[Value], graph: JointGraph) -> int:
-    """Return the workspace of `piecewise.batch_norm_again` in bytes: for each channel a variance of 1, the factor and
-    the offset of torch's kernel, and the scaled weight and casts of operands that are needed."""
+    """Return the workspace of `piecewise.batch_norm_again` in bytes: vectors with a number for each channel.
+
+    These are a variance of 1, the factor and the offset of torch's kernel, the scaled weight unless it equals
+    ``invstd``, and casts of bias and mean to the kernel's dtype.
+
+    Args:
+        x: input of the norm.
+        parameters: weight and bias, None if the norm has none.
+        statistics: saved mean and reciprocal deviation.
+        graph: their graph.
+    """
     dtype = "float64" if x.dtype == "float64" else "float32"
     weight, bias = (None if parameter is None else graph.values[parameter.value] for parameter in parameters)
     mean, invstd = statistics
-    vectors = 3 + (weight is not None or invstd.dtype != dtype)
+    vectors = 3
+    if weight is not None or invstd.dtype != dtype:
+        vectors += 1
     vectors += sum(value is not None and value.dtype != dtype for value in (bias, mean))
     return vectors * x.shape[1] * itemsize(dtype)

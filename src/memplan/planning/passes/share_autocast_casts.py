@@ -7,10 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs, refs
+from memplan.planning.graph.op_schema import itemsize
 
 CAST = "aten._to_copy.default"
 _SUM = "aten.add.Tensor"
@@ -29,15 +28,11 @@ def cast_once(graph: JointGraph, casts: Mapping[int, int]) -> JointGraph:
         if not op.makes:
             continue
         source, result = graph.values[op.args[0].value], graph.values[op.makes[0]]
-        is_lower = _itemsize(result.dtype) < _itemsize(source.dtype) and source.dtype == "float32"
+        is_lower = itemsize(result.dtype) < itemsize(source.dtype) and source.dtype == "float32"
         if is_lower and source.kind == "parameter" and source.id not in dict(graph.mutations):
             uses[op.args[0].value, region, repr(op.kwargs)].append(op)
     repeated = {key: ops for key, ops in uses.items() if len(ops) > 1}
     return _CastSharing(graph, repeated).run() if repeated else graph
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
 
 
 @dataclass
@@ -45,6 +40,7 @@ class _Total:
     """Sum of the gradients of all uses of a parameter."""
 
     result: int
+    """Value of the complete sum."""
     parts: list[int]
     """Gradients to add, in order."""
     left: int
@@ -76,35 +72,36 @@ class _CastSharing(Rebuild):
             self._collect(op)
 
     def _collect(self, op: GraphOp) -> None:
-        """Record the total to which a cast or a sum in the backward pass belongs."""
+        """Record the total to which the result of a backward op belongs: a cast of a shared parameter's gradient begins
+        a total, and a sum merges the totals of its terms."""
         if len(op.makes) != 1 or op.outputs != op.makes:
             return
         result = op.makes[0]
         if op.target == CAST and op.gradient_of in self.first:
             self.totals[result] = _Total(result, [result], 1, casts=Counter([self.first[op.gradient_of]]))
         elif op.target == _SUM and not op.kwargs and all(isinstance(term, Ref) for term in op.args):
-            terms = [self.totals.get(term.value) if self.users[term.value] == 1 else None for term in op.args]
-            if any(terms):
-                pairs = zip(op.args, terms, strict=True)
-                parts = [value for term, total in pairs for value in (total.parts if total else [term.value])]
-                casts = sum((total.casts for total in terms if total), Counter[int]())
+            terms = [term.value for term in op.args]
+            totals = [self.totals.get(term) if self.users[term] == 1 else None for term in terms]
+            if any(totals):
+                parts, casts = list[int](), Counter[int]()
+                for term, total in zip(terms, totals, strict=True):
+                    parts += [term] if total is None else total.parts
+                    casts += Counter[int]() if total is None else total.casts
                 merged = _Total(result, parts, len(parts), op, casts)
-                members = [value for value, total in self.totals.items() if any(total is term for term in terms)]
+                members = [value for value, total in self.totals.items() if any(total is other for other in totals)]
                 self.totals.update(dict.fromkeys((*members, result), merged))
 
     def run(self) -> JointGraph:
+        """Return the new graph."""
         for value in self.graph.values:
             if value.base in self.shared:
                 self.values[value.id] = replace(value, base=self.shared[value.base])
         for op in self.graph.ops:
             if self.first.get(op.index, op.index) == op.index:
                 forward = None if op.gradient_of is None else self.first.get(op.gradient_of, op.gradient_of)
-                args, kwargs = map_refs(op.args, self._shared_reference), map_refs(op.kwargs, self._shared_reference)
+                args, kwargs = map_refs((op.args, op.kwargs), lambda value: Ref(self.shared.get(value, value)))
                 self._add_op(replace(op, args=args, kwargs=kwargs, gradient_of=forward))
         return self.finished()
-
-    def _shared_reference(self, value: int) -> Ref:
-        return Ref(self.shared.get(value, value))
 
     def _add_op(self, op: GraphOp) -> None:
         """Add an op. Casts and sums of gradients of a shared parameter instead add their terms to its total."""
@@ -114,29 +111,31 @@ class _CastSharing(Rebuild):
         elif op.target == CAST:
             self._add_gradient(total, op.args[0], op)
         else:
-            for part in op.args:
-                if part.value in total.parts and self.totals.get(part.value) is not total:
-                    self._add_gradient(total, part)
+            for term in op.args:
+                is_new = self.totals.get(term.value) is not total  # else a cast or sum that was added before
+                if term.value in total.parts and is_new:
+                    self._add_gradient(total, term)
 
-    def _add_gradient(self, total: _Total, part: Ref, cast: GraphOp | None = None) -> None:
-        """Add a gradient to the total. Gradients of a cast are summed in lower precision, and cast back with the
-        last."""
+    def _add_gradient(self, total: _Total, gradient: Ref, cast: GraphOp | None = None) -> None:
+        """Add ops that add a gradient to a total. ``cast``: the op that casts it back to the parameter's precision.
+        Such gradients are summed in lower precision by autocast region, and the last is followed by a single cast."""
         total.left -= 1
         if cast is not None:
             region = cast.gradient_of
             assert region is not None
             total.casts[region] -= 1
             if region in total.low:
-                part = self._sum(total, total.low[region], part, self._new_sum(total, self.values[part.value].dtype))
-            total.low[region] = part
+                new_sum = self._new_sum(total, self.values[gradient.value].dtype)
+                gradient = self._sum(total, total.low[region], gradient, new_sum)
+            total.low[region] = gradient
             if total.casts[region]:
                 return
             result = total.result if total.high is None and not total.left else self._new_sum(total)
-            self.add(replace(cast, index=-1 - result, args=(part,), outputs=(result,), makes=(result,)))
-            part = Ref(result)
+            self.add(replace(cast, index=-1 - result, args=(gradient,), outputs=(result,), makes=(result,)))
+            gradient = Ref(result)
         if total.high is not None:
-            part = self._sum(total, total.high, part, self._new_sum(total) if total.left else total.result)
-        total.high = part
+            gradient = self._sum(total, total.high, gradient, self._new_sum(total) if total.left else total.result)
+        total.high = gradient
 
     def _sum(self, total: _Total, first: Ref, second: Ref, result: int) -> Ref:
         """Add an op that adds two gradients into the value ``result``."""
@@ -148,5 +147,5 @@ class _CastSharing(Rebuild):
         """Add a value for an intermediate sum of gradients, in the parameter's dtype by default, and return its id."""
         like = self.values[total.result]
         dtype = dtype or like.dtype
-        size = like.bytes // _itemsize(like.dtype) * _itemsize(dtype)
+        size = like.bytes // itemsize(like.dtype) * itemsize(dtype)
         return self.value(f"{like.name}_sum", like, bytes=size, dtype=dtype)

@@ -38,28 +38,31 @@ SHAPE_ONLY = {
 
 
 def idle_arguments(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments without those that the kernel does not read: a training batch norm's derivative reads the
-    batch's statistics, not the running ones."""
+    """Return an op's arguments with None for tensors that its kernel does not read: a training batch norm's derivative
+    reads the statistics of the batch, not the running statistics."""
+    # grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
     if target == _NORM and args[7]:
         return (*args[:3], None, None, *args[5:])
     return args
 
 
 def split(graph: JointGraph) -> JointGraph:
-    """Return the graph with each convolution's derivative as two ops, the weight's before the input's, and with
-    arguments that are read for their shape alone replaced by a view of the gradient or, if it is too small, by
-    uninitialized memory.
+    """Return the graph with each convolution's derivative as two ops, the weight's before the input's.
 
-    The kernels compute the two parts separately anyway: results are the same bit for bit, and the input is freed one op
-    earlier.
+    The kernels compute the two parts separately anyway: results are the same bit for bit, and the input is freed an op
+    earlier. An argument that is read for its shape alone is replaced by a view of the gradient or, if that is too
+    small, by uninitialized memory.
     """
     targets = {CONVOLUTION_BACKWARD, *SHAPE_ONLY}
     return _Splitter(graph).run() if any(op.target in targets for op in graph.ops) else graph
 
 
 def _is_weight_frozen(op: GraphOp) -> bool:
-    """Return whether a convolution's derivative leaves out the weight's: then it reads only the shape of the input."""
-    return op.target == CONVOLUTION_BACKWARD and not op.args[10][1]
+    """Return whether a convolution's derivative computes no gradient of the weight: it reads only the input's shape."""
+    if op.target != CONVOLUTION_BACKWARD:
+        return False
+    _, computes_weight_gradient, _ = op.args[10]  # output_mask
+    return not computes_weight_gradient
 
 
 class _Splitter(Rebuild):
@@ -82,7 +85,7 @@ class _Splitter(Rebuild):
         """Add every op, with convolutions' derivatives split and arguments replaced that are read for their shape."""
         for op in self.graph.ops:
             if op.target == CONVOLUTION_BACKWARD:
-                mask, frozen = op.args[10], _is_weight_frozen(op)
+                mask, frozen = op.args[10], _is_weight_frozen(op)  # mask: which of input, weight, bias get gradients
                 input_ = self._shape_argument(op, op.args[0], op.args[1]) if frozen else op.args[1]
                 self._add_part(op, input_, [False, mask[1], mask[2]])  # weight and bias first, then the input
                 if mask[0]:
@@ -109,10 +112,10 @@ class _Splitter(Rebuild):
     # -- replacements of arguments
 
     def _shape_argument(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool = True) -> Ref:
-        """Return a replacement for an argument whose shape is all that is read: a view of the gradient, else new
-        memory.
+        """Return a replacement for an argument of a backward op whose shape is all that is read.
 
-        Return the argument itself if it is alive anyway, at this op or once its gradient is computed.
+        This is a view of the gradient if it fits (see `_view_of_gradient`). Otherwise it is the argument itself if it
+        is alive anyway, at this op or until its own derivative, and new memory if not.
         """
         original = self.values[argument.value]
         if math.prod(original.shape) == 0:
@@ -134,8 +137,8 @@ class _Splitter(Rebuild):
         return Ref(number)
 
     def _view_of_gradient(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool) -> Ref | None:
-        """Return a view of the gradient with the argument's shape, and with its strides if ``dense``. None if it does
-        not fit."""
+        """Return a view of the gradient with the argument's shape; None if the gradient's memory is too small or of
+        another dtype. ``dense``: the view has the argument's strides, else all of its elements are the same."""
         original, base = self.values[argument.value], self.graph.base(gradient.value)
         owner = self.values[base]
         dense = dense or not is_contiguous(original)  # the kernel reads its layout, too

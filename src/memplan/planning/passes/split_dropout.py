@@ -6,6 +6,8 @@ draw the same random numbers at the same position, and the result is the same bi
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from memplan.planning.graph.editor import Rebuild
@@ -32,8 +34,8 @@ def split_dropouts(graph: JointGraph) -> JointGraph:
 
 
 def scale_of(p: float, value: Value) -> float:
-    """Return native_dropout's factor. On a card it is computed in float32 (Dropout.cu: 1 - p is rounded first, and then
-    its inverse)."""
+    """Return the factor 1 / (1 - p) of native_dropout for a tensor like ``value``; 0 for p = 1. On a card it is
+    computed in float32 (Dropout.cu: 1 - p is rounded first, and then its inverse)."""
     if p == 1:
         return 0.0
     if value.place == HOST or value.dtype == "float64":
@@ -43,34 +45,27 @@ def scale_of(p: float, value: Value) -> float:
 
 def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
     """Add the ops that draw the mask of a dropout, multiply by it and scale, as torch's kernel rounds."""
+
+    def add(target: str, args: tuple[Any, ...], result: int, scratch: int, *, random: bool = False) -> None:
+        """Add an op with a single result in place of the dropout."""
+        rebuild.add(
+            op, target=target, args=args, kwargs={}, outputs=(result,), multiple=False, makes=(result,), discarded=0,
+            scratch=scratch, random=random,
+        )  # fmt: skip
+
     x, p = op.args[0], op.args[1]
     result, mask = op.outputs
     assert isinstance(x, Ref)
     assert result is not None
     assert mask is not None
-    scale = scale_of(p, rebuild.values[result])
-    shared = {"kwargs": {}, "multiple": False, "random": False, "discarded": 0}
     value = rebuild.values[result]
+    scale = scale_of(p, value)
     size = value.bytes  # the mask as the result's dtype, or the product before it is scaled
     mask_scratch = 0 if value.place == HOST else size  # on a card native_dropout runs and its product is freed
-    rebuild.add(
-        op, target=MASK, args=(x, p), outputs=(mask,), makes=(mask,), scratch=mask_scratch, **shared | {"random": True}
-    )
+    add(MASK, (x, p), mask, mask_scratch, random=True)
     if value.dtype not in _FULL_PRECISION:
-        rebuild.add(
-            op, target=HALF, args=(x, Ref(mask), scale), outputs=(result,), makes=(result,), scratch=size, **shared
-        )
+        add(HALF, (x, Ref(mask), scale), result, size)
         return
     masked = rebuild.value(f"{value.name}_masked", value)
-    rebuild.add(
-        op, target="aten.mul.Tensor", args=(x, Ref(mask)), outputs=(masked,), makes=(masked,), scratch=size, **shared
-    )
-    rebuild.add(
-        op,
-        target="aten.mul.Tensor",
-        args=(Ref(masked), scale),
-        outputs=(result,),
-        makes=(result,),
-        scratch=NUMBERS,
-        **shared,
-    )
+    add("aten.mul.Tensor", (x, Ref(mask)), masked, size)
+    add("aten.mul.Tensor", (Ref(masked), scale), result, NUMBERS)

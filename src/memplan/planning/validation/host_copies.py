@@ -16,7 +16,7 @@ ENDS = ("stored", "fetched")
 
 
 def check_copies(schedule: Schedule) -> None:
-    """Check that every copy is waited for. Raises ScheduleError."""
+    """Raise ScheduleError if a copy is not waited for, or if a value is read, freed or overwritten during its copy."""
     copies = {form.encoded: form for form in schedule.graph.forms if form.copy_seconds is not None}
     for phase, actions in (("forward", schedule.forward), ("backward", schedule.backward)):
         underway: dict[int, tuple[int, str]] = {}
@@ -28,24 +28,27 @@ def check_copies(schedule: Schedule) -> None:
             source, target = (value, on_host) if action.kind in ("store", "stored") else (on_host, value)
             if action.kind in ENDS:
                 ended = underway.pop(target, None)
-                _need(ended == (source, action.kind), place, f"no such copy of value {action.value} is underway")
+                _require(ended == (source, action.kind), place, f"no such copy of value {action.value} is underway")
             arriving, leaving = {*underway}, {copied for copied, _ in underway.values()}
             too_soon = arriving.intersection(action.reads)
-            _need(not too_soon, place, f"{_names(schedule, too_soon)} is not there yet")
-            gone = {*action.frees} | ({action.into} if action.into is not None else set[int]())
+            _require(not too_soon, place, f"{_names(schedule, too_soon)} is not there yet")
+            lost = {*action.frees} | ({action.into} if action.into is not None else set[int]())
             if form is not None and action.kind in BEGINS:
                 underway[target] = source, BEGINS[action.kind]
                 leaving |= {source}
                 arriving |= {target}
-            too_soon = gone & (arriving | leaving)
-            _need(not too_soon, place, f"{_names(schedule, too_soon)} is freed, or written over, and is being copied")
-        _need(not underway, f"the end of the {phase} pass", f"{_names(schedule, underway)} is still being copied")
+            too_soon = lost & (arriving | leaving)
+            _require(
+                not too_soon, place, f"{_names(schedule, too_soon)} is freed, or written over, and is being copied"
+            )
+        _require(not underway, f"the end of the {phase} pass", f"{_names(schedule, underway)} is still being copied")
 
 
 def _names(schedule: Schedule, values: Iterable[int]) -> str:
     return ", ".join(schedule.graph.values[value].name for value in sorted(values))
 
 
-def _need(right: bool, place: str, otherwise: str) -> None:
-    if not right:
+def _require(holds: bool, place: str, otherwise: str) -> None:
+    """Raise ScheduleError unless a condition holds. ``place``: the action; ``otherwise``: the violation."""
+    if not holds:
         raise ScheduleError(f"The schedule is wrong at {place}: {otherwise}")

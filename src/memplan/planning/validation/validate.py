@@ -28,23 +28,17 @@ class _Walk:
     """Executes a schedule on sets of live values. Raises ScheduleError at the first action that is not allowed."""
 
     def __init__(self, graph: JointGraph, plan: Schedule, budget: float, outside_memory: OutsideMemory) -> None:
-        self.graph, self.values, self.plan, self.budget, self.outside_memory = (
-            graph,
-            graph.values,
-            plan,
-            budget,
-            outside_memory,
-        )
+        self.graph, self.values, self.plan, self.budget = graph, graph.values, plan, budget
+        self.outside_memory = outside_memory
         self.tangents, self.gradient_use = {v.id for v in graph.values if v.kind == "tangent"}, plan.choices.gradients
         self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
         self.outputs = {graph.values[value].base for value in graph.outputs}
-        trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
         self.live, self.changed = {*self.resident}, set[int]()
         self.delivered = set[int]()  # gradients whose memory the receiver keeps
-        self.recomputed = {*graph.irreplaceable}  # these never may be
+        self.recomputed = {*graph.irreplaceable}  # these must never be recomputed, as if they had been
         self.ran, self.written, self.returned = set[int](), set[int](), set[int]()
         self.last_in_order = -1
-        # by kind of action, form and value: values read, values made, and scratch
+        # by kind of action, form and value: values that it reads, values that it makes, and scratch
         allowed = self.allowed = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
         allowed["receive", None, None] = set[int](), self.tangents, outside_memory.loss_bytes
         for f in graph.forms:
@@ -53,20 +47,20 @@ class _Walk:
                 allowed["fetch", f.encoded, f.value] = {f.encoded, *f.also_reads}, {f.value}, f.fetch_scratch
             for kind in ENDS if f.copy_seconds is not None else ():
                 allowed[kind, f.encoded, f.value] = {f.value, f.encoded}, set[int](), 0
-        self.peak = self.level = (
-            outside_memory.held_bytes + sum(trained) * self.gradient_use.adds + self.size(self.resident)
-        )
+        self.level = outside_memory.held_bytes + self.size(self.resident)
+        if self.gradient_use.adds:  # gradients of earlier steps are live
+            trained = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
+            self.level += sum(value.own_bytes for value in trained)
+        self.peak = self.level
 
     def walk(self) -> int:
         """Check all actions in order, and the state at the end of each pass; return the peak in bytes."""
         for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
             for index, action in enumerate(actions):
-                self.place = (
-                    f"{phase} action {index} ({action.kind} {action.value if action.op is None else action.op})"
-                )
-                self.require(
-                    (action.kind == "receive") == ((phase, index) == ("backward", 0)), "tangents come first, once"
-                )
+                subject = action.value if action.op is None else action.op
+                self.place = f"{phase} action {index} ({action.kind} {subject})"
+                is_first = (phase, index) == ("backward", 0)
+                self.require((action.kind == "receive") == is_first, "tangents come first, once")
                 self.require(action.kind == "run" or action.into is action.op is None, "only ops do that")
                 self.check_action(action, phase)
                 for value in action.frees:
@@ -76,9 +70,8 @@ class _Walk:
                 saved = self.live - self.resident - self.outputs
                 self.require(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
                 self.changed |= self.outputs - self.resident - {*self.plan.saved}  # the backward pass does not get them
-        self.require(
-            self.ran == {o.index for o in self.graph.ops if o.makes or o.discarded or o.once}, "not all ran once"
-        )
+        must_run = {op.index for op in self.graph.ops if op.makes or op.discarded or op.once}
+        self.require(self.ran == must_run, "not all ran once")
         due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.returned
         self.require(not due, f"the write or the gradient of {self.names(due)} is missing")
         odd = self.live ^ (self.resident | self.outputs | self.delivered)
@@ -89,17 +82,16 @@ class _Walk:
     def check_action(self, action: Action, phase: str) -> None:
         """Check an action by its kind, and apply it to the live values and bytes."""
         value, source = (-1 if number is None else number for number in (action.value, action.source))
-        form = self.allowed.get((action.kind, action.form, action.value))
+        reads, makes, scratch = self.allowed.get((action.kind, action.form, action.value), (None, set[int](), 0))
         if action.kind == "run" and action.op is not None:
             self.run(action, self.graph.ops[action.op], phase)
-        elif form is not None and form[1].isdisjoint(self.graph.irreplaceable - self.tangents):
-            self.check(action, form[0], form[1])
-            self.allocate(form[1], form[2])
+        elif reads is not None and makes.isdisjoint(self.graph.irreplaceable - self.tangents):
+            self.check(action, reads, makes)
+            self.allocate(makes, scratch)
         elif (action.kind, phase) == ("write", "forward"):
             self.check(action, (self.values[source].base,), ())
-            self.require(
-                (value, source) in self.graph.mutations and value not in self.written, "not this, or not twice"
-            )
+            is_due = (value, source) in self.graph.mutations and value not in self.written
+            self.require(is_due, "not this, or not twice")
             self.written.add(value)
             self.changed.add(self.values[value].base)
         else:
@@ -109,7 +101,7 @@ class _Walk:
         """Check that an op runs on its operands, once and in an allowed order, or again where recomputation is
         allowed."""
         op = op.cheaper_recompute if action.recomputed and op.cheaper_recompute else op
-        scratch = op.scratch - op.scratch_saved * (action.into is not None)
+        scratch = op.scratch if action.into is None else op.scratch - op.scratch_saved
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
         if action.recomputed:
             may = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
@@ -117,18 +109,18 @@ class _Walk:
             self.require(may, f"{op.target} must not run again here, or so often")
             self.recomputed |= makes
             norm = op.target == "aten._native_batch_norm_legit_functional.default"
-            if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:
-                idle = {self.values[arg.value].base for arg in op.args[3:5] if isinstance(arg, Ref)}
+            if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:  # results and statistics of the batch
+                running_statistics = op.args[3:5]
+                idle = {self.values[arg.value].base for arg in running_statistics if isinstance(arg, Ref)}
         else:
             self.require(op.phase == phase and op.index not in self.ran, f"{op.target} runs twice, or in another pass")
             self.ran.add(op.index)
-            if phase == "forward" or op.random or op.once:  # others run when what they read is there, as checked below
+            if phase == "forward" or op.random or op.once:  # `check` finds whether others run too early
                 self.require(op.index > self.last_in_order, f"{op.target} is out of its order")
                 self.last_in_order = op.index
         if action.form is not None:
-            forms = [
-                f for f in self.graph.forms if f.encoded == action.form and op.index in f.direct and f.value in reads
-            ]
+            forms = [f for f in self.graph.forms if f.encoded == action.form and op.index in f.direct]
+            forms = [f for f in forms if f.value in reads]
             self.require(bool(forms), f"{op.target} cannot read a kept form of it")
             reads[reads.index(forms[0].value)], scratch = forms[0].encoded, forms[0].direct_scratch
         self.check(action, reads, action.makes, idle)
@@ -142,23 +134,20 @@ class _Walk:
 
     def return_gradient(self, action: Action, of: int, source: int, phase: str) -> None:
         """Check that gradient ``source`` of value ``of`` is returned once, and copied if it shares memory."""
-        values, base, parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
-        updates, adds = parameter and self.gradient_use.updates, parameter and self.gradient_use.adds
+        values, base, is_parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
+        updates, adds = is_parameter and self.gradient_use.updates, is_parameter and self.gradient_use.adds
         known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
         self.require(known and of not in self.returned, "there is no such thing to do here, or it is done")
         self.check(action, (base,), ())
         shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
         foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
-        self.require(
-            action.copies or adds or not (shared or foreign), "a gradient that is not its alone must be copied"
-        )
-        self.allocate(
-            (),
-            (copy := values[of].own_bytes * action.copies)
-            + updates * self.outside_memory.update_by_parameter.get(of, 0),
-        )
+        may_stay = adds or not (shared or foreign)
+        self.require(action.copies or may_stay, "a gradient that is not its alone must be copied")
+        copy_bytes = values[of].own_bytes if action.copies else 0
+        update_bytes = self.outside_memory.update_by_parameter.get(of, 0) if updates else 0
+        self.allocate((), copy_bytes + update_bytes)
         if not (updates or adds):
-            self.level += copy
+            self.level += copy_bytes
             self.delivered |= set[int]() if action.copies else {base}
         self.changed |= self.delivered  # the receiver may change them
         self.changed |= {values[of].base} if updates or values[of].hooked else set[int]()
@@ -166,34 +155,37 @@ class _Walk:
 
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
         """Check that the values that an action reads are live and unchanged, and that its results are not live yet.
-        ``idle``: operands that its kernel does not read."""
+        ``reads``, ``makes``: which the action must state; ``idle``: operands that its kernel does not read."""
         self.require({*action.reads} == {*reads} and sorted(action.makes) == sorted({*makes}), "it says otherwise")
         self.require(self.live >= {*reads}, f"{self.names({*reads} - self.live)} is not there to be read")
-        self.require(
-            not (it := self.changed & {*reads} - {*idle}), f"{self.names(it)} has changed since, or is not saved"
-        )
+        changed = self.changed & {*reads} - {*idle}
+        self.require(not changed, f"{self.names(changed)} has changed since, or is not saved")
         self.require(self.live.isdisjoint(makes), f"{self.names(self.live & {*makes})} is there already")
 
     def allocate(self, makes: Collection[int], transient: int) -> None:
+        """Make values live, and check the budget. ``transient``: bytes that are freed right after."""
         self.live.update(makes)
         self.level += self.size(makes)
         self.peak = max(self.peak, self.level + transient)
         self.require(self.peak <= self.budget, f"{self.level + transient} bytes live, the budget is {self.budget}")
 
     def free(self, value: int) -> None:
+        """Check that a value may be freed, and free it."""
         stays = value in self.resident or value in self.outputs or value in self.delivered
-        self.require(
-            value in self.live and not stays, f"{self.names([value])} is not there to be freed, or has to stay"
-        )
+        is_freeable = value in self.live and not stays
+        self.require(is_freeable, f"{self.names([value])} is not there to be freed, or has to stay")
         self.live.remove(value)
-        self.level -= 0 if self.values[value].held else self.size([value])
+        if not self.values[value].held:  # else backward() keeps its memory
+            self.level -= self.size([value])
 
     def size(self, values: Iterable[int]) -> int:
+        """Return the bytes of values."""
         return sum(self.values[value].bytes for value in values)
 
     def names(self, values: Iterable[int]) -> str:
         return ", ".join(self.values[value].name for value in sorted(values)) or "nothing"
 
-    def require(self, right: bool, otherwise: str) -> None:
-        if not right:
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Raise ScheduleError unless a condition holds. ``otherwise``: the violation, for the message."""
+        if not holds:
             raise ScheduleError(f"The schedule is wrong at {self.place}: {otherwise}")
