@@ -56,10 +56,9 @@ def memplan(
     budget = parse_bytes(options["budget"])
 
     def planner_of(module: nn.Module) -> Planner:
+        """Return the planner of a module's calls within the budget."""
         planner = StepPlanner(module)
-        return lambda call, has_gradients: planner.planned(
-            call, Settings(gradients=GradientUse(adds=has_gradients)), budget
-        )
+        return lambda call, adds: planner.planned(call, Settings(gradients=GradientUse(adds=adds)), budget)
 
     return plan_graph(graph, inputs, planner_of)
 
@@ -67,7 +66,13 @@ def memplan(
 def plan_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], planner_of: Callable[[nn.Module], Planner]
 ) -> Callable[..., Any]:
-    """Return a graph as a planned function. The first call with a new key is planned."""
+    """Return a graph from Dynamo as a planned function. The first call with a new key is planned.
+
+    Args:
+        graph: the graph.
+        inputs: inputs of its first call.
+        planner_of: returns the planner for a module that runs the graph.
+    """
     _warn_of_break(graph)
     lifted = _Lifted(graph, inputs)
     install(lifted, planner_of(lifted))
@@ -85,32 +90,34 @@ class _Lifted(nn.Module):
         placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._is_number = [name in number_inputs for name in placeholders]
         """For each input, whether its tensor is passed on as a Python number."""
-        self._names = [  # with the position, since two paths can have the same plain name
-            f"{_plain_name(name)}_{at}" if isinstance(value, nn.Parameter) else None
-            for at, (name, value) in enumerate(zip(placeholders, inputs, strict=True))
-        ]
+        self._names: list[str | None] = []
         """For each input, its name as a parameter of this module; None if it is no parameter."""
-        for name, value in zip(self._names, inputs, strict=True):
-            if name is not None:
+        for index, (placeholder, value) in enumerate(zip(placeholders, inputs, strict=True)):
+            name = None
+            if isinstance(value, nn.Parameter):  # with the index, since two paths can have the same plain name
+                name = f"{_plain_name(placeholder)}_{index}"
                 self.register_parameter(name, value)
+            self._names.append(name)
 
     def called(self, *inputs: Any) -> Any:
-        """Call the graph with all of its inputs."""
-        for name, value in zip(self._names, inputs, strict=True):
-            if name is not None and getattr(self, name) is not value:
+        """Call the graph with all of its inputs. Parameters among them replace those of this module."""
+        others = list[Any]()
+        for name, is_number, value in zip(self._names, self._is_number, inputs, strict=True):
+            if name is None:
+                others.append(value.item() if is_number else value)
+            elif getattr(self, name) is not value:
                 setattr(self, name, value)
-        named = zip(self._names, self._is_number, inputs, strict=True)
-        return self(*(value.item() if is_number else value for name, is_number, value in named if name is None))
+        return self(*others)
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the graph with its inputs that are not parameters."""
+        """Call the graph. ``inputs``: its inputs that are no parameters."""
         others = iter(inputs)
         return self.graph(*(next(others) if name is None else getattr(self, name) for name in self._names))
 
 
 def _convert_item_inputs(graph: fx.GraphModule) -> set[str]:
-    """Change inputs that are tensors used only by ``item()`` to numbers, and return their names. Dynamo passes changing
-    floats (under ``dynamic=True`` all floats) as tensors."""
+    """Change a graph so that inputs that are only read by ``item()`` are Python numbers. Returns their names. Dynamo
+    passes changing floats (under ``dynamic=True`` all floats) as tensors."""
     numbers: set[str] = set()
     for node in graph.graph.nodes:
         readers = list(node.users)
@@ -125,7 +132,7 @@ def _convert_item_inputs(graph: fx.GraphModule) -> set[str]:
 
 
 def _plain_name(placeholder: str) -> str:
-    """Simplify Dynamo's name of a parameter, as in l_self_modules_fc_parameters_weight_."""
+    """Return ``fc_weight`` for Dynamo's name ``l_self_modules_fc_parameters_weight_`` of a parameter."""
     words = re.sub(r"^[lL]_self_|_?(modules|parameters)_", "_", placeholder).strip("_")
     return re.sub(r"_+", "_", words) or "parameter"
 
@@ -133,7 +140,8 @@ def _plain_name(placeholder: str) -> str:
 def _warn_of_break(graph: fx.GraphModule) -> None:
     """Warn once for each line at which Dynamo breaks the graph: the budget then bounds each part, not the step."""
     graph_break = _torch.graph_break(graph)
-    if graph_break is None or (line := (graph_break.path, graph_break.line)) in _warned:
+    line = None if graph_break is None else (graph_break.path, graph_break.line)
+    if graph_break is None or line is None or line in _warned:
         return
     _warned.add(line)
     warnings.warn(

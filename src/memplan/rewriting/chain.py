@@ -76,15 +76,16 @@ class Chain:
         """
         call = _Call(self, inputs, saved, outputs)
         tokens: dict[frozenset[int], torch.Tensor] = {}
-        """Result of the first node of each chain, by set of tangents."""
-        for number, values in reversed(self.parts):
+        """Result of the first node of each chain, by the positions of the tangents that the chain depends on."""
+        for group, values in reversed(self.parts):
             tangents, targets = self.dependencies[values[0]], [differentiated[value] for value in values]
             next_nodes = [token.grad_fn for token in tokens.values()]
-            tokens[tangents] = _Gradients.apply(call, number, values, next_nodes, tokens.get(tangents), *targets)
+            tokens[tangents] = _Gradients.apply(call, group, values, next_nodes, tokens.get(tangents), *targets)
         results = list(outputs)
-        for index, tangent in enumerate(self.tangents):
-            chain_tokens = [token for tangents, token in tokens.items() if index in tangents] or tokens.values()
-            results[tangent.output] = _Output.apply(call, index, [outputs[tangent.output]], *chain_tokens)
+        for position, tangent in enumerate(self.tangents):
+            chain_tokens = [token for tangents, token in tokens.items() if position in tangents]
+            chain_tokens = chain_tokens or list(tokens.values())  # an output that no gradient depends on
+            results[tangent.output] = _Output.apply(call, position, [outputs[tangent.output]], *chain_tokens)
         for index, name in self.unplanned.items():
             results[index] = _Unplanned.apply(name, [outputs[index]], *tokens.values())
         return results
@@ -107,8 +108,11 @@ class _Call:
         self._storages = [inputs[at].untyped_storage() for at, _ in chain.guarded]
         """Storages of the guarded inputs: assigning to ``.data`` replaces them without a new version."""
         memory = {_torch.storage_key(output.untyped_storage()) for output in outputs}
-        returned = [at for at, tensor in enumerate(saved) if _torch.storage_key(tensor.untyped_storage()) in memory]
-        self._returned = [(at, _torch.version_of(saved[at])) for at in returned]
+        self._returned = [
+            (at, _torch.version_of(tensor))
+            for at, tensor in enumerate(saved)
+            if _torch.storage_key(tensor.untyped_storage()) in memory
+        ]
         """(position among the saved values, version) of those that share memory with an output."""
         # the state of the backward pass
         self._running: Iterator[Gradients] | None = None
@@ -126,7 +130,8 @@ class _Call:
         """Positions of the outputs whose gradients the backward pass began with."""
 
     def receive(self, at: int, tangent: torch.Tensor | None) -> None:
-        """Store autograd's gradient of output ``at``; the planned backward pass begins after the last output's."""
+        """Store autograd's gradient of the output with a tangent at a position; None for zeros. The planned backward
+        pass begins once the gradients of all outputs are here."""
         if torch.is_grad_enabled():
             raise BackwardError(
                 "Double backward through a planned step",
@@ -167,7 +172,7 @@ class _Call:
             if _torch.version_of(self._saved[at]) != version:
                 raise _changed_input_error("An output that the backward pass reads")
         saved, inputs = list(self._saved), list(self._inputs)
-        if _torch.keeps_graph():
+        if _torch.keeps_graph():  # a further backward pass needs the saved values
             for at in self._chain.overwritten:
                 saved[at] = _with_strides(saved[at], saved[at].shape, saved[at].stride(), copied=True)
         else:
@@ -183,13 +188,14 @@ class _Call:
         self._running, self._next = self._chain.backward(inputs, saved, tangents), 0
 
     def gradients(self, group: int, values: tuple[int, ...], next_nodes: list[Any]) -> list[torch.Tensor | None]:
-        """Run the backward pass up to a group and return gradients of it; None for a gradient without a received
-        tangent.
+        """Run the backward pass up to a group of gradients, and return some of its gradients.
+
+        A gradient is None if no output that it depends on has a gradient.
 
         Args:
             group: number of the group, in the order of the backward pass.
             values: values whose gradients are returned.
-            next_nodes: next autograd node of each chain.
+            next_nodes: next autograd node of each chain. If none will run, the state is freed.
         """
         try:
             if _torch.backward_pass() == self._pass and self._received is not None:
@@ -203,17 +209,15 @@ class _Call:
         except BaseException:
             self._end()
             raise
-        complete = [self._gradients.pop(value) for value in values]
+        gradients = {value: self._gradients.pop(value) for value in values}
         if not any(map(_torch.will_run, next_nodes)):
             self._end()
-        return [
-            gradient if self._chain.dependencies[value] & self._received_at else None
-            for value, gradient in zip(values, complete, strict=True)
-        ]
+        dependencies = self._chain.dependencies
+        return [gradient if dependencies[value] & self._received_at else None for value, gradient in gradients.items()]
 
     def _compute_next_group(self) -> None:
-        """Run the backward program up to its next list of gradients, and store them in ``_gradients`` until the
-        autograd nodes of the group return them. First check inputs that hooks may have changed."""
+        """Run the backward program up to its next list of gradients, and store them in ``_gradients``. First check
+        inputs that hooks may have changed since the last group."""
         assert self._running is not None
         self._gradients = {}
         if self._next:
@@ -231,17 +235,19 @@ class _Call:
             self._inputs, self._storages = None, []
 
     def _check(self, which: Iterable[int]) -> None:
-        """Raise BackwardError if any of these guarded inputs has changed since the forward pass."""
+        """Raise BackwardError if a guarded input changed since the forward pass. ``which``: indices into
+        `Chain.guarded`."""
         assert self._inputs is not None
-        for number in which:
-            at, name = self._chain.guarded[number]
+        for index in which:
+            at, name = self._chain.guarded[index]
             tensor = self._inputs[at]
-            same = _torch.storage_key(tensor.untyped_storage()) == _torch.storage_key(self._storages[number])
-            if not same or _torch.version_of(tensor) != self._versions[number]:
+            same_storage = _torch.storage_key(tensor.untyped_storage()) == _torch.storage_key(self._storages[index])
+            if not same_storage or _torch.version_of(tensor) != self._versions[index]:
                 raise _changed_input_error(name)
 
 
 def _changed_input_error(name: str) -> BackwardError:
+    """Return the error for a tensor that changed between forward and backward pass. ``name``: as in messages."""
     return BackwardError(
         f"{name} was changed in place, or its data replaced, after the forward pass and before its last use in the "
         "backward pass",
@@ -253,30 +259,30 @@ def _changed_input_error(name: str) -> BackwardError:
 def _with_strides(
     tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *, copied: bool = False
 ) -> torch.Tensor:
-    """Return the tensor if it has these strides; else, or if ``copied``, a copy with them."""
-    same = all(n <= 1 or a == b for n, a, b in zip(shape, tensor.stride(), stride, strict=True))
-    if same and not copied:
+    """Return a tensor of this shape with these strides: itself if it has them, unless ``copied``, else a copy."""
+    has_strides = all(n <= 1 or a == b for n, a, b in zip(shape, tensor.stride(), stride, strict=True))
+    if has_strides and not copied:
         return tensor
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class _Gradients(torch.autograd.Function):
-    """Autograd node that returns the gradients of a group. Its result only orders the nodes; no gradient flows through
-    it."""
+    """Autograd node that returns gradients of a group. Its result, a token, only orders the nodes."""
 
     @staticmethod
     def forward(
         ctx: Any, call: _Call, group: int, values: tuple[int, ...], next_nodes: list[Any],
         token: torch.Tensor | None, *differentiated: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Save the arguments of `_Call.gradients`."""
+        """Save the arguments of `_Call.gradients`, and return a token. ``token`` is of the node that runs after this
+        one; ``differentiated`` are the tensors that get the gradients."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.group, ctx.values, ctx.next_nodes = call, group, values, next_nodes
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Run the backward pass up to this group."""
+        """Run the planned backward pass up to this group, and return the gradients of ``differentiated``."""
         return None, None, None, None, None, *ctx.call.gradients(ctx.group, ctx.values, ctx.next_nodes)
 
 
@@ -286,7 +292,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, at: int, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:
-        """Pass the output on."""
+        """Return the only tensor in ``outputs``: in a list, autograd does not see it as an input."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.at, ctx.tokens = call, at, len(tokens)
         call.nodes[at] = weakref.ref(ctx)
@@ -304,7 +310,7 @@ class _Unplanned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:
-        """Pass the output on."""
+        """Return the only tensor in ``outputs``: in a list, autograd does not see it as an input."""
         ctx.name = name
         return outputs[0].detach()
 

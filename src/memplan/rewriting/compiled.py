@@ -22,17 +22,18 @@ def compile_parts(step: Fused) -> CompiledPasses:
 
 
 def _compile_part(part: Part) -> inductor.Boxed:
-    """Return the function of a part's fused kernels. In the first run it raises CompileError if the compiler fails, or
-    if an op's result has another layout than that of its fake implementation."""
+    """Return the function of a part's fused kernels. Its first run raises CompileError if the compiler fails, or if an
+    op's result has another layout than its fake implementation says."""
     with lowering(part.name):
         function = inductor.kernels_of(part.lowerable)
 
     def run(inputs: list[Any]) -> Sequence[Tensor]:
+        """Run the kernels, and convert errors of a compiler or of an op's layout."""
         try:
             return function(inputs)
         except Exception as error:
             if inductor.is_of_compiler(error):  # Triton compiles launchers and autotunes in the first run
-                with lowering(part.name):
+                with lowering(part.name):  # converts the error
                     raise
             if not isinstance(error, AssertionError) or not inductor.is_of_other_layout(error):
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -62,9 +63,8 @@ class Engine:
         self._resident = tuple(value for value in graph.values if value.kind in RESIDENT)
         self._owners = _OwnerLookup([value.path for value in self._resident if value.kind in ("parameter", "buffer")])
         self._read_in_backward = read_in_backward(schedule)
-        position_of = {value.id: position for position, value in enumerate(self._resident)}
         has_gradient = {value for value, _ in graph.gradients}
-        self._differentiated = {value: at for value, at in position_of.items() if value in has_gradient}
+        self._differentiated = {v.id: position for position, v in enumerate(self._resident) if v.id in has_gradient}
         """By parameter or input with a gradient: its position among the resident values."""
         functions = functions or _Program(self.text)
         self._forward, self._close = functions.forward, getattr(functions, "close", lambda: None)
@@ -101,8 +101,8 @@ class Engine:
         return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, differentiated))
 
     def _collect_inputs(self, model: nn.Module, call: Call) -> list[torch.Tensor]:
-        """Return the tensors of all resident values: the model's present parameters and buffers, the call's inputs, and
-        constants."""
+        """Return the tensors of all resident values, in order: the model's present parameters and buffers, the call's
+        inputs, and constants."""
         owners = self._owners.lookup(model)
         tensors = list[torch.Tensor]()
         for value in self._resident:
@@ -117,32 +117,36 @@ class Engine:
 
 
 class _OwnerLookup:
-    """Looks up the modules that own tensors, in each call, since any of them may have been replaced."""
+    """Looks up the modules that own tensors, in each call, since any of them may have been replaced.
+
+    ``paths``: names of the parameters and buffers in the model.
+    """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._steps: list[tuple[str, str, str]] = []
-        """(path of the parent, name in it, path), parents first."""
         self._tensors = [(path, *_split_path(path)) for path in paths]
-        known = {""}
+        """(path, path of the owner, name in the owner) of each tensor."""
+        self._modules: list[tuple[str, str, str]] = []
+        """(path, path of the parent, name in the parent) of each owner and its parents, parents first."""
+        known_paths = {""}
         for _, owner, _ in self._tensors:
             parts = owner.split(".") if owner else []
-            for length in range(1, len(parts) + 1):
-                path = ".".join(parts[:length])
-                if path not in known:
-                    known.add(path)
-                    self._steps.append((*_split_path(path), path))
+            for path in accumulate(parts, "{}.{}".format):  # "a", "a.b", "a.b.c"
+                if path not in known_paths:
+                    known_paths.add(path)
+                    self._modules.append((path, *_split_path(path)))
 
     def lookup(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-        """Return (owner, attribute) by path of a parameter or buffer."""
+        """Return the owner of each parameter and buffer in a model, and its name in the owner, by path."""
         modules = {"": model}
-        for parent, name, path in self._steps:
+        for path, parent, name in self._modules:
             modules[path] = _torch.submodule(modules[parent], name)
         return {path: (modules[owner], name) for path, owner, name in self._tensors}
 
 
 def _split_path(path: str) -> tuple[str, str]:
-    owner, _, name = path.rpartition(".")
-    return owner, name
+    """Return the path of the parent, and the name in it: ("blocks.0", "fc") for "blocks.0.fc"."""
+    parent, _, name = path.rpartition(".")
+    return parent, name
 
 
 class _Program:
@@ -156,14 +160,16 @@ class _Program:
         self.forward, self.backward = namespace["forward"], namespace["backward"]
 
     def close(self) -> None:
+        """Remove the source lines."""
         linecache.cache.pop(self._name, None)
 
 
 def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, ...], backward: Any) -> Chain:
-    """Return the `Chain` by which all calls of a planned step attach ``backward`` to their outputs."""
+    """Return the `Chain` by which all calls of a planned step attach ``backward`` to their outputs. ``resident``: the
+    values of parameters, buffers, inputs and constants, in the order of the inputs of ``backward``."""
     graph = captured.graph
     tangents = [value for value in graph.values if value.kind == "tangent"]
-    written = {action.into for action in schedule.backward}
+    overwritten = {action.into for action in schedule.backward}
     last_read = _last_read(schedule)
     guarded = tuple(
         (index, f"Input {value.path}" if value.kind == "input" else f"The {value.kind} '{value.path}'")
@@ -171,10 +177,11 @@ def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, 
         if value.id in last_read and value.kind != "constant"
     )
     groups, dependencies = returned_gradients(schedule), _tangents_by_gradient(graph)
-    parts = []
+    parts = list[tuple[int, tuple[int, ...]]]()
     for number, group in enumerate(groups):
         for tangent_set in dict.fromkeys(dependencies[value] for value in group):
             parts.append((number, tuple(value for value in group if dependencies[value] == tangent_set)))
+    guarded_values = [resident[index].id for index, _ in guarded]
     return Chain(
         backward,
         tuple(parts),
@@ -183,48 +190,58 @@ def _build_chain(captured: Captured, schedule: Schedule, resident: tuple[Value, 
             for output, value in zip(captured.differentiable, tangents, strict=True)
         ),
         dependencies,
-        {output: f"output {output}" for output in captured.returned.cut},
-        frozenset(index for index, value in enumerate(schedule.saved) if value in written),
-        guarded,
-        tuple(_read_after_gradient(schedule, groups, [resident[index].id for index, _ in guarded], last_read)),
-        captured.reads if captured.reads is not None and captured.reads.read_in_backward else None,
+        unplanned={output: f"output {output}" for output in captured.returned.cut},
+        overwritten=frozenset(index for index, value in enumerate(schedule.saved) if value in overwritten),
+        guarded=guarded,
+        reread=tuple(_read_after_gradient(schedule, groups, guarded_values, last_read)),
+        reads=captured.reads if captured.reads is not None and captured.reads.read_in_backward else None,
     )
 
 
 def _tangents_by_gradient(graph: JointGraph) -> dict[int, frozenset[int]]:
-    """Return value with a gradient -> the tangents on which its gradient depends, so that autograd computes the
-    gradient only if one of these arrives. A gradient without dependencies counts as depending on all."""
+    """Return the positions of the tangents on which a gradient depends, by the value with that gradient.
+
+    Autograd computes a gradient only if it gets one of these tangents. A gradient without dependencies counts as
+    depending on all.
+    """
     tangents = [value.id for value in graph.values if value.kind == "tangent"]
-    tangents_of = {value: frozenset([at]) for at, value in enumerate(tangents)}
+    dependencies = {value: frozenset([position]) for position, value in enumerate(tangents)}
     for op in graph.backward_ops:
-        tangents_of_op = frozenset[int]().union(
-            *(tangents_of.get(graph.base(v), ()) for v in refs((op.args, op.kwargs)))
-        )
-        tangents_of.update(dict.fromkeys(op.makes, tangents_of_op))
+        operands = (graph.base(value) for value in refs((op.args, op.kwargs)))
+        of_op = frozenset[int]().union(*(dependencies.get(operand, ()) for operand in operands))
+        dependencies.update(dict.fromkeys(op.makes, of_op))
     every = frozenset(range(len(tangents)))
-    return {lookup: tangents_of.get(graph.base(gradient)) or every for lookup, gradient in graph.gradients}
+    return {value: dependencies.get(graph.base(gradient)) or every for value, gradient in graph.gradients}
 
 
 def _last_read(schedule: Schedule) -> dict[int, int]:
-    """Return resident value -> position of the last backward action whose result depends on the value's contents."""
+    """Return the position of the last backward action whose result depends on a resident value, by the value."""
     graph, last = schedule.graph, dict[int, int]()
-    for at, action in enumerate(schedule.backward):
+    for position, action in enumerate(schedule.backward):
         reads = set(action.reads)
         op = None if action.op is None else action.called(graph)
-        if op is not None and op.target == TRAINING_NORM:
-            others = (*op.args[: _STATISTICS.start], *op.args[_STATISTICS.stop :])
-            reads &= {graph.base(value) for value in refs((others, op.kwargs))}
-        last.update((value, at) for value in reads if graph.values[value].kind in RESIDENT)
+        if op is not None and op.target == TRAINING_NORM:  # its results do not depend on the running statistics
+            other_args = (*op.args[: _STATISTICS.start], *op.args[_STATISTICS.stop :])
+            reads &= {graph.base(value) for value in refs((other_args, op.kwargs))}
+        last.update((value, position) for value in reads if graph.values[value].kind in RESIDENT)
     return last
 
 
 def _read_after_gradient(
-    schedule: Schedule, groups: tuple[tuple[int, ...], ...], guarded: list[int], last: dict[int, int]
+    schedule: Schedule, groups: tuple[tuple[int, ...], ...], guarded: list[int], last_read: dict[int, int]
 ) -> Iterable[tuple[int, ...]]:
-    """Yield for each group the guarded values that are still read after their own gradient was returned to autograd."""
-    returned_at = {action.value: at for at, action in enumerate(schedule.backward) if action.kind == "give"}
+    """Yield for each group of gradients the guarded inputs that are read after their own gradient was returned to
+    autograd, so that a hook may have changed them.
+
+    Args:
+        schedule: the planned step.
+        groups: values whose gradients are returned together, in order.
+        guarded: the values of the guarded inputs. The results are indices into this list.
+        last_read: as `_last_read` returns it.
+    """
+    returned_at = {action.value: position for position, action in enumerate(schedule.backward) if action.kind == "give"}
     returned = set[int]()
     for group in groups:
         returned.update(group)
         end = max(returned_at[value] for value in group)
-        yield tuple(number for number, value in enumerate(guarded) if value in returned and last[value] > end)
+        yield tuple(index for index, value in enumerate(guarded) if value in returned and last_read[value] > end)

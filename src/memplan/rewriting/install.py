@@ -118,6 +118,7 @@ class _PlanCache:
 
     def __init__(self) -> None:
         self._variants: dict[_Kind, tuple[_Variant, ...]] = {}
+        """Variants by kind of call, the most recently used first."""
         self._lock = threading.Lock()
         self._calls = itertools.count(1)
 
@@ -140,16 +141,19 @@ class _PlanCache:
         """Add a variant of a kind, and drop the least recently used variants of all kinds beyond the limit."""
         variant.used = next(self._calls)
         with self._lock:
-            for other in self._variants.get(kind, ()):
+            others = self._variants.get(kind, ())
+            for other in others:
                 if variant.reads is not None and other.reads is not None:
                     variant.reads.share(other.reads)
-            self._variants[kind] = (variant, *self._variants.get(kind, ()))
+            self._variants[kind] = (variant, *others)
             by_use = sorted(itertools.chain.from_iterable(self._variants.values()), key=lambda variant: variant.used)
             dropped = by_use[:-_MAX_PLANS]
-            for key, variants in list(self._variants.items()) if dropped else ():
-                self._variants[key] = tuple(variant for variant in variants if variant not in dropped)
-                if not self._variants[key]:
-                    del self._variants[key]
+            if dropped:
+                remaining = {
+                    key: tuple(variant for variant in variants if variant not in dropped)
+                    for key, variants in self._variants.items()
+                }
+                self._variants = {key: variants for key, variants in remaining.items() if variants}
         self._close(dropped)
 
     def drop(self, variant: _Variant) -> None:
@@ -159,21 +163,24 @@ class _PlanCache:
                 self._variants[kind] = tuple(other for other in variants if other is not variant)
 
     def clear(self) -> None:
+        """Drop all variants."""
         dropped = self.all()
         with self._lock:
             self._variants.clear()
         self._close(dropped)
 
     def all(self) -> list[_Variant]:
+        """Return the variants of all kinds."""
         with self._lock:
             return [variant for variants in self._variants.values() for variant in variants]
 
     def kinds(self) -> list[tuple[_Kind, tuple[_Variant, ...]]]:
+        """Return each kind of call with its variants."""
         with self._lock:
             return list(self._variants.items())
 
     def _close(self, dropped: list[_Variant]) -> None:
-        """Close the engines whose program no cached engine shares."""
+        """Close the engines of dropped variants whose program no cached engine shares."""
         used = {variant.engine.text for variant in self.all() if variant.engine is not None}
         for variant in dropped:
             if variant.engine is not None and variant.engine.text not in used:
@@ -224,6 +231,7 @@ class Installed:
         self._cache.clear()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's call. Dynamo does not compile it, except for `torch.export`."""
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
             return self._call_outside_of_graph(self, *args, **kwargs)
         return self._call_now(*args, **kwargs)
@@ -232,21 +240,19 @@ class Installed:
         """Run a call as planned, unless an active trace, transform or mode must see the model's own ops."""
         model = self._model()
         assert model is not None, "the module itself calls this"
-        captured = getattr(_planning, "modules", ())
-        if model in captured:
+        being_planned = getattr(_planning, "modules", ())
+        if model in being_planned:
             return model.forward(*args, **kwargs)
-        if captured or is_capturing() or torch.compiler.is_compiling() or _torch.is_jit_tracing():
+        if being_planned or is_capturing() or torch.compiler.is_compiling() or _torch.is_jit_tracing():
             return _torch.original_call(model)(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.calls.without_grad()
             return _torch.original_call(model)(*args, **kwargs)
-        outer = _torch.surroundings()
-        if outer is not None:
-            self._count_unplanned(outer, any(parameter.requires_grad for parameter in model.parameters()))
-            return _torch.original_call(model)(*args, **kwargs)
-        if _torch.is_transformed():
-            needed = any(parameter.requires_grad for parameter in model.parameters())  # outputs are wrapped
-            self._count_unplanned("it is under a transform of torch.func, such as vmap or grad", needed)
+        reason = _torch.surroundings()
+        if reason is None and _torch.is_transformed():
+            reason = "it is under a transform of torch.func, such as vmap or grad"
+        if reason is not None:
+            self._count_unplanned(reason, any(parameter.requires_grad for parameter in model.parameters()))
             return _torch.original_call(model)(*args, **kwargs)
         if _torch.has_hooks(model):
             return _torch.call_with_hooks(model, self._run, args, kwargs)
@@ -276,9 +282,9 @@ class Installed:
             if variant.engine is None:  # a later call with other values may succeed, and can be planned then
                 self._cache.drop(variant)
             raise
-        self._count_unplanned(
-            reason, bool(reason) and any(tensor.requires_grad for tensor in take_apart(output)[0]), above=1
-        )
+        output_tensors, _ = take_apart(output)
+        needs_gradient = bool(reason) and any(tensor.requires_grad for tensor in output_tensors)
+        self._count_unplanned(reason, needs_gradient, above=1)
         return output
 
     def _count_unplanned(self, reason: str, needs_gradient: bool, *, above: int = 0) -> None:
@@ -296,11 +302,14 @@ class Installed:
             self.calls.without_grad()
 
     def prepare(self, call: Call, has_gradients: bool) -> None:
-        """Plan a call in advance. Raises BudgetError: no plan fits.
+        """Plan a call in advance.
 
         Args:
             call: a call of the module.
             has_gradients: whether parameters have gradients when the call begins.
+
+        Raises:
+            BudgetError: no plan fits.
         """
         model = self._model()
         assert model is not None, "a plan is prepared while its module exists"
@@ -316,7 +325,7 @@ class Installed:
         if variant is not None:
             return variant
         if not any(tensor.requires_grad for tensor in (*self._keys.parameters(), *call.tensors)):
-            return _Variant()
+            return _Variant()  # runs unplanned
         with one_at_a_time:
             variant = self._find_cached(kind, call)  # another thread may have planned it
             if variant is None:
@@ -344,6 +353,7 @@ class Installed:
     def _plan(self, model: nn.Module, call: Call, kind: _Kind) -> _Variant:
         """Plan a call and compile the plan. If either fails, the result says why such calls run unplanned."""
         self._warn_of_changing_argument(call, kind)
+        _, has_gradients = kind
         outer = getattr(_planning, "modules", ())
         _planning.modules = (*outer, model)
         try:
@@ -351,7 +361,7 @@ class Installed:
                 kinds = output_kinds(model, call)
             # a capture starts from leaves
             leaves = tuple(tensor if tensor.is_leaf else tensor.detach().requires_grad_() for tensor in call.tensors)
-            planned = self._planner(replace(call, tensors=leaves), kind[1])
+            planned = self._planner(replace(call, tensors=leaves), has_gradients)
         except (UnkeyedError, InputError) as error:
             return _Variant(unplanned=str(error), reads=reads_of(error))
         finally:
@@ -363,35 +373,40 @@ class Installed:
             changed = f"what forward() reads changed while it was planned: the {reads.differences()[0]}"
             return _Variant(unplanned=changed, reads=reads)
         try:
-            fuses = planned.schedule.choices.fused
-            functions = compile_parts(planned.fused or fused(planned.schedule)) if fuses else None
+            functions = None
+            if planned.schedule.choices.fused:
+                functions = compile_parts(planned.fused or fused(planned.schedule))
             engine = Engine(planned.captured, planned.schedule, functions)
             return _Variant(engine, planned.captured, reads=reads, kinds=kinds)
         except CompileError as error:  # do not end a training of hours because of its last batch
             return _Variant(unplanned=str(error), reads=reads)
 
     def _warn_of_changing_argument(self, call: Call, kind: _Kind) -> None:
-        """Warn of an argument or attribute that changes in each call, so that each call is planned."""
-        times = Counter[str | int]()
-        for (key, has_gradients), variants in self._cache.kinds():
-            leaves = kind[0].differing_leaves(key) if has_gradients == kind[1] else None
-            for variant in variants if leaves is not None else ():
-                attributes = (
-                    [] if variant.are_reads_unchanged() or variant.reads is None else variant.reads.differences()
-                )
-                if len(attributes) + len(leaves or ()) == 1:
-                    times[(attributes or leaves or [0])[0]] += 1
-        for what, count in times.items():
-            if count + 1 < _SIMILAR_PLANS:
+        """Warn of an argument or attribute that changes in each call, so that each call is planned. It is the only
+        difference between this call and the calls of `_SIMILAR_PLANS` - 1 cached plans."""
+        key, has_gradients = kind
+        plans_by_difference = Counter[str | int]()  # the name of an attribute, or the number of an argument's leaf
+        for (other_key, other_has_gradients), variants in self._cache.kinds():
+            leaves = key.differing_leaves(other_key) if other_has_gradients == has_gradients else None
+            if leaves is None:
                 continue
-            number = isinstance(what, int)
-            self._warn(
-                f"{_SIMILAR_PLANS} calls that differ in {argument_of(call, what) if number else f'the {what}'} alone "
-                "were each planned anew, which takes time: "
-                + ("pass that number as a tensor" if number else "keep what changes all the time in a tensor, "
-                   "registered by register_buffer(), or out of the model and its functions"),
-                above=3,
-            )  # fmt: skip
+            for variant in variants:
+                reads = variant.reads
+                attributes = [] if reads is None or reads.are_unchanged() else reads.differences()
+                differences: list[str | int] = [*attributes, *leaves]
+                if len(differences) == 1:
+                    plans_by_difference[differences[0]] += 1
+        for changing, plans in plans_by_difference.items():
+            if plans + 1 < _SIMILAR_PLANS:
+                continue
+            if isinstance(changing, int):
+                name, advice = argument_of(call, changing), "pass that number as a tensor"
+            else:
+                name = f"the {changing}"
+                advice = ("keep what changes all the time in a tensor, registered by register_buffer(), or out of the "
+                          "model and its functions")  # fmt: skip
+            text = f"{_SIMILAR_PLANS} calls that differ in {name} alone were each planned anew, which takes time"
+            self._warn(f"{text}: {advice}", above=3)
 
     def warn_of_compiler(self, function: str, modules: list[nn.Module]) -> None:
         """Warn if Dynamo inlines the model into the graph of a function: the plan does not run there."""
@@ -409,14 +424,15 @@ class Installed:
 
 def _watch_compiler(installed: Installed) -> weakref.finalize[..., Installed]:
     """Report each compilation of Dynamo's to ``installed`` while that is alive. Call the result to stop."""
-    weak = weakref.WeakMethod(installed.warn_of_compiler)
+    weak_method = weakref.WeakMethod(installed.warn_of_compiler)
 
-    def before(function: str, modules: list[nn.Module]) -> None:
-        warn = weak()
+    def report(function: str, modules: list[nn.Module]) -> None:
+        """Callback before Dynamo compiles a function that can call these modules."""
+        warn = weak_method()
         if warn is not None:
             warn(function, modules)
 
-    stop = weakref.finalize(installed, _torch.before_compiling(before))
+    stop = weakref.finalize(installed, _torch.before_compiling(report))
     stop.atexit = False
     return stop
 
@@ -431,10 +447,11 @@ def _graph_breaking_call() -> Callable[..., Any]:
 
 
 def _too_many_branches(call: Call, variants: tuple[_Variant, ...]) -> RecordingError:
+    """Return the error for a call whose input values decide another branch than in all ``variants``."""
     conditions = (condition for variant in variants if variant.captured for condition in variant.captured.conditions)
-    read = dict.fromkeys(call.name_of(c.input) for c in conditions if not c.holds(call.tensors))
+    inputs = dict.fromkeys(call.name_of(c.input) for c in conditions if not c.holds(call.tensors))
     return RecordingError(
-        f"Values of {', '.join(read)} decide what is computed, differently in each call: {len(variants)} plans were "
+        f"Values of {', '.join(inputs)} decide what is computed, differently in each call: {len(variants)} plans were "
         "made for calls that differ in nothing else",
         expected="values that decide between few cases, such as whether a mask is all ones",
         do="Compute with tensors: torch.where() for a branch, a count that stays a tensor, without int() or item()",

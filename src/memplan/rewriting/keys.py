@@ -42,12 +42,13 @@ class Key(NamedTuple):
         return hash((self.leaves, self.state, self.tensors[0]))  # pytree's spec, the last of `tensors`, hashes slowly
 
     def differing_leaves(self, other: Key) -> list[int] | None:
-        """Return the positions of the numbers in which two keys differ, or None if they differ in anything else."""
+        """Return the positions of the arguments in which two keys differ if all of these are numbers, else None."""
         if (self.state, self.tensors) != (other.state, other.tensors) or len(self.leaves) != len(other.leaves):
             return None
-        pairs = enumerate(zip(self.leaves, other.leaves, strict=True))
-        positions = [at for at, (a, b) in pairs if a != b]
-        return positions if all(_is_number(key.leaves[at]) for at in positions for key in (self, other)) else None
+        pairs = zip(self.leaves, other.leaves, strict=True)
+        differing = [(position, pair) for position, pair in enumerate(pairs) if pair[0] != pair[1]]
+        only_numbers = all(_is_number(leaf) for _, pair in differing for leaf in pair)
+        return [position for position, _ in differing] if only_numbers else None
 
 
 class State:
@@ -79,9 +80,8 @@ class _Structure:
 
     def holds(self) -> bool:
         """Return whether the model still has the same modules, and as many parameters and buffers."""
-        return all(tuple(now.values()) == then for now, then in self.children) and all(
-            len(now) == then for now, then in self.tensors
-        )
+        same_modules = all(tuple(own.values()) == before for own, before in self.children)
+        return same_modules and all(len(own) == length_before for own, length_before in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,10 @@ class Keys:
 
     def __init__(self, model: nn.Module) -> None:
         self._structure_of, self._number = _structure_of(model), 0
+        """The present modules and tensors, and the number of changes of them so far."""
         self._last: _LastCall | None = None
         self._states: dict[State, State] = {}
+        """Interned states."""
 
     def key(self, model: nn.Module, call: Call) -> Key:
         """Return the key of a call in the model's present state.
@@ -121,12 +123,8 @@ class Keys:
         Raises:
             UnkeyedError: an argument is neither a tensor nor plain data.
         """
-        tensors = (
-            tuple([_tensor_metadata(tensor) for tensor in call.tensors]),
-            call.aliases,
-            call.kinds,
-            call.structure.spec,
-        )
+        metadata = tuple([_tensor_metadata(tensor) for tensor in call.tensors])
+        tensors = metadata, call.aliases, call.kinds, call.structure.spec
         return Key(_leaves(call.structure), self._state(model), tensors)
 
     def have_gradients(self) -> bool:
@@ -148,10 +146,12 @@ class Keys:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the model's present parameters."""
-        for own in self._structure_of.tensors[::2]:
-            yield from (tensor for tensor in own[0].values() if tensor is not None)
+        parameters_of_modules = self._structure_of.tensors[::2]  # the others are dicts of buffers
+        for own, _ in parameters_of_modules:
+            yield from (tensor for tensor in own.values() if tensor is not None)
 
     def _trained(self) -> list[torch.Tensor]:
+        """Return the parameters that require a gradient."""
         return [tensor for tensor in self.parameters() if tensor.requires_grad]
 
     def _state(self, model: nn.Module) -> State:
@@ -161,23 +161,22 @@ class Keys:
         global_state = tuple((device, torch.get_autocast_dtype(device), cached) for device in devices), _torch.flags()
         last = self._last
         if last is not None and self._is_unchanged(last, model):
-            known = last.guards.get(global_state)
-            if known is not None and known[0].hold(last.tensors):
-                return known[1]
+            guards, state = last.guards.get(global_state, (None, last.state))
+            if guards is not None and guards.hold(last.tensors):
+                return state
         return self._new_state(model, global_state)
 
     def _is_unchanged(self, last: _LastCall, model: nn.Module) -> bool:
         """Return whether the model's modules, attributes, training flags and hooks are those of the last call."""
-        return (
-            last.dicts.hold()
-            and not any(last.empty)
-            and [*map(type, self._structure_of.modules), type(model)] == last.kinds
-            and (_torch.VERSIONS_SEE_ATTRIBUTES or self._training(model) == last.training)
-            and (
-                (last.hooked is None and RemovableHandle.next_id == last.hooks)  # no hook was registered anywhere
-                or (not any(last.tables) and _have_gradient_hooks(last.tensors) == last.hooked)
-            )
-        )
+        if not last.dicts.hold() or any(last.empty):
+            return False
+        if [*map(type, self._structure_of.modules), type(model)] != last.kinds:
+            return False
+        if not (_torch.VERSIONS_SEE_ATTRIBUTES or self._training(model) == last.training):
+            return False
+        if last.hooked is None and RemovableHandle.next_id == last.hooks:  # no hook was registered anywhere
+            return True
+        return not any(last.tables) and _have_gradient_hooks(last.tensors) == last.hooked
 
     def _new_state(self, model: nn.Module, global_state: Hashable) -> State:
         """Compute the state of the model from all its modules and tensors, and store guards for the next call.
@@ -188,8 +187,8 @@ class Keys:
             self._structure_of, self._number, self._last = _structure_of(model), self._number + 1, None
         structure, last = self._structure_of, self._last
         tensors: list[torch.Tensor | None] = [tensor for own, _ in structure.tensors for tensor in own.values()]
-        first: dict[int, int] = {}
-        tied = tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
+        first: dict[int, int] = {}  # position of a tensor; tied tensors have the same
+        tied = tuple([first.setdefault(id(tensor), position) for position, tensor in enumerate(tensors)])
         kinds, training = [*map(type, structure.modules), type(model)], self._training(model)
         state = State((
             self._number,
@@ -206,35 +205,38 @@ class Keys:
         state = self._states.setdefault(state, state)  # compares by identity from now on
         present = tuple({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
         modules = model, *structure.modules
-        own = [table for module in modules for table in _torch.own_dicts(module)]
-        hooks = [table for module in modules for table in _torch.hook_tables(module)]
-        dicts = _torch.DictGuards(table for table in (*own, *hooks) if table)
-        empty, tables = [table for table in own if not table], [table for table in hooks if not table]
+        own_dicts = [own for module in modules for own in _torch.own_dicts(module)]
+        hook_tables = [table for module in modules for table in _torch.hook_tables(module)]
+        dicts = _torch.DictGuards(table for table in (*own_dicts, *hook_tables) if table)
         guards = {global_state: (_torch.TensorGuards(present), state)}
         if last is not None and global_state not in last.guards and last.dicts.versions == dicts.versions:
-            dicts, guards = last.dicts, guards | last.guards
-        hooked = _have_gradient_hooks(present)
+            dicts, guards = last.dicts, guards | last.guards  # only the global state is new
         self._last = _LastCall(
-            state, dicts, empty, tables, RemovableHandle.next_id, kinds, training, present, hooked, self._trained(),
-            guards,
+            state, dicts, empty=[own for own in own_dicts if not own],
+            tables=[table for table in hook_tables if not table], hooks=RemovableHandle.next_id, kinds=kinds,
+            training=training, tensors=present, hooked=_have_gradient_hooks(present), trained=self._trained(),
+            guards=guards,
         )  # fmt: skip
         return state
 
     def _training(self, model: nn.Module) -> list[bool]:
+        """Return the training flags of the model and its submodules."""
         return [model.training, *[module.training for module in self._structure_of.modules]]
 
 
 def argument_of(call: Call, leaf: int) -> str:
-    """Return the name of the argument with the leaf at this position: ``argument scale``, ``argument 0``."""
+    """Return the name of the argument that contains the leaf with this number, counted over all arguments of a call:
+    ``argument scale``, ``argument 0``."""
     args, kwargs = call.rebuild(call.tensors)
-    for name, part in (*enumerate(args), *kwargs.items()):
-        leaf -= len(_torch.tree_leaves(part))
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        leaf -= len(_torch.tree_leaves(argument))
         if leaf < 0:
             return f"argument {name}"
     return "an argument"
 
 
 def _structure_of(model: nn.Module) -> _Structure:
+    """Return the present modules of a model, and the dicts of their tensors."""
     modules = tuple(model.modules())
     return _Structure(
         modules[1:],
@@ -244,12 +246,13 @@ def _structure_of(model: nn.Module) -> _Structure:
 
 
 def _leaves(structure: Structure) -> tuple[Hashable, ...]:
+    """Return the keys of all leaves of arguments, in order."""
     return tuple([_leaf(leaf) for leaf in structure.leaves])
 
 
 def _leaf(leaf: Any) -> Hashable:
-    """Return the key of an argument: the value of plain data; the class, other attributes and structure of an object
-    that contains tensors.
+    """Return the key of a leaf of the arguments: the value of plain data; of an object that contains tensors, its
+    class, its other attributes and its structure.
 
     Raises:
         UnkeyedError: the argument is of another kind.
@@ -267,10 +270,9 @@ def _leaf(leaf: Any) -> Hashable:
 
 
 def _is_number(leaf: Hashable) -> bool:
-    """Return whether a leaf's value (see `value_key`) is a number and not a bool."""
-    return isinstance(leaf, tuple) and isinstance(leaf[0], type) and issubclass(leaf[0], (int, float, complex)) and (
-        leaf[0] is not bool
-    )  # fmt: skip
+    """Return whether the key of a leaf, (type, value) for plain data, is that of a number and not a bool."""
+    kind = leaf[0] if isinstance(leaf, tuple) else None
+    return isinstance(kind, type) and issubclass(kind, (int, float, complex)) and kind is not bool
 
 
 def _tensor_metadata(tensor: torch.Tensor | None) -> Any:
@@ -281,10 +283,8 @@ def _tensor_metadata(tensor: torch.Tensor | None) -> Any:
     """
     if tensor is None:
         return None
-    recorded = type(tensor) is _torch.FakeTensor and isinstance(
-        tensor.fake_mode, _torch.FakeMode
-    )  # stands for a dense one
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not recorded:
+    is_recorded = type(tensor) is _torch.FakeTensor and isinstance(tensor.fake_mode, _torch.FakeMode)
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not is_recorded:
         order = ": call fully_shard before memplan.fit" if _torch.is_distributed(tensor) else ""
         raise UnkeyedError(f"a tensor of type {type(tensor).__name__}{order}")
     if tensor.layout is not torch.strided:
@@ -293,5 +293,6 @@ def _tensor_metadata(tensor: torch.Tensor | None) -> Any:
 
 
 def _have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> list[bool] | None:
+    """Return for each tensor whether it has post-accumulate-grad hooks; None if none has."""
     hooks = [*map(_torch.gradient_hooks, tensors)]
     return [*map(bool, hooks)] if any(hooks) else None

@@ -103,16 +103,16 @@ class Early:
         self._before_pass = dict(self._updated)
 
     def discard_pass(self, error: BaseException) -> None:
-        """Restore the set of updated parameters after a backward pass that raised, and add a note to the exception if
-        the pass updated some."""
-        moved = len(self._updated) - len(self._before_pass)
+        """Restore the set of updated parameters after a backward pass that raised ``error``, and add a note to the
+        exception if the pass updated some."""
+        updated_in_pass = len(self._updated) - len(self._before_pass)
         self._updated = dict(self._before_pass)
         if not self._updated:
             self._used_options.clear()
-        if moved > 0:
+        if updated_in_pass > 0:
             error.add_note(
-                f"memplan: {moved} of {len(_parameters(self._optimizer))} parameters had been updated when this was "
-                f"raised, and stay so: {self.name} updates early"
+                f"memplan: {updated_in_pass} of {len(_parameters(self._optimizer))} parameters had been updated when "
+                f"this was raised, and stay so: {self.name} updates early"
             )
 
     def check_zeroing(self, module: nn.Module) -> None:
@@ -125,7 +125,8 @@ class Early:
         return id(parameter) in self._ids
 
     def check_backward(self, leaves: list[torch.Tensor]) -> None:
-        """Raise UsageError for a backward pass that may be for another optimizer, before any parameter changes."""
+        """Raise UsageError for a backward pass that may be for another optimizer, before any parameter changes.
+        ``leaves``: the tensors that it accumulates gradients in."""
         if not any(map(self.has_parameter, leaves)):
             return
         own = set(map(id, _parameters(self._optimizer)))
@@ -156,19 +157,20 @@ class Early:
         return f"{type(self._optimizer).__name__} (fitted.optimizer, where memplan.fit made it)"
 
     def _make_gradient_check(self, parameter: torch.Tensor) -> Any:
-        """Return a hook that raises UsageError for a gradient that would be accumulated instead of replaced."""
-        number, weak = id(parameter), weakref.ref(parameter)
+        """Return a hook on a parameter that raises UsageError for a gradient that would add to an earlier gradient."""
+        key, weak_parameter = id(parameter), weakref.ref(parameter)
 
         def check(_: torch.Tensor) -> None:
+            """The hook, which autograd calls with the gradient before it is stored."""
             _refuse_several_processes()
-            now = weak()
-            if now is not None and now.grad is not None:
+            parameter = weak_parameter()
+            if parameter is not None and parameter.grad is not None:
                 raise UsageError(
-                    f"A gradient is held already for a parameter of shape {tuple(now.shape)}",
+                    f"A gradient is held already for a parameter of shape {tuple(parameter.shape)}",
                     expected=_ACCUMULATED,
                     do="Call optimizer.zero_grad(), or leave early out to accumulate gradients",
                 )
-            if number in self._updated:
+            if key in self._updated:
                 raise UsageError(
                     f"A second backward pass before step() of the optimizer that updates early: {self.name}",
                     expected=_ACCUMULATED,
@@ -179,7 +181,11 @@ class Early:
         return check
 
     def _apply_update(self, parameter: torch.Tensor) -> None:
-        """Run the optimizer's own update with this parameter as the only one of its groups, and free the gradient."""
+        """Run the optimizer's own update with this parameter as the only one of its groups, and free the gradient.
+
+        Raises:
+            UsageError: the update changes an option of the group, as every further parameter would.
+        """
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         if self._listed[0] is not groups or self._listed[1] != len(groups):  # after load_state_dict, add_param_group
             self._groups = {id(member): group for group in groups for member in group["params"]}
@@ -205,7 +211,10 @@ class Early:
 
     def _check_step_begin(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise UsageError at the start of ``step()`` if options, parameters or gradients changed since the updates in
-        the backward pass, since ``step()`` does not repeat the updates."""
+        the backward pass: ``step()`` does not update again.
+
+        ``args``, ``kwargs``: the arguments of ``step()``, the optimizer first.
+        """
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise UsageError(
                 "optimizer.step() with a closure",
@@ -220,7 +229,7 @@ class Early:
                 self._check_unchanged(parameter, updated.get(id(parameter)))
 
     def _check_options(self, group: dict[str, Any], used: dict[str, Any]) -> None:
-        """Raise UsageError if an option changed between the updates and ``step()``."""
+        """Raise UsageError if an option of a parameter group changed since the updates, which ran with ``used``."""
         changed = next((name for name, value in used.items() if _comparable(group.get(name)) != value), None)
         if changed is not None:
             raise UsageError(
@@ -230,12 +239,13 @@ class Early:
             )
 
     def _check_unchanged(self, parameter: torch.Tensor, version: int | None) -> None:
-        """Raise UsageError if a parameter changed, or got a gradient, between its update and ``step()``."""
+        """Raise UsageError if a parameter changed, or got a gradient, between its update and ``step()``. ``version``:
+        autograd's version after the update; None if it was not updated."""
         if version is None:
             return
-        gradient = parameter.grad is not None
-        if gradient or _torch.version_of(parameter) != version:
-            happened = "got a gradient" if gradient else "was changed"
+        has_gradient = parameter.grad is not None
+        if has_gradient or _torch.version_of(parameter) != version:
+            happened = "got a gradient" if has_gradient else "was changed"
             raise UsageError(
                 f"A parameter of shape {tuple(parameter.shape)} {happened} between the backward pass and step() of "
                 f"{self.name}",
@@ -244,11 +254,13 @@ class Early:
             )
 
     def _check_and_zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's ``zero_grad()``. Raises UsageError between the updates and ``step()``."""
         if self._updated:
             raise self._discarded_gradients_error("zero_grad()")
         self._zero_grad(*args, **kwargs)
 
     def _discarded_gradients_error(self, call: str) -> UsageError:
+        """Return the error for a ``zero_grad()`` between the updates and ``step()``. ``call``: its text."""
         return UsageError(
             f"{call} between a backward pass and step() of {self.name}",
             expected="step() first: the gradients that this would discard were applied in the backward pass",
@@ -276,14 +288,14 @@ def _refuse_several_processes() -> None:
 
 
 def _weak_hook(method: Any) -> Any:
-    """Return a hook that does not keep the object of a bound method alive: the garbage collector does not see hooks of
-    tensors, so a model and its optimizer would leak."""
-    weak = weakref.WeakMethod(method)
+    """Return a hook of a parameter that calls a bound method, but does not keep its object alive. The garbage collector
+    does not see hooks of tensors, so a model and its optimizer would leak."""
+    weak_method = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:
-        method = weak()
-        if method is not None:
-            method(parameter)
+        alive = weak_method()
+        if alive is not None:
+            alive(parameter)
 
     return hook
 
@@ -314,6 +326,7 @@ class _TrainingObserver:
             self._early.add(early)
 
     def discard(self, early: Early) -> None:
+        """Stop observing for an optimizer."""
         self._early.discard(early)
         self.stop_if_unused()
 
@@ -325,6 +338,7 @@ class _TrainingObserver:
                 self._observing = False
 
     def _refuse_clipping(self, how: str, parameters: list[torch.Tensor]) -> None:
+        """Raise UsageError for clipping the gradients of parameters by the function ``how``."""
         if self._has_any(parameters):
             raise UsageError(
                 f"{how} on parameters that are updated early",
@@ -335,6 +349,7 @@ class _TrainingObserver:
             )
 
     def _refuse_scaling(self, losses: list[torch.Tensor]) -> None:
+        """Raise UsageError for a GradScaler that scales losses of parameters that are updated early."""
         if self._has_any(list(_torch.leaves_of(losses))):
             raise UsageError(
                 "A GradScaler on parameters that are updated early",
@@ -343,11 +358,13 @@ class _TrainingObserver:
             )
 
     def _begin_backward(self, leaves: list[torch.Tensor]) -> None:
+        """Called before each backward pass, with the tensors that it accumulates gradients in."""
         for early in self._early:
             early.check_backward(leaves)
             early.begin_pass()
 
     def _fail_backward(self, error: BaseException) -> None:
+        """Called after a backward pass that raised."""
         for early in self._early:
             early.discard_pass(error)
 
