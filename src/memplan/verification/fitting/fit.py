@@ -34,7 +34,7 @@ from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, warn
 from memplan.verification.fitting.prover import Prover
 from memplan.verification.fitting.sharded import fit_sharded, is_sharded
-from memplan.verification.fitting.unproven import COSTS, empty_proof, plan_recorded
+from memplan.verification.fitting.unproven import COSTS, plan_recorded
 from memplan.verification.measurement.state_copies import attributes_restored, isolated
 from memplan.verification.proof.proof import Proof
 
@@ -133,9 +133,13 @@ def fit(
 
 
 def _fit(request_of: Callable[[], Request], pairs: int) -> Fitted:
-    """Fit. On any exception, Ctrl-C during the return included, the model is as before.
+    """Fit the step of a request. On any exception, Ctrl-C during the return included, the model is as before.
 
-    An exception of the user's own code that interrupted tracing is raised itself.
+    An exception of the user's own code that interrupted tracing is raised in place of memplan's.
+
+    Args:
+        request_of: builds the request.
+        pairs: how many times the step is timed, with and without the plan.
     """
     fitting: _Fitting | None = None
     try:
@@ -154,21 +158,18 @@ def _fit(request_of: Callable[[], Request], pairs: int) -> Fitted:
 
 
 def _fit_in_recording(request_of: Callable[[], Request], running: Running) -> Fitted:
-    """Fit within a recording: the step is planned, but not proven, as nothing runs."""
+    """Fit within a recording: the step is planned, but not proven, as nothing runs. ``request_of`` builds the request,
+    and ``running`` is the recording."""
     undo = ExitStack()
     try:
-        request, result = plan_recorded(request_of, running, undo)
+        return plan_recorded(request_of, running, undo)
     except BaseException:
         undo.close()
         raise
-    loss = None if request.step is request.model else request.step
-    return Fitted(
-        request.model, loss, result.plan, empty_proof(result.plan, request), result.changed, result.optimizer,
-        result.notes, undo, result.calls,
-    )  # fmt: skip
 
 
 def _check_provable() -> None:
+    """Raise UsageError in a process with an emulated card."""
     if CARD in os.environ:
         raise UsageError(
             "fit on an emulated card, whose kernels compute nothing that could be compared",
@@ -229,20 +230,23 @@ class _Fitting:
             except VerificationError as error:
                 precision = self.settings.fixed_precision
                 if self.channels_last and initial.plan is None:  # its kernels round differently
-                    relaxation, self.settings = (
-                        "convolving in channels last",
-                        replace(self.settings, channels_last=False),
-                    )
+                    relaxation = "convolving in channels last"
+                    self.settings = replace(self.settings, channels_last=False)
                 elif precision.lossy and initial.chooses_precision:
+                    relaxation = str(self.lost)
                     excluded = *self.settings.excluded_precisions, precision, self.lost
-                    relaxation, self.settings = str(self.lost), replace(initial, excluded_precisions=excluded)
+                    self.settings = replace(initial, excluded_precisions=excluded)
                 else:
                     raise
                 failed_proof = error
                 self.notes.append(f"{relaxation} was tried and not taken: {error.found}")
 
     def _plan_until_it_fits(self) -> Fitted:
-        """Plan, and while the measured peak is over the budget, plan again for less."""
+        """Plan, and while the measured peak is over the budget, plan again for less.
+
+        Raises:
+            BudgetError: each plan was measured above the budget, or none is predicted within it.
+        """
         budget, lowest = self.budget, None
         for attempts_left in reversed(range(_ATTEMPTS)):
             planned = self._plan(budget)
@@ -261,8 +265,8 @@ class _Fitting:
                 f"a plan for {format_bytes(budget)} was measured at {format_bytes(fitted.proof.peak)}: "
                 "planned again for as much less"
             )
-            over = fitted.proof.peak - self.budget
-            budget = floor if attempts_left == 1 and floor else max(min(budget, peak) - over, floor)
+            over, is_last = fitted.proof.peak - self.budget, attempts_left == 1
+            budget = floor if is_last and floor else max(min(budget, peak) - over, floor)
         assert lowest is not None
         least = _with_spare(lowest.peak, lowest.predicted)
         raise BudgetError(
@@ -324,9 +328,12 @@ class _Fitting:
         return planned
 
     def _with_measured_peak(self, error: BudgetError, budget: int) -> BudgetError:
-        """Return the error with the measured peak of the smallest plan, or of the unplanned step if that is less.
+        """Return an error whose smallest budget is the measured peak of the smallest plan, or of the unplanned step if
+        that is less.
 
-        ``budget``: bytes planned for, less than the user's budget once a plan was measured above that.
+        Args:
+            error: of the planner, with the predicted peak of the smallest plan.
+            budget: bytes planned for, less than the user's budget once a plan was measured above that.
         """
         message = error.found
         if budget != self.budget:
@@ -341,7 +348,7 @@ class _Fitting:
             eager = self.planner.study(self.request.call, self.settings, key=0).eager_peak(self.settings)
         with ExitStack() as undo:
             self._install(planned, floor, undo)
-            measured = max(floor, self.prover.peak(floor, planned) or 0)
+            measured = max(floor, self.prover.peak(floor, planned) or 0)  # None: there is no memory to run it
         least, expected = floor, error.expected
         if measured > floor:
             least = _with_spare(measured, floor)
@@ -372,8 +379,8 @@ class _Fitting:
             raise
 
     def _install(self, planned: Planned, budget: int, undo: ExitStack) -> Callable[[], None]:
-        """Make calls of the step run by this plan; calls of other sizes are planned within ``budget`` bytes. Returns
-        what uninstalls it, which ``undo`` receives, too."""
+        """Make calls of the step run by a plan; calls of other sizes are planned within ``budget`` bytes. Returns the
+        function that uninstalls the plan, which is also a callback of ``undo``."""
         if planned.fused is not None:
             compile_parts(planned.fused)  # compile now: calls only warn of a compile error
         plans = self.plans = Plans(self.request.step, self.settings, budget, self._notify)
@@ -382,8 +389,8 @@ class _Fitting:
         return undo.callback(self.installed.undo)
 
     def _hand_over(self, planned: Planned, proof: Proof, undo: ExitStack) -> Fitted:
-        """Return the result for the user after a proof. Where a loss was planned with the model, the model's own calls
-        are planned, too; for early updates the optimizer is built."""
+        """Return the result for the user after a proof. If a loss was planned with the model, the model's own calls are
+        planned, too. For early updates the optimizer is built. ``undo`` uninstalls all of it."""
         request, settings = self.request, self.settings
         loss = optimizer = None
         installations = [self.installed]
@@ -415,5 +422,6 @@ def _with_spare(measured: int, predicted: int | None) -> int:
     """Return a budget that the next plan will keep, after a plan was measured above its predicted peak.
 
     The excess is added twice, since costs are measured anew next time, and a plan with other kernels can be chosen.
+    All sizes are bytes; without a prediction nothing is added.
     """
-    return measured + max(0, measured - (measured if predicted is None else predicted))
+    return measured if predicted is None else measured + max(0, measured - predicted)

@@ -57,8 +57,7 @@ class Fitted(Displayed):
         """State of a pickle or a deep copy, whose model runs unplanned, as copies of planned models do."""
         state = dict(vars(self), _undo=ExitStack(), _calls=[])
         if self.changed:
-            note = (
-                "a copy of a fitted model runs unplanned: memplan.fit(..., plan=fitted.plan) fits it without a search"
-            )
+            how_to_plan = "memplan.fit(..., plan=fitted.plan) fits it without a search"
+            note = f"a copy of a fitted model runs unplanned: {how_to_plan}"
             state |= {"changed": False, "notes": [*self.notes, note]}
         return state

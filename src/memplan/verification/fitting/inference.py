@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,21 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ROUNDING = 1e-3
 """Largest difference, as a share of the largest result, of a value that two crops compute: kernels of other sizes add
 in another order. Values that miss a border differ by more."""
+
+
+_MAX_ESTIMATE = 1.2
+"""Largest estimated peak of parts that are predicted exactly, as a multiple of the budget."""
+
+
+class _Option(NamedTuple):
+    """A way to cut the input into parts."""
+
+    read: int
+    """Elements of space that all parts together read."""
+    estimate: int
+    """Estimated peak in bytes."""
+    counts: tuple[int, ...]
+    """Number of parts along each dimension of space."""
 
 
 @dataclass
@@ -86,7 +101,12 @@ class FittedInference(Printed):
 
 
 def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], budget: Any) -> FittedInference:
-    """Make inference fit; see `fit` with ``train=False``.
+    """Make inference of a model fit a budget: where it does not fit as it is, it runs part by part.
+
+    Args:
+        model: a module in evaluation mode, or a callable that returns it.
+        inputs, kwargs: of the call: a single tensor of samples, channels and space, or its description.
+        budget: bytes, a size, or relative to the peak without parts.
 
     Raises:
         UsageError: a model in training mode, or other arguments than a single input of samples, channels and space.
@@ -96,15 +116,15 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
     model, input = _checked(model, inputs, kwargs)
     shape = tuple(input.shape)
     before = _peak(model, shape, input.dtype)
-    bytes = _budget(budget, before)
-    if before <= bytes:
-        measured = _resident(model, input) + _growth(lambda: model(input))
-        return FittedInference(model, False, bytes, before, before, measured)
+    limit = _budget(budget, before)
+    resident = storage_bytes((*model.parameters(), *model.buffers(), input))
+    if before <= limit:
+        return FittedInference(model, False, limit, before, before, resident + _growth(lambda: model(input)))
     try:
         crops = Crops(model, shape, input.dtype)
-        parts, predicted = _parts(model, crops, bytes, before)
+        parts, predicted = _parts(model, crops, limit, before)
     except NotTileable as reason:
-        raise _no_budget(bytes, before, f"Give {format_bytes(before)}; it does not run in parts: {reason}") from None
+        raise _no_budget(limit, before, f"Give {format_bytes(before)}; it does not run in parts: {reason}") from None
     original = model.forward
     result: Tensor | None = None
 
@@ -112,11 +132,10 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
         nonlocal result
         result = crops.run(input, parts, original)
 
-    measured = _resident(model, input) + _growth(run)
+    measured = resident + _growth(run)
     assert result is not None, "run() was called"
-    if measured > bytes:
-        do = f"Give {format_bytes(measured)} ({measured} bytes)"
-        raise _no_budget(bytes, measured, do)
+    if measured > limit:
+        raise _no_budget(limit, measured, f"Give {format_bytes(measured)} ({measured} bytes)")
     with torch.no_grad():
         difference = _difference(crops, parts, input, result, original)
     if difference > ROUNDING:
@@ -125,12 +144,13 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
             expected="the same but for rounding",
             do="Run it as it is; the model is as before",
         )
-    read = sum(prod(high - low for low, high in part.input) for part in parts) / prod(shape[2:])
+    overlap = sum(prod(high - low for low, high in part.input) for part in parts) / prod(shape[2:])
     undo = _install(model, crops, parts, original)
-    return FittedInference(model, True, bytes, before, predicted, measured, tuple(parts), read, difference, undo)
+    return FittedInference(model, True, limit, before, predicted, measured, tuple(parts), overlap, difference, undo)
 
 
 def _checked(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Tensor]:
+    """Return the module and its only input as a tensor. Raises UsageError or InputError if either is not supported."""
     model = model if isinstance(model, nn.Module) else model()
     if any(module.training for module in model.modules()):
         raise UsageError("The model is in training mode", expected="evaluation mode", do="Call model.eval() first")
@@ -144,13 +164,15 @@ def _checked(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _budget(budget: Any, before: int) -> int:
-    read = read_any_budget(budget)
-    if isinstance(read, Device):
+    """Return the bytes of a budget, which can be relative to the peak ``before``. Raises UsageError for a card."""
+    parsed = read_any_budget(budget)
+    if isinstance(parsed, Device):
         raise UsageError("a card's name as the budget of inference", expected="bytes", do="Give bytes")
-    return read.of(before) if isinstance(read, Relative) else read
+    return parsed.of(before) if isinstance(parsed, Relative) else parsed
 
 
 def _no_budget(budget: int, least: int, do: str) -> BudgetError:
+    """Return the error for a budget that is too small. ``least``: the smallest bytes that inference is known to fit."""
     found, expected = f"The budget is {format_bytes(budget)}", f"at least {format_bytes(least)}"
     return BudgetError(found, expected=expected, do=do, smallest_budget=least)
 
@@ -162,44 +184,54 @@ def _peak(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _parts(model: nn.Module, crops: Crops, budget: int, before: int) -> tuple[list[Crop], int]:
-    """Return the parts that read the least of the input twice, of those that fit, and their predicted peak."""
+    """Return the parts that read the least of the input, of those that fit, and their predicted peak in bytes.
+
+    Raises BudgetError if none fit. ``before``: the predicted peak without parts, in bytes.
+    """
     weights = storage_bytes((*model.parameters(), *model.buffers()))
-    whole = prod(crops.input_shape) * crops.dtype.itemsize
-    result = prod(crops.result_shape) * crops.result_dtype.itemsize
-    per_element, stripes = (before - weights) / prod(crops.input_shape), list[dict[int, list[int]]]()
-    for at, (size, stride) in enumerate(zip(crops.result_shape[2:], crops.strides, strict=True)):
-        windows = {count: crops.cuts(at, count) for count in COUNTS if count <= size // stride}
-        read = {n: [crops.along(at, window)[0] for window in along] for n, along in windows.items()}
-        stripes.append({count: [high - low for low, high in along] for count, along in read.items()})
-    sized = list[tuple[int, int, tuple[int, ...]]]()
-    for counts in product(*stripes):
-        lengths = [stripes[at][count] for at, count in enumerate(counts)]
+    input_bytes = prod(crops.input_shape) * crops.dtype.itemsize
+    result_bytes = prod(crops.result_shape) * crops.result_dtype.itemsize
+    bytes_per_element = (before - weights) / prod(crops.input_shape)
+    lengths_along = list[dict[int, list[int]]]()
+    """For each dimension of space, the lengths of the input that the parts read, by number of parts."""
+    for dim, (size, stride) in enumerate(zip(crops.result_shape[2:], crops.strides, strict=True)):
+        lengths_by_count = dict[int, list[int]]()
+        for count in COUNTS:
+            if count <= size // stride:
+                windows = [crops.along(dim, window)[0] for window in crops.cuts(dim, count)]
+                lengths_by_count[count] = [high - low for low, high in windows]
+        lengths_along.append(lengths_by_count)
+    options = list[_Option]()
+    for counts in product(*lengths_along):
+        lengths = [lengths_along[dim][count] for dim, count in enumerate(counts)]
         largest = prod(crops.input_shape[:2]) * prod(map(max, lengths))
-        sized.append((prod(map(sum, lengths)), weights + whole + result + int(per_element * largest), counts))
-    smallest = min(sized, key=lambda option: option[1])
+        estimate = weights + input_bytes + result_bytes + int(bytes_per_element * largest)
+        options.append(_Option(prod(map(sum, lengths)), estimate, counts))
+    smallest = min(options, key=lambda option: option.estimate)
     least = before
-    for _, expected, counts in (*sorted(sized), smallest):
-        if expected > 1.2 * budget and counts != smallest[2]:
+    for option in (*sorted(options), smallest):
+        if option.estimate > _MAX_ESTIMATE * budget and option.counts != smallest.counts:
             continue
-        parts = crops.grid(counts)
+        parts = crops.grid(option.counts)
         predicted = _peak_in_parts(model, crops, parts)
         least = min(least, predicted)
         if predicted <= budget:
             return parts, predicted
     raise _no_budget(budget, least, f"Give {format_bytes(least)} ({least} bytes): input and result alone take "
-                     f"{format_bytes(whole + result)}")  # fmt: skip
+                     f"{format_bytes(input_bytes + result_bytes)}")  # fmt: skip
 
 
 def _peak_in_parts(model: nn.Module, crops: Crops, parts: list[Crop]) -> int:
-    """Return the predicted peak of inference in parts, in bytes: of one part of each shape."""
-    kinds = list({crops.shape(part): part for part in parts}.values())
+    """Return the predicted peak of inference in parts, in bytes. Of parts of the same shape, a single one is run."""
+    distinct = list({crops.shape(part): part for part in parts}.values())
 
     def build() -> Callable[[], object]:
+        """Return inference in parts, with a copy of the model and a new input."""
         copy, input = copy_module(model), torch.empty(crops.input_shape, dtype=crops.dtype)
 
         def step() -> None:
             with torch.no_grad():
-                crops.run(input, kinds, copy.forward)
+                crops.run(input, distinct, copy.forward)
 
         return step
 
@@ -207,50 +239,45 @@ def _peak_in_parts(model: nn.Module, crops: Crops, parts: list[Crop]) -> int:
 
 
 def _growth(run: Callable[[], object]) -> int:
+    """Return the peak bytes that a function allocates without grad."""
     with torch.no_grad():
         return measure_step(run).growth_peak
-
-
-def _resident(model: nn.Module, input: Tensor) -> int:
-    return storage_bytes((*model.parameters(), *model.buffers(), input))
 
 
 def _difference(
     crops: Crops, parts: list[Crop], input: Tensor, result: Tensor, model: Callable[[Tensor], Tensor]
 ) -> float:
-    """Return how far the result is from that of a crop that lies across the first border between parts, as a share of
-    the largest value."""
-    seams = list[tuple[int, int]]()
-    for size, stride, own in zip(crops.result_shape[2:], crops.strides, parts[0].result, strict=True):
-        middle = own[1] if own[1] < size else size // 2
-        seams.append((max(0, middle - stride), min(size, middle + stride)))
-    crop = crops.crop(tuple(seams))
+    """Return the largest difference between the result and that of another crop, as a share of the largest value. The
+    crop lies across the first border between parts, along each dimension of space (in the middle if there is none)."""
+    windows = list[tuple[int, int]]()
+    for size, stride, (_, end) in zip(crops.result_shape[2:], crops.strides, parts[0].result, strict=True):
+        border = end if end < size else size // 2
+        windows.append((max(0, border - stride), min(size, border + stride)))
+    crop = crops.crop(tuple(windows))
     computed = crops.part(input, crop, model)
     expected = result[(..., *(slice(low, high) for low, high in crop.result))]
     return float((computed - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def _install(model: nn.Module, crops: Crops, parts: list[Crop], original: Callable[..., Any]) -> Callable[[], None]:
-    """Run the model's calls part by part, and return what undoes that."""
-    had = "forward" in vars(model)
+    """Make the model's calls run part by part, and return the function that undoes it. ``original``: its forward()."""
+    had_own_forward = "forward" in vars(model)  # else it is the class's
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Run inference of an input of the planned shape part by part, and all other calls as they are."""
         input = args[0] if len(args) == 1 and not kwargs else None
-        if (
-            not isinstance(input, Tensor)
-            or torch.is_grad_enabled()
-            or not crops.is_for(input)
-            or any(module.training for module in model.modules())
-        ):
-            return original(*args, **kwargs)
-        return crops.run(input, parts, original)
+        is_inference = not torch.is_grad_enabled() and not any(module.training for module in model.modules())
+        if isinstance(input, Tensor) and is_inference and crops.is_for(input):
+            return crops.run(input, parts, original)
+        return original(*args, **kwargs)
 
     model.forward = forward
 
     def undo() -> None:
+        """Restore the model's forward(), unless it was replaced since."""
         if vars(model).get("forward") is forward:
             del model.forward
-            if had:
+            if had_own_forward:
                 model.forward = original
 
     return undo

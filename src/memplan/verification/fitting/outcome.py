@@ -154,16 +154,7 @@ class Fitting(Written):
 
     def _plain(self) -> dict[str, Any]:
         names = (
-            "title",
-            "fits",
-            "budget",
-            "recorded",
-            "recorded_band",
-            "beside",
-            "surplus",
-            "outside",
-            "planned",
-            "plan",
+            "title", "fits", "budget", "recorded", "recorded_band", "beside", "surplus", "outside", "planned", "plan",
             "lines",
-        )
+        )  # fmt: skip
         return named(self, *names) | {"changed": self.changes, "smallest_budget": self.smallest}

@@ -76,13 +76,16 @@ def _model_call(request: Request) -> tuple[Call, tuple[Any, ...]]:
     """Split the call of model and loss into the call of the model and the targets."""
     assert isinstance(request.step, WithLoss)
     args, kwargs = request.call.rebuild(request.call.tensors)
-    cut = len(args) - request.step.targets
-    return call_of(args[:cut], kwargs), args[cut:]
+    inputs = len(args) - request.step.targets
+    return call_of(args[:inputs], kwargs), args[inputs:]
 
 
 def _loss_bytes_ratio(request: Request, output_kept: bool) -> Fraction:
-    """Measure forward and backward of the loss: its peak bytes besides the model's outputs and their gradients, per
-    byte of these gradients. ``output_kept``: whether the caller keeps the outputs during backward."""
+    """Return the temporary bytes of the loss for each byte of the gradients of the model's outputs.
+
+    These are the peak bytes of its forward and backward, as measured, in addition to the outputs and their gradients.
+    ``output_kept``: whether the caller keeps the outputs during backward.
+    """
     step, home = request.step, request.settings.home
     assert isinstance(step, WithLoss)
     copied = replace(request.call, tensors=tuple(copy_tensors(request.call.tensors)))
@@ -94,6 +97,7 @@ def _loss_bytes_ratio(request: Request, output_kept: bool) -> Fraction:
         leaves = [output.detach().clone().requires_grad_(output.is_floating_point()) for output in outputs]
 
         def run_loss() -> None:
+            """Run forward and backward of the loss."""
             output = structure.rebuild([leaf.clone() for leaf in leaves])
             loss = step.loss(output, *targets)
             if not output_kept:

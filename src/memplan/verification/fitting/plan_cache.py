@@ -62,6 +62,7 @@ class Plans:
         self._module, self._settings, self._budget, self._notify = module, settings, budget, notify
         self._planner, self._keys = Planner(module), Keys(module)
         self._expected: Planned | None = None
+        """Plan of the next call, if it is known."""
         self._joint = joint
         self.handed_over = False
         """Whether the user has the module: from then on a call that cannot be traced runs unplanned, even where the
@@ -111,7 +112,10 @@ class Plans:
         """Return the plan of a call: by the choices of an earlier plan where these keep the budget, else a new one."""
         captured = None
         if self.plans or self._joint is not None:
-            captured = self._capture(call)
+            self._captures += 1
+            if self._captures % _MAX_CAPTURES == 0:  # symbols for sizes take memory
+                self._shapes = self._new_shapes()
+            captured = self._shapes.captured(call)
             reused = self._reuse(captured, accumulate)
             if reused is not None:
                 return reused
@@ -122,40 +126,28 @@ class Plans:
             self._shapes.known(call)
         if captured is not None and captured.channels_last:
             captured = None  # let the planner choose between the memory formats again
-        settings = self._settings
-        precision = (
-            settings.precision if settings.plan is None else settings.fixed_precision
-        )  # no lower than that plan's
-        planned = self._planner.planned(
-            call,
-            replace(settings, gradients=settings.gradients.held(accumulate), plan=None, precision=precision),
-            self._budget,
-            captured=captured,
-        )
+        settings, gradients = self._settings, self._settings.gradients.held(accumulate)
+        # With a plan of the user's, later plans compute in its precision.
+        precision = settings.precision if settings.plan is None else settings.fixed_precision
+        settings = replace(settings, gradients=gradients, plan=None, precision=precision)
+        planned = self._planner.planned(call, settings, self._budget, captured=captured)
         self.plans.append(planned)
         if len(self.plans) > _MAX_PLANS:
             del self.plans[1]
         return planned
 
-    def _capture(self, call: Call) -> Captured:
-        """Capture a call, with symbols for sizes where possible; all symbols are dropped now and then to free
-        memory."""
-        self._captures += 1
-        if self._captures % _MAX_CAPTURES == 0:
-            self._shapes = self._new_shapes()
-        return self._shapes.captured(call)
-
     def _new_shapes(self) -> Shapes:
+        """Return an empty cache of captures, in the memory format of the first plan."""
         channels_last = bool(self.plans) and self.plans[0].captured.channels_last
-        return Shapes(
-            self._module, self._key_without_tensors, self._settings.fixed_precision, channels_last=channels_last
-        )
 
-    def _key_without_tensors(self, call: Call) -> Hashable:
-        return self._keys.key(self._module, replace(call, tensors=()))
+        def key_without_tensors(call: Call) -> Hashable:
+            return self._keys.key(self._module, replace(call, tensors=()))
+
+        return Shapes(self._module, key_without_tensors, self._settings.fixed_precision, channels_last=channels_last)
 
     def _reuse(self, captured: Captured, accumulate: bool) -> Reused | None:
-        """Reuse the plan of a call with the same ops and no smaller sizes, or return None if none keeps the budget."""
+        """Return the plan of a call by the choices of an earlier plan for a call with the same ops; None if these do
+        not keep the budget. ``accumulate``: whether ``.grad`` is set when the call begins."""
         candidates = [planned for planned in self.plans if planned.schedule.choices.gradients.adds == accumulate]
         for planned in candidates:  # an equal graph: the calls differ in something that the graph does not depend on
             if planned.captured.graph.fingerprint == captured.graph.fingerprint:
@@ -168,7 +160,8 @@ class Plans:
         return self._reuse_joint(captured, accumulate)
 
     def _reuse_joint(self, captured: Captured, accumulate: bool) -> Reused | None:
-        """Reuse the plan of module and loss, if it keeps the budget with the loss outside, else return None."""
+        """Return the plan of a call by the choices for module and loss together; None if these do not keep the budget
+        with the loss outside of the plan."""
         joint, graph, settings = self._joint, captured.graph, self._settings
         if joint is None or joint.fused is not None:
             return None
@@ -176,30 +169,26 @@ class Plans:
         choices = without_loss(replace(joint.schedule.choices, gradients=gradients), joint.captured.graph, graph)
         if choices is None:
             return None
-        context = memory_outside_graph(
-            self._module,
-            graph,
-            settings.optimizer,
-            gradients,
-            home=settings.home,
+        outside = memory_outside_graph(
+            self._module, graph, settings.optimizer, gradients, home=settings.home,
             loss_bytes_ratio=settings.loss_bytes_ratio,
-        )
-        fewest = with_fewest_pieces(schedule(graph, choices), lambda candidate: fits(candidate, context, self._budget))
-        return self._if_within_budget(captured, fewest.choices, context)
+        )  # fmt: skip
+        fewest = with_fewest_pieces(schedule(graph, choices), lambda candidate: fits(candidate, outside, self._budget))
+        return self._if_within_budget(captured, fewest.choices, outside)
 
-    def _if_within_budget(self, captured: Captured, choices: Choices, context: OutsideMemory) -> Reused | None:
-        """Schedule a call by these decisions, or return None if that breaks the budget, as tensors of other sizes can
-        have other aliases."""
+    def _if_within_budget(self, captured: Captured, choices: Choices, outside: OutsideMemory) -> Reused | None:
+        """Return the plan of a call by these choices; None if it exceeds the budget, as tensors of other sizes can have
+        other aliases."""
         graph, budget = captured.graph, self._budget
         candidate = schedule(graph, choices)
         try:
-            validate(graph, candidate, budget=None if choices.fused else budget, outside_memory=context)
+            validate(graph, candidate, budget=None if choices.fused else budget, outside_memory=outside)
         except ScheduleError:
             return None
         if not choices.fused:
-            return Reused(captured, candidate, context)
-        compiled = lower_and_predict(candidate, context)
-        return Reused(captured, candidate, context, compiled.fused) if compiled.peak <= budget else None
+            return Reused(captured, candidate, outside)
+        compiled = lower_and_predict(candidate, outside)
+        return Reused(captured, candidate, outside, compiled.fused) if compiled.peak <= budget else None
 
 
 def warn(text: str) -> None:

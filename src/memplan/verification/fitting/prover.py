@@ -114,10 +114,15 @@ class Prover:
         return self._measure(planned)[1] if self._has_room(predicted, free_memory.available(self._home)) else None
 
     def _prove(self, plan: Plan, planned: Planned | None, install_plan: Callable[[], Callable[[], None]]) -> Proof:
-        """Compare the step as ``install_plan`` makes it run with the unplanned one, and measure its peak.
+        """Compare the planned step with the unplanned one, and measure its peak.
 
         If memory does not suffice for both, fewer samples are compared, and the peak is measured with all of them if
-        there is room. ``planned``: None if the step stays unplanned.
+        there is room.
+
+        Args:
+            plan: any plan of the step, which predicts bytes.
+            planned: the plan to prove; None if the step stays unplanned.
+            install_plan: makes calls of the step run as planned, and returns the function that undoes it.
         """
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._request.bytes
         memory = _Memory(plan.eager_peak, self._idle_bytes(plan))
@@ -156,8 +161,11 @@ class Prover:
     def _compare_whole(
         self, plan: Plan, planned: Planned | None, install_plan: Callable[[], Callable[[], None]], memory: _Memory
     ) -> Proof | _NoRoomError:
-        """Compare all samples on a card, with the plan installed. Where bits differ, and there is no room for the runs
-        that say whether they may, the plan is uninstalled and the error returned."""
+        """Compare all samples on a card, with the plan installed.
+
+        If bits differ, and there is no memory for the runs that show whether they may, the plan is uninstalled and the
+        error returned. The arguments are those of `_prove`, and ``memory`` is what the call takes.
+        """
         with self._deterministic_kernels():
             baselines = self._baselines(self._request.call, plan.grade)
             uninstall = install_plan()
@@ -181,14 +189,9 @@ class Prover:
         return Baselines(reference, self._trial("float64", call, float64=True), yardstick)
 
     def _compare(
-        self,
-        baselines: Baselines,
-        call: Call,
-        planned: Planned | None,
-        memory: _Memory,
-        predicted: int | None = None,
+        self, baselines: Baselines, call: Call, planned: Planned | None, memory: _Memory, predicted: int | None = None,
         budget: int | None = None,
-    ) -> Proof:
+    ) -> Proof:  # fmt: skip
         """Run baselines and candidate and compare them by the plan's grade; a proof that is ok gets times, too.
 
         ``memory``: what the call takes. ``predicted``, ``budget``: bytes, for the proof; None if the peak is measured
@@ -197,20 +200,22 @@ class Prover:
         if planned is None:
             candidate = self._trial("candidate", call)
             proof = compare(baselines, candidate, _FEWER_STEPS, predicted=predicted, budget=budget)
-            return (
-                proof
-                if proof.same or self._home.card is None
-                else self._compare_on_card(call, baselines, candidate, None, memory)
-            )
+            if proof.same or self._home.card is None:
+                return proof
+            return self._compare_on_card(call, baselines, candidate, None, memory)
         _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
         candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
         candidate.other_resident = self._constant_bytes(planned)
-        lossy, exact = planned.plan.grade == "lossy", baselines.truth is None
-        rounding = NEAR_KINKS if self._settings.engine == "graph" else ROUNDING
-        tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else rounding, _FEWER_STEPS)
+        is_lossy = planned.plan.grade == "lossy"
+        if baselines.truth is None:
+            tolerance, steps = EXACT, _STEPS
+        elif is_lossy:
+            tolerance, steps = LOSSY, _FEWER_STEPS
+        else:
+            tolerance, steps = NEAR_KINKS if self._settings.engine == "graph" else ROUNDING, _FEWER_STEPS
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
-        if not (proof.same or lossy or self._home.card is None):
+        if not (proof.same or is_lossy or self._home.card is None):
             proof = self._compare_on_card(call, baselines, candidate, planned, memory)
         if not (proof.ok and self._pairs):
             return proof
@@ -251,7 +256,8 @@ class Prover:
         return replace(proof, full_float32=True)
 
     def _measure(self, planned: Planned | None) -> tuple[int, int]:
-        """Measure the resident bytes and the peak bytes of the step by itself, as it runs now."""
+        """Measure (resident bytes, peak bytes) of the step by itself, as it runs now. ``planned``: the installed
+        plan."""
         in_backward = planned is not None and self._settings.gradients.updates
         updates = self._settings.optimizer is not None
         self._warm_up(self._request.call, in_backward=in_backward, updates=updates)
@@ -261,9 +267,11 @@ class Prover:
         return measure_trial(trial, self._home)
 
     def _deterministic_kernels(self) -> AbstractContextManager[None]:
+        """Return a context in which cuDNN is deterministic, if the step runs on a card."""
         return nullcontext() if self._home.card is None else card_kernels.deterministic_cudnn()
 
     def _constant_bytes(self, planned: Planned) -> int:
+        """Return the bytes of the constants of a plan's graph on the step's device."""
         return storage_bytes(planned.captured.constants.values(), self._home.type)
 
     def _warm_up(self, call: Call, *, in_backward: bool, updates: bool = True) -> None:
@@ -292,8 +300,8 @@ class Prover:
     # -- memory
 
     def _smaller_call(self, plan: Plan, memory: _Memory, needed: int | None = None) -> tuple[Call, Cut, _Memory] | None:
-        """Return a call with fewer samples to prove instead of the whole one, its description, and what it takes; None
-        if free memory suffices for the whole call.
+        """Return a call with fewer samples to prove instead of the whole call, its description, and the memory that it
+        takes; None if free memory suffices for the whole call.
 
         On a card it is the largest for which there is room for all comparisons: bits that differ are held against the
         step in float64. Where there is room for none, it is the smallest for which there is room for the first one.
@@ -307,10 +315,10 @@ class Prover:
             UsageError: no smaller call fits.
         """
         free, rounds = free_memory.available(self._home), self._settings.engine != "graph" or plan.grade != "exact"
-        whole = memory.beside_float64 if rounds else memory.beside
-        if free is None or (needed is None and whole <= free):
+        needed_for_all = memory.beside_float64 if rounds else memory.beside
+        if free is None or (needed is None and needed_for_all <= free):
             return None
-        needed = needed or whole
+        needed = needed or needed_for_all
         last: tuple[Call, Cut, _Memory] | None = None
         for samples, total, call in free_memory.smaller_calls(self._request.call):
             try:
@@ -323,7 +331,8 @@ class Prover:
             memory = replace(memory, peak=timeline.steps[-1].peak_reserved)
             if memory.beside <= free:
                 last = call, Cut(samples, total, needed, free, measured=False), memory
-                if memory.beside_float64 <= free or not (rounds or self._home.card is not None):
+                may_need_float64 = rounds or self._home.card is not None
+                if memory.beside_float64 <= free or not may_need_float64:
                     return last
         if last is None:
             raise _NoRoomError(needed, free)
@@ -336,18 +345,21 @@ class Prover:
             raise _NoRoomError(needed, free)
 
     def _idle_bytes(self, plan: Plan) -> int:
-        """Return the bytes that a trial holds while another runs, with the state of the default optimizer if used."""
+        """Return the bytes that a trial keeps allocated while another runs: parameters, buffers, inputs, gradients and
+        the optimizer's state."""
         trained = storage_bytes((p for p in self._step.parameters() if p.requires_grad), self._home.type)
-        momentum = 0 if self._settings.optimizer is not None else 2 * trained
-        return sum(plan.resident.values()) + trained + momentum
+        of_default_optimizer = 0 if self._settings.optimizer is not None else 2 * trained
+        return sum(plan.resident.values()) + trained + of_default_optimizer
 
     def _has_room(self, peak: int, free: int | None) -> bool:
-        """Return whether the step fits in ``free`` bytes. Without updates it uses the parameters' own memory."""
+        """Return whether a step with this peak fits in ``free`` bytes; None: unknown, so True."""
+        # A trial without updates uses the memory of the module's own parameters.
         shared = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters(), self._home.type)
         return free is None or peak - shared <= free
 
     def _planner_of(self, call: Call, planned: Planned) -> Planner:
-        """Return a planner for fewer samples that reuses the decisions for all samples where it can."""
+        """Return a planner for calls with fewer samples that reuses the choices for all samples where it can. ``call``:
+        the first such call, which is planned here; ``planned``: the plan for all samples."""
         settings = replace(self._settings, plan=None, precision=planned.plan.precision)
         plans = Plans(self._step, settings, planned.plan.peak, lambda _: None)
         plans.plans.append(planned)

@@ -16,20 +16,22 @@ _Result = TypeVar("_Result")
 
 
 def together(result: _Result, error: MemplanError | None) -> list[_Result]:
-    """Return the results of all ranks; if any rank has an error, raise it in every rank."""
+    """Return the results of all ranks; if any rank has an error, raise it in every rank. Every rank calls this, with
+    its own result and its own error, if it has one."""
     outcomes = _torch.gathered((result, error))
-    for rank, (_, other) in enumerate(outcomes):
-        if other is not None:
-            raise error if error is not None and rank == _torch.ranks()[0] else other.about(f"rank {rank}")
-    return [result for result, _ in outcomes]
+    own_rank = _torch.ranks()[0]
+    for rank, (_, error_of_rank) in enumerate(outcomes):
+        if error_of_rank is not None:
+            raise error if error is not None and rank == own_rank else error_of_rank.about(f"rank {rank}")
+    return [result_of_rank for result_of_rank, _ in outcomes]
 
 
 def refuse_differing(fingerprints: list[str]) -> None:
-    """Raise UsageError unless all ranks have one plan."""
-    for rank, other in enumerate(fingerprints):
-        if other != fingerprints[0]:
+    """Raise UsageError unless all ranks have the same plan. ``fingerprints``: of the plan of each rank."""
+    for rank, fingerprint_of_rank in enumerate(fingerprints):
+        if fingerprint_of_rank != fingerprints[0]:
             raise UsageError(
-                f"Rank 0 would run by plan {fingerprints[0]}, and rank {rank} by plan {other}",
+                f"Rank 0 would run by plan {fingerprints[0]}, and rank {rank} by plan {fingerprint_of_rank}",
                 expected="one plan for all ranks",
                 do="Fit the same model with the same arguments on each rank, and inputs of the same shapes",
             )

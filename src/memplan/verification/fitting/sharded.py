@@ -117,7 +117,7 @@ class _Kind:
 
     @property
     def saved(self) -> int:
-        """Bytes that a block holds between the passes without a plan."""
+        """Bytes that a block saves for the backward pass without a plan."""
         return _saved_bytes(schedule(self.study.captured.graph, Choices()))
 
 
@@ -170,20 +170,14 @@ class _Fitting:
         self.undo = ExitStack()
         """Uninstalls the current plans."""
         self._handed_over = False
-        local = {name: _torch.local(parameter) for name, parameter in request.model.named_parameters()}
-        self._gradient_bytes = storage_bytes(
-            (part for part, p in zip(local.values(), request.model.parameters(), strict=True) if p.requires_grad),
-            self._settings.home.type,
-        )
+        trained_shards = [_torch.local(p) for p in request.model.parameters() if p.requires_grad]
+        self._gradient_bytes = storage_bytes(trained_shards, self._settings.home.type)
         self._update = Update(0, 0)
         if optimizer is not None:
-            shapes = [
-                (tuple(part.shape), part.stride(), str(part.dtype).removeprefix("torch."))
-                for part, p in zip(local.values(), request.model.parameters(), strict=True)
-                if p.requires_grad
-            ]
-            self._update = update_of(optimizer, shapes, self._settings.home)
-        tensors = (*local.values(), *request.model.buffers(), *request.call.tensors)
+            layouts = [(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")) for t in trained_shards]
+            self._update = update_of(optimizer, layouts, self._settings.home)
+        shards = map(_torch.local, request.model.parameters())
+        tensors = (*shards, *request.model.buffers(), *request.call.tensors)
         self._resident = storage_bytes(tensors, self._settings.home.type) + self._update.state
         if self._adds:
             self._resident += self._gradient_bytes
@@ -231,12 +225,14 @@ class _Fitting:
 
     @property
     def _loss(self) -> nn.Module | None:
+        """The module of model and loss; None if no loss was given."""
         return None if self._request.step is self._request.model else self._request.step
 
     # -- running the step
 
     def _step(self, *, measured: bool) -> _Ran:
-        """Run forward and backward. Gradients, buffers and random streams are as before afterwards."""
+        """Run forward and backward, and measure the peak if ``measured``. Gradients, buffers and random streams are as
+        before afterwards."""
         request, model = self._request, self._request.model
         args, kwargs = request.call.rebuild(copy_tensors(request.call.tensors))
         before = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -244,6 +240,7 @@ class _Fitting:
         losses: list[torch.Tensor] = []
 
         def run() -> None:
+            """Run forward and backward, and note the loss."""
             with request.under_autocast():
                 loss = default_loss(request.step(*args, **kwargs))
             loss.backward()
@@ -258,13 +255,10 @@ class _Fitting:
                 growth = peak_growth(run, self._settings.home)
             else:
                 run()
-            return _Ran(
-                losses[0],
-                {n: None if p.grad is None else _torch.local(p.grad).clone() for n, p in model.named_parameters()},
-                {name: buffer.clone() for name, buffer in model.named_buffers()},
-                RandomState.now(),
-                growth,
-            )
+            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            shards = {name: None if g is None else _torch.local(g).clone() for name, g in gradients.items()}
+            buffers_after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            return _Ran(losses[0], shards, buffers_after, RandomState.now(), growth)
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
@@ -274,7 +268,7 @@ class _Fitting:
             random.restore()
 
     def _peak(self, ran: _Ran) -> int:
-        """Return the highest peak of a step on any rank, in bytes."""
+        """Return the highest peak on any rank of a step and its update, in bytes. Every rank calls this."""
         update = self._update.most + (0 if self._adds else self._gradient_bytes)
         return max(_torch.gathered(self._resident + max(ran.growth, update)))
 
@@ -282,12 +276,21 @@ class _Fitting:
 
     def _kinds(self) -> tuple[list[_Kind], list[_CheckpointedKind]]:
         """Capture every block in a step, on its gathered parameters, and group those with equal graphs; the others by
-        their ops."""
-        kinds: dict[str, _Kind] = {}
-        reasons: dict[str, str] = {}
+        their ops.
 
-        def look(name: str, block: nn.Module) -> Callable[[Call, bool], None]:
-            def captured(call: Call, accumulate: bool) -> None:
+        Raises:
+            UsageError: no block can be planned, or ranks have different graphs.
+        """
+        kinds: dict[str, _Kind] = {}
+        """By fingerprint of the graph."""
+        reasons: dict[str, str] = {}
+        """Why a block cannot be planned, by its name."""
+
+        def capturing_planner(name: str, block: nn.Module) -> Callable[[Call, bool], None]:
+            """Return a planner that captures a block's call and lets it run unplanned."""
+
+            def capture_call(call: Call, accumulate: bool) -> None:
+                """Capture a call, and add the block to its kind, or note why it cannot be planned."""
                 try:
                     graph = capture(block, call, EXACT)
                     kind = kinds.get(graph.graph.fingerprint)
@@ -298,16 +301,16 @@ class _Fitting:
                 except MemplanError as error:  # raised within the hooks of fully_shard, it would leave weights gathered
                     reasons[name] = str(error)
 
-            return captured
+            return capture_call
 
-        looking: dict[str, Installed] = {}
+        installed_by_name: dict[str, Installed] = {}
         with ExitStack() as undo, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # calls that cannot be planned warn; `reasons` has why
             for name, block in self._blocks.items():
-                installed = looking[name] = install(block, look(name, block))
+                installed = installed_by_name[name] = install(block, capturing_planner(name, block))
                 undo.callback(installed.undo)
             self._step(measured=False)
-        for name, installed in looking.items():
+        for name, installed in installed_by_name.items():
             why = installed.calls.stats().why
             if why:
                 reasons[name] = "; ".join(why)
@@ -356,7 +359,7 @@ class _Fitting:
     def _plan(self, kind: _Kind, less: int) -> _BlockPlan:
         """Return rank 0's plan of a kind of block, for all ranks.
 
-        ``less``: bytes that each block is to hold less than without a plan.
+        ``less``: bytes that each block is to save less for the backward pass than without a plan.
         """
         result = error = None
         if _torch.ranks()[0] == 0:
@@ -372,9 +375,12 @@ class _Fitting:
         return _BlockPlan(planned, budget, ratio)
 
     def _plan_alone(self, study: Study, less: int) -> tuple[Planned, int, Fraction]:
-        """Plan a block to hold ``less`` bytes less between the passes, and to peak as much lower, if it can.
+        """Plan a block to save ``less`` bytes less for the backward pass, and to peak as much lower, if it can.
 
-        A load between the passes (`Settings.loss_bytes_ratio`) limits what the plan holds there.
+        A load between the passes (`Settings.loss_bytes_ratio`) limits the bytes that the plan saves.
+
+        Returns:
+            The plan, its budget in bytes, and the load for each byte of the tangents.
         """
         settings, graph = self._settings, study.captured.graph
         tangents = sum(value.bytes for value in graph.values if value.kind == "tangent")
@@ -417,6 +423,7 @@ class _Fitting:
         return calls
 
     def _notify(self, text: str) -> None:
+        """Add a note that a call was planned anew, and warn, once the user has the model."""
         if self._handed_over:
             self._notes.append(text)
             warn(text)
@@ -424,6 +431,7 @@ class _Fitting:
     # -- results
 
     def _proof(self, reference: _Ran, ran: _Ran, unplanned: int, peak: int, budget: int) -> Proof:
+        """Compare a planned step with the unplanned one. ``unplanned``, ``peak``: measured peaks of both, in bytes."""
         return replace(
             nothing_compared(), steps=1, micro_batches=1, optimizer="no update",
             outputs=_compare({"the loss": reference.loss}, {"the loss": ran.loss}),
@@ -481,9 +489,11 @@ def _with_loss_bytes(study: Study, settings: Settings, budget: int, ratio: Fract
 
 
 def _saved_bytes(planned: Schedule) -> int:
+    """Return the bytes that a schedule saves for the backward pass."""
     return sum(planned.graph.values[value].bytes for value in planned.saved)
 
 
 def _compare(reference: dict[str, Any], candidate: dict[str, Any]) -> Compared:
+    """Compare the tensors of two steps bit for bit, by name."""
     differences = [difference(name, 0, tensor, candidate[name]) for name, tensor in reference.items()]
     return Compared(len(differences), tuple(filter(None, differences)))

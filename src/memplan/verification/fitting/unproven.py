@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import Request
 from memplan.planning.study import Planned
-from memplan.rewriting.calls import Calls
 from memplan.rewriting.install import Installed, install
 from memplan.rewriting.update_early import update_early
 from memplan.simulation.simulate import simulate
@@ -26,6 +24,7 @@ from memplan.trace.record import record_for
 from memplan.trace.recording.session import Running, Target, recording_suspended
 from memplan.trace.spec import like
 from memplan.trace.structure import take_apart
+from memplan.verification.fitting.fitted import Fitted
 from memplan.verification.fitting.plan_cache import Plans, Reused
 from memplan.verification.measurement.state_copies import attributes_restored
 from memplan.verification.proof.proof import Proof, nothing_compared
@@ -34,20 +33,7 @@ COSTS = "roofline"
 """Source of the seconds of ops: estimates, since recordings measure nothing and must not vary between runs."""
 
 
-@dataclass(frozen=True)
-class Unproven:
-    """A plan in a recording, without a proof."""
-
-    plan: Plan
-    changed: bool
-    """False where the step is recorded without the plan."""
-    optimizer: Any
-    """The live optimizer where updates are early, else None."""
-    calls: list[Calls]
-    notes: list[str]
-
-
-def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: ExitStack) -> tuple[Request, Unproven]:
+def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: ExitStack) -> Fitted:
     """Plan a model that a recorded program fits, so that the recording shows its calls as planned.
 
     Plans for a CUDA card and for fused kernels are made but not installed, since a recording does not run their
@@ -68,13 +54,13 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
             planner = Planner(request.step)
             request = planner.bounded(request, key=0)
             planned, fits = _plan_step(planner, request)
-    name = type(request.model).__name__
-    notes = [*request.notes]
+    name, proof = type(request.model).__name__, _empty_proof(planned.plan, request)
+    loss, notes = None if request.step is request.model else request.step, [*request.notes]
     obstacle = _obstacle(request, recording)
     if fits or obstacle is not None:
         if obstacle is not None and not fits:
             recording.notes[f"{name} is shown as it runs without memplan.fit: {obstacle}"] = None
-        return request, Unproven(planned.plan, False, None, [], notes)
+        return Fitted(request.model, loss, planned.plan, proof, False, None, notes, undo)
     recording.notes[
         f"{name} runs as memplan.fit plans it, by estimated seconds and without its proof: with measured ones the "
         "plan can differ"
@@ -85,10 +71,11 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
     plans = Plans(request.step, settings, request.bytes, lambda text: None)
     plans.expect(planned)
     installed = _install_in_recording(request.step, plans, undo)
-    with attributes_restored(request.step), request.under_autocast():
-        installed.prepare(
-            request.call, settings.gradients.adds
-        )  # now: the program may change the model before it calls
+    with (
+        attributes_restored(request.step),
+        request.under_autocast(),
+    ):  # the program may change the model before it calls
+        installed.prepare(request.call, settings.gradients.adds)
     calls = [installed.calls]
     if request.step is not request.model:
         settings_with_loss = replace(settings, plan=None, loss_bytes_ratio=_loss_bytes_ratio(request))
@@ -98,28 +85,28 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
     if settings.gradients.updates and settings.optimizer is not None:
         optimizer = settings.optimizer(list(request.step.parameters()))
         undo.callback(update_early(optimizer).undo)
-    return request, Unproven(planned.plan, True, optimizer, calls, notes)
+    return Fitted(request.model, loss, planned.plan, proof, True, optimizer, notes, undo, calls)
 
 
 def _loss_bytes_ratio(request: Request) -> Fraction:
-    """Record forward and backward of the loss: its peak bytes besides the model's outputs and their gradients, per
-    byte of these gradients. Outside of recordings this is measured (own_call.py)."""
+    """Return the temporary bytes of the loss for each byte of the gradients of the model's outputs.
+
+    These are the peak bytes of its forward and backward, as recorded, in addition to the outputs and their gradients.
+    Outside of recordings they are measured (own_call.py).
+    """
     step = request.step
     assert isinstance(step, WithLoss)
     args, kwargs = request.call.rebuild(request.call.tensors)
-    cut = len(args) - step.targets
-    targets = call_of(args[cut:], {})
+    inputs = len(args) - step.targets
+    targets = call_of(args[inputs:], {})
     with recording_suspended(), attributes_restored(step), request.under_autocast():
         with torch.no_grad():
-            outputs, structure = take_apart(step.model(*args[:cut], **kwargs))
+            outputs, structure = take_apart(step.model(*args[:inputs], **kwargs))
         used_by_loss = {id(output) for output in differentiable(structure.rebuild(outputs))}
-        gradient_bytes = sum(
-            output.numel() * output.element_size()
-            for output in outputs
-            if id(output) in used_by_loss and output.is_floating_point()
-        )
+        gradient_bytes = sum(o.nbytes for o in outputs if id(o) in used_by_loss and o.is_floating_point())
 
         def build() -> Callable[[], None]:
+            """Return forward and backward of the loss, on new copies of the outputs and targets."""
             leaves = [like(output).requires_grad_(output.is_floating_point()) for output in outputs]
             copied_targets, _ = targets.rebuild(map(like, targets.tensors))
 
@@ -134,14 +121,14 @@ def _loss_bytes_ratio(request: Request) -> Fraction:
             return Fraction(0)
     if not gradient_bytes:
         return Fraction(0)
-    target_bytes = sum(tensor.numel() * tensor.element_size() for tensor in targets.tensors)
-    output_bytes = sum(output.numel() * output.element_size() for output in outputs)
+    target_bytes = sum(tensor.nbytes for tensor in targets.tensors)
+    output_bytes = sum(output.nbytes for output in outputs)
     # `run` holds the outputs twice: the leaves and their clones
     temporaries = simulate(trace).peak_allocated - target_bytes - 2 * output_bytes - 2 * gradient_bytes
     return Fraction(max(0, temporaries), gradient_bytes)
 
 
-def empty_proof(plan: Plan, request: Request) -> Proof:
+def _empty_proof(plan: Plan, request: Request) -> Proof:
     """Return the proof of a step that did not run: nothing is compared, and the peak is the plan's."""
     return replace(
         nothing_compared(), early=request.settings.gradients.updates, resident=sum(plan.resident.values()),
@@ -151,7 +138,7 @@ def empty_proof(plan: Plan, request: Request) -> Proof:
 
 
 def _plan_step(planner: Planner, request: Request) -> tuple[Planned, bool]:
-    """Return the plan, and whether the step fits without it."""
+    """Return a plan, and whether the step fits without it. If so, the plan may exceed the budget."""
     settings = request.settings
     may_stay_unplanned = settings.plan is None and not settings.gradients.updates and settings.engine == "graph"
     if not may_stay_unplanned:
@@ -176,10 +163,11 @@ def _obstacle(request: Request, recording: Running) -> str | None:
 
 
 def _install_in_recording(step: torch.nn.Module, plans: Plans, undo: ExitStack) -> Installed:
-    """Make calls of a module run as planned within a recording, on fake tensors."""
+    """Make calls of a module run as planned within a recording, on fake tensors. ``undo`` uninstalls the plans."""
     plans.handed_over = True
 
     def plan_call(call: Call, accumulate: bool, _: ExitStack = undo) -> Planned | Reused:  # keeps `undo` alive
+        """The planner: the plan of a call, without the guards that need the values of its tensors."""
         with recording_suspended():
             planned = plans(_with_assumed_values(call), accumulate)
         if not any(isinstance(tensor, _torch.FakeTensor) for tensor in call.tensors):
@@ -199,6 +187,7 @@ def _with_assumed_values(call: Call) -> Call:
     """
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the assumed values of a fake integer or bool tensor; other tensors unchanged."""
         floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         if floating or not isinstance(tensor, _torch.FakeTensor):
             return tensor

@@ -47,10 +47,12 @@ def full_float32() -> Iterator[None]:
 
 
 def _set_tf32(convolutions: bool, products: str) -> None:
+    """Set torch's older interface: whether convolutions use TF32, and the precision of matrix products."""
     torch.backends.cudnn.allow_tf32 = convolutions
     torch.set_float32_matmul_precision(products)
 
 
 def _set_precisions(settings: Iterable[Any], precisions: Iterable[str]) -> None:
+    """Set torch's newer interface, ``fp32_precision`` of each of its settings."""
     for setting, precision in zip(settings, precisions, strict=True):
         setting.fp32_precision = precision

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from torch import Tensor
+
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.placement import Home
 from memplan.verification.measurement import cuda_peak
@@ -48,12 +50,16 @@ def _host_bounds() -> Iterator[int]:
 
 
 def _read_number(path: str, name: str | None = None) -> int | None:
-    """Read the number in a file, or that of the line that begins with ``name``."""
+    """Return the first number in a file, or the number after ``name`` at the beginning of a line. None if the file
+    cannot be read, or has no number there (a limit can be ``max``)."""
     try:
         lines = [line.split() for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError):
         return None
-    words = [line[0] if name is None else line[1] for line in lines if line and (name is None or line[0] == name)]
+    if name is None:
+        words = [line[0] for line in lines if line]
+    else:
+        words = [line[1] for line in lines if line and line[0] == name]
     return int(words[0]) if words and words[0].isdigit() else None
 
 
@@ -66,11 +72,10 @@ def smaller_calls(call: Call) -> Iterator[tuple[int, int, Call]]:
     total = next((tensor.shape[0] for tensor in call.tensors if tensor.dim()), 0)
     samples = total // 2
     while samples:
-        tensors = [
-            tensor.detach()[:samples].requires_grad_(tensor.requires_grad)
-            if tensor.dim() and tensor.shape[0] == total
-            else tensor
-            for tensor in call.tensors
-        ]
+        tensors = list[Tensor]()
+        for tensor in call.tensors:
+            has_samples = tensor.dim() > 0 and tensor.shape[0] == total
+            cut = tensor.detach()[:samples].requires_grad_(tensor.requires_grad) if has_samples else tensor
+            tensors.append(cut)
         yield samples, total, Call(tuple(tensors), call.structure)
         samples //= 2

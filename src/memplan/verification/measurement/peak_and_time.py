@@ -83,26 +83,27 @@ class Meter:
         allocated there."""
         assert self._record is not None, "the meter has stopped"
         ranges = sorted(self._record.ranges[str(n)] for n, name in enumerate(self._step_names) if name == owner)
-        level = highest = index = 0
-        sizes: dict[int, int] = {}
-        for address, size, when, *_ in self._record.events:
+        level = highest = index = 0  # index: of the range that contains the event, or is the next after it
+        live_addresses = set[int]()
+        for address, signed_bytes, when, *_ in self._record.events:
             while index < len(ranges) and when > ranges[index][1]:
                 index += 1
             in_range = index < len(ranges) and when >= ranges[index][0]
-            if not in_range and (size > 0 or address not in sizes):
+            if not in_range and (signed_bytes > 0 or address not in live_addresses):
                 continue
-            level += size
+            level += signed_bytes
             highest = max(highest, level)
-            if size > 0:
-                sizes[address] = size
+            if signed_bytes > 0:
+                live_addresses.add(address)
             else:
-                sizes.pop(address, None)
+                live_addresses.discard(address)
         return Measured(highest, level)
 
 
 def measure_step(step: Step) -> Measured:
     """Run a step once and count the bytes that it allocates on the CPU."""
-    with collector_held(), Meter() as meter, meter.counting("step"):  # which would free older garbage
+    # Python's garbage collector would free older garbage within the step.
+    with collector_held(), Meter() as meter, meter.counting("step"):
         step()
     return meter.measured("step")
 

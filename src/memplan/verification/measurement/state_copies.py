@@ -19,6 +19,7 @@ from memplan import _torch
 from memplan._interrupts import in_place_of, outside_of
 from memplan.errors import UsageError
 from memplan.planning.capture.side_effects import without_hooks
+from memplan.planning.graph.tensor_like import spanned_elements
 from memplan.trace.spec import like as copied
 
 
@@ -42,11 +43,14 @@ class ModuleCopy:
         self._submodules = tuple(module.modules())
         states = [_torch.own_state(submodule) for submodule in self._submodules]
         self._attributes = [dict(state.attributes) for state in states]
-        tensors = [(copier.tensors(s.parameters), copier.tensors(s.buffers)) for s in states]
-        self._states = [
-            _torch.OwnState(*own, {name: copier.copy_attribute(value) for name, value in s.attributes.items()}, s.hooks)
-            for own, s in zip(tensors, states, strict=True)
-        ]
+        """Attributes of each submodule other than parameters, buffers and submodules, as they were."""
+        # All parameters and buffers first, since attributes may refer to them.
+        tensors = [(copier.tensors(state.parameters), copier.tensors(state.buffers)) for state in states]
+        self._states = list[_torch.OwnState]()
+        """The copied state of each submodule."""
+        for (parameters, buffers), state in zip(tensors, states, strict=True):
+            attributes = {name: copier.copy_attribute(value) for name, value in state.attributes.items()}
+            self._states.append(_torch.OwnState(parameters, buffers, attributes, state.hooks))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -54,6 +58,7 @@ class ModuleCopy:
         originals = [_torch.own_state(submodule) for submodule in self._submodules]
 
         def restore() -> None:
+            """Store the module's state in this copy, and restore the module's own."""
             self._states = [_torch.own_state(submodule) for submodule in self._submodules]
             self._set(originals)
 
@@ -64,16 +69,17 @@ class ModuleCopy:
             self._copier.restore_shared()
 
     def _set(self, states: list[_torch.OwnState]) -> None:
+        """Set the state of each submodule."""
         for submodule, state in zip(self._submodules, states, strict=True):
             _torch.set_own_state(submodule, state)
 
     def reset_attributes(self) -> None:
-        """Set all attributes but parameters and buffers to those that the module had when it was copied: its call, too,
-        which a plan may have replaced since."""
+        """Set all attributes but parameters and buffers to those that the module had when it was copied, its call
+        included, which a plan may have replaced since."""
         self._copier.forget_containers()
-        for number, attributes in enumerate(self._attributes):
+        for index, attributes in enumerate(self._attributes):
             copies = {name: self._copier.copy_attribute(value) for name, value in attributes.items()}
-            self._states[number] = replace(self._states[number], attributes=copies)
+            self._states[index] = replace(self._states[index], attributes=copies)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -91,39 +97,33 @@ class ModuleCopy:
 def copy_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy a call's tensors. Tensors that are identical or share memory do so in the copies, since a plan is made for
     calls with the same aliases. Only views of a storage in several dtypes get memory of their own."""
-    groups: dict[int, list[torch.Tensor]] = {}
+    by_storage: dict[int, dict[int, torch.Tensor]] = {}  # tensors by id(), by key of the storage
     for tensor in tensors:
         has_storage = tensor.layout == torch.strided and tensor.numel() > 0
         key = _torch.storage_key(tensor.untyped_storage()) if has_storage else id(tensor)
-        groups.setdefault(key, []).append(tensor)
+        by_storage.setdefault(key, {})[id(tensor)] = tensor
     copies: dict[int, torch.Tensor] = {}
-    for group in groups.values():
-        distinct = {id(tensor): tensor for tensor in group}
-        if len(distinct) == 1 or len({tensor.dtype for tensor in group}) > 1:
-            copies.update({key: copied(tensor, tensor.device) for key, tensor in distinct.items()})
+    for group in by_storage.values():
+        if len(group) == 1 or len({tensor.dtype for tensor in group.values()}) > 1:
+            copies.update({key: copied(tensor, tensor.device) for key, tensor in group.items()})
         else:
-            copies.update(_copy_aliases(distinct))
+            copies.update(_copy_aliases(group))
     return [copies[id(tensor)] for tensor in tensors]
 
 
 def _copy_aliases(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copy tensors of one storage, of which only the part that they use is copied."""
-    first = next(iter(tensors.values()))
+    """Copy tensors of the same storage and dtype, by key. Only the part of the storage that they use is copied."""
     begin = min(tensor.storage_offset() for tensor in tensors.values())
-    end = max(tensor.storage_offset() + 1 + _last_offset(tensor) for tensor in tensors.values())
+    end = max(tensor.storage_offset() + spanned_elements(tensor.shape, tensor.stride()) for tensor in tensors.values())
+    copies: dict[int, torch.Tensor] = {}
     with torch.no_grad():
+        first = next(iter(tensors.values()))
         storage = torch.as_strided(first, (end - begin,), (1,), begin).clone().untyped_storage()
-        return {
-            key: torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            .set_(storage, tensor.storage_offset() - begin, tensor.shape, tensor.stride())
-            .requires_grad_(tensor.requires_grad)
-            for key, tensor in tensors.items()
-        }
-
-
-def _last_offset(tensor: torch.Tensor) -> int:
-    """Offset of the last element from the first, in elements."""
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        for key, tensor in tensors.items():
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copy.set_(storage, tensor.storage_offset() - begin, tensor.shape, tensor.stride())
+            copies[key] = copy.requires_grad_(tensor.requires_grad)
+    return copies
 
 
 @contextmanager
@@ -149,19 +149,21 @@ class _Copier:
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Copies of storages, by the original's key."""
         self._uncopied: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Tensors that were not copied, with their version and their values."""
+        """(tensor, its version, a copy of its values) of tensors that are shared with the module, by id()."""
 
     def tensors(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Copy parameters or buffers."""
+        """Copy parameters or buffers by name; None stays."""
         return {
             name: None if tensor is None else self._copy_once(tensor, self._copy_tensor)
             for name, tensor in named.items()
         }
 
     def copy_attribute(self, value: Any) -> Any:
-        """Copy any other attribute, if it is to be copied."""
+        """Return the copy of any other attribute: containers are copied with their elements, and tensors that are
+        copied already or trained. All else is shared."""
         if isinstance(value, torch.Tensor):
-            if id(value) in self._copies or (value.is_leaf and value.requires_grad) or self._float64:
+            is_trained = value.is_leaf and value.requires_grad
+            if id(value) in self._copies or is_trained or self._float64:
                 return self._copy_once(value, self._copy_tensor)
             self._uncopied[id(value)] = value, _torch.version_of(value), value.detach().clone()
             return value
@@ -174,13 +176,13 @@ class _Copier:
         return self._copy_once(value, set) if type(value) is set else value
 
     def forget_containers(self) -> None:
-        """Copy lists, dicts, tuples and sets anew the next time; tensors stay what they were copied to."""
+        """Forget the copies of lists, dicts, tuples and sets, so that these are copied anew; those of tensors stay."""
         for value in [value for value in self._originals if isinstance(value, (list, dict, tuple, set))]:
             self._copies.pop(id(value), None)
         self._originals = [value for value in self._originals if id(value) in self._copies]
 
     def restore_shared(self) -> None:
-        """Restore the values of tensors that were not copied."""
+        """Restore the values of tensors that are shared with the module, if a run changed them."""
         for key, (tensor, version, values) in self._uncopied.items():
             if _torch.version_of(tensor) != version:
                 with torch.no_grad():
@@ -188,7 +190,7 @@ class _Copier:
                 self._uncopied[key] = tensor, _torch.version_of(tensor), values
 
     def _copy_once(self, value: Any, copy: Callable[[Any], Any]) -> Any:
-        """Return the copy of a value, the same one each time, so that references to one object stay that."""
+        """Return ``copy(value)``, the same object each time, so that references to the same object stay such."""
         if id(value) not in self._copies:
             self._copies[id(value)] = value  # ends the recursion in a container that contains itself
             self._copies[id(value)] = copy(value)
@@ -260,9 +262,10 @@ class RandomState:
 
     def differences(self, other: RandomState) -> tuple[str, ...]:
         """Return the names of the streams that differ from the other state's."""
-        both = [name for name in self.generators if name in other.generators]
+        in_both = [name for name in self.generators if name in other.generators]
+        own, others = (_to_comparable([state.generators[name] for name in in_both]) for state in (self, other))
         return tuple(
-            name for name in both if _to_comparable(self.generators[name]) != _to_comparable(other.generators[name])
+            name for name, state, other_state in zip(in_both, own, others, strict=True) if state != other_state
         )
 
 
@@ -330,8 +333,8 @@ def random_state_restored(*, draws: bool = True) -> Iterator[None]:
     Raises:
         UsageError: another thread draws from torch's stream meanwhile. The stream is not restored then.
     """
-    other_threads, outermost = threading.active_count() > 1, _torch_generator.expected is None
-    if other_threads and not draws:
+    has_other_threads, outermost = threading.active_count() > 1, _torch_generator.expected is None
+    if has_other_threads and not draws:
         token = _generators_untouched.set(True)
         try:
             yield
@@ -339,9 +342,9 @@ def random_state_restored(*, draws: bool = True) -> Iterator[None]:
             _generators_untouched.reset(token)
         return
     state = RandomState.now()
-    if other_threads and outermost and state.generators:
+    if has_other_threads and outermost and state.generators:
         _torch_generator.expected = state.generators["torch"]
-        time.sleep(_QUIET_SECONDS)
+        time.sleep(_QUIET_SECONDS)  # for draws of other threads
         _refuse_other_draws()
     watched = _torch_generator.expected is not None
     try:
@@ -368,6 +371,7 @@ def training_context(*, draws: bool = True) -> Iterator[None]:
 
 @contextmanager
 def isolated(step: nn.Module, *, draws: bool = True) -> Iterator[None]:
-    """Like `training_context`, and also without the caller's autocast and the hooks of ``step`` itself."""
+    """Run steps within this context in grad mode, without the caller's modes, autocast and anomaly detection, and
+    without the hooks of ``step`` itself. Random streams are restored (``draws``: see `random_state_restored`)."""
     with training_context(draws=draws), without_hooks(step), _torch.outside_autocast():
         yield

@@ -135,12 +135,11 @@ class Trial:
             yield
 
     def prepare(self) -> None:
-        """Copy the inputs for the next step, as a model may write into them."""
+        """Copy the inputs for the next step, as a model may write into them. Those described by a `Spec` are made."""
         self.output = None
         arguments = (self.work.inputs, dict(self.work.kwargs), self.work.targets)
-        tensors, structure = take_apart(
-            _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, arguments)
-        )
+        arguments = _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, arguments)
+        tensors, structure = take_apart(arguments)
         copies = copy_tensors(tensors)
         self._tensors = [_to_float64(tensor) for tensor in copies] if self._float64 else copies
         self._arguments = structure.rebuild(self._tensors)
@@ -149,10 +148,10 @@ class Trial:
         """Run forward and backward for each micro-batch, and store the output of the last."""
         safe_point()
         with self.running(), _counting_bytes(meter, self.name), self._kernels():
-            for parameter in self._leaves():
+            for parameter in self.parameters.values():
                 parameter.grad = None
             for _ in range(self.work.micro_batches):
-                self.output = None
+                self.output = None  # freed before the next is computed
                 self.output = self._forward_backward()
 
     def copy_state_from(self, other: Trial) -> None:
@@ -160,6 +159,7 @@ class Trial:
         self._copy_state(other.parameters, other.buffers)
 
     def _copy_state(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Copy values into this trial's parameters and buffers, by name."""
         with torch.no_grad():
             for tensors, sources in ((self.parameters, parameters), (self.buffers, buffers)):
                 for name, tensor in tensors.items():
@@ -178,6 +178,7 @@ class Trial:
         self._reset()
 
     def _reset(self) -> None:
+        """Set attributes of the module and the optimizer's state back to where this trial began."""
         if self._copy is not None:
             self._copy.reset_attributes()
         if self._early is not None:
@@ -187,26 +188,28 @@ class Trial:
         state.update(_copy_state(self._initial_state))
 
     def update_step(self, meter: Meter | None = None) -> None:
-        """Run the optimizer's update, which a meter counts only where the optimizer is the user's."""
+        """Run the optimizer's update, which a meter counts only if the optimizer is the user's."""
         if self.update is not None:  # with updates in the backward pass, this ends the step
             safe_point()
-            with self.running(), _counting_bytes(meter if self.work.optimizer is not None else None, self.name):
+            meter = meter if self.work.optimizer is not None else None
+            with self.running(), _counting_bytes(meter, self.name):
                 self.update.step()
 
     def release(self) -> None:
         """Free output, inputs and gradients: everything that the next step does not need."""
         self.output = None
         self._arguments, self._tensors = ((), {}, ()), []
-        for parameter in self._leaves():
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def seconds(self) -> float:
         """Time one step, with the update where the optimizer is the user's."""
         self.prepare()
-        leaves = self._leaves()
+        parameters = list(self.parameters.values())
 
         def step() -> None:
-            for parameter in leaves:
+            """Run the step that is timed."""
+            for parameter in parameters:
                 parameter.grad = None
             for _ in range(self.work.micro_batches):
                 self._forward_backward()
@@ -218,9 +221,6 @@ class Trial:
             seconds = timed(step, str(self._device))
         self.release()
         return seconds
-
-    def _leaves(self) -> list[nn.Parameter]:
-        return list(self.parameters.values())
 
     def _forward_backward(self) -> Any:
         """Run forward, loss and backward once, and return the output, detached."""
@@ -239,12 +239,14 @@ def _copy_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert a floating-point tensor to a leaf in float64; others are returned unchanged."""
     if not tensor.is_floating_point():
         return tensor
     return tensor.detach().to(torch.float64).requires_grad_(tensor.requires_grad)
 
 
 def _counting_bytes(meter: Meter | None, name: str) -> AbstractContextManager[None]:
+    """Return a context in which the meter, if any, counts allocations for the trial of this name."""
     return nullcontext() if meter is None else meter.counting(name)
 
 

@@ -35,7 +35,9 @@ class Peer:
     @property
     def group(self) -> Group:
         """Group for comparisons: lossy peers are not compared with others."""
-        return "lossy" if self.autocast is not None else "compiled" if self.compiled else "eager"
+        if self.autocast is not None:
+            return "lossy"
+        return "compiled" if self.compiled else "eager"
 
 
 EAGER = Peer("eager")
@@ -75,6 +77,7 @@ def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = 
 
     @functools.wraps(call, updated=())
     def call_as_peer(*args: Any, **kwargs: Any) -> Any:
+        """Run the step with the peer's techniques."""
         with ExitStack() as contexts:
             if peer.compiled:
                 contexts.enter_context(_torch.memory_budget(peer.memory_budget))
@@ -89,7 +92,8 @@ def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = 
 
 @contextmanager
 def _replacing_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the modules' ``forward`` by the same functions in each call, so that Dynamo does not recompile."""
+    """Replace ``forward`` of modules within this context. ``forwards``: the same functions in each call, so that Dynamo
+    does not recompile."""
     with ExitStack() as undo:
         for module, forward in forwards.items():
             undo.enter_context(_torch.patched(module, forward=forward))
@@ -111,7 +115,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def _find_blocks(module: nn.Module, blocks: dict[int, nn.Module], seen: set[int]) -> None:
-    """Add the blocks among a module's children to ``blocks``, and search the other children. See `blocks_of`."""
+    """Add the blocks among a module's children (repeated, with children of their own) to ``blocks``, by id(), and
+    search the other children. ``seen``: ids of modules that were searched."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -125,7 +130,8 @@ def _find_blocks(module: nn.Module, blocks: dict[int, nn.Module], seen: set[int]
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    """Return whether a module with parameters has children and is no container but for a sequence of single layers."""
+    """Return whether a module is a block if it is repeated: it has parameters and children, and is no container other
+    than a sequence of layers without children."""
     children = list(module.children())
     if not children or next(module.parameters(), None) is None:
         return False

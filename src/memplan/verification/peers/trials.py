@@ -57,10 +57,12 @@ class PeerResult:
 
     @property
     def gradients(self) -> Literal["not compared", "wrong", "lossy", "right"]:
-        """Result of comparing them with float64."""
+        """Verdict on the gradients, by their errors from float64."""
         if not self.compared:
             return "not compared"
-        return "wrong" if self.wrong else "lossy" if self.peer.group == "lossy" else "right"
+        if self.wrong:
+            return "wrong"
+        return "lossy" if self.peer.group == "lossy" else "right"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: bytes and seconds."""
@@ -125,7 +127,7 @@ class _PeerRun:
         self._request, self._pairs, self._home = request, pairs, request.settings.home
         self._blocks = blocks_of(request.step)
         args, kwargs = request.call.rebuild(request.call.tensors)
-        self._work = Work(
+        self._work = Work(  # with gradients of an earlier micro-batch, if these are held
             args, kwargs, optimizer=request.settings.optimizer, autocast=request.autocast,
             micro_batches=2 if request.settings.gradients.adds else 1,
         )  # fmt: skip
@@ -150,29 +152,31 @@ class _PeerRun:
         return results
 
     def _measure(self, peer: Peer, reference: Trial, random: bool) -> PeerResult:
-        """Measure gradient errors, peak and time of a peer. ``random``: whether the step draws random numbers: then
-        gradients are compared only if the float64 step drew the same."""
+        """Measure gradient errors, peak and time of a peer, timed in turn with ``reference``. ``random``: whether the
+        step draws random numbers: then gradients are compared only if the float64 step drew the same numbers."""
         trial = self._trial(peer)
         result, exact = self._run_step(trial), self._in_float64(peer, random)
         wrong, error, lossy = dict[str, float](), None, peer.group == "lossy"
         if exact is not None and (not random or drew_same_numbers(result.loss, exact.loss, lossy=lossy)):
             errors = gradient_errors(result.gradients, exact.gradients)
             error = errors.relative
-            if peer in (EAGER, COMPILED) or (lossy and not peer.checkpointed and not peer.compiled):
+            is_plain_autocast = lossy and not peer.checkpointed and not peer.compiled
+            if peer in (EAGER, COMPILED) or is_plain_autocast:
                 self._yardsticks[lossy].append(errors)
             wrong = errors.exceeding(*self._yardsticks[lossy], lossy=lossy)
         _, peak = measure_trial(trial, self._home)
         return PeerResult(peer, peak, compare_times(reference.seconds, trial.seconds, self._pairs), wrong, error)
 
     def _lossy_dtype(self) -> torch.dtype | None:
-        """Return the autocast dtype of lossy peers; None if there are none: results must stay exact, or the step itself
-        runs under autocast, so that all peers do."""
+        """Return the autocast dtype of lossy peers. None if there are no such peers: results must stay exact, or the
+        step itself runs under autocast, so that all peers do."""
         settings = self._request.settings
         if settings.allow == "exact" or self._request.autocast is not None:
             return None
         return getattr(torch, lower_precision(settings.device, self._home.type))
 
     def _trial(self, peer: Peer) -> Trial:
+        """Return a trial of the step as a peer runs it."""
         step = self._request.step
         call = step if peer == EAGER else as_peer(step, peer, self._blocks, self._home.type)
         return Trial(peer.name, call, step, self._work, updates=self._work.optimizer is not None)
@@ -189,6 +193,7 @@ class _PeerRun:
         return self._float64[source.name]
 
     def _run_in_float64(self, peer: Peer) -> _StepResult:
+        """Run a copy of the step in float64, as a peer runs it, without the optimizer."""
         step: nn.Module = copy.deepcopy(self._request.step).double()
         tensors = [
             tensor.detach().double().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -80,10 +81,8 @@ def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, 
     expected, actual = _structure_with_classes(structure), _structure_with_classes(other_structure)
     if expected != actual:
         return 1, [Difference("the output", step, f"is put together as {actual}, not as {expected}"[:400])]
-    leaves, other_leaves = (
-        list(_leaves(structure, iter(tensors))),
-        list(_leaves(other_structure, iter(other_tensors))),
-    )
+    leaves = list(_leaves(structure, iter(tensors)))
+    other_leaves = list(_leaves(other_structure, iter(other_tensors)))
     differences: list[Difference | None] = []
     for name, leaf, other in zip(_output_names(len(leaves)), leaves, other_leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -102,21 +101,20 @@ def named_outputs(output: Any) -> dict[str, torch.Tensor]:
 
 
 def _output_names(number: int) -> list[str]:
+    """Return the names of the values in an output, of which there are ``number``."""
     return ["the output"] if number == 1 else [f"output {index}" for index in range(number)]
 
 
 def _structure_with_classes(structure: Structure) -> Any:
-    """Return the structure of an output, with the classes of the objects that contain its tensors."""
-    objects = tuple(
-        (type(leaf.shell), _structure_with_classes(leaf.inside))
-        for leaf in structure.leaves
-        if isinstance(leaf, Holder)
-    )
+    """Return pytree's spec of an output, and the class and structure of each object in it that contains tensors."""
+    holders = [leaf for leaf in structure.leaves if isinstance(leaf, Holder)]
+    objects = tuple((type(holder.shell), _structure_with_classes(holder.inside)) for holder in holders)
     return (structure.spec, objects) if objects else structure.spec
 
 
 def _leaves(structure: Structure, tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
-    """Yield everything in an output: tensors, other values, and objects whose tensors were taken out (and follow)."""
+    """Yield all values in an output: tensors, other values, and objects, each followed by the tensors in it.
+    ``tensors``: those of the output, in order; `take_apart` removed them from the structure."""
     for leaf in structure.leaves:
         if isinstance(leaf, Holder):
             yield leaf.shell
@@ -126,8 +124,11 @@ def _leaves(structure: Structure, tensors: Iterator[torch.Tensor]) -> Iterator[A
 
 
 def _equal_values(a: Any, b: Any, parents: tuple[int, ...] = ()) -> bool:
-    """Return whether two non-tensor values are equal. Objects of the same class are equal if their attributes are,
-    since few classes define ``__eq__``. ``parents``: ids of the objects being compared, which may be cyclic."""
+    """Return whether two non-tensor values are equal.
+
+    Objects of the same class are equal if their attributes are, since few classes define ``__eq__``. ``parents``: ids
+    of the objects that contain ``a``: objects may contain themselves.
+    """
     if a is b or id(a) in parents:
         return True
     if type(a) is not type(b):
@@ -146,12 +147,14 @@ def _equal_values(a: Any, b: Any, parents: tuple[int, ...] = ()) -> bool:
 
 
 def _value_difference(expected: Any, actual: Any) -> str:
-    """Describe the first difference between two non-tensor values."""
+    """Describe how two non-tensor values differ: in their first plain item or attribute that differs, else as a
+    whole."""
     if type(expected) is type(actual):
         content, other = _items_or_attributes(expected), _items_or_attributes(actual)
         if content and other and content.keys() == other.keys():
             for key, value in content.items():
-                if _items_or_attributes(value) is None and not _equal_values(value, other[key]):
+                is_plain = _items_or_attributes(value) is None
+                if is_plain and not _equal_values(value, other[key]):
                     place = f"the {key:.40}" if isinstance(key, str) else f"at {key!r:.40}"
                     return f"has {place} {other[key]!r:.60}, not {value!r:.60}"
     return f"is {actual!r:.60}, not {expected!r:.60}"
@@ -164,7 +167,9 @@ def _items_or_attributes(value: Any) -> dict[Any, Any] | None:
     content = dict(value) if isinstance(value, dict) else {}
     if dataclasses.is_dataclass(value):  # which may have slots
         content |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return content | vars(value) if hasattr(value, "__dict__") else content or None
+    if hasattr(value, "__dict__"):
+        return content | vars(value)
+    return content or None
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
@@ -178,6 +183,7 @@ def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor as a dense tensor; others unchanged."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
@@ -188,10 +194,18 @@ def _numeric_difference(name: str, step: int, reference: torch.Tensor, candidate
     error = (_dense(candidate).to(wide) - expected).abs()
     largest = float(error.max())
     norm = float(expected.abs().norm())
-    relative = float(error.norm()) / norm if norm else float("inf") if largest else 0.0
+    relative = relative_error(float(error.norm()), norm)
     scale = f"relative {relative:.3g}, in L2" if relative < NEAR_ZERO else f"and should be {norm:.3g}, in L2"
     return Difference(name, step, f"differs by up to {largest:.3g} ({scale})", largest, relative)
 
 
+def relative_error(error: float, norm: float) -> float:
+    """Return an error as a share of a norm; of a norm of 0, 0 for no error, else infinity."""
+    if norm:
+        return error / norm
+    return 0.0 if error == 0 else math.inf
+
+
 def _short_text(value: Any) -> str:
+    """Return the text of a shape, dtype or device: ``(8, 64)``, ``float32``."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

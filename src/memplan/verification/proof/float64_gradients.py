@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memplan.verification.proof.differences import relative_error
 from memplan.verification.proof.rounding import FACTOR, SANE, SLACK, distance
 from memplan.verification.proof.rounding import LOSSY as _LOSSY
 
@@ -30,12 +31,11 @@ class GradientErrors:
     @property
     def relative(self) -> float:
         """Error of all gradients together, as a share of their norm."""
-        error, norm = (math.hypot(*values.values()) for values in (self.errors, self.norms))
-        return error / norm if norm else math.inf if error else 0.0
+        return relative_error(math.hypot(*self.errors.values()), math.hypot(*self.norms.values()))
 
     @property
     def is_usable_yardstick(self) -> bool:
-        """Return whether the step can serve as a yardstick for others."""
+        """Whether each error is small enough that it can be rounding: then others may have errors of that size."""
         return all(error <= SANE for error in self.errors.values())
 
     def exceeding(self, *yardsticks: GradientErrors, lossy: bool = False) -> dict[str, float]:
@@ -45,9 +45,9 @@ class GradientErrors:
         largest gradient; in lower precision (``lossy``), it is that of `rounding.LOSSY`. Where the gradient itself is
         no more than rounding, the error is a share of the largest gradient instead.
         """
-        steps, wrong = [step for step in yardsticks if step.is_usable_yardstick], dict[str, float]()
+        usable, wrong = [yardstick for yardstick in yardsticks if yardstick.is_usable_yardstick], dict[str, float]()
         for name, error in self.errors.items():
-            reference = max((step.errors.get(name, 0.0) for step in steps), default=0.0)
+            reference = max((yardstick.errors.get(name, 0.0) for yardstick in usable), default=0.0)
             bound = _LOSSY.allowed(reference, 1.0, torch.float32) if lossy else FACTOR * reference + _ROUNDING
             if not error <= bound:  # true of a nan, too
                 norm = self.norms.get(name, 0.0)
@@ -56,15 +56,20 @@ class GradientErrors:
 
 
 def drew_same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
-    """Judge by their losses whether a step and that in float64 drew the same random numbers. ``lossy``: the step
-    computes in lower precision."""
+    """Return whether a step drew the same random numbers as the step in float64, judged by their losses.
+
+    Args:
+        loss: of the step.
+        true: loss in float64.
+        lossy: whether the step computes in lower precision.
+    """
     return abs(loss - true) <= (SAME_LOSSY if lossy else SAME_LOSS) * max(abs(loss), abs(true))
 
 
 def gradient_errors(
     gradients: Mapping[str, torch.Tensor | None], true: Mapping[str, torch.Tensor | None]
 ) -> GradientErrors:
-    """Measure how far gradients are from the true gradients in float64, by name.
+    """Measure the errors of gradients from the true gradients in float64; both are given by name of the parameter.
 
     Both errors and norms are shares of the largest true gradient's norm (L2). A gradient that is missing on one side
     counts as zeros; parameters without either are left out.
@@ -87,4 +92,5 @@ def gradient_errors(
 
 
 def _norm(tensor: torch.Tensor) -> float:
+    """Return the L2 norm, computed in float64."""
     return float(tensor.detach().to(torch.float64).norm())

@@ -42,7 +42,7 @@ class NearKinks(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run a function of torch."""
+        """Run a function of torch; an activation or a max pool with its input moved across nearby kinks."""
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         x = args[0] if args else kwargs.get("input")
         if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64) or not x.numel():
@@ -51,39 +51,46 @@ class NearKinks(TorchFunctionMode):
         if name in _POOLS:
             options.pop("return_indices", None)
             return _pooled(*_POOLS[name], x, args[1:], options)
-        points = _points(name.strip("_"), args[1:3], kwargs)
-        if not points:
+        kinks = _kinks(name.strip("_"), args[1:3], kwargs)
+        if not kinks:
             return func(*args, **kwargs)
-        moved = _moved(x.detach(), points)
-        in_place = kwargs.get("inplace") or True in [arg for arg in args[1:] if isinstance(arg, bool)]
-        if in_place or (name.endswith("_") and not name.endswith("__")):
-            return func(x.add_(moved), *args[1:], **options)
-        return func(x + moved, *args[1:], **options)
+        offset = _offset_across(x.detach(), kinks)
+        has_inplace = kwargs.get("inplace") or any(arg is True for arg in args[1:])
+        if has_inplace or (name.endswith("_") and not name.endswith("__")):
+            return func(x.add_(offset), *args[1:], **options)
+        return func(x + offset, *args[1:], **options)
 
 
 def _near(x: Tensor) -> float:
+    """Return the distance to a kink within which rounding of x may flip a decision."""
     return NEAR * torch.finfo(x.dtype).eps * float(x.norm()) / math.sqrt(x.numel())
 
 
-def _points(name: str, bounds: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[float]:
+def _kinks(name: str, bounds: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[float]:
+    """Return the inputs at which the derivative of the function ``name`` jumps; empty if it is smooth. Some jump at
+    bounds, which are in its arguments after the input (``bounds``) or in ``kwargs``."""
     if name not in _BOUNDED:
         return _KINKS.get(name, ())
-    given = [*bounds, *(kwargs.get(key) for key in ("min", "max", "min_val", "max_val"))]
-    numbers = [float(bound) for bound in given if isinstance(bound, (int, float)) and not isinstance(bound, bool)]
+    candidates = [*bounds, *(kwargs.get(key) for key in ("min", "max", "min_val", "max_val"))]
+    numbers = [float(bound) for bound in candidates if isinstance(bound, (int, float)) and not isinstance(bound, bool)]
     return numbers or ((-1.0, 1.0) if name == "hardtanh" else ())
 
 
-def _moved(x: Tensor, points: Sequence[float]) -> Tensor:
-    """Return what takes each value near a point to its other side, and 0 for all others."""
-    near, moved = _near(x), torch.zeros_like(x)
-    for point in points:
-        distance = x - point
-        moved = torch.where(distance.abs() < near, -2 * distance, moved)
-    return moved
+def _offset_across(x: Tensor, kinks: Sequence[float]) -> Tensor:
+    """Return the offset that mirrors each value near a kink to the kink's other side; 0 for all other values."""
+    near, offset = _near(x), torch.zeros_like(x)
+    for kink in kinks:
+        distance = x - kink
+        offset = torch.where(distance.abs() < near, -2 * distance, offset)
+    return offset
 
 
 def _pooled(space: int, pool: Callable[..., Any], x: Tensor, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Return a max pool's result, with the second largest element of a window where it is near the largest."""
+    """Return a max pool's result, with the second largest element of a window where it is near the largest.
+
+    ``pool`` returns the result and the index of each window's largest element in the last ``space`` dimensions,
+    flattened. ``args``, ``options``: its arguments besides the input x.
+    """
     flat = x.detach().flatten(-space)
     with torch.no_grad():
         _, largest = pool(x.detach(), *args, **options)

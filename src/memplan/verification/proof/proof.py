@@ -149,30 +149,32 @@ class Proof(Saved, Displayed):
         return "\n".join(filter(None, lines))
 
     def _verdict(self) -> str:
+        """Return whether the steps are the same and what was compared; or the first four differences."""
         if not self.same:
             wrong = [text for text in self.failures if "the budget" not in text]
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             return f"NOT the same: {'; '.join(wrong[:4])}{more}"
-        gradients = "" if self.early else f"{_several(self.gradients.tensors, 'gradient')}, "
         each = f" of {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         head = {
             "exact": "the same bit for bit",
             "reordered": "the same but for rounding",
             "lossy": "lossy, and no farther off than allowed",
         }[self.grade]
-        exact = self.grade == "exact"
-        if exact and self.torch_kernels:
+        is_exact = self.grade == "exact"
+        if is_exact and self.torch_kernels:
             head += ", where the step without a plan has torch's own norms and recurrent layers in place of cuDNN's,"
         head += ", compared with TF32 off," if self.full_float32 else ""
-        updated = f"{_several(self.parameters.tensors, 'updated parameter')}, " if exact or self.early else ""
-        return (
-            f"{head} over {_several(self.steps, 'step')}{each} with {self.optimizer}"
-            f"{', applied early' if self.early else ''}: {_several(self.outputs.tensors, 'output')}, {gradients}"
-            f"{updated}{_several(self.buffers.tensors, 'buffer')}, the random streams"
-        )
+        compared = [_several(self.outputs.tensors, "output")]
+        if not self.early:
+            compared.append(_several(self.gradients.tensors, "gradient"))
+        if is_exact or self.early:
+            compared.append(_several(self.parameters.tensors, "updated parameter"))
+        compared += [_several(self.buffers.tensors, "buffer"), "the random streams"]
+        optimizer = f"{self.optimizer}, applied early" if self.early else self.optimizer
+        return f"{head} over {_several(self.steps, 'step')}{each} with {optimizer}: {', '.join(compared)}"
 
     def _rounding(self) -> str:
-        """Describe the worst gradient, where rounding was allowed."""
+        """Describe the worst gradient, where rounding was allowed; "" where bits were compared."""
         errors = [error for error in self.rounded if error.kind == "gradients"] or list(self.rounded)
         if not errors:
             return ""
@@ -194,9 +196,10 @@ class Proof(Saved, Displayed):
         candidate = ", ".join(f"{label} {total.relative:.2%}" for label, total in totals)
         unplanned = ", ".join(f"{total.relative_reference:.2%}" for _, total in totals)
         kind = "gradients" if any(layer.kind == "gradients" for layer in layers) else "parameters"
-        norm = max((layer.norm for layer in layers if layer.kind == kind), default=0.0)
-        large = [layer for layer in layers if layer.kind == kind and layer.norm > 1e-3 * norm]
-        worst = max(large, key=lambda layer: layer.relative, default=None)
+        of_kind = [layer for layer in layers if layer.kind == kind]
+        largest_norm = max((layer.norm for layer in of_kind), default=0.0)
+        not_near_zero = [layer for layer in of_kind if layer.norm > 1e-3 * largest_norm]
+        worst = max(not_near_zero, key=lambda layer: layer.relative, default=None)
         text = f"off from {truth_label(self.truth)} by (relative, in L2): {candidate}"
         if any(error.reference != error.own for error in self.rounded):
             text += f"; the step without a plan under autocast by {unplanned}"
@@ -207,29 +210,31 @@ class Proof(Saved, Displayed):
         return f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
 
     def _compared(self) -> str:
+        """Say why only some of the samples were compared; "" if all were."""
         cut = self.cut
         if cut is None:
             return ""
+        measured = "; the planned step was measured with all"
+        not_measured = ". Not even the planned step was run with all: its peak is as predicted"
         return (
             f"compared with {cut.samples} of the {cut.of} samples: with all of them that takes "
             f"{format_bytes(cut.needed)}, and {format_bytes(cut.available)} are available"
-            + (
-                "; the planned step was measured with all"
-                if cut.measured
-                else ". Not even the planned step was run with all: its peak is as predicted"
-            )
+            + (measured if cut.measured else not_measured)
         )
 
     def _bytes(self) -> str:
+        """Return the measured peak, and what it compares with."""
         parts = [f"peak {format_bytes(self.peak)} measured"] if self.measured else ["peak not measured"]
         if self.predicted is not None:
             parts.append(f"{format_bytes(self.predicted)} predicted")
         if self.budget is not None:
             parts.append(f"{format_bytes(self.budget)} budget{'' if self.within_budget else ': EXCEEDED'}")
-        parts.append(f"{format_bytes(self.reference_peak)} {'' if self.cut is None else 'predicted '}before")
+        before = "before" if self.cut is None else "predicted before"
+        parts.append(f"{format_bytes(self.reference_peak)} {before}")
         return f"{', '.join(parts)} ({format_bytes(self.resident)} of each are weights, buffers and inputs)"
 
     def _seconds(self) -> str:
+        """Return the time, with the plan and without; "" if it was not measured."""
         if self.times is None:
             return ""
         low, high = self.times.quartiles

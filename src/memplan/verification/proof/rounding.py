@@ -19,7 +19,7 @@ import torch
 
 from memplan._json import Measured
 from memplan.planning.plan.plan import Grade
-from memplan.verification.proof.differences import NEAR_ZERO, Difference
+from memplan.verification.proof.differences import NEAR_ZERO, Difference, relative_error
 
 FACTOR = 2.0
 SLACK = 64
@@ -107,22 +107,14 @@ class Rounded:
     @property
     def relative(self) -> float:
         """Error of the candidate's tensor as a share of the norm."""
-        return _relative_error(self.error, self.norm)
-
-
-def _relative_error(error: float, norm: float) -> float:
-    return error / norm if norm else 0.0 if error == 0 else math.inf
+        return relative_error(self.error, self.norm)
 
 
 def rounding_errors(
-    kind: str,
-    step: int,
-    truth: Mapping[str, torch.Tensor],
-    yardsticks: Sequence[Mapping[str, torch.Tensor]],
-    candidate: Mapping[str, torch.Tensor],
-    tolerance: Tolerance = ROUNDING,
+    kind: str, step: int, truth: Mapping[str, torch.Tensor], yardsticks: Sequence[Mapping[str, torch.Tensor]],
+    candidate: Mapping[str, torch.Tensor], tolerance: Tolerance = ROUNDING,
     extra_tolerance: Mapping[str, float] = {},  # read only
-) -> list[Rounded]:
+) -> list[Rounded]:  # fmt: skip
     """Return the errors of a candidate's floating-point tensors.
 
     Tensors that are missing or of another shape are left out: `differences.difference` reports them.
@@ -140,23 +132,25 @@ def rounding_errors(
         name: float(torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0).norm())
         for name, tensor in truth.items()
     }
-    largest: dict[str, float] = {}
+    largest_norms: dict[str, float] = {}  # by module
     for name, norm in norms.items():
-        largest[_module(name)] = max(largest.get(_module(name), 0.0), norm)
+        largest_norms[_module(name)] = max(largest_norms.get(_module(name), 0.0), norm)
     results = list[Rounded]()
     for name in sorted(candidate.keys() & truth.keys()):
         exact = truth[name]
         if any(name not in tensors or tensors[name].shape != exact.shape for tensors in (candidate, *yardsticks)):
             continue
         errors = [distance(exact, tensors[name]) for tensors in yardsticks]
-        scale = norms[name] if kind == "outputs" else largest[_module(name)]
-        allowed = tolerance.allowed(max(errors), scale, candidate[name].dtype) + extra_tolerance.get(name, 0.0)
+        own, reference = errors[0], max(errors)
+        scale = norms[name] if kind == "outputs" else largest_norms[_module(name)]
+        allowed = tolerance.allowed(reference, scale, candidate[name].dtype) + extra_tolerance.get(name, 0.0)
         error = distance(exact, candidate[name])
-        results.append(Rounded(kind, name, step, error, max(errors), norms[name], allowed, errors[0]))
+        results.append(Rounded(kind, name, step, error, reference, norms[name], allowed, own))
     return results
 
 
 def _module(name: str) -> str:
+    """Return the module of a parameter: ``blocks.0`` of ``blocks.0.weight``."""
     return name.rpartition(".")[0]
 
 
@@ -180,13 +174,12 @@ def is_yardstick(errors: Sequence[Rounded], tolerance: Tolerance = ROUNDING, *, 
 
 
 def _gradient_norms(errors: Sequence[Rounded]) -> tuple[float, float, float]:
-    """Norms over all gradients (L2): error of the step without a plan, largest of the yardsticks, gradients."""
+    """Return three norms (L2) over all gradients: of the errors of the step without a plan, of the largest errors of
+    the yardsticks, and of the gradients themselves."""
     gradients = [error for error in errors if error.kind in ("gradients", "parameters")]
-    return (
-        math.hypot(*(error.own for error in gradients)),
-        math.hypot(*(error.reference for error in gradients)),
-        math.hypot(*(error.norm for error in gradients)),
-    )
+    own_error = math.hypot(*(error.own for error in gradients))
+    reference_error = math.hypot(*(error.reference for error in gradients))
+    return own_error, reference_error, math.hypot(*(error.norm for error in gradients))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +197,12 @@ class LayerError:
     @property
     def relative(self) -> float:
         """Error of the candidate as a share of the norm."""
-        return _relative_error(self.error, self.norm)
+        return relative_error(self.error, self.norm)
 
     @property
     def relative_reference(self) -> float:
         """Largest error of the yardsticks as a share of the norm."""
-        return _relative_error(self.reference, self.norm)
+        return relative_error(self.reference, self.norm)
 
 
 def by_layer(errors: Sequence[Rounded]) -> tuple[LayerError, ...]:
@@ -227,26 +220,22 @@ def overall(errors: Sequence[Rounded], kind: str) -> LayerError:
 
 
 def _total(kind: str, layer: str, errors: Sequence[Rounded]) -> LayerError:
-    return LayerError(
-        kind,
-        layer,
-        error=math.hypot(*(error.error for error in errors)),
-        reference=math.hypot(*(error.reference for error in errors)),
-        norm=math.hypot(*(error.norm for error in errors)),
-    )
+    """Return the norms (L2) over the errors of a layer's tensors."""
+    error, reference = math.hypot(*(e.error for e in errors)), math.hypot(*(e.reference for e in errors))
+    return LayerError(kind, layer, error, reference, math.hypot(*(e.norm for e in errors)))
 
 
 def truth_label(name: str) -> str:
-    """Name, for people, of the step that errors are measured from."""
+    """Return how messages name the step that errors are measured from. ``name``: of its trial."""
     return "float64" if name == "float64" else "the step without a plan"
 
 
 def beyond_tolerance(
     differences: Sequence[Difference], errors: Sequence[Rounded], truth: str = "float64"
 ) -> list[Difference]:
-    """Keep the differences that are not allowed, described by their errors.
+    """Return the differences that are not allowed, described by their errors.
 
-    Differences that are no matter of numbers, such as other shapes, are kept as they are.
+    Differences that are no matter of numbers, such as other shapes, are returned unchanged.
 
     Args:
         differences: all differences.
@@ -267,12 +256,9 @@ def beyond_tolerance(
 def _describe(error: Rounded, truth: str) -> str:
     """Describe an error that is larger than allowed, relative to the norm unless the tensor is nearly zero."""
     if math.isnan(error.error):
-        unplanned = "the step without a plan"
-        return (
-            f"has a nan, and so has {unplanned}"
-            if math.isnan(error.own)
-            else f"has a nan, where {unplanned} has numbers"
-        )
+        if math.isnan(error.own):
+            return "has a nan, and so has the step without a plan"
+        return "has a nan, where the step without a plan has numbers"
     if error.error >= NEAR_ZERO * error.norm:
         norm = f"in L2, where {truth} has {error.norm:.3g}"
         return f"is {error.error:.3g} from {truth} ({norm}), and {error.allowed:.3g} is allowed"
@@ -288,9 +274,6 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def floating_point(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Keep the floating-point tensors, real or complex."""
-    return {
-        name: value
-        for name, value in named.items()
-        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    }
+    """Return the floating-point tensors, real or complex, among values by name."""
+    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}

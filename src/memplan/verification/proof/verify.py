@@ -73,13 +73,10 @@ def verify(
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise UsageError(f"steps={steps!r}", expected="a whole number of steps, at least 1")
-    options = StepOptions(
-        inputs, kwargs, tuple(targets) if isinstance(targets, (list, tuple)) else (targets,), loss, optimizer, autocast
-    ).checked()
+    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
+    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast).checked()
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
-    work = Work(
-        options.inputs, options.kwargs, options.targets, *options.callables, options.autocast, micro_batches
-    )  # fmt: skip
+    work = Work(options.inputs, options.kwargs, options.targets, *options.callables, options.autocast, micro_batches)
     for function in (reference, candidate):
         if not callable(function):
             raise TargetError(
@@ -112,14 +109,9 @@ class Baselines:
 
 
 def compare(
-    baselines: Baselines,
-    candidate: Trial,
-    steps: int,
-    tolerance: Tolerance = EXACT,
-    *,
-    predicted: int | None = None,
-    budget: int | None = None,
-) -> Proof:
+    baselines: Baselines, candidate: Trial, steps: int, tolerance: Tolerance = EXACT, *,
+    predicted: int | None = None, budget: int | None = None,
+) -> Proof:  # fmt: skip
     """Compare a candidate with the step without a plan, step by step. Random streams advance: the caller restores them.
 
     Where bits may differ, errors are measured from the step in float64, or from the step without a plan where float64
@@ -140,9 +132,11 @@ def compare(
     failures, started = list[Exception](), False
 
     def attempt(truth: Trial, *yardsticks: Trial) -> Proof | None:
+        """Compare by these trials; None if a trial raises."""
         nonlocal started
-        for trial in dict.fromkeys((reference, candidate, truth, *yardsticks)) if started else ():
-            trial.restart_from(reference)
+        if started:
+            for trial in dict.fromkeys((reference, candidate, truth, *yardsticks)):
+                trial.restart_from(reference)
         started, criterion = True, _Criterion(truth, yardsticks, tolerance)
         try:
             return _compare_once(reference, candidate, steps, criterion, predicted, budget)
@@ -175,22 +169,19 @@ def compare(
 
 
 def _compare_once(
-    reference: Trial,
-    candidate: Trial,
-    steps: int,
-    criterion: _Criterion | None,
-    predicted: int | None,
+    reference: Trial, candidate: Trial, steps: int, criterion: _Criterion | None, predicted: int | None,
     budget: int | None,
-) -> Proof:
-    """Compare bit for bit, or by a criterion.
+) -> Proof:  # fmt: skip
+    """Run all trials and compare candidate and reference, bit for bit (``criterion`` is None) or by a criterion.
 
     With a criterion each step begins with the reference's parameters, and updated parameters are compared only where
-    the backward pass updates them: otherwise they follow from the gradients.
+    the backward pass updates them: otherwise they follow from the gradients. ``predicted``, ``budget``: bytes, for the
+    proof.
     """
     comparison = _Comparison(criterion)
     comparison.start(reference, candidate)
     trials = tuple(dict.fromkeys((reference, candidate, *(() if criterion is None else criterion.trials))))
-    resident = 0, 0
+    resident = reference_resident = 0
     with _releasing(trials), Meter() as meter:
         for step in range(steps):
             before = RandomState.now()
@@ -199,7 +190,7 @@ def _compare_once(
                 before.restore()
                 trial.gradients_of_step(meter)
                 comparison.random_states[trial.name] = RandomState.now()
-            resident = candidate.resident, reference.resident
+            resident, reference_resident = candidate.resident, reference.resident
             comparison.compare_backward(step, reference, candidate)
             for trial in trials if candidate.in_backward else (reference, candidate):
                 trial.update_step(meter)
@@ -208,25 +199,18 @@ def _compare_once(
             for trial in trials:
                 trial.release()
     return Proof(
-        steps=steps,
-        micro_batches=reference.work.micro_batches,
+        steps=steps, micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
         early=candidate.in_backward,
-        outputs=comparison.compared("outputs"),
-        gradients=comparison.compared("gradients"),
-        parameters=comparison.compared("parameters"),
-        buffers=comparison.compared("buffers"),
-        random_streams=tuple(comparison.random_streams),
-        resident=resident[0],
-        peak=resident[0] + meter.measured(candidate.name).growth_peak,
-        reference_peak=resident[1] + meter.measured(reference.name).growth_peak,
-        predicted=predicted,
-        budget=budget,
-        torch=torch.__version__,
+        outputs=comparison.compared("outputs"), gradients=comparison.compared("gradients"),
+        parameters=comparison.compared("parameters"), buffers=comparison.compared("buffers"),
+        random_streams=tuple(comparison.random_streams), resident=resident,
+        peak=resident + meter.measured(candidate.name).growth_peak,
+        reference_peak=reference_resident + meter.measured(reference.name).growth_peak,
+        predicted=predicted, budget=budget, torch=torch.__version__,
         grade="exact" if criterion is None else criterion.tolerance.grade,
-        rounded=tuple(comparison.rounded),
-        truth="" if criterion is None else criterion.truth.name,
-    )
+        rounded=tuple(comparison.rounded), truth="" if criterion is None else criterion.truth.name,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -259,6 +243,7 @@ class _Criterion:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
+        """The trials that it needs, in addition to the candidate."""
         return (self.truth, *self.yardsticks)
 
 
@@ -298,7 +283,8 @@ class _Comparison:
         self._save_parameters(reference, candidate)
 
     def _save_parameters(self, reference: Trial, candidate: Trial) -> None:
-        """Save the parameters before a step whose updates are compared: those in the backward pass, by a criterion."""
+        """Save the parameters before a step, if the errors of their updates are measured: the backward pass updates
+        them, and there is a criterion."""
         if candidate.in_backward and self.criterion is not None:
             parameters = floating_point(reference.parameters)
             self._parameters = {name: p.detach().to(torch.float64, copy=True) for name, p in parameters.items()}
@@ -316,8 +302,8 @@ class _Comparison:
         return {name: p.detach().to(torch.float64) - self._parameters[name] for name, p in tensors.items()}
 
     def _rounding_of_updates(self, kind: str, named: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """Return the error to allow each parameter's update in addition: the sum of both is rounded to one eps of the
-        parameter. Empty for other kinds of tensors."""
+        """Return the error that each parameter's update may have in addition, by name; empty for other tensors. An
+        updated parameter is the sum of parameter and update, rounded to an eps of the parameter."""
         if kind != "parameters" or not self._parameters:
             return {}
         return {name: self._eps[name] * float(self._parameters[name].norm()) for name in named if name in self._eps}
@@ -361,14 +347,9 @@ class _Comparison:
         self._record(kind, step, (reference, candidate), lambda trial: getattr(trial, kind), differences, len(names))
 
     def _record(
-        self,
-        kind: str,
-        step: int,
-        trials: tuple[Trial, Trial],
-        tensors_of: Callable[[Trial], Mapping[str, Any]],
-        differences: list[Difference],
-        number: int,
-    ) -> None:
+        self, kind: str, step: int, trials: tuple[Trial, Trial], tensors_of: Callable[[Trial], Mapping[str, Any]],
+        differences: list[Difference], number: int,
+    ) -> None:  # fmt: skip
         """Add the differences of a kind of tensors to the comparison; with a criterion, only those that it does not
         allow.
 
@@ -395,6 +376,7 @@ class _Comparison:
 
 
 def _check_names(reference: Trial, candidate: Trial) -> None:
+    """Raise InputError unless both trials have the same names of parameters and buffers."""
     for what in ("parameters", "buffers"):
         expected, actual = getattr(reference, what).keys(), getattr(candidate, what).keys()
         if expected != actual:
