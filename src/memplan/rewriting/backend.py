@@ -140,8 +140,10 @@ def _plain_name(placeholder: str) -> str:
 def _warn_of_break(graph: fx.GraphModule) -> None:
     """Warn once for each line at which Dynamo breaks the graph: the budget then bounds each part, not the step."""
     graph_break = _torch.graph_break(graph)
-    line = None if graph_break is None else (graph_break.path, graph_break.line)
-    if graph_break is None or line is None or line in _warned:
+    if graph_break is None:
+        return
+    line = graph_break.path, graph_break.line
+    if line in _warned:
         return
     _warned.add(line)
     warnings.warn(

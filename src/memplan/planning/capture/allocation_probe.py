@@ -33,6 +33,7 @@ class Allocations:
     def __init__(self, *, real: bool) -> None:
         self._profile = _torch.memory_profile()
         self._observer = None if real else Observer(Place(), real=False, semantics=_SEMANTICS)
+        """Counts tensors without data; None if the profile measures."""
         self._stack = ExitStack()
         self._ranges: dict[str, tuple[int, int]] = {}
         """Start and end of each span, by name: ns of a profile, or ticks of a ledger."""
@@ -79,7 +80,7 @@ class Allocations:
 
     @contextmanager
     def _span(self, name: str, ledger: Ledger) -> Iterator[None]:
-        """As `span`, for a recording: the ticks of its ledger's clock delimit the span."""
+        """Record the ticks of a ledger's clock between which this context runs, under a name."""
         start = ledger.clock + 1
         yield
         self._ranges[name] = start, ledger.clock

@@ -144,15 +144,10 @@ def capture(
     return replace(
         captured,
         constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
-        channels_last=channels_last,
-        guards=tuple(guards.guards),
-        printed=watch.printed.lines > 0,
-        tiled=tuple(calls.tiling.registered),
-        groups=groups,
-        refused_groups=refused_groups,
-        in_place_calls=frozenset(calls.tiling.in_place),
-        reads=passes.reads(),
-    )
+        channels_last=channels_last, guards=tuple(guards.guards), printed=watch.printed.lines > 0,
+        tiled=tuple(calls.tiling.registered), groups=groups, refused_groups=refused_groups,
+        in_place_calls=frozenset(calls.tiling.in_place), reads=passes.reads(),
+    )  # fmt: skip
 
 
 @own_streams()
@@ -339,10 +334,8 @@ def _trace(
         dtypes, structure = exact_flat.dtypes, exact_flat.returned and exact_flat.returned.structure
 
     def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Cast outputs to the dtypes of the plain step, and undo channels last.
-
-        A tensor that is returned twice is converted once, so that both outputs stay the same object.
-        """
+        """Cast outputs to the dtypes of the plain step, and undo channels last. A tensor that is returned twice is
+        converted once, so that both outputs stay the same object."""
         outputs = outputs if calls is None else calls.returned(outputs)
         dtypes_expected = [output.dtype for output in outputs] if dtypes is None else dtypes
         converted: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -397,14 +390,8 @@ def _marked_as_capturing() -> Iterator[None]:
 
 @contextmanager
 def _autocast_to(model: nn.Module, names: Mapping[int, str], precision: Precision) -> Iterator[None]:
-    """Within this context the model runs under autocast to ``precision.compute``, except for the layers named in
-    ``precision.apart``.
-
-    Args:
-        model: the model that is traced.
-        names: the name of each layer, by id() of the module.
-        precision: without ``compute``, nothing is cast.
-    """
+    """Within this context the model runs under autocast to ``precision.compute``, if any, except for the layers named
+    in ``precision.apart``. ``names``: the name of each layer, by id() of the module."""
     if not precision.compute:
         yield
         return
@@ -438,10 +425,8 @@ def _without_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> 
 
 
 def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
-    """Return the error to raise for a step that cannot be traced, in terms of the user's code.
-
-    ``fake``: the model's parameters have no data, so that nothing in it can run as an opaque call.
-    """
+    """Return the error to raise for a step that cannot be traced, in terms of the user's code. ``fake``: the model's
+    parameters have no data, so that nothing in it can run as an opaque call."""
     error, layer = untraceable.error, untraceable.layer
     where = format_frame(frame_of_error(error))
     first_line = str(error).strip().split("\n")[0] or "no message"
@@ -483,10 +468,8 @@ def _refusal(untraceable: _Untraceable, *, fake: bool = False) -> MemplanError:
 
 
 def _refuse_side_effects(trace: Callable[[], Any], watch: Watch) -> None:
-    """Raise RecordingError if forward() seeds torch, draws from other generators, or changes attributes.
-
-    ``trace`` runs the trace again, line by line, to name the line of the side effect.
-    """
+    """Raise RecordingError if forward() seeds torch, draws from other generators, or changes attributes. ``trace`` runs
+    the trace again, line by line, to name the line of the side effect."""
     if watch.seeded:
         raise RecordingError(
             "forward() sets torch's random state (torch.manual_seed, fork_rng): a planned step would draw from the one "
@@ -513,6 +496,7 @@ def _refuse_side_effects(trace: Callable[[], Any], watch: Watch) -> None:
 
 
 def _attribute_changes(changes: Sequence[str], where: str | None) -> RecordingError:
+    """Return the error for a forward() that changes attributes of modules. ``changes``: their names."""
     return RecordingError(
         f"forward() changes the attribute {changes[0]}" + (f" and {len(changes) - 1} more" if changes[1:] else ""),
         expected="state in buffers: a planned step does not run forward() again",
@@ -537,7 +521,8 @@ class _Calls:
             handler.begin()
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
-        """Run the call of a torch function, or its replacement. ``number`` counts the calls of the pass."""
+        """Run the call with this number in a pass: a kernel may replace it, or a segment take it in; else it is
+        logged."""
         if self.kernels.groups:
             return self.kernels.call(number, func, args, kwargs)
 
@@ -576,7 +561,7 @@ def _annotating_ops(
     class AnnotationMode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             safe_point()
-            # Tensors without data answer it without such a call, so it must not count.
+            # Reading the device is a call of a torch function for some tensors only, so it must not count.
             if getattr(func, "__self__", None) is _DEVICE:
                 return func(*args, **(kwargs or {}))
             frame = user_frame()

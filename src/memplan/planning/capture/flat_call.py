@@ -132,10 +132,8 @@ class Flat(nn.Module):
         return name
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model. Return its output tensors, then the flags of guards, then the new values of buffers.
-
-        A tensor that the model returns twice is returned once. Outputs that the loss does not read are detached.
-        """
+        """Call the model. Return its output tensors, then the flags of guards, then the new values of buffers. A tensor
+        that the model returns twice is returned once. Outputs that the loss does not read are detached."""
         args, kwargs = self._call.rebuild(tensors)
         state = {path: getattr(self, name) for name, path in self.paths.items()}
         with self._context():
@@ -163,9 +161,7 @@ class Flat(nn.Module):
 
 def _without_view(tensor: torch.Tensor, bases: set[int]) -> torch.Tensor:
     """Return an output of the graph that shares no memory with inputs, state or earlier outputs: a clone if it does.
-
-    ``bases``: ids of the base tensors of these (see `_base`); the base of this output is added.
-    """
+    ``bases``: ids of the base tensors of these (see `_base`); the base of this output is added."""
     if _base(tensor) in bases:
         return tensor.clone()
     bases.add(_base(tensor))

@@ -158,8 +158,8 @@ class Values:
     ) -> int:  # fmt: skip
         """Add a value and return its id. A result in the memory of an earlier value is a view; placeholders are none.
 
-        ``operand_bases``: the base of an operand of the op, by key of its storage. It goes before the storage's first
-        owner, as several parameters can share a storage.
+        ``operand_bases``: the base of an operand of the op, by key of its storage. As several parameters can share a
+        storage, it takes precedence over the storage's first owner.
         """
         key = _torch.storage_key(tensor.untyped_storage())
         number = len(self.all)
@@ -207,12 +207,13 @@ class Reader:
         self.values = Values(joint, paths, aliases, hooked)
         self.ops: list[GraphOp] = []
         self.casts: dict[int, int] = {}
-        """Casts of autocast among the forward ops, with the autocast region that caches them."""
+        """The autocast region that caches the result, by index of an op that is a cast of autocast."""
         self._forward_op_by_sequence: dict[int, int] = {}
         """Forward op by autograd sequence number."""
         self._sequences: list[int] = []
         """Sequence numbers in order."""
         self._mutated: set[int] = set()
+        """Values that the step changes."""
 
     def graph(self) -> JointGraph:
         """Read all nodes: forward before backward, else in order.

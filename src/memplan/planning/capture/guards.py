@@ -94,17 +94,15 @@ class Guards:
 
 @contextmanager
 def _intercepting_flag_reads(answer: Callable[[torch.Tensor, Callable[[], bool]], bool]) -> Iterator[None]:
-    """Call ``answer(flag, read)`` for each read of a boolean scalar in this thread. The model gets its result; the
-    real value is ``read()``.
-
-    The methods are patched, since a mode does not see the reads of torch's own functions.
-    """
+    """Call ``answer(flag, read)`` for each read of a boolean scalar in this thread. The model gets its result; the real
+    value is ``read()``. The methods are patched, since a mode does not see the reads of torch's own functions."""
     in_read = False
 
     def read_by(method: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
         """Return the replacement of a method of Tensor that reads a scalar."""
 
         def read(tensor: torch.Tensor) -> Any:
+            """Read a scalar; a flag by ``answer``, which may read it by the original method."""
             nonlocal in_read
             if in_read or tensor.dtype != torch.bool:  # a traced tensor reads the tensor that it wraps
                 return method(tensor)
@@ -127,9 +125,10 @@ def _run_and_log_reads(run: Callable[[], Any], negated: int | None = None) -> li
     reads: list[tuple[Line | None, bool]] = []
 
     def log_read(flag: torch.Tensor, read: Callable[[], bool]) -> bool:
-        answer = read()
+        """Log the read of a flag with its line. Returns its value, or the opposite for the read to negate."""
+        answer, index = read(), len(reads)
         reads.append((user_frame(), answer))
-        return answer if len(reads) - 1 != negated else not answer
+        return not answer if index == negated else answer
 
     with _intercepting_flag_reads(log_read):
         run()

@@ -122,6 +122,7 @@ _CALLS: weakref.WeakValueDictionary[str, OpaqueCall] = weakref.WeakValueDictiona
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return a key that is equal for tensors in the same storage."""
     return _torch.storage_key(tensor.untyped_storage())
 
 
@@ -148,10 +149,8 @@ def _forward(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
 
 
 def _without_sharing(recorded: _torch.Recorded, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the results of a call; those that share a storage with an input or an earlier result are cloned.
-
-    They are removed from ``recorded``, so that the caller alone keeps them alive.
-    """
+    """Return the results of a call; those that share a storage with an input or an earlier result are cloned. They are
+    removed from ``recorded``, so that the caller alone keeps them alive."""
     used_storages = {_storage(tensor) for tensor in inputs}
     results = list[torch.Tensor]()
     while recorded.results:
@@ -172,19 +171,15 @@ def _forward_without_data(inputs: Sequence[torch.Tensor], key: str) -> list[torc
 def _backward(
     handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], key: str
 ) -> list[torch.Tensor]:
-    """Run the op of an opaque call's derivative: return the gradients of the arguments that need one.
-
-    ``saved`` is not read: as an argument of the op it tells the planner which tensors the handle keeps alive.
-    """
+    """Run the op of an opaque call's derivative: return the gradients of the arguments that need one. ``saved`` is not
+    read: as an argument of the op it tells the planner which tensors the handle keeps alive."""
     recorded = handle.recorded  # pyright: ignore[reportAttributeAccessIssue]  # set by _forward
     return _CALLS[key].gradients(recorded, gradients, keep=_torch.keeps_graph())
 
 
-def _backward_without_data(
-    handle: torch.Tensor, gradients: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor], key: str
-) -> list[torch.Tensor]:
-    """As `_backward`, on fake tensors."""
-    return [like.empty() for like in _CALLS[key].gradient_layouts]
+def _backward_without_data(*args: Any) -> list[torch.Tensor]:
+    """Return the gradients of an opaque call's arguments as fake tensors. The last of ``args`` is the call's key."""
+    return [like.empty() for like in _CALLS[args[-1]].gradient_layouts]
 
 
 _torch.define_opaque(_forward, _forward_without_data, _backward, _backward_without_data)
@@ -195,6 +190,7 @@ class _OpaqueFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the op of the call, and keep its handle and the tensors that it saves for the derivative."""
         *results, handle = torch.ops.memplan.opaque.default(list(tensors), call.key)
         candidates = (*tensors, *results)
         ctx.call, ctx.handle, ctx.saved = call, handle, [candidates[index] for index in call.saved_positions]
@@ -205,6 +201,7 @@ class _OpaqueFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Run the op of the derivative. Returns None for the call, then the gradient of each tensor argument."""
         call: OpaqueCall = ctx.call
         computed = iter(torch.ops.memplan.opaque_backward.default(ctx.handle, list(gradients), ctx.saved, call.key))
         return None, *(next(computed) if needed else None for needed in call.needs_gradient)
@@ -228,8 +225,9 @@ class OpaqueCallRegistry:
         self._previous: list[OpaqueCall] = []
         """Calls of the pass before."""
         self._examples: list[OpaqueCall] = []
-        """Calls of what is marked in a real run of the model, in order."""
+        """Calls of marked functions and ops in a real run of the model, in order."""
         self._next = 0
+        """Index of the example for the next call in the trace."""
         self._in_opaque_call = False
         """Whether an opaque call runs: opaque calls inside of it are part of it."""
 
@@ -314,6 +312,7 @@ class OpaqueCallRegistry:
         needs_gradient = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
 
         def measure_with(needs_gradient: Sequence[bool]) -> tuple[OpaqueCall, list[torch.Tensor]]:
+            """Run and measure the call with these tensors needing a gradient. Returns its description and results."""
             self._in_opaque_call = True
             try:
                 return _measure_memory(title, function, arguments, tensors, needs_gradient, layer)
@@ -338,7 +337,7 @@ class OpaqueCallRegistry:
         return call.output_structure.rebuild(results)
 
     def _trace(self, title: str, function: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
-        """Replace an opaque call by one op in the traced graph, with the memory that was measured in the real run."""
+        """Replace a call that cannot be traced by an op, with the memory that was measured in the real run."""
         tensors, arguments = take_apart((args, kwargs))
         example = self._next_example(title, tensors, layer)
         needs_gradient = _needs_gradient(tensors)
@@ -352,7 +351,8 @@ class OpaqueCallRegistry:
         once for all passes of the trace."""
         tensors, arguments = take_apart((args, kwargs))
         inputs, needs_gradient = tuple(Like.of(tensor) for tensor in tensors), _needs_gradient(tensors)
-        call = self._previous[len(self.calls)] if len(self.calls) < len(self._previous) else None
+        number = len(self.calls)
+        call = self._previous[number] if number < len(self._previous) else None  # of the pass before
         signature = (title, arguments, needs_gradient, inputs)
         if call is None or (call.title, call.arguments, call.needs_gradient, call.inputs) != signature:
             call, _ = _measure_memory(title, function, arguments, inputs, needs_gradient, layer)
@@ -380,10 +380,8 @@ class OpaqueCallRegistry:
         return replace(example, inputs=inputs)
 
     def _register(self, call: OpaqueCall) -> OpaqueCall:
-        """Add a call to `_CALLS` under a key, and return the call with its key.
-
-        The key is the same in every process, so that a saved plan applies there. Different calls have different keys.
-        """
+        """Add a call to `_CALLS` under a key, and return the call with its key. The key is the same in every process,
+        so that a saved plan applies there. Different calls have different keys."""
         signature = (
             call.inputs, call.results, call.needs_gradient, call.differentiable, call.saved_bytes,
             call.saved_positions, call.gradient_likes,
@@ -399,6 +397,7 @@ class OpaqueCallRegistry:
 
 
 def _needs_gradient(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Return for each tensor whether a call that runs now has to compute its gradient."""
     return tuple(tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors)
 
 
@@ -423,6 +422,7 @@ def _measure_memory(
     structures: list[Structure] = []
 
     def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the call, and note the structure of its output."""
         results, structure = call.called(tensors)
         structures.append(structure)
         return results
@@ -472,11 +472,8 @@ def _saved_positions(
     """Return the positions of the arguments and results whose storage a call still references after it returned.
 
     A call references a storage if there are more references to it than before the call and from the results together.
-    Positions count the arguments first, then the results.
-
-    Args:
-        before: number of references to the storages of the arguments before the call, by key of the storage.
-        tensors, results: arguments and results of the call.
+    Positions count the arguments (``tensors``) first, then the results. ``before``: number of references to the
+    arguments' storages before the call, by key of the storage.
     """
     (references_of_new,) = _reference_counts([torch.empty(0)]).values()
     overhead = references_of_new - 1  # references that the counting adds: a new storage has a single tensor

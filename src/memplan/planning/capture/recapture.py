@@ -51,15 +51,14 @@ def recapture_in_channels_last(
 
 
 def _is_channels_last(value: Value) -> bool:
+    """Return whether a tensor of four or five dimensions is in channels last, by its shape and strides."""
     tensor = torch.empty_strided(value.shape, value.stride, device="meta")
     return tensor.is_contiguous(memory_format=_FORMATS[len(value.shape)])
 
 
 def _is_equivalent(channels_last: JointGraph, graph: JointGraph) -> bool:
-    """Return whether a step in channels last computes the same as ``graph``, without converting back and forth.
-
-    Random numbers (drawn in the order of memory), as_strided, and ops of other libraries depend on the layout.
-    """
+    """Return whether a step in channels last computes the same as ``graph``, without converting back and forth. Random
+    numbers (drawn in the order of memory), as_strided, and ops of other libraries depend on the layout."""
     targets = {op.target for op in graph.ops if op.phase == "forward"}  # torch itself uses as_strided in backward
     if any(target.split(".")[0] not in _CORE or "as_strided" in target for target in targets):
         return False

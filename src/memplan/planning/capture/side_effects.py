@@ -198,23 +198,16 @@ class Watch:
 
 
 def _only_transparent(before: dict[Any, _Snapshot] | None, now: dict[str, Any], table: str) -> bool:
-    """Return whether the only change of a module's dict of hooks is that transparent hooks were added.
-
-    Args:
-        before: snapshots of the module's attributes, by name.
-        now: its attributes.
-        table: name of the attribute that is the dict of hooks.
-    """
+    """Return whether the only change of a module's dict of hooks, the attribute ``table``, is that transparent hooks
+    were added. ``before``: snapshots of the module's attributes, by name; ``now``: its attributes."""
     hooks_before, hooks_now = ({} if before is None else before[table].parts or {}), now[table]
     added = [hook for key, hook in hooks_now.items() if key not in hooks_before]
     return hooks_before.keys() <= hooks_now.keys() and all(map(is_transparent, added))
 
 
 def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
-    """Return the user's line (``file:line``) after which ``happened()`` is first true, None if it never is.
-
-    Calls ``run()`` and follows it line by line.
-    """
+    """Return the user's line (``file:line``) after which ``happened()`` is first true, None if it never is. Calls
+    ``run()`` and follows it line by line."""
     last_line: tuple[str, int] | None = None
     line: tuple[str, int] | None = None
 
@@ -255,13 +248,8 @@ def recomputed_attributes(module: nn.Module) -> frozenset[str]:
 
 
 class _Snapshot:
-    """Snapshot of a value, and of the containers and objects in it down to a depth.
-
-    Args:
-        value: which is compared and restored.
-        depth: how many levels of its content are compared, too.
-        ignored: keys of its content whose changes do not count.
-    """
+    """Snapshot of a value, and of the containers and objects in it down to a depth. Changes at the keys ``ignored`` of
+    its content do not count."""
 
     def __init__(self, value: Any, depth: int, ignored: frozenset[str] = frozenset()) -> None:
         self.value, self.ignored = value, ignored

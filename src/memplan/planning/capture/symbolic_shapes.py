@@ -49,6 +49,7 @@ class _SizeFamily:
 
     def __init__(self) -> None:
         self.seen: list[Sizes] = []
+        """Sizes of the calls so far."""
         self.template: Template | None = None
         self.varying: list[frozenset[int]] = []
         """Dimensions that are symbols in the template, by tensor."""
@@ -64,13 +65,9 @@ class Shapes:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        kind: Callable[[Call], Hashable],
-        precision: Precision = EXACT,
-        *,
+        self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT, *,
         channels_last: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._module, self._key, self._precision, self._channels_last = module, kind, precision, channels_last
         self._families: dict[Hashable, _SizeFamily] = {}
 
@@ -128,12 +125,8 @@ def _can_use_symbols(call: Call, seen: Sequence[Sizes], varying: Sequence[frozen
     """Return whether a call can be traced with symbols.
 
     Sizes that are equal in it must be equal in all calls, as they get the same symbol. None may be 0 or 1, which torch
-    specializes. Its tensors must not share memory.
-
-    Args:
-        call: the call.
-        seen: sizes in the earlier calls.
-        varying: for each tensor, the dimensions that become symbols; at least one in all.
+    specializes. Its tensors must not share memory. ``seen``: sizes in the earlier calls; ``varying``: for each tensor,
+    the dimensions that become symbols, at least one in all.
     """
     if call.aliases != tuple(range(len(call.tensors))):
         return False

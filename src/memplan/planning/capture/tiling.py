@@ -166,10 +166,8 @@ class Tiling:
         return _torch.tree_map(self._replaced, result)
 
     def _update_running(self, tiled: Tiled, recorder: Recorder, statistics: Sequence[Tensor]) -> None:
-        """Update the running statistics of the segment's batch norms as torch does.
-
-        ``statistics``: mean and biased variance of each of ``tiled.norms``, in turn.
-        """
+        """Update the running statistics of the segment's batch norms as torch does. ``statistics``: mean and biased
+        variance of each of ``tiled.norms``, in turn."""
         means, variances = (statistics[first : 2 * len(tiled.norms) : 2] for first in (0, 1))
         for (index, norm), mean, variance in zip(tiled.norms.items(), means, variances, strict=True):
             shape = tiled.program.likes[norm.input].shape
@@ -217,8 +215,8 @@ def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
 
 
 def _measured_scratch(target: str, args: Sequence[Any]) -> int:
-    """As `tile_scratch`, by recording the pieces that can need most: the largest, and the first and the last, which
-    pad."""
+    """Return the workspace of a segment's op in bytes, by recording the pieces that can need most: the largest, and the
+    first and the last, which pad."""
     with Allocations(real=False) as allocations:
         arguments = _torch.tree_map(lambda leaf: torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf, args)
         tiled = tile_of(arguments[-1])

@@ -13,6 +13,7 @@ from torch import Tensor
 from memplan import _torch
 from memplan._display import Printed
 from memplan.planning.graph.op_schema import overload
+from memplan.planning.graph.tensor_like import spanned_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,7 @@ class Operand(Printed):
 
     def zeros(self, place: str) -> Tensor:
         """Return zeros with this shape, strides and dtype on a device; as indices they are valid for any tensor."""
-        last_element = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        flat = torch.zeros(last_element + 1 if prod(self.shape) else 0, dtype=self.dtype, device=place)
+        flat = torch.zeros(spanned_elements(self.shape, self.stride), dtype=self.dtype, device=place)
         return flat.as_strided(self.shape, self.stride)
 
 

@@ -23,6 +23,7 @@ from memplan.errors import UsageError
 from memplan.planning.graph import roofline
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value, map_refs, recomputable, refs
 from memplan.planning.graph.roofline import Work
+from memplan.planning.graph.tensor_like import spanned_elements
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import Called
 from memplan.planning.ops import (  # registers timed ops, and their work
@@ -416,15 +417,10 @@ def workspace_on(on: str, call: Callable[[], Any]) -> int:
 
 
 def _synthetic_call(graph: JointGraph, target_and_arguments: Called, on: str) -> Callable[[], Any]:
-    """Return a function that runs an op on synthetic tensors.
+    """Return a function that runs an op on synthetic tensors on a device.
 
-    Args:
-        graph: the graph of the op.
-        target_and_arguments: its target, args and kwargs, with a Ref in place of each tensor.
-        on: torch's name of the device.
-
-    Raises:
-        UsageError: the op draws from torch's default generator on the CPU.
+    ``target_and_arguments``: its target, args and kwargs, with a Ref in place of each tensor. Raises UsageError if the
+    op draws from torch's default generator on the CPU.
     """
     target, args, kwargs = target_and_arguments
     tensors = {value: _synthetic(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
@@ -446,9 +442,8 @@ _generator = torch.Generator()
 def _synthetic(value: Value, on: str) -> torch.Tensor:
     """Return a tensor on a device with the shape, strides and dtype of a value. It has random numbers between 0.1 and
     1, for which every op is defined, or integer zeros, which are valid indices."""
-    last_element = sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
-    count = last_element + 1 if all(value.shape) else 0
-    dtype, generator = getattr(torch, value.dtype), _generator if torch.device(on).type == "cpu" else None
+    count, dtype = spanned_elements(value.shape, value.stride), getattr(torch, value.dtype)
+    generator = _generator if torch.device(on).type == "cpu" else None
     if dtype == torch.bool:
         flat = torch.rand(count, device=on, generator=generator) < 0.5
     elif dtype.is_floating_point or dtype.is_complex:  # a random block, repeated: drawing takes long

@@ -6,8 +6,8 @@ from memplan.planning.graph.joint_graph import JointGraph, refs
 
 
 def must_precede(graph: JointGraph) -> dict[int, set[int]]:
-    """Return, by index of a backward op, the indices of the backward ops that have to run before it. These are the ops
-    whose results it reads. Ops that draw random numbers or have a side effect keep their order, too."""
+    """Return the indices of the backward ops that have to run before a backward op, by its index: those whose results
+    it reads. Ops that draw random numbers or have a side effect keep their order, too."""
     maker = {value: op.index for op in graph.backward_ops for value in op.makes}
     before, ordered_before = dict[int, set[int]](), set[int]()
     for op in sorted(graph.backward_ops, key=lambda op: op.index):

@@ -93,7 +93,7 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
     """Return the FLOPs and bytes of an op."""
     if op.target in WORKS:
         return WORKS[op.target](map_refs(op.args, graph.values.__getitem__))
-    chunked = op.target == op_schema.CHUNKED
+    chunked = op.target == op_schema.CHUNKED  # a convolution with a further argument, the number of pieces
     formula = _torch.flop_formula("aten.convolution.default" if chunked else op.target)
     flops = 0
     if formula is not None:

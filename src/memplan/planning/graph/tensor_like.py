@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,12 @@ class Like:
     @property
     def bytes(self) -> int:
         """Bytes of the memory that it spans."""
-        last_element = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else (last_element + 1) * self.dtype.itemsize
+        return spanned_elements(self.shape, self.stride) * self.dtype.itemsize
+
+
+def spanned_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements of memory a tensor spans, from its first to its last."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

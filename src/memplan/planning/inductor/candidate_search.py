@@ -269,11 +269,8 @@ class TargetBounds:
         return replace(self, smallest_over=min(target, search_peak, *others))
 
     def next_target_after(self, target: int, search_peak: int, peak: int) -> int | None:
-        """Return the next target, None if no other candidate is to be expected.
-
-        Args:
-            target, search_peak, peak: of the last search, as for `narrowed`.
-        """
+        """Return the next target after a search, None if no other candidate is to be expected. ``target``: that of the
+        search; ``search_peak``, ``peak``: the peak of its plan as the search counts it, and of the code."""
         reached = max(target, search_peak) if peak <= self.budget else min(target, search_peak)
         next_target = self._offset(reached, peak)
         if self.largest_fitting is None or self.smallest_over is None:

@@ -63,6 +63,7 @@ class _Step:
         self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
         """Gradients of the step's outputs."""
         self.outside_tensors: list[Tensor] = []
+        """Memory outside of the graph that is live throughout the step, such as the optimizer's state."""
         self.inputs: list[Tensor] = []
 
     def build(self) -> Callable[[], None]:

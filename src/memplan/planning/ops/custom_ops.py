@@ -14,13 +14,8 @@ LIBRARY = torch.library.Library("memplan", "DEF")  # lives as long as the proces
 def define(
     schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a function as the kernel of ``memplan::name`` for the CPU and CUDA.
-
-    Args:
-        schema: of the op, as ``relu(Tensor self) -> Tensor``.
-        fake: returns results without data.
-        tags: tags of the op.
-    """
+    """Return a decorator that registers a function as the kernel of an op of memplan for the CPU and CUDA. ``schema``:
+    of the op, as ``relu(Tensor self) -> Tensor``; ``fake``: returns results without data."""
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
         """Register a kernel, and return it."""

@@ -22,15 +22,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield corresponding pieces of (elements, their 8-bit codes, their scales), each with a row for every group.
-
-    The last group can be shorter.
-
-    Args:
-        flat: the elements.
-        form: their encoding: codes and scales are views of it.
-        signed: whether the codes are int8, else uint8.
-    """
+    """Yield corresponding pieces of (elements, their 8-bit codes, their scales), each with a row for every group. The
+    last group can be shorter. ``flat``: all elements; ``form``: their encoding, of which codes and scales are views."""
     count = flat.numel()
     padded_count = -(-count // 4) * 4  # the scales are aligned to 4 bytes
     codes = form[:count].view(torch.int8 if signed else torch.uint8)
@@ -66,7 +59,7 @@ def dequantize(form: Tensor, size: Sequence[int], stride: Sequence[int], dtype: 
     """Return the tensor that `quantize` encoded, up to rounding."""
     value = torch.empty_strided(size, stride, dtype=dtype, device=form.device)
     for part, codes, scales in _groups(in_memory(value), form, signed):
-        if dtype == torch.float32:
+        if dtype == torch.float32:  # without a copy in float32
             part.copy_(codes).mul_(scales)
         else:
             part.copy_(codes.float().mul_(scales))

@@ -28,14 +28,8 @@ def _statistics_backward(args: Sequence[Any]) -> Work:
 
 
 def _of_logits(hidden: Value, weight: Value, *, products: int, passes: int) -> Work:
-    """Return the work of matrix products of hidden states and weight, and of passes over their logits.
-
-    Args:
-        hidden: of shape (tokens, features).
-        weight: of shape (classes, features).
-        products: number of products of these three sizes.
-        passes: how often all logits are read or written.
-    """
+    """Return the work of a number of matrix products of the sizes tokens, features and classes, and of passes that each
+    read or write all logits. ``hidden``: (tokens, features); ``weight``: (classes, features)."""
     (tokens, features), classes, size = hidden.shape, weight.shape[0], itemsize(hidden.dtype)
     flops = 2 * products * tokens * features * classes
     operand_bytes = size * features * (tokens + classes) * products

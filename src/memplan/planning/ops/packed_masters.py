@@ -247,14 +247,8 @@ class PackedMasters(torch.optim.Optimizer):
 
 
 def _pieces(count: int, elements: int) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Return (first element, function that returns the piece of a tensor) of each piece of contiguous tensors.
-
-    A single piece is the tensor itself, which need not be contiguous.
-
-    Args:
-        count: elements of the tensors.
-        elements: elements of a piece; the last can be shorter.
-    """
+    """Return (first element, function that returns the piece of a tensor) for each piece of contiguous tensors with
+    ``count`` elements. A single piece is the tensor itself, which need not be contiguous."""
     if count <= elements:
         return [(0, lambda tensor: tensor)]
     return [

@@ -398,91 +398,42 @@ def _native_group_norm_(
     return (input, *statistics)
 
 
-def _by_channels(compute: Callable[[slice], Sequence[Tensor | None]], overwritten: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute a batch norm or its derivative by slices of channels.
+def _by_channels(op: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return the in-place form of a batch norm op or of its derivative, computed a few channels at a time.
 
-    Args:
-        compute: returns the results of a slice: the main result, then vectors of statistics or parameter gradients.
-        overwritten: tensor that the main result overwrites.
-
-    Returns:
-        ``overwritten``, and the concatenated vectors.
+    The op's first result overwrites its first argument; its other results are vectors with a value for each channel.
     """
-    step, vectors = channels(overwritten.shape), list[Sequence[Tensor | None]]()
-    for start in range(0, overwritten.shape[1], step):
-        part = slice(start, start + step)
-        result, *part_vectors = compute(part)
-        assert result is not None
-        overwritten[:, part].copy_(result)
-        del result
-        vectors.append(part_vectors)
-    columns = ([vector for vector in column if vector is not None] for column in zip(*vectors, strict=True))
-    return (overwritten, *(torch.cat(column) if column else None for column in columns))
+
+    def of_channels(argument: Any, part: slice, dims: int) -> Any:
+        """Return an argument for a slice of the channels: dimension 1 of activations (of ``dims``), 0 of vectors."""
+        if not isinstance(argument, Tensor) or not argument.numel():
+            return argument
+        return argument[:, part].contiguous() if argument.dim() == dims else argument[part]
+
+    def in_place(first: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        """Run the op, and return its first argument, overwritten, and its other results."""
+        step, vectors = channels(first.shape), list[Sequence[Tensor | None]]()
+        for start in range(0, first.shape[1], step):
+            part = slice(start, start + step)
+            result, *part_vectors = op(*(of_channels(argument, part, first.dim()) for argument in (first, *args)))
+            assert result is not None
+            first[:, part].copy_(result)
+            del result
+            vectors.append(part_vectors)
+        columns = ([vector for vector in column if vector is not None] for column in zip(*vectors, strict=True))
+        return (first, *(torch.cat(column) if column else None for column in columns))
+
+    return in_place
 
 
-def _slice_vectors(part: slice, *vectors: Tensor | None) -> Iterator[Tensor | None]:
-    """Yield the values of each vector for a slice of the channels; missing and empty vectors as they are."""
-    return (vector if vector is None or not vector.numel() else vector[part] for vector in vectors)
-
-
-@define(
+for _schema, _op in {
     "native_batch_norm_backward_(Tensor(a!) grad_out, Tensor input, Tensor? weight, Tensor? running_mean,"
     " Tensor? running_var, Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask)"
-    " -> (Tensor(a!), Tensor, Tensor)",
-    _fake_of(_ATEN.native_batch_norm_backward.default),
-)
-def _native_batch_norm_backward_(
-    grad_out: Tensor, input: Tensor, weight: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-    save_mean: Tensor | None, save_invstd: Tensor | None, train: bool, eps: float, output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Overwrite ``grad_out`` with the gradient of a batch norm's input, a few channels at a time. Returns it and the
-    gradients of weight and bias."""
-    vectors = (weight, running_mean, running_var, save_mean, save_invstd)
-
-    def compute(part: slice) -> Sequence[Tensor | None]:
-        """Return the gradients of a slice of the channels."""
-        gradient, x = grad_out[:, part].contiguous(), input[:, part].contiguous()
-        return _ATEN.native_batch_norm_backward(gradient, x, *_slice_vectors(part, *vectors), train, eps, output_mask)
-
-    return _by_channels(compute, grad_out)
-
-
-@define(
+    " -> (Tensor(a!), Tensor, Tensor)": _ATEN.native_batch_norm_backward.default,
     "_native_batch_norm_legit_functional_(Tensor(a!) input, Tensor? weight, Tensor? bias, Tensor running_mean,"
     " Tensor running_var, bool training, float momentum, float eps)"
-    " -> (Tensor(a!), Tensor, Tensor, Tensor, Tensor)",
-    _fake_of(_ATEN._native_batch_norm_legit_functional.default),
-)
-def _batch_norm_(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    training: bool, momentum: float, eps: float,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Overwrite the input of a batch norm with its result, a few channels at a time. Returns it, the statistics of the
-    batch, and the new running statistics."""
-
-    def compute(part: slice) -> Sequence[Tensor | None]:
-        """Return the results of a slice of the channels."""
-        vectors = _slice_vectors(part, weight, bias, running_mean, running_var)
-        x = input[:, part].contiguous()
-        return _ATEN._native_batch_norm_legit_functional(x, *vectors, training, momentum, eps)
-
-    return _by_channels(compute, input)
-
-
-@define(
+    " -> (Tensor(a!), Tensor, Tensor, Tensor, Tensor)": _ATEN._native_batch_norm_legit_functional.default,
     "_native_batch_norm_legit_.no_stats(Tensor(a!) input, Tensor? weight, Tensor? bias, bool training,"
-    " float momentum, float eps) -> (Tensor(a!), Tensor, Tensor)",
-    _fake_of(_ATEN._native_batch_norm_legit.no_stats),
-)
-def _batch_norm_without_statistics_(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
-) -> tuple[Tensor | None, ...]:
-    """Overwrite the input of a batch norm without running statistics with its result, a few channels at a time. Returns
-    it and the statistics of the batch."""
-
-    def compute(part: slice) -> Sequence[Tensor | None]:
-        """Return the results of a slice of the channels."""
-        x = input[:, part].contiguous()
-        return _ATEN._native_batch_norm_legit.no_stats(x, *_slice_vectors(part, weight, bias), training, momentum, eps)
-
-    return _by_channels(compute, input)
+    " float momentum, float eps) -> (Tensor(a!), Tensor, Tensor)": _ATEN._native_batch_norm_legit.no_stats,
+}.items():
+    define(_schema, _fake_of(_op))(_by_channels(_op))

@@ -73,13 +73,8 @@ def _scratch(x: Value, parameters: tuple[Ref | None, ...], statistics: list[Valu
     """Return the workspace of `piecewise.batch_norm_again` in bytes: vectors with a number for each channel.
 
     These are a variance of 1, the factor and the offset of torch's kernel, the scaled weight unless it equals
-    ``invstd``, and casts of bias and mean to the kernel's dtype.
-
-    Args:
-        x: input of the norm.
-        parameters: weight and bias, None if the norm has none.
-        statistics: saved mean and reciprocal deviation.
-        graph: their graph.
+    ``invstd``, and casts of bias and mean to the kernel's dtype. ``parameters``: weight and bias; ``statistics``: saved
+    mean and reciprocal deviation.
     """
     dtype = "float64" if x.dtype == "float64" else "float32"
     weight, bias = (None if parameter is None else graph.values[parameter.value] for parameter in parameters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, map_refs, refs
 from memplan.planning.graph.op_schema import NUMBERS, is_contiguous, itemsize
+from memplan.planning.graph.tensor_like import spanned_elements
 from memplan.planning.levers.chunk_convolutions import meta_tensor
 from memplan.planning.levers.encode import reads_bits
 from memplan.trace.semantics.cpu.table import transient_bytes
@@ -125,7 +125,7 @@ class _Splitter(Rebuild):
             return view
         if self.values[original.base].kind in RESIDENT or original.base in self._outputs | self._read_by_own_gradient:
             return argument
-        size = _storage_elements(original.shape, original.stride) * itemsize(original.dtype)
+        size = spanned_elements(original.shape, original.stride) * itemsize(original.dtype)
         number = self.value(f"{original.name}_shape", original, bytes=size)
         self.add(
             GraphOp(
@@ -143,7 +143,7 @@ class _Splitter(Rebuild):
         owner = self.values[base]
         dense = dense or not is_contiguous(original)  # the kernel reads its layout, too
         stride = original.stride if dense else (0,) * len(original.shape)
-        fits = _storage_elements(original.shape, stride) * itemsize(original.dtype) <= owner.bytes
+        fits = spanned_elements(original.shape, stride) * itemsize(original.dtype) <= owner.bytes
         if {self.values[gradient.value].dtype, owner.dtype} != {original.dtype} or not fits:
             return None
         number = self.value(f"{original.name}_shape", original, base=base, bytes=0, stride=stride)
@@ -154,8 +154,3 @@ class _Splitter(Rebuild):
             )
         )  # fmt: skip
         return Ref(number)
-
-
-def _storage_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the elements of memory from a tensor's first to its last."""
-    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

@@ -99,11 +99,11 @@ class Executed:
         """Whether memplan's own code is running."""
         callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]  # run at any time
         self._ignored: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
+        """Code that is never relevant, by its id."""
         self._not_yet_relevant: dict[int, tuple[CodeType, bool | None]] = {}
         """Code that nothing relevant has called so far, and the result of `_is_relevant` for it."""
         self._open_ended: set[int] = set()
-        """Code that reads ``__dict__``."""
-        self._thread = threading.get_ident()
+        """Ids of code that reads ``__dict__``."""
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -171,10 +171,10 @@ class Executed:
         return True
 
     def _examine_call(self, code: CodeType, frame: FrameType) -> None:
-        """Record the effect of a call of one of `_EXAMINED_CALLS`.
+        """Record the effect of a call that starts a thread, reads a file, imports a module or is a checkpoint.
 
-        A thread or a file is an external effect, `importlib.import_module` adds a module, and a checkpoint reads state
-        in the backward pass, where its recomputation is not observed.
+        Threads and files are external effects. A checkpoint reads state in the backward pass, where its recomputation
+        is not observed.
         """
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         function = package, code.co_qualname
@@ -225,9 +225,7 @@ class Executed:
 
     def on_builtin_call(self, function: Any, frame: FrameType, offset: int) -> None:
         """Record a call of a C function by relevant code: the attribute that ``getattr`` reads, or an external effect.
-
-        ``frame`` is the caller's, and ``offset`` that of the call instruction in its bytecode.
-        """
+        ``frame`` is the caller's, and ``offset`` that of the call instruction in its bytecode."""
         if self.paused:
             return
         if any(function is getter for getter in GETTERS):
@@ -247,10 +245,8 @@ class Executed:
 
 
 def _reads_state(code: CodeType, frame: FrameType) -> bool:
-    """Return whether a function called in the backward pass can read state that may change between the passes.
-
-    Such state is in closure variables, globals, and mutable objects among its arguments or on its context (``ctx``).
-    """
+    """Return whether a function called in the backward pass can read state that may change between the passes. Such
+    state is in closure variables, globals, and mutable objects among its arguments or on its context (``ctx``)."""
     reads_closure = any(name != "__class__" for name in code.co_freevars)  # super() reads __class__
     if reads_closure:
         return True
@@ -350,6 +346,7 @@ def _observing_by_profile(executed: Executed) -> Iterator[None]:
     ignored, codes, on_call = executed._ignored, executed.codes, executed.on_call
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
+        """Callback of `sys.setprofile`. ``argument``: the C function of a ``c_call``."""
         if event == "call":
             if id(frame.f_code) not in ignored:
                 on_call(frame.f_code, frame)
@@ -474,14 +471,8 @@ def _analyze(code: CodeType) -> Uses:
         words.add("__match_args__")
     names = frozenset({*code.co_names, *words})
     reads_unnamed |= code.co_name not in _ATTRIBUTE_HOOKS and not _READERS_OF_COMPUTED_NAMES.isdisjoint(names)
-    return Uses(
-        tuple(loaded),
-        names,
-        frozenset(chained),
-        tuple(imports),
-        reads_unnamed,
-        _looks_up_by_computed_name(instructions),
-    )
+    computed_modules = _looks_up_by_computed_name(instructions)
+    return Uses(tuple(loaded), names, frozenset(chained), tuple(imports), reads_unnamed, computed_modules)
 
 
 def _looks_up_by_computed_name(instructions: list[dis.Instruction]) -> bool:
@@ -539,10 +530,8 @@ def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, s
 
 
 def _split_arguments(loads: list[dis.Instruction]) -> list[list[dis.Instruction]]:
-    """Group the instructions that push arguments by argument; empty if there are jumps among them.
-
-    Argument n ends at the last instruction after which the stack has n entries.
-    """
+    """Group the instructions that push arguments by argument; empty if there are jumps among them. Argument n ends at
+    the last instruction after which the stack has n entries."""
     end_at_depth, depth = dict[int, int](), 0
     for index, op in enumerate(loads):
         depth += dis.stack_effect(op.opcode, op.arg if op.opcode >= dis.HAVE_ARGUMENT else None, jump=False)

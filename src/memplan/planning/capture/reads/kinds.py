@@ -34,8 +34,8 @@ _ENUM_ATTRIBUTES = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a string, or of another immutable type in `PLAIN`, without attributes that
-    could change (as an object of a subclass has)."""
+    """Return whether a value is a number, a string, or of another immutable type in `PLAIN`. Values of their subclasses
+    with attributes, which could change, are not plain."""
     if not isinstance(value, PLAIN):
         return False
     attributes = getattr(value, "__dict__", None)
@@ -163,18 +163,15 @@ def module_of(kind: type) -> str:
     return module if isinstance(module, str) else ""
 
 
-def _decimal_context() -> str:
-    decimal = sys.modules.get("decimal")
-    return "" if decimal is None else repr(decimal.getcontext())
-
-
-def _numpy_settings() -> str:
-    numpy = sys.modules.get("numpy")
-    return "" if numpy is None else repr((numpy.geterr(), numpy.get_printoptions()))
+def _settings_of(module: str, read: Callable[[Any], Any]) -> Callable[[], str]:
+    """Return a function that returns the text of a module's settings; "" while it is not imported."""
+    return lambda: repr(read(sys.modules[module])) if module in sys.modules else ""
 
 
 HIDDEN_STATES: dict[str, Callable[[], Hashable]] = {
-    "decimal": _decimal_context, "numpy": _numpy_settings, "getrecursionlimit": sys.getrecursionlimit,
+    "decimal": _settings_of("decimal", lambda decimal: decimal.getcontext()),
+    "numpy": _settings_of("numpy", lambda numpy: (numpy.geterr(), numpy.get_printoptions())),
+    "getrecursionlimit": sys.getrecursionlimit,
     "get_num_threads": torch.get_num_threads, "get_num_interop_threads": torch.get_num_interop_threads,
     "initial_seed": torch.initial_seed, "active_count": threading.active_count, "get_ident": threading.get_ident,
     "current_thread": lambda: threading.current_thread().name,
@@ -184,9 +181,7 @@ HIDDEN_STATES: dict[str, Callable[[], Hashable]] = {
 
 def virtual_subclasses(kind: Any) -> Hashable:
     """Return weak references to the virtual subclasses (``ABC.register``) of an abstract class and of its subclasses.
-
-    ``isinstance`` depends on them.
-    """
+    ``isinstance`` depends on them."""
     registered, queue = set[Any](), [kind]
     while queue:
         subclass = queue.pop()
@@ -197,10 +192,8 @@ def virtual_subclasses(kind: Any) -> Hashable:
 
 
 def state_reader(value: Any) -> Callable[[], Any] | None:
-    """Return a function that reads the state of a logger or of a `multiprocessing` value in shared memory.
-
-    None for other objects.
-    """
+    """Return a function that reads the state of a logger or of a `multiprocessing` value in shared memory. None for
+    other objects."""
     if isinstance(value, logging.Logger):
         return lambda: (value.getEffectiveLevel(), value.disabled, value.manager.disable)
     if module_of(type(value)) == "multiprocessing.sharedctypes":
@@ -213,10 +206,8 @@ _MAX_CACHED = 256
 
 
 def cached_results(cache: Any) -> list[Any]:
-    """Return the results that a function decorated by `functools.cache` has cached.
-
-    For `functools.lru_cache` these are its link objects, which hide the results. Empty for more than `_MAX_CACHED`.
-    """
+    """Return the results that a function decorated by `functools.cache` has cached. For `functools.lru_cache` these are
+    its link objects, which hide the results. Empty for more than `_MAX_CACHED`."""
     if cache.cache_info().currsize > _MAX_CACHED:
         return []
     # The dict of results is an attribute in C: the garbage collector knows it.
@@ -232,10 +223,8 @@ _LARGEST_ARRAY = 1 << 24
 
 
 def buffer_reader(value: Any) -> Callable[[], Any] | None:
-    """Return a function that reads the content of a buffer such as a numpy array, to be compared with ``==``.
-
-    None for objects that are no buffers.
-    """
+    """Return a function that reads the content of a buffer such as a numpy array, to be compared with ``==``. None for
+    objects that are no buffers."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         if value.nbytes > _LARGEST_ARRAY:

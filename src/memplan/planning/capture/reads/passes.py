@@ -19,8 +19,11 @@ class Passes:
         self.executed = executed
         self._model = model
         self._readable: Readable | None = None
+        """Reads the values again, as the code of the first pass names them."""
         self._first: Snapshot | None = None
+        """Values after the first pass."""
         self._changed_reads: list[str] = []
+        """Names of values that changed since then."""
 
     def end_pass(self) -> None:
         """Compare the values that the code reads with those of the first pass, and note the ones that changed."""

@@ -27,7 +27,8 @@ class Reads:
         """Whether the backward pass reads them, too."""
 
     def are_unchanged(self, moment: object = None) -> bool:
-        """Return whether all values equal the snapshot. ``moment``: as for `Readable.take_snapshot`."""
+        """Return whether all values equal the snapshot. ``moment``: a token that is the same object while no module's
+        attributes change; None: unknown."""
         now = self.readable.take_snapshot(moment)
         if now is not self.snapshot and now == self.snapshot:
             self.snapshot = now
@@ -55,6 +56,7 @@ class Readable:
         self._modules = [
             (name, vars(module), recomputed_attributes(module), type(module)) for name, module in model.named_modules()
         ]
+        """(name, attributes, names of attributes that do not count, class) of each of the model's modules."""
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._moment: object = None
         self._walk: Walk | None = None

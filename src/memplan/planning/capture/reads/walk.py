@@ -85,6 +85,7 @@ class Recipe:
         return self._has_run(function)
 
     def _has_run(self, function: Any) -> bool:
+        """Return whether a value is a function that ran during the capture."""
         return isinstance(function, types.FunctionType) and id(function.__code__) in self.codes
 
     def is_open_ended(self, kind: type) -> bool:
@@ -159,7 +160,7 @@ class Walk(Watched):
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot of all nodes. Called after `start`, once."""
-        self._alive.clear()
+        self._alive.clear()  # a snapshot keeps no object alive
         self._numbers.clear()
         return Snapshot(tuple(self._nodes), tuple(self._labels), tuple(self._unseen))
 
@@ -215,10 +216,8 @@ class Walk(Watched):
     # -- values
 
     def _visit(self, value: Any, label: str) -> Any:
-        """Return the number of a value's node. ``label``: its name in messages.
-
-        A value that was not visited before gets a number and is queued; `start` fills in its node.
-        """
+        """Return the number of a value's node. ``label``: its name in messages. A value that was not visited before
+        gets a number and is queued; `start` fills in its node."""
         if is_plain(value):
             return self._append_node(value_key(value), label)
         if id(value) in self._numbers:
@@ -241,11 +240,8 @@ class Walk(Watched):
         return len(self._nodes) - 1
 
     def _node_of(self, value: Any, label: str) -> Any:
-        """Return the node of a queued value, by its type.
-
-        A node is hashable or a tuple: the value's identity, type or key, and the numbers of the nodes that it refers
-        to. ``label``: the value's name in messages.
-        """
+        """Return the node of a queued value, by its type. A node is hashable or a tuple: the value's identity, type or
+        key, and the numbers of the nodes that it refers to. ``label``: the value's name in messages."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             attributes = getattr(value, "__dict__", None)
@@ -267,7 +263,7 @@ class Walk(Watched):
         if isinstance(value, type):
             return self._class_node(value, label)
         if isinstance(value, types.ModuleType):
-            return self._module_node(value, label)
+            return self._module_node(value)
         inner = wrapped_parts(value)
         if inner is not None:
             return kind, *(self._visit(part, label) for part in inner)
@@ -338,7 +334,7 @@ class Walk(Watched):
             self._appended_states.add(name)
             self._append_node(self.watch_value(HIDDEN_STATES[name]), f"state of {name}")
 
-    def _module_node(self, value: types.ModuleType, label: str) -> Any:
+    def _module_node(self, value: types.ModuleType) -> Any:
         """Return the node of a Python module: its identity and the globals that captured code names."""
         own, name = vars(value), value.__name__
         if name == "builtins":
@@ -423,6 +419,7 @@ class Walk(Watched):
         return self._sequence_nodes(content, label)
 
     def _sequence_nodes(self, items: Iterable[Any], label: str) -> list[Any]:
+        """Return the nodes of the elements of a sequence. ``label``: its name in messages."""
         return [self._element_node(item, lambda index=index: f"{label}[{index}]") for index, item in enumerate(items)]
 
     def _c_object_node(self, value: Any, label: str) -> Any:

@@ -23,11 +23,11 @@ class Names:
         self.included, self.excluded = included, excluded
 
     def select(self, namespace: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the items of a dict at these keys."""
+        """Return the items of a dict whose keys are among these names."""
         excluded = self.excluded
         if self.included is None:
             return {name: value for name, value in namespace.items() if name not in excluded}
-        if len(namespace) <= len(self.included):
+        if len(namespace) <= len(self.included):  # the shorter loop
             included = self.included
             return {name: value for name, value in namespace.items() if name in included and name not in excluded}
         return {name: namespace[name] for name in self.included if name in namespace and name not in excluded}
@@ -62,7 +62,7 @@ class Attributes:
     def are_unchanged(self) -> bool:
         """Return whether all attributes are the same objects."""
         lengths = list(map(len, self._dicts))
-        if lengths != self._lengths:
+        if lengths != self._lengths:  # attributes were added or removed, maybe others than the watched ones
             if not all(_has_same_objects(*watched) for watched in self._watched):
                 return False
             self._lengths = lengths
