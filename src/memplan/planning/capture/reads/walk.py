@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ class Recipe:
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)  # of a property or classmethod
         return self._has_run(function)
 
-    def _has_run(self, function: Any) -> bool:
+    def _has_run(self, function: Any) -> TypeGuard[types.FunctionType]:
         """Return whether a value is a function that ran during the capture."""
         return isinstance(function, types.FunctionType) and id(function.__code__) in self.codes
 
