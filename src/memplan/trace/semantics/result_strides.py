@@ -26,12 +26,12 @@ Correction = Callable[[Arguments, Keywords, Any], Any]
 
 
 def with_strides(result: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """Return the result if it has these strides, else a new tensor like it that has them."""
+    """Return the result itself if it has these strides, else a new tensor like it with them."""
     return result if result.stride() == strides else result.new_empty_strided(result.shape, strides)
 
 
 def in_sequence(*corrections: Correction) -> Correction:
-    """Return the corrections composed, applied in this order."""
+    """Return a correction that applies these corrections of a result in sequence."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         for correction in corrections:
@@ -42,8 +42,10 @@ def in_sequence(*corrections: Correction) -> Correction:
 
 
 def elementwise(*positions: int) -> Correction:
-    """Return the correction for a TensorIterator kernel whose operands are the arguments at these positions, in this
-    order; without positions, all."""
+    """Return the correction of the result's strides for a TensorIterator kernel.
+
+    ``positions``: of the kernel's operands among the arguments, in the kernel's order; none: all arguments.
+    """
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         candidates = [args[position] for position in positions] if positions else args
@@ -56,8 +58,10 @@ def elementwise(*positions: int) -> Correction:
 
 
 def _arithmetic(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """Return the corrected result of a binary op with at most one number as operand (ScalarOps.h,
-    `wrapped_scalar_tensor`)."""
+    """Correct the strides of the result of a binary op, whose operands are two tensors, or a tensor and a number.
+
+    torch wraps the number in a 0-dim tensor (ScalarOps.h, `wrapped_scalar_tensor`).
+    """
     operands = [operand for operand in args[:2] if isinstance(operand, torch.Tensor)]
     if not _are_strided(result, *operands):
         return result
@@ -65,12 +69,13 @@ def _arithmetic(args: Arguments, kwargs: Keywords, result: Any) -> Any:
 
 
 def empty_like(position: int, index: int = 0) -> Correction:
-    """Return the correction for result number ``index`` (of several), which the kernel allocates by ``at::empty_like``
-    of the argument at ``position``."""
+    """Return the correction for a result that the kernel allocates by ``at::empty_like`` of the argument at
+    ``position``. ``index``: of the result, if the op has several."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        default = kwargs.get("memory_format") in (None, torch.preserve_format)
-        if not default or kwargs.get("layout") not in (None, torch.strided) or not _are_strided(args[position]):
+        preserves_format = kwargs.get("memory_format") in (None, torch.preserve_format)
+        strided = kwargs.get("layout") in (None, torch.strided) and _are_strided(args[position])
+        if not preserves_format or not strided:
             return result
         return _with_strides_of(result, index, lambda output: preserved_strides(args[position]))
 
@@ -78,37 +83,37 @@ def empty_like(position: int, index: int = 0) -> Correction:
 
 
 def contiguous(index: int = 0) -> Correction:
-    """Return the correction for result number ``index`` (of several), which is always contiguous."""
+    """Return the correction for a result that is always contiguous. ``index``: of the result, if the op has several."""
     return lambda args, kwargs, result: _with_strides_of(result, index, lambda output: contiguous_strides(output.shape))
 
 
 def suggested_format(position: int, index: int = 0) -> Correction:
-    """Return the correction for result number ``index`` (of several), in the memory format that the argument at
-    ``position`` suggests (``suggest_memory_format()``)."""
+    """Return the correction for a result in the memory format that the argument at ``position`` suggests
+    (``suggest_memory_format()``). ``index``: of the result, if the op has several."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         def strides(output: torch.Tensor) -> Strides:
-            last = suggests_channels_last(args[position])
-            return (channels_last_strides if last else contiguous_strides)(output.shape)
+            channels_last = suggests_channels_last(args[position])
+            return (channels_last_strides if channels_last else contiguous_strides)(output.shape)
 
         return _with_strides_of(result, index, strides)
 
     return corrected
 
 
-def _with_strides_of(result: Any, index: int, strides: Callable[[torch.Tensor], Strides]) -> Any:
-    """Return the results with the strides ``strides(tensor)`` for a single result, or for number ``index`` of
-    several."""
+def _with_strides_of(result: Any, index: int, strides_of: Callable[[torch.Tensor], Strides]) -> Any:
+    """Give a result the strides ``strides_of(result)``: a single result, or number ``index`` of several results."""
     if isinstance(result, torch.Tensor):
-        return with_strides(result, strides(result)) if _are_strided(result) else result
+        return with_strides(result, strides_of(result)) if _are_strided(result) else result
     results = list(result)
     if results[index] is not None and _are_strided(results[index]):
-        results[index] = with_strides(results[index], strides(results[index]))
+        results[index] = with_strides(results[index], strides_of(results[index]))
     return tuple(results)
 
 
-def _are_strided(*tensors: Any) -> bool:
-    return all(isinstance(t, torch.Tensor) and t.layout is torch.strided and has_usable_sizes(t) for t in tensors)
+def _are_strided(*values: Any) -> bool:
+    """Return whether all values are tensors in the strided layout, with sizes for which strides can be computed."""
+    return all(isinstance(t, torch.Tensor) and t.layout is torch.strided and has_usable_sizes(t) for t in values)
 
 
 def has_usable_sizes(tensor: torch.Tensor) -> bool:
@@ -116,12 +121,12 @@ def has_usable_sizes(tensor: torch.Tensor) -> bool:
 
     Comparing other symbolic sizes would add guards that specialize the graph, so torch's own strides stay.
     """
-    numbers = [size for size in tensor.shape if type(size) is int]
-    return len(numbers) == tensor.dim() or 1 in numbers
+    integers = [size for size in tensor.shape if type(size) is int]
+    return len(integers) == tensor.dim() or 1 in integers
 
 
 def _view(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """Strides of the results (TensorUtils.cpp, `computeStride`): the strides of a view's dimensions of size 1."""
+    """Correct the strides of a view's dimensions of size 1 (TensorUtils.cpp, `computeStride`)."""
     if 1 not in result.shape:
         return result
     strides = _torch.view_strides(args[0], result.shape)

@@ -31,12 +31,11 @@ def elementwise_strides(operands: Sequence[torch.Tensor], shape: Sizes, *, with_
             return contiguous_strides(shape)
         if len(shape) == 4 and all(operand.is_contiguous(memory_format=torch.channels_last) for operand in operands):
             return channels_last_strides(shape)
-        strides = operands[-1].stride()
-        if all(operand.stride() == strides and is_dense(operand) for operand in operands):
-            return strides
-    return _dense_strides(
-        shape, _dims_inner_to_outer(shape, [_expanded_strides(operand, shape) for operand in operands])
-    )
+        common_strides = operands[-1].stride()
+        if all(operand.stride() == common_strides and is_dense(operand) for operand in operands):
+            return common_strides
+    broadcast_strides = [_expanded_strides(operand, shape) for operand in operands]
+    return _dense_strides(shape, _dims_inner_to_outer(shape, broadcast_strides))
 
 
 def preserved_strides(tensor: torch.Tensor) -> Strides:
@@ -62,7 +61,8 @@ def channels_last_strides(shape: Sizes) -> Strides:
 
 
 def _dense_strides(shape: Sizes, inner_to_outer: Sequence[int]) -> Strides:
-    """Return strides without gaps for dimensions in this order, the innermost first."""
+    """Return strides without gaps for a shape. ``inner_to_outer``: its dimensions, that of the smallest stride
+    first."""
     strides, step = [1] * len(shape), 1
     for dim in inner_to_outer:
         strides[dim] = step
@@ -77,14 +77,17 @@ def _expanded_strides(operand: torch.Tensor, shape: Sizes) -> Strides:
     return (0,) * missing + tuple(0 if size == 1 and target != 1 else stride for size, stride, target in dims)
 
 
-def _dims_inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]:
-    """Sort dimensions from the innermost to the outermost by the insertion sort of
-    `TensorIteratorBase::reorder_dimensions`; other sorts differ where two dimensions do not compare."""
+def _dims_inner_to_outer(shape: Sizes, operand_strides: Sequence[Strides]) -> list[int]:
+    """Sort the dimensions of a shape from the innermost to the outermost, by the strides of each operand.
+
+    This is the insertion sort of `TensorIteratorBase::reorder_dimensions`; other sorts differ where two dimensions do
+    not compare.
+    """
     order = list(range(len(shape) - 1, -1, -1))
     for start in range(1, len(order)):
         position = start
         for before in range(start - 1, -1, -1):
-            comparison = _compare_dims(order[before], order[position], shape, operands)
+            comparison = _compare_dims(order[before], order[position], shape, operand_strides)
             if comparison > 0:
                 order[before], order[position] = order[position], order[before]
                 position = before
@@ -93,9 +96,9 @@ def _dims_inner_to_outer(shape: Sizes, operands: Sequence[Strides]) -> list[int]
     return order
 
 
-def _compare_dims(first: int, second: int, shape: Sizes, operands: Sequence[Strides]) -> int:
+def _compare_dims(first: int, second: int, shape: Sizes, operand_strides: Sequence[Strides]) -> int:
     """Return -1 if the first of two dimensions is inner, 1 if the second is, 0 if their strides do not compare."""
-    for strides in operands:
+    for strides in operand_strides:
         first_stride, second_stride = strides[first], strides[second]
         if first_stride == 0 or second_stride == 0:
             continue

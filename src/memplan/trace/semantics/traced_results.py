@@ -18,24 +18,27 @@ TRAINING_NORM = "aten._native_batch_norm_legit_functional.default"
 
 
 def _with_statistics(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a norm's results with the statistics in the parameters' dtype, as in mixed precision.
+    """Return a norm's (output, mean, inverse deviation, ...) with the statistics in the parameters' dtype, as in mixed
+    precision.
 
     Source: aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_template`), layer_norm.cpp and
     group_norm.cpp (`param_scalar_type`).
     """
+    # weight or bias, or a running statistic: all norms have them among these arguments
     parameter = next((arg for arg in args[1:5] if isinstance(arg, torch.Tensor)), None)
     if parameter is None or parameter.dtype == args[0].dtype:
         return tuple(results)
-    return tuple(result.to(parameter.dtype) if i in (1, 2) else result for i, result in enumerate(results))
+    output, mean, deviation, *others = results
+    return output, mean.to(parameter.dtype), deviation.to(parameter.dtype), *others
 
 
 def _like_operands(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a group norm's gradients in mixed precision: each has the dtype of its input or parameter.
+    """Return a group norm's gradients in mixed precision: the input's gradient has the input's dtype.
 
     Source: aten/src/ATen/native/group_norm.cpp, `native_group_norm_backward`.
     """
-    grad_input, *others = results
-    return grad_input if grad_input is None else grad_input.to(args[1].dtype), *others
+    x, (grad_input, *parameter_gradients) = args[1], results
+    return None if grad_input is None else grad_input.to(x.dtype), *parameter_gradients
 
 
 _IN_MIXED_PRECISION = {
@@ -62,8 +65,8 @@ def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
         args: its arguments.
         like: its first result; None if the op does not compute it.
     """
-    if target != "aten.native_dropout_backward.default":
+    # a meta tensor stands for a tensor on the CPU
+    if target != "aten.native_dropout_backward.default" or like.device.type not in ("cpu", "meta"):
         return args
-    if like.device.type not in ("cpu", "meta"):  # a meta tensor stands for a tensor on the CPU
-        return args
-    return (*args[:2], torch.tensor(args[2], dtype=like.dtype).item(), *args[3:])
+    gradient, mask, scale, *others = args
+    return gradient, mask, torch.tensor(scale, dtype=like.dtype).item(), *others

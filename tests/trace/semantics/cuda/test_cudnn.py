@@ -12,7 +12,7 @@ import torch
 from goldens.handmade import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.cudnn.recurrent import expected_recurrent, rnn_weight_bytes
+from memplan.cudnn.recurrent import RecurrentQuestion, expected_recurrent, rnn_weight_bytes
 from memplan.trace.semantics.cuda import cudnn, cudnn_convolution, results
 from memplan.trace.semantics.cuda.arch import A100, Arch
 
@@ -37,12 +37,15 @@ ROWS, BATCH, INPUTS, HIDDEN, LAYERS = 25_000, 100, 123, 320, 4
 def test_recurrent_networks_take_what_a_maintainer_printed(
     kind: Any, reserve: int, workspace: int, parameters: int
 ) -> None:
-    shape = (HIDDEN, LAYERS, False)
-    low, high = cudnn.rnn_reserve_bytes(kind, ROWS // BATCH, BATCH, *shape, 0.0, 4)
+    question = RecurrentQuestion(
+        kind, "standard", ROWS, BATCH, INPUTS, HIDDEN, LAYERS, False, 0.0, itemsize=4, projection=0, training=True
+    )
+    low, high = cudnn.reserve_of(question)
     assert low == high == reserve + 256  # later versions of cuDNN add 256 bytes
-    assert cudnn.rnn_workspace_bytes(kind, INPUTS, BATCH, *shape, 4) == (0, workspace)
+    # later versions of cuDNN add a part for every step
+    assert cudnn.workspace_of(dataclasses.replace(question, rows=0)) == (0, workspace)
     head = HIDDEN * 10 + 10
-    assert rnn_weight_bytes(kind, INPUTS, *shape, 4) == (parameters - head) * 4
+    assert rnn_weight_bytes(kind, INPUTS, HIDDEN, LAYERS, False, 4) == (parameters - head) * 4
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
@@ -76,15 +79,13 @@ TAKEN = [
 
 @pytest.mark.parametrize("taken", TAKEN)
 def test_recurrent_networks_take_what_two_cards_took(taken: tuple[Any, ...]) -> None:
-    kind, steps, batch, inputs, hidden, layers, both, dropout, itemsize, reserve, workspace = taken
-    sizes = (kind, steps, batch, hidden, layers, both, dropout, itemsize)
-    assert cudnn.rnn_reserve_bytes(*sizes) == (reserve, reserve)
-    low, high = cudnn.rnn_reserve_bytes("rnn", *sizes[1:])
-    assert 0 < low < high < reserve
-    rows = steps * batch
-    low, high = cudnn.rnn_workspace_bytes(kind, inputs, batch, hidden, layers, both, itemsize, rows=rows)
-    assert low <= workspace <= high < 4 * workspace
+    reserve, workspace = taken[-2:]
     question = cudnn.recurrent_question(described(taken), H100)
+    assert cudnn.reserve_of(question) == (reserve, reserve)
+    low, high = cudnn.reserve_of(dataclasses.replace(question, kind="rnn"))
+    assert 0 < low < high < reserve
+    low, high = cudnn.workspace_of(question)
+    assert low <= workspace <= high < 4 * workspace
     expected = expected_recurrent(question, (9, 0))
     assert expected.bytes == pytest.approx(workspace, rel=0.01)
     assert expected.sizes[0] < 0.85 * workspace < 1.2 * workspace < expected.sizes[-1]

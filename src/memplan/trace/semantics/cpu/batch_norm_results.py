@@ -13,53 +13,63 @@ from typing import Any
 
 import torch
 
+from memplan.trace.semantics.kinds import Arguments, Keywords
 
-def _training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+def _training(args: Arguments, kwargs: Keywords) -> Any:
     """Results of ``native_batch_norm`` in training: output, mean and inverse standard deviation."""
-    x, *others, training, _, _ = args
-    if kwargs or not training or not _is_plain(x, *others):
+    x, weight, bias, running_mean, running_variance, training, _, _ = args
+    if kwargs or not training or not _is_plain(x, weight, bias, running_mean, running_variance):
         return NotImplemented
     return x.new_empty_strided(x.shape, x.stride()), x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
 
 
-def _functional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _functional(args: Arguments, kwargs: Keywords) -> Any:
     """Results of ``_native_batch_norm_legit_functional``: as `_training`, and the new running mean and variance."""
-    running = args[3:5]
-    results = NotImplemented if any(statistic is None for statistic in running) else _training(args, kwargs)
-    return results if results is NotImplemented else (*results, *map(torch.empty_like, running))
+    running_mean, running_variance = args[3:5]
+    if running_mean is None or running_variance is None:
+        return NotImplemented
+    results = _training(args, kwargs)
+    if results is NotImplemented:
+        return NotImplemented
+    return *results, torch.empty_like(running_mean), torch.empty_like(running_variance)
 
 
-def _backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backward(args: Arguments, kwargs: Keywords) -> Any:
     """Results of ``native_batch_norm_backward``: gradients of input, weight and bias."""
-    gradient, x, *others, _, _, mask = args
+    gradient, x, *others, _, _, (_, needs_weight, needs_bias) = args
     if kwargs or gradient.shape != x.shape or gradient.stride() != x.stride() or not _is_plain(gradient, x, *others):
         return NotImplemented
-    parameters = (x.new_empty(x.shape[1]) if needed else None for needed in mask[1:])
-    return x.new_empty_strided(x.shape, x.stride()), *parameters
+    channels = x.shape[1]
+    grad_weight = x.new_empty(channels) if needs_weight else None
+    grad_bias = x.new_empty(channels) if needs_bias else None
+    return x.new_empty_strided(x.shape, x.stride()), grad_weight, grad_bias
 
 
 def _is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Return whether the results simply follow the first tensor: all are float32 or all float64, without symbolic
-    sizes, and the first is contiguous or unambiguously channels last (no dimension of size 1)."""
+    """Return whether the layout of a norm's results follows from the first tensor alone.
+
+    All tensors are float32 or all are float64, without symbolic sizes, and the first is contiguous or unambiguously
+    channels last (no dimension of size 1).
+    """
     present = [tensor for tensor in tensors if tensor is not None]
     first, dtypes = present[0], {tensor.dtype for tensor in present}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
+    if dtypes not in ({torch.float32}, {torch.float64}):
         return False
     if not all(type(size) is int for size in (*first.shape, *first.stride())) or not first.numel():
         return False
-    in_order = list(range(first.dim()))
-    return _is_dense_in_order(first, in_order) or (
-        min(first.shape) > 1 and _is_dense_in_order(first, [0, *in_order[2:], 1])
-    )
+    dims = list(range(first.dim()))
+    channels_last = [0, *dims[2:], 1]
+    return _is_dense_in_order(first, dims) or (min(first.shape) > 1 and _is_dense_in_order(first, channels_last))
 
 
 def _is_dense_in_order(tensor: torch.Tensor, order: Sequence[int]) -> bool:
-    """Return whether the dimensions, from the outermost to the innermost, lie in memory without gaps."""
+    """Return whether a tensor has no gaps in memory. ``order``: its dimensions, from the outermost to the innermost."""
     sizes = [tensor.shape[dim] for dim in order]
     return all(tensor.stride(dim) == math.prod(sizes[at + 1 :]) for at, dim in enumerate(order))
 
 
-AT_ONCE: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
+AT_ONCE: Mapping[str, Callable[[Arguments, Keywords], Any]] = {
     "aten.native_batch_norm.default": _training,
     "aten._native_batch_norm_legit_functional.default": _functional,
     "aten.native_batch_norm_backward.default": _backward,

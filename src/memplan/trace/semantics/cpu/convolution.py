@@ -15,12 +15,15 @@ import torch
 from memplan import _torch
 from memplan.trace.semantics.cpu import im2col_convolution, onednn
 from memplan.trace.semantics.cpu.onednn import Shape, Work
-from memplan.trace.semantics.layout import bytes_of, copied_to, has_amx, simd, suggests_channels_last
+from memplan.trace.semantics.kinds import Arguments, Keywords
+from memplan.trace.semantics.layout import bytes_of, copy_bytes, has_amx, simd, suggests_channels_last
 
 
-def _channels_last_temporaries(s: Shape, scratch: int = 0) -> int:
-    """Return the temporary bytes for channels-last tensors: the reordered weight and the scratchpad. oneDNN reads and
-    writes the other tensors in place."""
+def _channels_last_bytes(s: Shape, scratch: int = 0) -> int:
+    """Return the temporary bytes of a convolution of channels-last tensors: the reordered weight and the scratchpad.
+
+    oneDNN reads and writes the other tensors in place. ``scratch``: bytes of the scratchpad.
+    """
     return (s.weight_bytes(1, simd()) if s.groups == 1 or s.depthwise else s.weight_bytes()) + scratch
 
 
@@ -28,39 +31,39 @@ def _shape(
     x: torch.Tensor,
     weight: torch.Tensor,
     y: Sequence[int],
-    steps: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
     transposed: bool,
     groups: int,
 ) -> Shape:
-    """Return the `Shape` of a convolution.
-
-    ``x`` is the op's input and ``y`` its output shape, also of a transposed convolution; ``steps``: stride, padding,
-    dilation.
-    """
+    """Return the `Shape` of a convolution. ``y``: the shape of its output, also if it is transposed."""
     wide, narrow = (tuple(y), tuple(x.shape)) if transposed else (tuple(x.shape), tuple(y))
     wide_space, narrow_space, kernel = wide[2:], narrow[2:], tuple(weight.shape[2:])
     if len(kernel) == 1:  # view1d_as_2d
         wide_space, narrow_space, kernel = (1, *wide_space), (1, *narrow_space), (1, *kernel)
-    dilated = any(v > 1 for v in steps[2]) and prod(kernel) > 1
-    padding = (*(0,) * (len(kernel) - len(steps[1])), *steps[1])
-    stride = (*(1,) * (len(kernel) - len(steps[0])), *steps[0])
-    channels = x.shape[0], wide[1], narrow[1]
     return Shape(
-        *channels, wide_space=wide_space, narrow_space=narrow_space, kernel=kernel, groups=groups, stride=stride,
-        padding=padding, dilated=dilated, itemsize=x.element_size(), tiled=x.dtype is torch.bfloat16 and has_amx(),
+        x.shape[0], wide[1], narrow[1], wide_space=wide_space, narrow_space=narrow_space, kernel=kernel, groups=groups,
+        stride=(*(1,) * (len(kernel) - len(stride)), *stride),
+        padding=(*(0,) * (len(kernel) - len(padding)), *padding),
+        dilated=max(dilation) > 1 and prod(kernel) > 1,
+        itemsize=x.element_size(), tiled=x.dtype is torch.bfloat16 and has_amx(),
     )  # fmt: skip
 
 
 def _peak_with_reorder(work: Work, result: int, before: int = 0) -> int:
     """Return the peak bytes of a oneDNN call whose result is then reordered to a plain tensor (``mkldnn_to_dense``).
 
-    ``result``: bytes of the plain tensor. ``before``: bytes of a further temporary while the call runs.
+    Args:
+        work: the call's buffers.
+        result: bytes of the plain tensor.
+        before: bytes of a further temporary while the call runs.
     """
     running = work.source + work.other + work.weight + work.result + work.scratch + before
-    return max(running, work.result + result * (2 if work.last else 1))
+    return max(running, work.result + result * (2 if work.channels_last else 1))
 
 
-def resized_transposed_result(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def resized_transposed_result(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     """Return the result of a 3-d transposed convolution without oneDNN, in a storage of the input's size: the kernel
     allocates the result in that size, then resizes it, which frees nothing.
 
@@ -74,50 +77,52 @@ def resized_transposed_result(args: tuple[Any, ...], kwargs: dict[str, Any], res
     return result.new_empty(x.numel()).as_strided(result.shape, result.stride())
 
 
-def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def transient(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Return the bytes that ``aten.convolution.default`` allocates at its peak beyond the result."""
     x, weight, bias, stride, padding, dilation, transposed, outpad, groups = args[:9]
     if not x.numel():  # torch's backend for empty inputs only allocates the result
         return 0
     if not uses_onednn(x, weight, stride, dilation, transposed, outpad, groups):
-        geometry = transposed, stride, padding, dilation
-        return im2col_convolution.forward(x, weight, result, bias is not None, groups, *geometry)
-    last = _works_channels_last(x, weight)
-    copies = copied_to(x, last and x.dim() > 3) + copied_to(weight, last)
-    s = _shape(x, weight, result.shape, (stride, padding, dilation), transposed, groups)
-    work = onednn.data_gradient(s) if transposed else onednn.forward(s)
-    if last:
-        return copies + _channels_last_temporaries(s, work.scratch)
-    # a transposed convolution adds its bias after the product, to the result in float32
-    apart = transposed and bias is not None and not work.last
-    y = bytes_of(result)
-    return copies + _peak_with_reorder(work, y, work.result // s.itemsize * 4 if apart else 0) - y
+        has_bias = bias is not None
+        return im2col_convolution.forward(x, weight, result, has_bias, groups, transposed, stride, padding, dilation)
+    channels_last = _works_channels_last(x, weight)
+    copies = copy_bytes(x, channels_last and x.dim() > 3) + copy_bytes(weight, channels_last)
+    shape = _shape(x, weight, result.shape, stride, padding, dilation, transposed, groups)
+    work = onednn.data_gradient(shape) if transposed else onednn.forward(shape)
+    if channels_last:
+        return copies + _channels_last_bytes(shape, work.scratch)
+    float32_result = 0
+    if transposed and bias is not None and not work.channels_last:  # the bias is added after the product, in float32
+        float32_result = work.result // shape.itemsize * 4
+    return copies + _peak_with_reorder(work, bytes_of(result), float32_result) - bytes_of(result)
 
 
-def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def transient_backward(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Return the bytes that ``aten.convolution_backward.default`` allocates at its peak beyond the results."""
     gradient, x, weight, _, stride, padding, dilation, transposed, outpad, groups, mask = args[:11]
     if not x.numel():
         return 0
     if not uses_onednn(x, weight, stride, dilation, transposed, outpad, groups):
         return im2col_convolution.backward(gradient, x, weight, mask, groups, transposed, stride, padding, dilation)
-    last = _works_channels_last(x, weight)
-    copies = sum(copied_to(t, last) for t in (gradient, x, weight))
-    s = _shape(x, weight, gradient.shape, (stride, padding, dilation), transposed, groups)
-    grad_input, grad_weight = bytes_of(x) if mask[0] else 0, bytes_of(weight)
+    needs_input, needs_weight, needs_bias = mask
+    channels_last = _works_channels_last(x, weight)
+    copies = sum(copy_bytes(t, channels_last) for t in (gradient, x, weight))
+    shape = _shape(x, weight, gradient.shape, stride, padding, dilation, transposed, groups)
+    grad_input = bytes_of(x) if needs_input else 0
+    grad_weight = bytes_of(weight)  # computed for the bias, too
+    grad_bias = gradient.shape[1] * shape.itemsize if needs_bias else 0
     peaks = [0]
-    if mask[0]:
-        work = onednn.forward(s) if transposed else onednn.data_gradient(s)
-        peaks.append(
-            _channels_last_temporaries(s, work.scratch) + grad_input if last else _peak_with_reorder(work, grad_input)
-        )
-    bias_bytes = gradient.shape[1] * s.itemsize if mask[2] else 0
-    results = grad_input + bias_bytes
-    if mask[1] or mask[2]:
-        work = onednn.channels_last_weight_gradient(s) if last else onednn.weight_gradient(s)
-        results += grad_weight if mask[1] else 0
-        peaks.append(grad_input + work.source + work.other + work.weight + work.scratch + bias_bytes)
-        peaks.append(grad_input + work.weight + grad_weight * (2 if last else 1) + 2 * bias_bytes)
+    if needs_input:
+        work = onednn.forward(shape) if transposed else onednn.data_gradient(shape)
+        if channels_last:
+            peaks.append(_channels_last_bytes(shape, work.scratch) + grad_input)
+        else:
+            peaks.append(_peak_with_reorder(work, grad_input))
+    if needs_weight or needs_bias:
+        work = onednn.channels_last_weight_gradient(shape) if channels_last else onednn.weight_gradient(shape)
+        peaks.append(grad_input + work.source + work.other + work.weight + work.scratch + grad_bias)
+        peaks.append(grad_input + work.weight + grad_weight * (2 if channels_last else 1) + 2 * grad_bias)
+    results = grad_input + (grad_weight if needs_weight else 0) + grad_bias
     return copies + max(0, max(peaks) - results)
 
 

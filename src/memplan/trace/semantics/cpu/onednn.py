@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def padded_beyond(self) -> bool:
-        """Whether the kernel lies completely in the padding somewhere, which vector kernels do not support."""
+        """Whether a kernel position can lie completely in the padding, which vector kernels do not support."""
         sides = zip(self.padding, self.kernel, strict=True)
         return any(pad >= size for pad, size in sides if pad and (size == 1 or not self.dilated))
 
@@ -71,8 +71,10 @@ class Shape:
     def pointwise(self) -> bool:
         """Whether the 1x1 kernels support it: without padding; strided only for images whose size the stride
         divides."""
-        divided = not self.volumetric and prod(self.narrow_space) * prod(self.stride) == prod(self.wide_space)
-        return prod(self.kernel) == 1 and not any(self.padding) and (not self.strided or divided)
+        if prod(self.kernel) != 1 or any(self.padding):
+            return False
+        divides = not self.volumetric and prod(self.narrow_space) * prod(self.stride) == prod(self.wide_space)
+        return divides or not self.strided
 
     def wide_bytes(self, block: int = 1) -> int:
         """Return the bytes of the input, with channels padded to blocks."""
@@ -96,7 +98,7 @@ class Work:
     weight: int
     result: int
     scratch: int = 0
-    last: bool = False
+    channels_last: bool = False
     """Whether the layout is channels last."""
     other: int = 0
     """The second source, of a weight gradient."""
@@ -104,18 +106,18 @@ class Work:
 
 def forward(s: Shape) -> Work:
     """Return the buffers of a forward pass, depending on oneDNN's kernel for it."""
-    b = simd()
+    block = simd()
     if s.tiled or (s.depthwise and s.volumetric and not s.dilated):
-        return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
+        return Work(s.wide_bytes(), s.weight_bytes(1, block), s.narrow_bytes(), channels_last=True)
     if _goes_by_columns(s, _least_block(), s.narrow_space[-1]):
         return Work(0, 0, s.narrow_bytes(), _columns(s))
     if s.depthwise:
-        return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
+        return Work(s.wide_bytes(block), s.weight_bytes(1, block), s.narrow_bytes(block))
     if s.groups > 1:
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
-    if s.wide < b and not s.pointwise:  # ``is_1stconv``: reads a plain tensor
-        return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
-    return Work(s.wide_bytes(b), s.weight_bytes(b, b), s.narrow_bytes(b), _unit_stride_copy(s))
+    if s.wide < block and not s.pointwise:  # ``is_1stconv``: reads a plain tensor
+        return Work(0, s.weight_bytes(1, block), s.narrow_bytes(block))
+    return Work(s.wide_bytes(block), s.weight_bytes(block, block), s.narrow_bytes(block), _unit_stride_copy(s))
 
 
 def data_gradient(s: Shape) -> Work:
@@ -125,41 +127,43 @@ def data_gradient(s: Shape) -> Work:
     Strided convolutions without dilation are computed channels last, except if the output channels of a group fit into
     a vector register.
     """
-    b = simd()
-    few = s.groups > 1 and s.narrow // s.groups <= b
-    if (s.strided and not few and not s.dilated) or s.tiled:
+    block = simd()
+    narrow_groups = s.groups > 1 and s.narrow // s.groups <= block
+    if s.tiled or (s.strided and not narrow_groups and not s.dilated):
+        # with a single channel or position, both formats are the same
         source = 0 if s.narrow == 1 or prod(s.narrow_space) == 1 else s.narrow_bytes()
-        return Work(source, s.weight_bytes(b, 1), s.wide_bytes(), _padded_image(s), last=s.wide > 1)
+        return Work(source, s.weight_bytes(block, 1), s.wide_bytes(), _padded_image(s), channels_last=s.wide > 1)
     unsupported = s.dilated and (s.strided or s.depthwise)
     if unsupported or _goes_by_columns(s, _least_block(), s.wide_space[-1]):
         return Work(0, 0, s.wide_bytes(), _columns(s))
     if s.depthwise:
-        return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
+        return Work(s.narrow_bytes(block), s.weight_bytes(1, block), s.wide_bytes(block))
     if s.groups > 1:
         return Work(s.narrow_bytes(), s.weight_bytes(), s.wide_bytes())
-    return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b))
+    return Work(s.narrow_bytes(block), s.weight_bytes(block, block), s.wide_bytes(block))
 
 
 def weight_gradient(s: Shape) -> Work:
     """Return the buffers of a weight gradient: the sources are the output's gradient and the input. Threads share the
     images of a batch, and each has its own partial sums."""
-    b = simd()
+    block = simd()
     if s.depthwise:
-        if s.volumetric or not s.small_depthwise or any(2 * p > k for p, k in zip(s.padding, s.kernel, strict=True)):
+        wide_padding = any(2 * padding > size for padding, size in zip(s.padding, s.kernel, strict=True))
+        if s.volumetric or not s.small_depthwise or wide_padding:
             return Work(0, s.weight_bytes(), 0, _columns(s))
-        return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
+        return Work(s.narrow_bytes(block), s.weight_bytes(1, block), 0, other=s.wide_bytes(block))
     shallow = s.volumetric and s.padding[0] > 0 and s.kernel[0] >= s.wide_space[0] + s.padding[0]
     skips = s.dilated and (s.volumetric or s.strided)
     if shallow or skips or _goes_by_columns(s, 8, 1) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
         return Work(0, s.weight_bytes(), 0, _columns(s) + 4 * torch.get_num_threads() * s.weight_bytes())
     if s.groups > 1:
         return Work(s.narrow_bytes(), s.weight_bytes(), 0, _weight_sums(s, s.weight_bytes()), other=s.wide_bytes())
-    flat = s.wide <= 3 and not s.pointwise
-    if 3 < s.wide < b and not s.pointwise:  # AVX-512's kernel refuses it, AVX2's runs
-        b = 8
-    weight = s.weight_bytes(1 if flat else b, b)
+    reads_plain_input = s.wide <= 3 and not s.pointwise
+    if 3 < s.wide < block and not s.pointwise:  # AVX-512's kernel refuses it, AVX2's runs
+        block = 8
+    weight = s.weight_bytes(1 if reads_plain_input else block, block)
     scratch = _weight_sums(s, weight) + _unit_stride_copy(s)
-    return Work(s.narrow_bytes(b), weight, 0, scratch, other=0 if flat else s.wide_bytes(b))
+    return Work(s.narrow_bytes(block), weight, 0, scratch, other=0 if reads_plain_input else s.wide_bytes(block))
 
 
 def channels_last_weight_gradient(s: Shape) -> Work:
@@ -168,16 +172,18 @@ def channels_last_weight_gradient(s: Shape) -> Work:
     if s.groups == 1 or s.small_depthwise:
         work = weight_gradient(s)
         return Work(0, work.weight, 0, work.scratch)
-    b = simd()
-    channels = s.groups * padded(s.narrow // s.groups, b) * padded(s.wide // s.groups, b)
+    block = simd()
+    channels = s.groups * padded(s.narrow // s.groups, block) * padded(s.wide // s.groups, block)
     return Work(0, channels * prod(s.kernel) * s.itemsize, 0)
 
 
 def _goes_by_columns(s: Shape, group_block: int, row: int) -> bool:
     """Return whether only the im2col kernel supports a convolution.
 
-    The other kernels need groups whose channels fill whole blocks (of ``group_block``), and unroll the code for a row
-    of ``row`` results, which must stay short.
+    Args:
+        s: the convolution.
+        group_block: the other kernels need groups whose channels are a multiple of this.
+        row: results in a row, for which the other kernels unroll their code; it must stay short.
     """
     unrolled = s.kernel[-1] * min(s.wide // s.groups, 16) * min(row, 28)
     if s.padded_beyond or (s.depthwise and s.volumetric) or unrolled > _MAX_UNROLLED:
@@ -198,18 +204,22 @@ _LONGEST_OF_WEIGHT_GRADIENT = 13
 
 
 def _columns(s: Shape) -> int:
-    """Return the bytes of im2col's columns: for each thread, those of an image or of a slice of a volume."""
+    """Return the bytes of im2col's columns: for each thread, those of an image or of a slice of a volume.
+
+    oneDNN limits them to 15 times the tensors.
+    """
     if s.pointwise and not s.strided:  # reads its input in place
         return 0
     columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space[-2:]) * s.itemsize
-    most = 15 * (s.wide_bytes() + s.narrow_bytes() + s.weight_bytes())
-    return torch.get_num_threads() * min(columns, most)
+    limit = 15 * (s.wide_bytes() + s.narrow_bytes() + s.weight_bytes())
+    return torch.get_num_threads() * min(columns, limit)
 
 
 def _padded_image(s: Shape) -> int:
     """Return the bytes of an image of the output's gradient, padded for the kernel's reads, for each thread."""
-    area = prod(n + (k - 1) // step for n, k, step in zip(s.narrow_space, s.kernel, s.stride, strict=True))
-    return torch.get_num_threads() * area * s.narrow * s.itemsize
+    sizes = zip(s.narrow_space, s.kernel, s.stride, strict=True)
+    positions = prod(length + (kernel - 1) // stride for length, kernel, stride in sizes)
+    return torch.get_num_threads() * positions * s.narrow * s.itemsize
 
 
 def _unit_stride_copy(s: Shape) -> int:
@@ -224,7 +234,8 @@ def _weight_sums(s: Shape, weight: int) -> int:
     first.
 
     Threads share channels instead if the weight is large compared to the tensors: oneDNN minimizes the bytes moved
-    (`balance` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). The limit here is approximate.
+    (`balance` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). The limit here is approximate. ``weight``: bytes of
+    the weight in the kernel's layout.
     """
     if 5 * weight > min(s.wide_bytes() // prod(s.stride), s.narrow_bytes()):
         return 0

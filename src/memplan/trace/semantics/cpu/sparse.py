@@ -12,7 +12,7 @@ import torch
 from memplan import _torch
 from memplan.trace.semantics.cpu.sparse_results import coo, drops_embedding_padding
 from memplan.trace.semantics.kinds import Arguments, Formula, Keywords
-from memplan.trace.semantics.layout import bytes_of
+from memplan.trace.semantics.layout import bytes_of, copy_bytes
 
 _INDEX = 8
 
@@ -24,16 +24,19 @@ def _coalesce(args: Arguments, kwargs: Keywords, result: Any) -> int:
     if tensor.is_coalesced() or _torch.sparse_length(tensor) < 2:
         return 0
     indices, values = _torch.sparse_parts(tensor)
-    rows = 3 + (indices.shape[0] > 1)
-    return rows * _INDEX * indices.shape[1] + (0 if values.is_contiguous() else bytes_of(values))
+    sparse_dims, elements = indices.shape
+    rows = 4 if sparse_dims > 1 else 3
+    return rows * _INDEX * elements + copy_bytes(values)
 
 
 def _coalesced_copy_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the tensor's coalesced copy and the scratch to make it."""
+    """Return the bytes of the coalesced copy of a sparse tensor and of the temporaries of making it; 0 if it is
+    coalesced."""
     return 0 if tensor.is_coalesced() else _bytes_of_parts(tensor) + _coalesce((tensor,), {}, None)
 
 
 def _bytes_of_parts(tensor: torch.Tensor) -> int:
+    """Return the bytes of the indices and values of a sparse tensor."""
     return sum(map(bytes_of, _torch.sparse_parts(tensor)))
 
 
@@ -45,15 +48,21 @@ def _norm(args: Arguments, kwargs: Keywords, result: Any) -> int:
 def _dense_sparse_add(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Bytes of temporaries (SparseTensorMath.cpp, add_out_dense_sparse_cpu): unless its values and the result are
     contiguous, an uncoalesced operand is coalesced first."""
-    if coo(result) or not coo(args[1]):
+    other = args[1]
+    if coo(result) or not coo(other):
         return 0
-    values = _torch.sparse_parts(args[1])[1]
-    return 0 if values.is_contiguous() and result.is_contiguous() else _coalesced_copy_bytes(args[1])
+    _, values = _torch.sparse_parts(other)
+    return 0 if values.is_contiguous() and result.is_contiguous() else _coalesced_copy_bytes(other)
 
 
 def _sparse_mask(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """Bytes of temporaries (SparseTensor.cpp, sparse_mask of a dense tensor): its elements at the mask's indices."""
-    return 0 if coo(args[0]) else bytes_of(_torch.sparse_parts(result)[1]) + args[1].element_size()
+    """Bytes of temporaries (SparseTensor.cpp, sparse_mask of a dense tensor): its elements at the mask's indices, and
+    a zero."""
+    tensor, mask = args[:2]
+    if coo(tensor):
+        return 0
+    _, values = _torch.sparse_parts(result)
+    return bytes_of(values) + mask.element_size()
 
 
 def _transpose(args: Arguments, kwargs: Keywords, result: Any) -> int:
@@ -65,31 +74,36 @@ def _bag_gradient(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Bytes of temporaries (EmbeddingBag.cpp, _embedding_bag_backward and _embedding_bag_sparse_backward): the bag of
     each index, unless saved by the forward; for a mean, the bag sizes as floats, their inverses, and an inverse per
     index."""
-    indices, bags, sizes, mode = args[1], args[3], args[4], args[8]
-    bag_of_each = _INDEX * (indices.numel() + 1) if bags.numel() != indices.numel() else 0
+    gradient, indices, _, bag_of_each, bag_sizes, _, _, _, mode = args[:9]
+    unsaved = _INDEX * (indices.numel() + 1) if bag_of_each.numel() != indices.numel() else 0
     if mode != _MEAN:
-        return bag_of_each
-    return bag_of_each + (2 * sizes.numel() + indices.numel()) * args[0].element_size()
+        return unsaved
+    return unsaved + (2 * bag_sizes.numel() + indices.numel()) * gradient.element_size()
 
 
 _MEAN = 1
 
 
 def _embedding_padding_mask(args: Arguments, kwargs: Keywords, result: Any) -> int:
-    """TensorAdvancedIndexing.cpp, index, by which an embedding's sparse gradient drops padding: the int64 positions
-    where the mask is true."""
+    """Bytes of temporaries of dropping the padding from an embedding's sparse gradient by a mask: its int64 indices
+    (TensorAdvancedIndexing.cpp, index)."""
     return _INDEX * args[0].shape[0]
 
 
 def _to_sparse(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Bytes of temporaries (TensorConversions.cpp, dense_to_sparse): a copy of the indices and of the values."""
-    return 0 if coo(args[0]) else _INDEX * args[0].dim() * args[0].numel() + bytes_of(_torch.sparse_parts(result)[1])
+    tensor = args[0]
+    if coo(tensor):
+        return 0
+    _, values = _torch.sparse_parts(result)
+    return _INDEX * tensor.dim() * tensor.numel() + bytes_of(values)
 
 
 def _product(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Bytes of temporaries (SparseTensorMath.cpp, _sparse_mm): `mm` adds the product to zeros; a sparse right operand
     is transposed."""
-    return bytes_of(result) + (_bytes_of_parts(args[1]) if coo(args[1]) else 0)
+    right = args[1]
+    return bytes_of(result) + (_bytes_of_parts(right) if coo(right) else 0)
 
 
 FORMULAS: dict[str, Formula] = {
@@ -109,9 +123,12 @@ FORMULAS: dict[str, Formula] = {
 
 
 def concerns(name: str, args: Arguments, result: Any) -> bool:
-    """Return whether an op reads or returns a sparse tensor, so that the formulas of this module apply."""
-    values = args[0] if args and isinstance(args[0], (list, tuple)) else args
-    if _torch.is_sparse(result) or any(_torch.is_sparse(value) for value in values):
+    """Return whether an op reads or returns a sparse tensor, so that the formulas of this module apply.
+
+    ``name``: overload name, e.g. ``aten.add.Tensor``.
+    """
+    operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
+    if _torch.is_sparse(result) or any(_torch.is_sparse(operand) for operand in operands):
         return True
     return name == "aten.index.Tensor" and drops_embedding_padding(args)
 

@@ -30,8 +30,9 @@ def coo(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo
 
 
-def _rows_of(shape: tuple[int, ...], sparse_dim: int) -> int:
-    """Return how many different indices a sparse tensor of this shape can have."""
+def _max_elements(shape: tuple[int, ...], sparse_dim: int) -> int:
+    """Return how many different indices a sparse tensor of this shape can have in its first ``sparse_dim``
+    dimensions."""
     return math.prod(shape[:sparse_dim])
 
 
@@ -45,7 +46,17 @@ def _new(
     shape: tuple[int, ...] | None = None,
     known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return a new COO tensor like `like` with `count` elements, in storages allocated for `stored` elements."""
+    """Return a new COO tensor like ``like`` with ``count`` elements.
+
+    Args:
+        like: a sparse tensor, whose dtype and shape are the defaults.
+        count: number of elements of the new tensor.
+        coalesced: whether it is coalesced.
+        stored: number of elements for which its storages are allocated; None: ``count``.
+        dtype: of its values.
+        shape: of the tensor.
+        known: its indices, if their values are known.
+    """
     indices, values = _torch.sparse_parts(like)
     stored = count if stored is None else stored
     return _torch.sparse_coo(
@@ -64,7 +75,7 @@ def _copy_sparse(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torc
 
 
 def _is_stolen_by_engine(tensor: torch.Tensor) -> bool:
-    """Return whether AccumulateGrad keeps this gradient as the parameter's `.grad` instead of cloning it.
+    """Return whether AccumulateGrad keeps this sparse gradient as the parameter's `.grad` instead of cloning it.
 
     Under a dispatch mode it clones. Source: torch/csrc/autograd/functions/accumulate_grad.h, `accumulateGrad`.
     """
@@ -93,9 +104,11 @@ def _coalesce(args: Arguments, kwargs: Keywords) -> Any:
     if tensor.is_coalesced():
         return _copy_sparse(tensor)
     count, known = _torch.sparse_length(tensor), _torch.known_indices(tensor)
-    if known is not None:
+    if known is None:
+        distinct = min(count, _max_elements(tensor.shape, tensor.sparse_dim()))
+    else:
         known = _torch.distinct_columns(known)
-    distinct = min(count, _rows_of(tensor.shape, tensor.sparse_dim())) if known is None else known.shape[1]
+        distinct = known.shape[1]
     return _new(tensor, distinct, stored=count, coalesced=True, known=known)
 
 
@@ -114,32 +127,33 @@ def _sum(args: Arguments, kwargs: Keywords) -> Any:
     left, right = args[:2]
     if not coo(left) or not coo(right):
         return NotImplemented
-    stored, coalesced = sum(map(_torch.sparse_length, (left, right))), left.is_coalesced() and right.is_coalesced()
-    count = min(stored, _rows_of(left.shape, left.sparse_dim())) if coalesced else stored
+    coalesced = left.is_coalesced() and right.is_coalesced()
+    stored = _torch.sparse_length(left) + _torch.sparse_length(right)
+    count = min(stored, _max_elements(left.shape, left.sparse_dim())) if coalesced else stored
     return _new(left, count, stored=stored, coalesced=coalesced, dtype=torch.result_type(left, right))
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a value is a number or a dense 0-dim tensor."""
     return not isinstance(value, torch.Tensor) or (value.layout == torch.strided and value.dim() == 0)
 
 
 def _product_with_number(args: Arguments, kwargs: Keywords) -> Any:
     """Result (SparseTensorMath.cpp, mul_out_sparse_zerodim and div_out_sparse_zerodim): multiplied or divided by a
     number."""
-    tensor, factor = args[:2]
-    if _is_number(tensor):
-        tensor, factor = factor, tensor
+    left, right = args[:2]
+    tensor, factor = (right, left) if _is_number(left) else (left, right)
     if not coo(tensor) or not _is_number(factor):
         return NotImplemented
-    return _copy_sparse(tensor, torch.result_type(*args[:2]))
+    return _copy_sparse(tensor, torch.result_type(left, right))
 
 
 def _in_place_version(functional: Instead) -> Instead:
-    """Return the in-place version of `functional`: the first argument takes over the parts of the result."""
+    """Return the in-place version of ``functional``: the first argument takes over indices and values of the result."""
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
-        replacement = functional(args, kwargs) if coo(args[0]) else NotImplemented
-        return replacement if replacement is NotImplemented else _torch.replace_sparse_parts(args[0], replacement)
+        new = functional(args, kwargs) if coo(args[0]) else NotImplemented
+        return NotImplemented if new is NotImplemented else _torch.replace_sparse_parts(args[0], new)
 
     return result
 
@@ -157,7 +171,7 @@ def _no_elements(args: Arguments, kwargs: Keywords) -> Any:
 def _sparse_mask(args: Arguments, kwargs: Keywords) -> Any:
     """Result (SparseTensor.cpp, sparse_mask): a tensor with the mask's indices."""
     tensor, mask = args[:2]
-    return tensor if tensor is mask and mask.is_coalesced() else _copy_sparse(mask, tensor.dtype)
+    return mask if tensor is mask and mask.is_coalesced() else _copy_sparse(mask, tensor.dtype)
 
 
 def _transpose(args: Arguments, kwargs: Keywords) -> Any:
@@ -180,7 +194,10 @@ def _bag_gradient(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def drops_embedding_padding(args: Arguments) -> bool:
-    """Return whether this indexing is how the sparse gradient of an embedding drops `padding_idx` (Embedding.cpp)."""
+    """Return whether an indexing op is the step in which the sparse gradient of an embedding drops `padding_idx`.
+
+    Source: Embedding.cpp. ``args``: of ``aten.index``.
+    """
     indices = args[1] if len(args) > 1 else None
     if not isinstance(indices, (list, tuple)) or len(indices) != 1 or not isinstance(indices[0], torch.Tensor):
         return False
@@ -191,6 +208,7 @@ def drops_embedding_padding(args: Arguments) -> bool:
 
 
 def _without_padding(args: Arguments, kwargs: Keywords) -> Any:
+    """Result of indexing an embedding's sparse gradient without its padding: no index is assumed to be padding."""
     return args[0].new_empty(args[0].shape) if drops_embedding_padding(args) else NotImplemented
 
 
@@ -202,7 +220,7 @@ def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
     if coo(tensor):
         return NotImplemented
     sparse_dim = args[1] if len(args) > 1 and isinstance(args[1], int) else tensor.dim()
-    count = _rows_of(tensor.shape, sparse_dim)
+    count = _max_elements(tensor.shape, sparse_dim)
     indices = tensor.new_empty((sparse_dim, count), dtype=torch.int64)
     values = tensor.new_empty((count, *tensor.shape[sparse_dim:]))
     return _torch.sparse_coo(indices, values, tensor.shape, coalesced=True)
@@ -215,7 +233,7 @@ def _refuse_compressed(args: Arguments, kwargs: Keywords) -> Any:
 
 def _product(first: int) -> Instead:
     """Return the function for the result of a product of a sparse and a dense matrix, for which fake tensors have no
-    kernel. ``first``: position of the left operand.
+    kernel. ``first``: position of the left operand among the arguments.
 
     Source: SparseTensorMath.cpp, s_addmm_out_sparse_dense_cpu.
     """
@@ -224,7 +242,8 @@ def _product(first: int) -> Instead:
         left, right = args[first : first + 2]
         if coo(left) == coo(right):
             return NotImplemented
-        return (right if coo(left) else left).new_empty((left.shape[0], right.shape[1]))
+        dense = right if coo(left) else left
+        return dense.new_empty((left.shape[0], right.shape[1]))
 
     return result
 
@@ -271,7 +290,7 @@ _NO_ZERO = "a dense tensor was made sparse and no element of it taken as zero: n
 
 
 def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
-    """Return the assumption behind what an op on sparse tensors makes, as text for the report; None if it is exact.
+    """Return the assumption behind the result of an op on sparse tensors, as text for the report; None if it is exact.
 
     Dense results are exact, with two exceptions: ``_foreach`` ops on sparse tensors are not counted, and ``aten.index``
     may assume that no index of an embedding is its padding.

@@ -9,7 +9,7 @@ import torch
 
 from memplan._torch import torch_version
 from memplan.trace.semantics.kinds import Arguments, Keywords
-from memplan.trace.semantics.layout import copied_to, suggests_channels_last
+from memplan.trace.semantics.layout import copy_bytes, suggests_channels_last
 from memplan.trace.semantics.result_strides import STRIDES as EVERYWHERE
 from memplan.trace.semantics.result_strides import (
     Correction,
@@ -36,46 +36,48 @@ def _is_channels_last(x: torch.Tensor) -> bool:
 
 
 def _norm(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of the results (Normalization.cpp, `suggest_memory_format_contig`).
+    """Correct the strides of a batch norm's output (Normalization.cpp, `suggest_memory_format_contig`).
 
     The output is channels last if the input is channels last and not also contiguous (as with one channel).
     Otherwise it is contiguous.
     """
     x, (output, *statistics) = args[0], results
-    last = not x.is_contiguous() and _is_channels_last(x)
-    return _formatted(output, last=last), *statistics
+    return _formatted(output, not x.is_contiguous() and _is_channels_last(x)), *statistics
 
 
 def _norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of the results (Normalization.cpp, `batch_norm_backward_cpu_template`).
+    """Correct the strides of a batch norm's input gradient (Normalization.cpp, `batch_norm_backward_cpu_template`).
 
     If the incoming gradient and the input are dense in the same memory format, the input's gradient has the format that
     `_norm` gives the output; else the format that the input suggests (``suggest_memory_format()``).
     """
     (gradient, x), (grad_input, *others) = args[:2], results
-    last = suggests_channels_last(x)
+    channels_last = suggests_channels_last(x)
     dense = all(t.is_contiguous() or _is_channels_last(t) for t in (gradient, x))
-    if dense and suggests_channels_last(gradient) == last:
-        last = not x.is_contiguous()  # x is dense: then it is channels last
-    return None if grad_input is None else _formatted(grad_input, last=last), *others
+    if dense and suggests_channels_last(gradient) == channels_last:
+        channels_last = not x.is_contiguous()
+    return None if grad_input is None else _formatted(grad_input, channels_last), *others
 
 
-def _formatted(tensor: torch.Tensor, *, last: bool) -> torch.Tensor:
-    return with_strides(tensor, (channels_last_strides if last else contiguous_strides)(tensor.shape))
+def _formatted(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """Return a tensor in channels last or contiguous: itself if it has these strides, else a new tensor like it."""
+    strides = channels_last_strides(tensor.shape) if channels_last else contiguous_strides(tensor.shape)
+    return with_strides(tensor, strides)
 
 
 def _convolution_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of the results (Convolution.cpp): a weight gradient that is contiguous in more than one format gets
-    contiguous strides, unless the weight is channels last or grouped."""
+    """Correct the strides of a convolution's weight gradient (Convolution.cpp): contiguous in more than one format, it
+    gets contiguous strides, unless the weight is channels last or grouped."""
+    weight, groups = args[2], args[9]
     grad_input, grad_weight, grad_bias = results
-    plain = args[9] == 1 and not suggests_channels_last(args[2])
-    if plain and grad_weight is not None and grad_weight.is_contiguous():
+    is_plain = groups == 1 and not suggests_channels_last(weight)
+    if is_plain and grad_weight is not None and grad_weight.is_contiguous():
         grad_weight = with_strides(grad_weight, contiguous_strides(grad_weight.shape))
     return grad_input, grad_weight, grad_bias
 
 
 def _prelu_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of both gradients: those of an elementwise op over input, weight and gradient, in this order.
+    """Correct the strides of both gradients: those of an elementwise op over input, weight and gradient, in this order.
 
     Source: Activation.cpp, `_prelu_kernel_backward`.
     """
@@ -84,12 +86,13 @@ def _prelu_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
 
 
 def _group_norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """Strides of the results (group_norm.cpp): the input's gradient has the memory format that the input suggests.
+    """Correct the strides of a group norm's input gradient (group_norm.cpp): it has the memory format that the input
+    suggests.
 
     From torch 2.14 on, an input that has this format already passes its strides on (``empty_like``).
     """
     x = args[1]
-    if torch_version() < (2, 14) or copied_to(x, suggests_channels_last(x)):
+    if torch_version() < (2, 14) or copy_bytes(x, suggests_channels_last(x)):
         return suggested_format(1)(args, kwargs, results)
     grad_input, *others = results
     return (None if grad_input is None else with_strides(grad_input, preserved_strides(x)), *others)
@@ -105,14 +108,12 @@ def _on_cpu(correction: Correction) -> Correction:
     return corrected
 
 
-_NORMS = (
-    "native_batch_norm.default",
-    "_native_batch_norm_legit.default",
-    "_native_batch_norm_legit.no_stats",
-    "_native_batch_norm_legit_functional.default",
-)
+_NORMS = """
+    native_batch_norm.default _native_batch_norm_legit.default _native_batch_norm_legit.no_stats
+    _native_batch_norm_legit_functional.default
+"""
 _CPU_ONLY: Mapping[str, Correction] = {
-    **{f"aten.{name}": _norm for name in _NORMS},
+    **{f"aten.{name}": _norm for name in _NORMS.split()},
     "aten.native_batch_norm_backward.default": _norm_backward,
     "aten.native_group_norm.default": suggested_format(0),  # group_norm.cpp
     "aten.native_group_norm_backward.default": _group_norm_backward,

@@ -37,8 +37,8 @@ _FORMULAS: dict[str, Formula] = {
 }
 
 
-def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the peak bytes that the kernel allocates beyond its results."""
+def transient_bytes(name: str, args: Arguments, kwargs: Keywords, result: Any) -> int:
+    """Return the peak bytes that the kernel of op ``name`` allocates beyond its results."""
     if sparse.concerns(name, args, result):
         return sparse.transient_bytes(name, args, kwargs, result)
     formula = _FORMULAS.get(name)
@@ -46,12 +46,17 @@ def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], re
 
 
 def _temporaries(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> tuple[Temporary, ...]:
-    temporaries = transient_bytes(name, args, kwargs, result) + scalar_operands.transient_bytes(name, args)
-    return (Temporary(temporaries),) if temporaries else ()
+    """Return the temporary of a kernel and of the numbers among its operands; () if there is none."""
+    size = transient_bytes(name, args, kwargs, result) + scalar_operands.transient_bytes(name, args)
+    return (Temporary(size),) if size else ()
 
 
-def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
-    return indexing.assumed(name, args) or sparse_results.assumed(name, args, result, answered)
+def _assumed(name: str, args: Arguments, result: Any, replaced: bool) -> str | None:
+    """Return the assumption behind an op's result, as text for the report; None if it is exact.
+
+    ``replaced``: whether `Semantics.instead` computed the result.
+    """
+    return indexing.assumed(name, args) or sparse_results.assumed(name, args, result, replaced)
 
 
 SEMANTICS = Semantics(_temporaries, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE, **sparse_results.INSTEAD}, _assumed)

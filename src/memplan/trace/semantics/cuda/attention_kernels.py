@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.formula import Formula, nonzero
-from memplan.trace.semantics.kinds import Temporary
-from memplan.trace.semantics.layout import bytes_of, copied, padded
+from memplan.trace.semantics.cuda.formula import AllocationBytes, Allocations, Formula, nonzero
+from memplan.trace.semantics.kinds import Arguments, Keywords, Temporary
+from memplan.trace.semantics.layout import bytes_of, ceil_div, copy_bytes, padded
 
 _REDUCED = (torch.bfloat16, torch.float16)
 _FLOAT = 4
@@ -27,44 +27,44 @@ def _by_length(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
     return tensor.transpose(1, 2) if heads_first else tensor
 
 
-def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
+def flash_splits(query_blocks: int, multiprocessors: int, key_blocks: int) -> int:
     """Number of parts that the keys are split into if there are too few queries to fill the card.
 
     Source: transformers/cuda/flash_attn/flash_api.cpp, num_splits_heuristic: the fewest parts that reach 85 % of the
-    best occupancy. ``blocks`` are the blocks of queries, ``columns`` those of keys.
+    best occupancy.
     """
-    if blocks >= 0.8 * multiprocessors:
+    if query_blocks >= 0.8 * multiprocessors:
         return 1
-    most = min(_MOST_SPLITS, multiprocessors, columns)
-    occupancy: dict[int, float] = {}
-    for n in range(1, most + 1):
-        if n > 1 and -(-columns // n) == -(-columns // (n - 1)):
-            continue
-        waves = blocks * n / multiprocessors
-        occupancy[n] = waves / -(-blocks * n // multiprocessors)
+    occupancy: dict[int, float] = {}  # by number of parts
+    for parts in range(1, min(_MOST_SPLITS, multiprocessors, key_blocks) + 1):
+        if parts > 1 and ceil_div(key_blocks, parts) == ceil_div(key_blocks, parts - 1):
+            continue  # a further part does not make the largest part smaller
+        waves = query_blocks * parts / multiprocessors
+        occupancy[parts] = waves / ceil_div(query_blocks * parts, multiprocessors)
     best = max(occupancy.values(), default=0)
-    return min((n for n, share in occupancy.items() if share >= 0.85 * best), default=1)
+    return min((parts for parts, share in occupancy.items() if share >= 0.85 * best), default=1)
 
 
 def flash_forward(heads_first: bool, dropout: int) -> Formula:
     """Formula of flash attention: partial outputs and their log-sum-exp if the keys are split (never with dropout).
 
-    Source: flash_api.cpp, mha_fwd. ``heads_first``: the layout of the operands; ``dropout``: the position of its
-    probability.
+    Source: flash_api.cpp, mha_fwd. ``heads_first``: the layout of the operands; ``dropout``: position of the argument
+    ``dropout_p``.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
         q, k = (_by_length(t, heads_first) for t in args[:2])
-        if q.dim() != 4 or (args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0)):
+        dropout_p = args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0)
+        if q.dim() != 4 or dropout_p:
             return ()
-        (batch, length, heads, size), keys = q.shape, k.shape[1]
-        block = 256 if size <= 64 else 128 if size <= 128 else 64
-        blocks = batch * heads * -(-length // 64)
-        splits = flash_splits(blocks, 2 * arch.multiprocessors, -(-keys // block))
+        batch, length, heads, head_size = q.shape
+        key_block = 256 if head_size <= 64 else 128 if head_size <= 128 else 64
+        query_blocks = batch * heads * ceil_div(length, 64)
+        splits = flash_splits(query_blocks, 2 * arch.multiprocessors, ceil_div(k.shape[1], key_block))
         if splits == 1:
             return ()
-        rows = splits * batch * heads * length * _FLOAT
-        return nonzero(rows, rows * padded(size, 32))
+        log_sum_exp = splits * batch * heads * length * _FLOAT
+        return nonzero(log_sum_exp, log_sum_exp * padded(head_size, 32))
 
     return formula
 
@@ -77,18 +77,22 @@ def flash_backward(heads_first: bool) -> Formula:
     the output and its gradient, contiguous by length.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
         gradient, q, k, v, out = (_by_length(t, heads_first and t.dim() == 4) for t in args[:5])
-        heads, size = q.shape[-2:]
-        packed = q.dim() == 3
-        batch = args[6].numel() - 1 if packed else q.shape[0]
-        rows = q.shape[0] + 128 * batch if packed else batch * padded(q.shape[1], 128)
+        heads, head_size = q.shape[-2:]
+        if q.dim() == 3:  # sequences of different lengths, packed: (all rows, heads, head size)
+            batch = args[6].numel() - 1
+            rows = q.shape[0] + 128 * batch
+        else:
+            batch = q.shape[0]
+            rows = batch * padded(q.shape[1], 128)
         splits = 1
         if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-            splits = -(-arch.multiprocessors // (batch * heads))
-        accumulated = splits * rows * heads * padded(size, 32) * _FLOAT
-        grouped = [bytes_of(t) // k.shape[-2] * heads if k.shape[-2] != heads else 0 for t in (k, v)]
-        return nonzero(copied(gradient), copied(out), rows * heads * _FLOAT, accumulated, *grouped)
+            splits = ceil_div(arch.multiprocessors, batch * heads)
+        query_gradient = splits * rows * heads * padded(head_size, 32) * _FLOAT
+        kv_heads = k.shape[-2]
+        grouped = [bytes_of(t) // kv_heads * heads for t in (k, v)] if kv_heads != heads else []
+        return nonzero(copy_bytes(gradient), copy_bytes(out), rows * heads * _FLOAT, query_gradient, *grouped)
 
     return formula
 
@@ -99,34 +103,34 @@ def efficient_forward(heads_first: bool) -> Formula:
     Source: attention.cu, _efficient_attention_forward.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
         q, k, v = (_by_length(t, heads_first) for t in args[:3])
         if q.dtype not in _REDUCED or max(k.shape[-1], v.shape[-1]) <= 128:
             return ()
-        return nonzero(q.shape[0] * q.shape[1] * q.shape[2] * v.shape[-1] * _FLOAT)
+        batch, length, heads, _ = q.shape
+        return nonzero(batch * length * heads * v.shape[-1] * _FLOAT)
 
     return formula
 
 
-def _tile_shape(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
-    """The tiles of memory-efficient attention's backward: queries and keys in a tile, and whether the gradients of keys
-    and values stay in registers.
+def _tile_shape(head_size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
+    """The tiles of memory-efficient attention's backward: (queries in a tile, keys in a tile, whether the gradients of
+    keys and values stay in registers).
 
-    Source: mem_eff_attention/kernels/cutlassB.h, the first kernel of the list whose head size and shared memory fit.
-    That the large tiles do not fit with less than 100 KiB per block is inferred from the list, which has smaller ones
-    for such cards.
+    ``reduced``: whether the operands are in half precision. Source: mem_eff_attention/kernels/cutlassB.h, the first
+    kernel of the list whose head size and shared memory fit. That the large tiles do not fit with less than 100 KiB per
+    block is inferred from the list, which has smaller ones for such cards.
     """
-    if size <= 64:
+    if head_size <= 64:
         return 64, 64, reduced
-    large = arch.shared_memory >= 96
     if arch.capability[0] < 8 or not reduced:
-        wide = 128 if large else 64
-        return wide, 64, reduced and size <= wide
-    if size <= 96 and arch.capability in ((8, 6), (8, 9)):
+        queries = 128 if arch.shared_memory >= 96 else 64
+        return queries, 64, reduced and head_size <= queries
+    if head_size <= 96 and arch.capability in ((8, 6), (8, 9)):
         return 128, 64, True
-    if size <= 128:
-        return (128, 128, True) if arch.shared_memory > 99 else (64, 64, False)
-    return (128, 64, False) if arch.shared_memory > 99 else (64, 64, False)
+    if arch.shared_memory <= 99:
+        return 64, 64, False
+    return (128, 128, True) if head_size <= 128 else (128, 64, False)
 
 
 def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch: Arch) -> int:
@@ -135,16 +139,18 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
 
     Source: mem_eff_attention/kernel_backward.h, workspace_size.
     """
-    (batch, rows, heads, size), keys, width = q.shape, k.shape[1], v.shape[-1]
+    batch, rows, heads, head_size = q.shape
+    keys, value_size = k.shape[1], v.shape[-1]
     reduced = q.dtype in _REDUCED
-    tile_rows, tile_columns, in_registers = _tile_shape(max(size, width), reduced, arch)
-    elements = -(-rows // tile_rows) * -(-size // tile_columns) * (tile_rows * tile_columns + 4)
-    splits = -(-keys // tile_columns)
-    if batch * heads >= 256 and keys <= 2 * tile_columns:
-        splits = 1
+    tile_queries, tile_keys, in_registers = _tile_shape(max(head_size, value_size), reduced, arch)
+    tiles = ceil_div(rows, tile_queries) * ceil_div(head_size, tile_keys)
+    elements = tiles * (tile_queries * tile_keys + 4)  # of a batch entry and head
     if reduced and not in_registers:
+        splits = ceil_div(keys, tile_keys)
+        if batch * heads >= 256 and keys <= 2 * tile_keys:
+            splits = 1
         splits = max(1, min(splits, 200 // (batch * heads)))
-        elements += splits * tile_columns * (padded(size, tile_rows) + padded(width, tile_rows))
+        elements += splits * tile_keys * (padded(head_size, tile_queries) + padded(value_size, tile_queries))
     return batch * heads * padded(elements, 4) * _FLOAT
 
 
@@ -156,19 +162,19 @@ def efficient_backward(heads_first: bool) -> Formula:
     of them, of which the first two are freed before the workspace is allocated.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Temporary, ...]:
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allocations:
         gradient, q, k, v = (_by_length(t, heads_first) for t in args[:4])
-        sums = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
-        workspace = _efficient_workspace(q, k, v, arch)
-        copies = [Temporary(size, first=True) for size in nonzero(copied(gradient))]
-        if q.dtype in _REDUCED:
-            return (*copies, sums, workspace)
-        return (*copies, Temporary(sums * v.shape[-1], followed=2), Temporary(sums, followed=1), sums, workspace)
+        batch, length, heads, _ = q.shape
+        sums = batch * length * heads * _FLOAT
+        copies = [Temporary(size, first=True) for size in nonzero(copy_bytes(gradient))]
+        product_and_sums = [Temporary(sums * v.shape[-1], followed=2), Temporary(sums, followed=1)]
+        before = copies if q.dtype in _REDUCED else copies + product_and_sums
+        return (*before, sums, _efficient_workspace(q, k, v, arch))
 
     return formula
 
 
-def cudnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def cudnn_forward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (cudnn/MHA.cpp): the workspace of cuDNN's plan, which is empty except on sm_90 (cuDNN 9.19)."""
     return nonzero(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
 
@@ -181,13 +187,13 @@ def cudnn_backward(heads_first: bool) -> Formula:
     emulated cards), and a few bytes of the plan itself.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
         q, k, v = (_by_length(t, heads_first) for t in args[1:4])
-        rows = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
-        heads = q.shape[2]
+        batch, length, heads, head_size = q.shape
+        row_sums = batch * length * heads * _FLOAT
+        query_gradients = (2 if arch.capability[0] == 8 else 1) * row_sums * head_size
         grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
-        sums = 2 if arch.capability[0] == 8 else 1
-        return nonzero(rows + sums * rows * q.shape[-1] + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
+        return nonzero(row_sums + query_gradients + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
 
     return formula
 

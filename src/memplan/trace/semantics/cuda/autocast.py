@@ -51,6 +51,7 @@ class Autocast:
         self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         """(weight, its copy in low precision) by id() of the weight."""
         self._running = False
+        """Whether an autocast kernel runs: the arguments of its op are cast already."""
 
     def copies(self) -> list[torch.Tensor]:
         """The cached low-precision copies of weights."""
@@ -69,17 +70,17 @@ class Autocast:
 
     def _kernel(self, op: Any) -> dispatch.Kernel:
         """Return the autocast kernel of an op: it casts by the op's policy and calls the op below autocast."""
-        prepare = (
+        policy = (
             _POLICIES.get(op.overloadpacket.__name__, _refuse_unknown) if op.namespace == "aten" else _cast_as_library
         )
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with dispatch.below_autocast():
-                if not self._any_on_card(args, kwargs):
+                if not any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values()))):
                     return op(*args, **kwargs)
                 was_running, self._running = self._running, True
                 try:
-                    target, cast_args, cast_kwargs = prepare(self, op, args, kwargs)
+                    target, cast_args, cast_kwargs = policy(self, op, args, kwargs)
                     return target(*cast_args, **cast_kwargs)
                 finally:
                     self._running = was_running
@@ -90,13 +91,10 @@ class Autocast:
     def taking_apart(self) -> Iterator[None]:
         """Context for a dispatch mode that decomposes a composite op (inference mode): its parts are cast as on CUDA.
 
-        Within a dispatch mode nothing is cast. Here the parts are, unless the op itself has an autocast policy.
+        Within a dispatch mode nothing is cast. Here the parts are, unless an autocast kernel has cast for the whole op.
         """
         with nullcontext() if self._running else dispatch.above_autocast():
             yield
-
-    def _any_on_card(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        return any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values())))
 
     def would_cast(self, value: Any) -> bool:
         """Whether autocast would cast ``value``: a floating-point tensor on the card, other than float64."""
@@ -115,9 +113,9 @@ class Autocast:
             return value
         if not self._is_cacheable(value, dtype):
             return value.to(dtype)
-        cached = self._copies.get(id(value))
-        if cached is not None and cached[0]() is value:
-            return cached[1]
+        weight_ref, copy = self._copies.get(id(value), (None, None))
+        if weight_ref is not None and weight_ref() is value:  # else the id is that of a freed weight
+            return copy
         with torch.enable_grad():  # the cached copy may be reused where gradients are needed
             copy = value.to(dtype)
         self._copies[id(value)] = (weakref.ref(value), copy)
@@ -152,18 +150,18 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
             not cast.
     """
     state = Autocast(on_card)
-    enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
+    torch_set_enabled, torch_clear = torch.set_autocast_enabled, torch.clear_autocast_cache
     with dispatch.autocast_like_cuda(state.kernels()) as set_active:
 
         def set_enabled(*args: Any, **kwargs: Any) -> None:
-            enable(*args, **kwargs)
+            torch_set_enabled(*args, **kwargs)
             set_active(torch.is_autocast_enabled("cuda"))
 
-        def clear_both() -> None:
-            clear()
+        def clear_caches() -> None:
+            torch_clear()
             state.clear()
 
-        with _torch.patched(torch, set_autocast_enabled=set_enabled, clear_autocast_cache=clear_both):
+        with _torch.patched(torch, set_autocast_enabled=set_enabled, clear_autocast_cache=clear_caches):
             try:
                 set_active(torch.is_autocast_enabled("cuda"))
                 yield state
@@ -185,7 +183,10 @@ Prepared = tuple[Any, Sequence[Any], dict[str, Any]]
 
 
 def _cast_all(state: Autocast, op: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Prepared:
-    """Cast the last argument first, in the order in which GCC evaluates the arguments of autocast_mode.h's call."""
+    """Return the call with all tensors cast to ``dtype``.
+
+    The last argument is cast first: so does GCC, which compiles the call in autocast_mode.h.
+    """
     cast = {name: state.cast(value, dtype) for name, value in reversed(kwargs.items())}
     positional = [state.cast(value, dtype) for value in reversed(args)]
     return op, positional[::-1], cast
@@ -204,23 +205,23 @@ def _set_dtype_argument(state: Autocast, op: Any, args: Any, kwargs: Any) -> Pre
     if not state.would_cast(args[0]):
         return op, args, kwargs
     for position, argument in enumerate(_torch.arguments(op)):
-        if argument.name == "dtype":
-            if position < len(args) and not argument.kwarg_only:
-                dtype = torch.float32 if args[position] is None else args[position]
-                return op, [*args[:position], dtype, *args[position + 1 :]], kwargs
-            dtype = kwargs.get("dtype")
-            return op, args, {**kwargs, "dtype": torch.float32 if dtype is None else dtype}
+        if argument.name != "dtype":
+            continue
+        if position < len(args) and not argument.kwarg_only:
+            dtype = torch.float32 if args[position] is None else args[position]
+            return op, [*args[:position], dtype, *args[position + 1 :]], kwargs
+        dtype = kwargs.get("dtype")
+        return op, args, {**kwargs, "dtype": torch.float32 if dtype is None else dtype}
     return op, args, kwargs
 
 
 def _norm_with_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """Call the overload of ``norm`` that has a dtype argument instead."""
+    """Call the overload of ``norm`` that has a dtype argument instead, e.g. ``ScalarOpt_dtype`` for ``ScalarOpt``."""
     dtype = torch.float32 if state.would_cast(args[0]) else args[0].dtype
-    arguments = [*args]
-    for argument in _torch.arguments(op)[len(args) :]:
-        arguments.append(kwargs.get(argument.name, argument.default_value))
+    missing = _torch.arguments(op)[len(args) :]
+    arguments = [*args, *(kwargs.get(argument.name, argument.default_value) for argument in missing)]
     overload = str(op).rpartition(".")[2]
-    overload = "ScalarOpt" if overload == "Scalar" else overload
+    overload = "ScalarOpt" if overload == "Scalar" else overload  # norm.Scalar_dtype does not exist
     return getattr(_ATEN.norm, f"{overload}_dtype"), arguments, {"dtype": dtype}
 
 
@@ -243,7 +244,7 @@ def _cast_recurrent(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepare
     x, weights, stride, buffer, hx, cx, *options = args
     if state.would_cast(weights[0]) and weights[0].dtype is not half:
         weights = [weight.to(half) for weight in weights]
-        with torch.no_grad():
+        with torch.no_grad():  # an expanded element has the size of the buffer, and allocates nothing
             buffer = weights[0].detach().reshape(-1)[:1].expand(buffer.numel())
     arguments = state.cast(x, half), weights, stride, buffer, state.cast(hx, half), state.cast(cx, half), *options
     return op, arguments, kwargs
@@ -258,7 +259,8 @@ def _refuse(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
 def _cast_as_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """Cast as the autocast kernel of the op's library does, which is observed on tensors without data."""
     try:
-        arg_dtypes, own_dtypes, returned_dtypes = dispatch.cast_on_cuda(op, args, kwargs)
+        # of each argument and result, None if it is no tensor: the dtype to cast to, before and after the op
+        arg_dtypes, op_dtypes, returned_dtypes = dispatch.cast_on_cuda(op, args, kwargs)
     except Exception as error:  # raised by the library's kernel
         op(*args, **kwargs)  # if the call itself is wrong, this raises the library's own error
         raise RecordingError(
@@ -268,16 +270,16 @@ def _cast_as_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepar
         ) from error
     leaves, spec = _torch.tree_flatten((args, kwargs))
     cast = [leaf if dtype is None else state.cast(leaf, dtype) for leaf, dtype in zip(leaves, arg_dtypes, strict=True)]
-    positional, named = _torch.tree_unflatten(cast, spec)
+    cast_args, cast_kwargs = _torch.tree_unflatten(cast, spec)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def op_with_cast_results(*args: Any, **kwargs: Any) -> Any:
         results, spec = _torch.tree_flatten(op(*args, **kwargs))
-        dtypes = zip(results, own_dtypes, returned_dtypes, strict=True)
-        return _torch.tree_unflatten(
-            [result if to is None or own is to else state.cast(result, to) for result, own, to in dtypes], spec
-        )
+        for i, (op_dtype, returned) in enumerate(zip(op_dtypes, returned_dtypes, strict=True)):
+            if returned is not None and returned is not op_dtype:
+                results[i] = state.cast(results[i], returned)
+        return _torch.tree_unflatten(results, spec)
 
-    return run, positional, named
+    return op_with_cast_results, cast_args, cast_kwargs
 
 
 def _refuse_unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:

@@ -64,7 +64,7 @@ def installed(
     Args:
         on_card: whether a tensor represents one on the card; others are decomposed as on the CPU.
         arch: the card's compute capability.
-        chosen: called with the name of an op that could run several kernels and the reason for its choice, a sentence.
+        chosen: called with (name of an op that could run several kernels, reason for the choice as a sentence).
         others: compute capabilities to compare with; `Replacements.differing` collects those with another choice.
     """
     table = _Table(on_card, arch, chosen, others)
@@ -90,13 +90,14 @@ def installed(
 
 
 def _overload(name: str) -> Any:
+    """Return the overload of ATen with this name: ``softmax.int``, or ``dropout`` for ``dropout.default``."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(_ATEN, packet), overload or "default")
 
 
 def enabled_now() -> Enabled:
     """Return the kernels that `scaled_dot_product_attention` may choose under torch's current settings."""
-    allowed, version = torch.backends.cuda, sdpa_choice.versions()
+    allowed, (torch_version, cudnn_version) = torch.backends.cuda, sdpa_choice.versions()
     order: list[Any] = [_BACKENDS[number] for number in dispatch.tried_in_order() if number in _BACKENDS]
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return Enabled(
@@ -106,8 +107,8 @@ def enabled_now() -> Enabled:
         math=allowed.math_sdp_enabled(),
         order=tuple(order),
         deterministic=strict,
-        torch=version[0],
-        cudnn_version=version[1],
+        torch=torch_version,
+        cudnn_version=cudnn_version,
     )
 
 
@@ -202,18 +203,20 @@ class _Table:
         return output.squeeze(0) if unbatched else output
 
     def _compare_cards(self, arguments: tuple[Any, ...], kernel: str) -> None:
-        """Add the cards on which attention runs another kernel, or none, to `differing`."""
+        """Add to `differing` the compute capabilities on which attention runs another kernel than ``kernel``, or none.
+
+        ``arguments``: of `sdpa_choice.choose`.
+        """
         enabled = enabled_now()
         for other in self._others - self.differing:
             order = sdpa_choice.default_order(other, enabled.cudnn_version)
             try:
-                same = (
-                    sdpa_choice.choose(*arguments, arch=other, enabled=replace(enabled, order=order)).kernel == kernel
-                )
-            except RuntimeError:
-                same = False
-            if not same:
+                choice = sdpa_choice.choose(*arguments, arch=other, enabled=replace(enabled, order=order))
+            except RuntimeError:  # no kernel supports the arguments there
                 self.differing.add(other)
+            else:
+                if choice.kernel != kernel:
+                    self.differing.add(other)
 
     def recurrent(self, name: str) -> Callable[..., Any]:
         """Return the kernel of a recurrent op (native/RNN.cpp): cuDNN's, with the weights in one buffer, since modules
@@ -235,13 +238,14 @@ class _Table:
         return run
 
     def _cudnn_refusal(self, x: torch.Tensor) -> str | None:
-        """Say why cuDNN does not run a recurrent network (native/RNN.cpp, use_cudnn); None if it does."""
+        """Return why cuDNN does not run a recurrent network on input ``x`` (native/RNN.cpp, use_cudnn); None if it
+        does."""
         if not torch.backends.cudnn.enabled:
             return "cuDNN is switched off"
         if x.dtype is torch.bfloat16:
             self.differing |= {other for other in self._others if (other < (8, 0)) != (self._arch < (8, 0))}
-        if x.dtype is torch.bfloat16 and self._arch < (8, 0):
-            return "cuDNN takes bfloat16 from sm_80 on"
+            if self._arch < (8, 0):
+                return "cuDNN takes bfloat16 from sm_80 on"
         return None if x.numel() else "the input is empty"
 
     def packed_recurrent(self, name: str) -> Callable[..., Any]:
@@ -250,23 +254,22 @@ class _Table:
         op = getattr(_ATEN, name).data
 
         def run(
-            data: torch.Tensor, sizes: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any
+            data: torch.Tensor, batch_sizes: torch.Tensor, states: Any, weights: list[torch.Tensor], *options: Any
         ) -> Any:
             """Run a recurrent network of packed sequences by cuDNN's op; their lengths have to be known."""
             if not self._on_card(data):
-                return dispatch.composite(op, data, sizes, states, weights, *options)
-            refusal = self._cudnn_refusal(data)
-            if not isinstance(sizes, FakeTensor) and not refusal:
-                hx, cx = states if name == "lstm" else (states, None)
-                with no_modes():
-                    switches: tuple[Any, ...] = (*options, False, sizes.tolist())
-                output, hy, cy = _cudnn_recurrent(_RECURRENT[name], data, hx, cx, weights, *switches)
-                return (output, hy, cy) if name == "lstm" else (output, hy)
-            raise DataDependentError(
-                f"{name} of a packed sequence, whose lengths are values, and recording has no values",
-                expected="a recurrent network of padded sequences",
-                do="Leave the sequences padded, or run memplan.measure(build): it really runs the step",
-            )
+                return dispatch.composite(op, data, batch_sizes, states, weights, *options)
+            if isinstance(batch_sizes, FakeTensor) or self._cudnn_refusal(data):
+                raise DataDependentError(
+                    f"{name} of a packed sequence, whose lengths are values, and recording has no values",
+                    expected="a recurrent network of padded sequences",
+                    do="Leave the sequences padded, or run memplan.measure(build): it really runs the step",
+                )
+            hx, cx = states if name == "lstm" else (states, None)
+            with no_modes():  # `batch_first` is False
+                switches: tuple[Any, ...] = (*options, False, batch_sizes.tolist())
+            output, hy, cy = _cudnn_recurrent(_RECURRENT[name], data, hx, cx, weights, *switches)
+            return (output, hy, cy) if name == "lstm" else (output, hy)
 
         return run
 
@@ -303,18 +306,19 @@ class _Table:
         self,
         log_probs: torch.Tensor,
         targets: torch.Tensor,
-        steps: torch.Tensor,
-        lengths: torch.Tensor,
+        input_lengths: torch.Tensor,
+        target_lengths: torch.Tensor,
         blank: int = 0,
         reduction: int = _MEAN,
         zero_infinity: bool = False,
     ) -> torch.Tensor:
         """CTC loss (native/LossCTC.cpp): lengths are read on the host; a mean divides by them on the card."""
-        op, arguments = _ATEN.ctc_loss.Tensor, (log_probs, targets, steps, lengths, blank)
-        if reduction != _MEAN or not self._on_card(log_probs) or self._on_card(lengths):
+        op, arguments = _ATEN.ctc_loss.Tensor, (log_probs, targets, input_lengths, target_lengths, blank)
+        if reduction != _MEAN or not self._on_card(log_probs) or self._on_card(target_lengths):
             return dispatch.composite(op, *arguments, reduction, zero_infinity)
         losses = dispatch.composite(op, *arguments, 0, zero_infinity)
-        return (losses / losses.new_empty(lengths.shape).copy_(lengths).clamp_min(1)).mean()
+        # without names for the temporaries, which would keep them alive
+        return (losses / losses.new_empty(target_lengths.shape).copy_(target_lengths).clamp_min(1)).mean()
 
 
 _TITLES = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN", "math": "math"}
@@ -324,9 +328,8 @@ def _are_valid(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
 ) -> bool:
     """Whether the arguments of attention are valid at all; if not, the original op raises its own error."""
-    if len({t.dtype for t in (query, key, value)}) > 1 or min(t.dim() for t in (query, key, value)) < 2:
-        return False
-    if any(t.is_nested for t in (query, key, value)):
+    tensors = (query, key, value)
+    if len({t.dtype for t in tensors}) > 1 or any(t.dim() < 2 or t.is_nested for t in tensors):
         return False
     return mask is None or (not causal and mask.dtype in (torch.bool, torch.float32, query.dtype))
 
@@ -376,6 +379,7 @@ def _efficient(call: _Call) -> torch.Tensor:
 
 
 def _cudnn(call: _Call) -> torch.Tensor:
+    """Run cuDNN's attention."""
     mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
     kernel = _ATEN._scaled_dot_product_cudnn_attention.default
     compute_logsumexp = _needs_gradient(*call.heads)
@@ -424,6 +428,7 @@ def _math(
     scaled = _ATEN.mul.Scalar(query, math.copysign(root, scale))  # as in C++: no tensor is saved for a scalar
     if causal:
         square = (query.shape[-2], key.shape[-2])
+        # without a name for the bool mask, which would keep it alive
         bias = _additive(scaled.new_ones(square, dtype=torch.bool).tril(), scaled.dtype)
     if gqa:
         key, value = (_repeat_heads(t, query.shape[-3]) for t in (key, value))
@@ -439,8 +444,9 @@ def _math(
     return output
 
 
-def _repeat_heads(heads: torch.Tensor, count: int) -> torch.Tensor:
-    return heads if heads.shape[-3] == count else heads.repeat_interleave(count // heads.shape[-3], -3)
+def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat each head of keys or values, (..., heads, length, head size), up to this number of heads."""
+    return tensor if tensor.shape[-3] == heads else tensor.repeat_interleave(heads // tensor.shape[-3], -3)
 
 
 def _flattened(weights: list[torch.Tensor]) -> bool:
@@ -474,8 +480,8 @@ def _cudnn_recurrent(
     """Run cuDNN's recurrent op (cudnn/RNN.cpp, _cudnn_impl). Returns output, last hidden states and last cells."""
     hidden = (hx if cx is None else cx).shape[2]
     projection = 0 if hx.shape[2] == hidden else hx.shape[2]
-    number = (4 if biases else 2) + bool(projection)  # weights and biases of a layer and direction
-    # bytes at one byte an element: the number of elements
+    weights_per_layer = (4 if biases else 2) + bool(projection)  # and direction
+    # with elements of 1 byte: the number of elements
     elements = rnn_weight_bytes(MODES[mode], x.shape[-1], hidden, layers, bidirectional, 1, projection)
     with torch.no_grad():
         if _flattened(weights):  # the buffer exists already: an expanded element has its size, and allocates nothing
@@ -483,6 +489,6 @@ def _cudnn_recurrent(
         else:  # "RNN module weights are not part of single contiguous chunk": saved for the backward pass
             buffer = weights[0].new_empty(elements)
     return _ATEN._cudnn_rnn.default(
-        x, weights, number, buffer, hx, cx, mode, hidden, projection, layers, batch_first, dropout, train,
+        x, weights, weights_per_layer, buffer, hx, cx, mode, hidden, projection, layers, batch_first, dropout, train,
         bidirectional, list(batch_sizes), None,
     )[:3]  # fmt: skip

@@ -19,12 +19,14 @@ import torch
 
 from memplan._torch import Version, torch_version
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.formula import Formula, nonzero
+from memplan.trace.semantics.cuda.formula import AllocationBytes, Formula, nonzero
+from memplan.trace.semantics.kinds import Arguments, Keywords
 from memplan.trace.semantics.layout import bytes_of, is_dense
 
 Library = Literal["cublas", "cublaslt"]
 
 _SMALL = 2 * (4096 << 10) + 8 * (16 << 10)
+"""Bytes of ``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``, torch's default."""
 _LARGE = 32 << 20
 _LT = 1 << 20
 
@@ -84,7 +86,10 @@ def caches_workspaces(env: Mapping[str, str], version: Version | None = None) ->
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool | None:
-    """c10/util/env.h, check_env: "1" is true, "0" false, and anything else is ignored with a warning."""
+    """Return the value of a flag of the environment, None if it is not set (c10/util/env.h, check_env).
+
+    "1" is true, "0" false, and anything else is ignored with a warning.
+    """
     return {"1": True, "0": False}.get(env.get(name, ""))
 
 
@@ -93,14 +98,8 @@ USES: frozenset[str] = frozenset(
     for name in (
         *("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "mv", "addmv", "addmv_", "dot", "vdot"),
         *("linear", "_addmm_activation", "_int_mm", "_scaled_mm", "linalg_solve_triangular", "triangular_solve"),
-        *(
-            "_linalg_solve_ex",
-            "linalg_lu_factor_ex",
-            "linalg_lu_solve",
-            "linalg_inv_ex",
-            "_trilinear",
-            "_euclidean_dist",
-        ),
+        *("_linalg_solve_ex", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_inv_ex", "_trilinear"),
+        "_euclidean_dist",
     )
 )
 """Ops whose kernels fetch a cuBLAS handle, and so its workspace, however small the operands (``dot`` and ``mv`` too).
@@ -113,10 +112,10 @@ native/cuda/Blas.cpp and native/cuda/linalg. Ops on empty tensors fetch none.
 def workspaces(
     library: Library, capability: tuple[int, int], env: Mapping[str, str], version: Version | None = None
 ) -> dict[Library, int]:
-    """Return the bytes of each workspace that a call to ``library`` needs. Cached workspaces are allocated once per
-    thread and stream.
+    """Return library -> bytes of its workspace, for each workspace that a call to ``library`` needs.
 
-    2.11 also fetches a cuBLAS handle, with its workspace, for a cuBLASLt call; later releases do not.
+    Cached workspaces are allocated once per thread and stream. 2.11 also fetches a cuBLAS handle, with its workspace,
+    for a cuBLASLt call; later releases do not.
     """
     version = version or torch_version()
     sizes: dict[Library, int] = {}
@@ -129,12 +128,12 @@ def workspaces(
 
 
 _OF_VECTORS = frozenset({"aten.dot.default", "aten.vdot.default"})
-_ALWAYS_LT = {"aten._scaled_mm.default", "aten._int_mm.default"}
+_ALWAYS_LT = {"aten._scaled_mm.default", "aten._int_mm.default", "aten._addmm_activation.default"}
 _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def library(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Library | None:
-    """Return the library whose workspace an op needs, or None.
+def library(name: str, args: Arguments, kwargs: Keywords, result: Any) -> Library | None:
+    """Return the library whose workspace an op needs, or None if it needs no workspace.
 
     Args:
         name: overload name, e.g. ``aten.addmm.default``.
@@ -142,62 +141,71 @@ def library(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     """
     if name not in USES or _is_empty(name, args, result):
         return None
-    if name in _ALWAYS_LT or (name.startswith("aten.addmm.") and _bias_fits(args, kwargs, result)):
-        return "cublaslt"
-    if name.startswith("aten._addmm_activation"):
-        return "cublaslt"
-    if name == "aten.linear.default" and len(args) > 2 and args[2] is not None:
-        return "cublaslt"
-    return "cublas"
+    if name.startswith("aten.addmm."):
+        uses_lt = _bias_fits(args, kwargs, result)
+    elif name == "aten.linear.default":
+        uses_lt = len(args) > 2 and args[2] is not None  # with a bias
+    else:
+        uses_lt = name in _ALWAYS_LT
+    return "cublaslt" if uses_lt else "cublas"
 
 
-def _is_empty(name: str, args: tuple[Any, ...], result: Any) -> bool:
-    """Blas.cpp, BatchLinearAlgebra.cpp: cuBLAS is not called for empty operands, except by `dot` and `vdot`."""
+def _is_empty(name: str, args: Arguments, result: Any) -> bool:
+    """Return whether cuBLAS is not called because an operand or result is empty (Blas.cpp, BatchLinearAlgebra.cpp).
+
+    `dot` and `vdot` call it for empty operands, too.
+    """
     output = result[0] if isinstance(result, (tuple, list)) and result else result
     values = (output,) if name in _OF_VECTORS else (output, *args)
     return any(isinstance(value, torch.Tensor) and not value.numel() for value in values)
 
 
-def _bias_fits(args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> bool:
-    """Whether cuBLASLt adds the bias of an ``addmm`` in its epilogue: native/cuda/Blas.cpp,
-    isInputCompliesAddmmCudaLt."""
+def _bias_fits(args: Arguments, kwargs: Keywords, result: torch.Tensor) -> bool:
+    """Return whether cuBLASLt adds the bias of an ``addmm`` in its epilogue.
+
+    Source: native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt.
+    """
     bias, a, b = args[:3]
-    row = bias.dim() == 1 or sum(n != 1 for n in bias.shape) == 1
-    fits = row and bias.is_contiguous() and bias.shape[-1] == b.shape[1] and kwargs.get("beta", 1) == 1
-    return bool(fits and result.is_contiguous() and a.dtype in _LT_DTYPES and min(b.shape) > 1)
+    is_row = bias.dim() == 1 or sum(size != 1 for size in bias.shape) == 1
+    if not is_row or not bias.is_contiguous() or bias.shape[-1] != b.shape[1] or kwargs.get("beta", 1) != 1:
+        return False
+    return bool(result.is_contiguous() and a.dtype in _LT_DTYPES and min(b.shape) > 1)
 
 
 def _matrix_copy(tensor: torch.Tensor) -> int:
-    """Bytes of the copy of a matrix without a valid leading dimension: Blas.cpp, prepare_matrix_for_cublas."""
+    """Return the bytes of the copy of a matrix, or a batch of them, whose strides cuBLAS does not support; else 0.
+
+    Source: native/cuda/Blas.cpp, prepare_matrix_for_cublas.
+    """
     rows, columns = tensor.shape[-2:]
-    down, across = tensor.stride()[-2:]
-    if down == 1 and across >= max(1, rows):
+    row_stride, column_stride = tensor.stride()[-2:]
+    has_leading_dimension = (row_stride == 1 and column_stride >= max(1, rows)) or (
+        column_stride == 1 and row_stride >= max(1, columns)
+    )
+    if has_leading_dimension or (tensor.dim() == 2 and is_dense(tensor)):
         return 0
-    if across == 1 and down >= max(1, columns):
-        return 0
-    if tensor.dim() == 2 and is_dense(tensor):
-        return 0
-    return 0 if tensor.is_contiguous() and down and across else bytes_of(tensor)
+    return 0 if tensor.is_contiguous() and row_stride and column_stride else bytes_of(tensor)
 
 
 def product(*positions: int) -> Formula:
-    """Formula for copies of the operands at ``positions`` whose strides cuBLAS does not support (e.g. expanded).
+    """Formula for copies of the matrices at ``positions`` whose strides cuBLAS does not support (e.g. expanded).
 
     Source: native/cuda/Blas.cpp. Reduced precision needs no float32 copy, and a bias is not expanded.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-        if not all(args[i].numel() for i in positions):
-            return ()
-        return nonzero(*(_matrix_copy(args[i]) for i in positions))
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
+        matrices = [args[position] for position in positions]
+        return nonzero(*map(_matrix_copy, matrices)) if all(matrix.numel() for matrix in matrices) else ()
 
     return formula
 
 
-def matrix_by_vector(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """``mv`` and ``addmv``: copies of a matrix that cuBLAS cannot read in place, and of a vector with stride 0."""
-    matrix, vector = args[-2:] if isinstance(args[-1], torch.Tensor) else args[1:3]
-    return nonzero(_matrix_copy(matrix), bytes_of(vector) if vector.stride(0) == 0 and vector.numel() > 1 else 0)
+def matrix_by_vector(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
+    """Temporaries of ``mv`` and ``addmv``: copies of a matrix whose strides cuBLAS does not support, and of an expanded
+    vector."""
+    matrix, vector = args[:2] if len(args) == 2 else args[1:3]
+    is_expanded = vector.stride(0) == 0 and vector.numel() > 1
+    return nonzero(_matrix_copy(matrix), bytes_of(vector) if is_expanded else 0)
 
 
 _LARGE_MATRIX, _SMALL_BATCH = 64, 8
@@ -206,16 +214,16 @@ _LARGE_MATRIX, _SMALL_BATCH = 64, 8
 def pointers(matrix: int, other: int) -> Formula:
     """Formula for the pointer arrays of a batched solve: one for each operand, 8 bytes per matrix.
 
-    Source: BatchLinearAlgebra.cpp, triangular_solve_kernel, lu_solve_kernel: up to 8 matrices of at least 64 x 64 are
-    solved in a loop, without them.
+    ``matrix``, ``other``: positions of the factored matrices and of the right sides among the arguments. Source:
+    BatchLinearAlgebra.cpp, triangular_solve_kernel, lu_solve_kernel: up to 8 matrices of at least 64 x 64 are solved in
+    a loop, without them.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
         a, b = args[matrix], args[other]
         count = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
-        if not (a.numel() and b.numel()) or (count <= _SMALL_BATCH and a.shape[-1] >= _LARGE_MATRIX):
-            return ()
-        return 8 * count, 8 * count
+        in_a_loop = count <= _SMALL_BATCH and a.shape[-1] >= _LARGE_MATRIX
+        return () if in_a_loop or not a.numel() or not b.numel() else (8 * count, 8 * count)
 
     return formula
 

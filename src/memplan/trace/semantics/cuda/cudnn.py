@@ -5,17 +5,20 @@ cuDNN reports sizes only on a card, so undocumented ones are intervals of bytes,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from memplan.cudnn.recurrent import GATES, Algorithm, Kind, RecurrentQuestion, rnn_matrix_bytes
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.layout import bytes_of, copied, like_channels_last
+from memplan.trace.semantics.kinds import Arguments
+from memplan.trace.semantics.layout import bytes_of, ceil_div, copy_bytes, like_channels_last
 
 Interval = tuple[int, int]
 
 _MAX_BATCH = {True: 880_801, False: 65_535}
+"""Whether in training -> largest batch of cuDNN's batch norm."""
 _INT_MAX = (1 << 31) - 1
 _SAVED_VALUES: dict[Kind, int] = {"lstm": 5, "gru": 6, "rnn": 1}
 _HEADER, _MAX_VALUES_PER_ROW = 256, 12
@@ -84,7 +87,9 @@ def batch_norm_reserve_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Int
     0 is expected, was measured on an H100, and is what other frameworks rely on. cuDNN does not document it, so on
     other cards the upper end for the persistent kernel is the mask of a fused activation, one bit per element.
     """
-    return (0, -(-x.numel() // 8)) if _is_persistent(x, training) and arch.capability != _MEASURED else (0, 0)
+    if not _is_persistent(x, training) or arch.capability == _MEASURED:
+        return 0, 0
+    return 0, ceil_div(x.numel(), 8)
 
 
 def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, backward: bool = False) -> Interval:
@@ -97,26 +102,16 @@ def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, b
     if not _is_persistent(x, training):
         return 0, 0
     channels = x.shape[1]
-    rows, counters = x.numel() // max(1, channels), 4 * -(-channels // 64)
+    rows, counters = x.numel() // max(1, channels), 4 * ceil_div(channels, 64)
     if backward:
-        size = -(-rows // 96) * 8 * channels + counters + 1056
+        size = ceil_div(rows, 96) * 8 * channels + counters + 1056
     else:
-        size = -(-rows // 64) * (8 * channels + counters) + counters + 1072
+        size = ceil_div(rows, 64) * (8 * channels + counters) + counters + 1072
     return (size if arch.capability == _MEASURED else 0), size
 
 
-def rnn_reserve_bytes(
-    kind: Kind,
-    steps: int,
-    batch: int,
-    hidden: int,
-    layers: int,
-    bidirectional: bool,
-    dropout: float,
-    itemsize: int,
-    projection: int = 0,
-) -> Interval:
-    """Bytes that cuDNN's recurrent network saves for its backward pass, as an interval.
+def reserve_of(question: RecurrentQuestion) -> Interval:
+    """Bytes that cuDNN's recurrent network saves for its backward pass, as an interval; 0 without training.
 
     For every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and the cell), 6 for a
     GRU, 1 for a plain network, and the output of every layer but the last. That is exactly what cuDNN 7 asked for
@@ -124,70 +119,47 @@ def rnn_reserve_bytes(
     9.19, seven networks) need 256 bytes more, and with dropout a bit for each output of every layer but the last. For
     plain networks and projections, which neither ran, the upper end adds one value a layer, with dropout the dropped
     outputs, and the projected outputs.
-
-    Args:
-        steps: time steps; ``steps * batch`` is the number of rows of a packed sequence.
-        itemsize: bytes of an element.
-        projection: size of an LSTM's projected output, 0 without.
     """
-    directions = 2 if bidirectional else 1
-    row = steps * batch * directions * itemsize
-    between = (layers - 1) * (projection or hidden)
-    low = row * (layers * _SAVED_VALUES[kind] * hidden + between)
-    projected = row * layers * projection
-    mask = -(-(layers - 1) * steps * batch * directions * hidden // 8) if dropout else 0
-    if kind != "rnn" and not projection:
-        return low + _HEADER + mask, low + _HEADER + mask
-    extra = row * (layers * hidden + (between if dropout else 0))
-    return low, low + extra + projected + _HEADER
+    q = question
+    if not q.training:
+        return 0, 0
+    directions = 2 if q.bidirectional else 1
+    row = q.rows * directions * q.itemsize  # bytes of a value for every step, sample and direction
+    inner_outputs = (q.layers - 1) * (q.projection or q.hidden)  # of every layer but the last
+    low = row * (q.layers * _SAVED_VALUES[q.kind] * q.hidden + inner_outputs)
+    if q.kind != "rnn" and not q.projection:
+        dropout_mask = ceil_div((q.layers - 1) * q.rows * directions * q.hidden, 8) if q.dropout else 0
+        return low + _HEADER + dropout_mask, low + _HEADER + dropout_mask
+    extra = row * (q.layers * (q.hidden + q.projection) + (inner_outputs if q.dropout else 0))
+    return low, low + extra + _HEADER
 
 
-def rnn_workspace_bytes(
-    kind: Kind,
-    inputs: int,
-    batch: int,
-    hidden: int,
-    layers: int,
-    bidirectional: bool,
-    itemsize: int,
-    projection: int = 0,
-    *,
-    rows: int = 0,
-) -> Interval:
-    """Bytes of the workspace of cuDNN's recurrent network, as an interval.
+def recurrent_question(args: Arguments, arch: Arch, *, backward: bool = False) -> RecurrentQuestion:
+    """The parameters that determine the sizes of a ``_cudnn_rnn`` call, from the arguments of its overload.
 
-    In pytorch#2895 cuDNN asked for another copy of the matrices, and three states a gate less one for every layer
-    (17,730,560 and 13,169,920 bytes). An H100 and an H200 (cuDNN 9.19, seven networks) need another 3 to 12 values for
-    every step, sample, hidden unit, layer and direction; the upper end has 12. Persistent kernels need less: the
-    lower end is 0.
-
-    Args:
-        rows: total steps of all samples; 0 omits the part that grows with them.
+    ``backward``: whether the sizes are those of the derivative, which chooses its algorithm by other limits.
     """
-    matrices = rnn_matrix_bytes(kind, inputs, hidden, layers, bidirectional, itemsize, projection)
-    states = (3 * GATES[kind] - 1) * batch + _MAX_VALUES_PER_ROW * rows
-    return 0, matrices + layers * (2 if bidirectional else 1) * states * hidden * itemsize
-
-
-def recurrent_question(args: tuple[Any, ...], arch: Arch, *, backward: bool = False) -> RecurrentQuestion:
-    """The parameters that determine the sizes of a ``_cudnn_rnn`` call, from the arguments of its overload."""
-    x, batch_sizes = args[0], args[14]
-    if batch_sizes:
+    x, (mode, hidden, projection, layers, batch_first, dropout, training, bidirectional, batch_sizes) = (
+        args[0],
+        args[6:15],
+    )
+    if batch_sizes:  # a packed sequence: (rows, inputs)
         rows, batch = x.shape[0], batch_sizes[0]
     else:
-        rows, batch = x.shape[0] * x.shape[1], x.shape[0 if args[10] else 1]
-    kind, steps = MODES[args[6]], rows // max(1, batch)
-    half = x.dtype is torch.float16
-    standard = bool(batch_sizes) or bool(args[8]) or x.dtype is torch.float64
+        rows, batch = x.shape[0] * x.shape[1], x.shape[0 if batch_first else 1]
+    kind = MODES[mode]
+    standard = bool(batch_sizes) or bool(projection) or x.dtype is torch.float64
     algorithm: Algorithm = "standard"
-    if not standard and arch.capability >= (6, 0) and args[7] <= _SMALL_HIDDEN[backward, kind == "rnn"]:
+    if not standard and arch.capability >= (6, 0) and hidden <= _SMALL_HIDDEN[backward, kind == "rnn"]:
         algorithm = "small hidden"
-    elif not standard and half and _is_persistent_rnn(kind, args, steps, batch, arch):
-        algorithm = "persistent"
-    return RecurrentQuestion(
-        kind=kind, algorithm=algorithm, rows=rows, batch=batch, inputs=x.shape[-1], hidden=args[7], layers=args[9],
-        bidirectional=args[13], dropout=args[11], itemsize=x.element_size(), projection=args[8], training=args[12],
+    question = RecurrentQuestion(
+        kind=kind, algorithm=algorithm, rows=rows, batch=batch, inputs=x.shape[-1], hidden=hidden, layers=layers,
+        bidirectional=bidirectional, dropout=dropout, itemsize=x.element_size(), projection=projection,
+        training=training,
     )  # fmt: skip
+    if not standard and algorithm == "standard" and x.dtype is torch.float16 and _is_persistent_rnn(question, arch):
+        return replace(question, algorithm="persistent")
+    return question
 
 
 _SMALL_HIDDEN = {(False, False): 192, (False, True): 384, (True, False): 128, (True, True): 256}
@@ -195,35 +167,35 @@ _SMALL_HIDDEN = {(False, False): 192, (False, True): 384, (True, False): 128, (T
 cudnn/RNN.cpp, use_rnn_persist_small_h."""
 
 
-def _is_persistent_rnn(kind: Kind, args: tuple[Any, ...], steps: int, batch: int, arch: Arch) -> bool:
+def _is_persistent_rnn(question: RecurrentQuestion, arch: Arch) -> bool:
     """Whether torch takes cuDNN's persistent kernel for float16. Source: cudnn/RNN.cpp, use_persist_common_heuristics
     and use_persist_device_heuristics."""
-    hidden, inputs = args[7], args[0].shape[-1]
-    if args[9] != 1 or args[13] or hidden > 1024 or hidden % 128 or inputs % 128:
+    q = question
+    if q.layers != 1 or q.bidirectional or q.hidden > 1024 or q.hidden % 128 or q.inputs % 128:
         return False
     if arch.capability == (7, 0):
-        return ((batch % 16 == 0 and batch not in (80, 112)) or batch == 8) and (
+        batch, steps = q.batch, q.rows // max(1, q.batch)
+        fits = batch == 8 or (batch % 16 == 0 and batch not in (80, 112))
+        return fits and (
             (steps >= 40 and batch <= 128) or (steps >= 20 and batch <= 96) or (steps >= 10 and batch <= 32)
         )
-    if arch.capability < (8, 0) or arch.multiprocessors < 98 or arch.capability[1] == 6 or kind == "gru":
+    if arch.capability < (8, 0) or arch.multiprocessors < 98 or arch.capability[1] == 6 or q.kind == "gru":
         return False
-    return batch % 8 == 0 and batch <= 128 and (kind == "lstm" or batch < 96 or hidden < 896)
-
-
-def reserve_of(question: RecurrentQuestion) -> Interval:
-    """Bytes of the reserve of a recurrent network; 0 without training."""
-    q = question
-    if not q.training:
-        return 0, 0
-    sizes = (q.rows, 1, q.hidden, q.layers, q.bidirectional)
-    return rnn_reserve_bytes(q.kind, *sizes, q.dropout, q.itemsize, q.projection)
+    return q.batch % 8 == 0 and q.batch <= 128 and (q.kind == "lstm" or q.batch < 96 or q.hidden < 896)
 
 
 def workspace_of(question: RecurrentQuestion) -> Interval:
-    """Bytes of the workspace of a recurrent network."""
+    """Bytes of the workspace of cuDNN's recurrent network, as an interval.
+
+    In pytorch#2895 cuDNN asked for another copy of the matrices, and three states a gate less one for every layer
+    (17,730,560 and 13,169,920 bytes). An H100 and an H200 (cuDNN 9.19, seven networks) need another 3 to 12 values for
+    every step, sample, hidden unit, layer and direction; the upper end has 12. Persistent kernels need less: the
+    lower end is 0.
+    """
     q = question
-    sizes = (q.inputs, q.batch, q.hidden, q.layers, q.bidirectional, q.itemsize)
-    return rnn_workspace_bytes(q.kind, *sizes, q.projection, rows=q.rows)
+    matrices = rnn_matrix_bytes(q.kind, q.inputs, q.hidden, q.layers, q.bidirectional, q.itemsize, q.projection)
+    states = (3 * GATES[q.kind] - 1) * q.batch + _MAX_VALUES_PER_ROW * q.rows
+    return 0, matrices + q.layers * (2 if q.bidirectional else 1) * states * q.hidden * q.itemsize
 
 
 def dropout_state_bytes(arch: Arch) -> int:
@@ -236,23 +208,20 @@ def dropout_state_bytes(arch: Arch) -> int:
     return 24 * arch.threads * arch.multiprocessors
 
 
-def input_copy(args: tuple[Any, ...], *, batch_first: bool) -> int:
+def input_copy(args: Arguments, *, batch_first: bool) -> int:
     """Return the bytes of the contiguous, time-first copy of a recurrent network's input; 0 if no copy is needed."""
-    x = args[0].transpose(0, 1) if batch_first else args[0]
-    return copied(x)
+    return copy_bytes(args[0].transpose(0, 1) if batch_first else args[0])
 
 
-def gradient_copies(args: tuple[Any, ...], *, batch_first: bool) -> tuple[list[int], int]:
-    """Bytes of zeros for missing gradients of ``_cudnn_rnn_backward``, and of the contiguous, time-first copy of the
-    output's gradient.
+def gradient_copies(args: Arguments, *, batch_first: bool) -> tuple[list[int], int]:
+    """Return the copies that ``_cudnn_rnn_backward`` makes of its gradients, from its arguments.
 
-    Source: cudnn/RNN.cpp, _cudnn_rnn_backward and _cudnn_rnn_backward_input.
+    First the bytes of each tensor of zeros for a missing gradient, then those of the contiguous, time-first copy of the
+    output's gradient. Source: cudnn/RNN.cpp, _cudnn_rnn_backward and _cudnn_rnn_backward_input.
     """
-    hx, cx, output, gradient = args[4:8]
-    zeros = [] if gradient is not None else [bytes_of(output)]
-    zeros += [
-        bytes_of(like) for state, like in zip(args[8:10], (hx, cx), strict=True) if state is None and like is not None
-    ]
-    if gradient is None:  # the zeros are contiguous, batch first
-        return zeros, bytes_of(output) if batch_first else 0
-    return zeros, copied(gradient.transpose(0, 1) if batch_first else gradient)
+    hx, cx, output, grad_output, grad_hy, grad_cy = args[4:10]
+    states = ((grad_hy, hx), (grad_cy, cx))
+    zeros = [bytes_of(state) for gradient, state in states if gradient is None and state is not None]
+    if grad_output is None:  # the zeros are contiguous, batch first
+        return [bytes_of(output), *zeros], bytes_of(output) if batch_first else 0
+    return zeros, copy_bytes(grad_output.transpose(0, 1) if batch_first else grad_output)

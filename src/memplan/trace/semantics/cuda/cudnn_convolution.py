@@ -17,14 +17,16 @@ import torch
 
 from memplan.trace.semantics.cuda import reductions
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.kinds import Temporary
-from memplan.trace.semantics.layout import bytes_of, copied_to, padded, space, suggests_channels_last
+from memplan.trace.semantics.cuda.formula import AllocationBytes, nonzero
+from memplan.trace.semantics.kinds import Arguments, Keywords, Temporary
+from memplan.trace.semantics.layout import ceil_div, copy_bytes, padded, space, suggests_channels_last
 
 Backend = Literal["cudnn", "depthwise", "slow", "empty"]
 
 _REDUCED = (torch.bfloat16, torch.float16)
 _FLOAT = 4
 _WINOGRAD = 36 / 16
+"""Values of Winograd's F(4x4, 3x3) transform per position of an image: 6x6 for every 4x4."""
 _TILE = 128
 _FFT_TILE = 32
 _BIAS = 2
@@ -61,38 +63,47 @@ class _Shape:
     large: int
     """Positions on the side with the larger images: the input of a plain convolution."""
     small: int
+    """Positions on the other side: the output of a plain convolution."""
     kernel: int
+    """Positions of the kernel: 9 for 3x3."""
     itemsize: int
-    ranks: int
+    spatial_dims: int
     winograd: bool
+    """Whether Winograd's algorithm supports it: 3x3, without stride and dilation."""
 
     @property
     def weights(self) -> int:
         return self.inputs * self.outputs // self.groups * self.kernel
 
 
-def _shape_of(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, options: tuple[Any, ...]) -> _Shape:
-    """Describe a convolution of ``x`` to ``y``; ``options``: stride, dilation, transposed, groups."""
-    stride, dilation, transposed, groups = options
-    big, little = (y, x) if transposed else (x, y)
-    taps = weight.shape[2:]
-    winograd = all(n == 3 for n in taps) and all(n == 1 for n in (*stride, *dilation)) and len(taps) == 2
+def _shape_of(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    groups: int,
+) -> _Shape:
+    """Describe a convolution of ``x`` to ``y``, which may be transposed."""
+    large, small = (y, x) if transposed else (x, y)
+    kernel = weight.shape[2:]
     return _Shape(
         batch=x.shape[0],
-        inputs=big.shape[1],
-        outputs=little.shape[1],
+        inputs=large.shape[1],
+        outputs=small.shape[1],
         groups=groups,
-        large=space(big.shape),
-        small=space(little.shape),
-        kernel=prod(taps),
+        large=space(large.shape),
+        small=space(small.shape),
+        kernel=prod(kernel),
         itemsize=x.element_size(),
-        ranks=len(taps),
-        winograd=winograd,
+        spatial_dims=len(kernel),
+        winograd=tuple(kernel) == (3, 3) and max(*stride, *dilation) == 1,
     )
 
 
 def is_depthwise(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
-    """native/Convolution.cpp, is_depthwise: one group per channel."""
+    """Return whether a convolution has a group per input channel: native/Convolution.cpp, is_depthwise."""
     if transposed or x.dim() not in (4, 5) or groups <= 1:
         return False
     return x.shape[1] == groups and weight.shape[0] % x.shape[1] == 0
@@ -107,16 +118,18 @@ def _prefers_cudnn_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequ
     if x.dtype is not torch.float16 or weight.dtype is not torch.float16 or x.dim() != 4 or x.shape[1] < 32:
         return False
     batch, channels, height, width = x.shape
-    step, taps = stride[-1], weight.shape[-1]
+    step, kernel_height, kernel_width = stride[-1], *weight.shape[-2:]
     if height == 1 and step == 1:
         return True
-    if (stride[0] != step and height != 1) or weight.shape[-2] != taps or taps not in (1, 3, 5) or width < 7:
+    if stride[0] != step and height != 1:
+        return False
+    if kernel_height != kernel_width or kernel_width not in (1, 3, 5) or width < 7:
         return False
     if step != 2:
         return step == 1
     if batch == 1:
-        return taps != 1 or width <= 28
-    if taps == 1:
+        return kernel_width != 1 or width <= 28
+    if kernel_width == 1:
         return batch <= 16 and channels >= 128 and width <= 7
     return channels >= 512 or (channels >= 256 and width >= 28)
 
@@ -132,7 +145,8 @@ def in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def allows_tf32() -> bool:
-    """Context.cpp, allowTF32CuDNN, for convolutions; ``allow_tf32`` sets it, too."""
+    """Return whether cuDNN's convolutions may compute float32 in TF32: Context.cpp, allowTF32CuDNN. ``allow_tf32`` sets
+    it, too."""
     cudnn: Any = torch.backends.cudnn  # torch puts an object in the module's place, which has more
     return cudnn.conv.fp32_precision == "tf32"
 
@@ -148,20 +162,18 @@ def convolution_backend(
     arch: Arch,
     enabled: bool = True,
 ) -> BackendChoice:
-    """Which library runs a convolution on CUDA.
+    """Return which library runs a convolution on CUDA, and why.
 
     Source: native/Convolution.cpp, use_cudnn and _select_conv_backend. ``enabled`` is ``torch.backends.cudnn.enabled``.
     """
     if not x.numel() or not weight.numel():
         return BackendChoice("empty", "nothing to convolve")
-    bfloat16 = torch.bfloat16 in (x.dtype, weight.dtype)
-    wide = any(p >= s for p, s in zip(output_padding, stride, strict=False))
-    refusal = None
+    refusal = None  # why cuDNN does not run it
     if not enabled:
         refusal = "cuDNN is switched off"
-    elif bfloat16 and arch.capability < (8, 0):
+    elif torch.bfloat16 in (x.dtype, weight.dtype) and arch.capability < (8, 0):
         refusal = "cuDNN takes bfloat16 from sm_80 on"
-    elif wide:
+    elif any(padding >= step for padding, step in zip(output_padding, stride, strict=False)):
         refusal = "the output padding reaches the stride"
     if is_depthwise(x, weight, transposed, groups) and (refusal or not in_channels_last(x, weight)):
         if not refusal and max(dilation) == 1 and _prefers_cudnn_depthwise(x, weight, stride):
@@ -175,17 +187,18 @@ def convolution_backend(
 def _layout_bytes(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
     """Bytes of all three tensors converted to channels last, with channels padded to 16 bytes, for the tensor cores.
 
-    Source: cuDNN's developer guide, "Conversion between FP32 and FP16" and "Tensor Core operations" on padding.
+    0 without tensor cores, and for tensors in channels last that need no padding. Source: cuDNN's developer guide,
+    "Conversion between FP32 and FP16" and "Tensor Core operations" on padding.
     """
     if not tensor_cores:
         return 0
-    block = 16 // shape.itemsize if shape.itemsize < 16 else 1
-    deep, wide = (padded(n // shape.groups, block) * shape.groups for n in (shape.inputs, shape.outputs))
-    unpadded = deep == shape.inputs and wide == shape.outputs
-    if channels_last and unpadded:
+    block = max(1, 16 // shape.itemsize)  # elements of 16 bytes
+    inputs, outputs = (padded(n // shape.groups, block) * shape.groups for n in (shape.inputs, shape.outputs))
+    if channels_last and (inputs, outputs) == (shape.inputs, shape.outputs):
         return 0
-    images = shape.batch * (deep * shape.large + wide * shape.small)
-    return (images + deep * wide // shape.groups * shape.kernel) * shape.itemsize
+    images = shape.batch * (inputs * shape.large + outputs * shape.small)
+    weights = inputs * outputs // shape.groups * shape.kernel
+    return (images + weights) * shape.itemsize
 
 
 def _winograd_bytes(shape: _Shape) -> int:
@@ -205,21 +218,22 @@ def _im2col_bytes(shape: _Shape) -> int:
 
 def _fft_bytes(shape: _Shape) -> int:
     """Bytes of tiled FFTs: complex float32 spectra of 32 x 17 for images and filters, if kernels fit a tile."""
-    if shape.ranks != 2 or shape.kernel >= _FFT_TILE**2 or shape.groups > 1:
+    if shape.spatial_dims != 2 or shape.kernel >= _FFT_TILE**2 or shape.groups > 1:
         return 0
-    tiles = -(-shape.large // (_FFT_TILE // 2) ** 2)
-    spectrum = _FFT_TILE * (_FFT_TILE // 2 + 1) * 8
-    pairs = shape.batch * (shape.inputs + shape.outputs) * tiles + shape.inputs * shape.outputs
-    return pairs * spectrum
+    tiles = ceil_div(shape.large, (_FFT_TILE // 2) ** 2)
+    spectrum_bytes = _FFT_TILE * (_FFT_TILE // 2 + 1) * 8
+    spectra = shape.batch * (shape.inputs + shape.outputs) * tiles + shape.inputs * shape.outputs
+    return spectra * spectrum_bytes
 
 
 def _split_sum_bytes(shape: _Shape, arch: Arch) -> int:
     """Bytes of float32 partial weight gradients of a split product that fills the card twice with 128 x 128 tiles."""
-    high = -(-shape.outputs // shape.groups // _TILE)
-    wide = -(-(shape.inputs // shape.groups * shape.kernel) // _TILE)
-    splits = max(1, 2 * arch.multiprocessors // max(1, high * wide * shape.groups))
-    most = -(-shape.batch * shape.small // _TILE)
-    return min(splits, most) * shape.weights * _FLOAT if min(splits, most) > 1 else 0
+    tile_rows = ceil_div(shape.outputs // shape.groups, _TILE)
+    tile_columns = ceil_div(shape.inputs // shape.groups * shape.kernel, _TILE)
+    tiles = max(1, tile_rows * tile_columns * shape.groups)
+    max_splits = ceil_div(shape.batch * shape.small, _TILE)
+    splits = min(max(1, 2 * arch.multiprocessors // tiles), max_splits)
+    return splits * shape.weights * _FLOAT if splits > 1 else 0
 
 
 def convolution_workspace(
@@ -240,83 +254,99 @@ def convolution_workspace(
     """
     if backward:
         y, x, weight = args[:3]
-        stride, dilation, transposed, output_padding, groups, mask = *args[4:5], *args[6:11]
+        stride, _, dilation, transposed, output_padding, groups, (_, needs_weight_gradient, _) = args[4:11]
     else:
         x, weight, y = args[0], args[1], result
-        stride, dilation, transposed, output_padding, groups = *args[3:4], *args[5:9]
-        mask = (True, False, False)
+        stride, _, dilation, transposed, output_padding, groups = args[3:9]
+        needs_weight_gradient = False
     chosen = convolution_backend(
         x, weight, dilation, transposed, output_padding, stride, groups, arch, torch.backends.cudnn.enabled
     )
-    shape = _shape_of(x, weight, y, (stride, dilation, transposed, groups))
+    shape = _shape_of(x, weight, y, stride, dilation, transposed, groups)
     if chosen.backend == "slow":  # ConvolutionMM2d.cu and its kin: the columns of one sample, one group at a time
         columns = _im2col_bytes(shape) // max(1, shape.batch * groups)
         return Workspace(columns, columns, chosen.reason, product=True)
     if chosen.backend != "cudnn":
         return Workspace(0, 0, chosen.reason)
-    cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
-    cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and allows_tf32())
+    tensor_cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
+    if x.dtype is torch.float32 and allows_tf32():
+        tensor_cores = arch.capability >= (8, 0)
     algorithms = [_winograd_bytes(shape)]
-    if shape.ranks == 3 or benchmark or x.dtype is torch.float64:
+    if shape.spatial_dims == 3 or benchmark or x.dtype is torch.float64:
         algorithms.append(_im2col_bytes(shape))
     if benchmark:
         algorithms.append(_fft_bytes(shape))
-    if mask[1]:
+    if needs_weight_gradient:
         algorithms.append(_split_sum_bytes(shape, arch))
-    high = _layout_bytes(shape, in_channels_last(x, weight), cores) + max(algorithms)
+    high = _layout_bytes(shape, in_channels_last(x, weight), tensor_cores) + max(algorithms)
     return Workspace(0, high, f"{chosen.reason} chooses the algorithm on the card", cudnn=True)
 
 
 def copied_operand(tensor: torch.Tensor, channels_last: bool) -> int:
-    """Return the bytes of the copy of an operand into cuDNN's memory format; 0 if it is in that format."""
-    if tensor.dim() == 3:
-        return 0 if tensor.is_contiguous() else bytes_of(tensor)
-    return copied_to(tensor, channels_last)
+    """Return the bytes of the copy of an operand into cuDNN's memory format; 0 if it is in that format.
 
-
-def copies(backward: bool) -> Any:
-    """Formula for the copies of the operands into cuDNN's memory format.
-
-    Source: native/Convolution.cpp, _convolution and convolution_backward.
+    1d convolutions are always contiguous.
     """
+    return copy_bytes(tensor, channels_last and tensor.dim() > 3)
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-        operands = args[:3] if backward else args[:2]
-        x, weight = operands[-2:]
-        last = in_channels_last(x, weight) and torch.backends.cudnn.enabled
-        return tuple(size for t in operands if (size := copied_operand(t, last)))
 
-    return formula
+def forward_copies(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
+    """Temporaries (native/Convolution.cpp, _convolution): copies of input and weight in cuDNN's memory format."""
+    return _copies(args[:2])
+
+
+def backward_copies(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
+    """Temporaries (native/Convolution.cpp, convolution_backward): copies of gradient, input and weight in cuDNN's
+    memory format."""
+    return _copies(args[:3])
+
+
+def _copies(operands: Sequence[torch.Tensor]) -> AllocationBytes:
+    """Bytes of the operands' copies in the memory format that input and weight, the last two, determine."""
+    channels_last = in_channels_last(*operands[-2:]) and torch.backends.cudnn.enabled
+    return nonzero(*(copied_operand(operand, channels_last) for operand in operands))
 
 
 def operand_copies(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Temporary]:
-    """The copies that a convolution makes of its operands (see `copies`), with their lifetimes, and the staging buffer
-    of the bias gradient.
+    """Return the copies that a convolution by cuDNN makes of its operands, with their lifetimes.
 
-    Operands are copied before the results are allocated, and freed when the bias gradient is computed. Source:
-    native/Convolution.cpp, convolution_backward; native/cudnn/ConvShared.cpp, cudnn_convolution_backward: the gradient
-    of the result is converted once, and made contiguous for each of the two gradients.
+    In the backward, the staging buffer of the bias gradient is among them. Operands are copied before the results are
+    allocated, and freed when the bias gradient is computed. Source: native/Convolution.cpp, convolution_backward;
+    native/cudnn/ConvShared.cpp, cudnn_convolution_backward: the gradient of the result is converted once, and made
+    contiguous for each of the two gradients.
+
+    Args:
+        args: of ``aten.convolution``, or of ``aten.convolution_backward`` if ``backward``.
+        arch: the card.
+        backward: whether the op is the derivative.
     """
-    x, weight = args[1:3] if backward else args[:2]
-    last = in_channels_last(x, weight)
-    before = [x, weight] if not backward or args[10][1] else [weight]
-    after = list[Temporary]()
-    if backward:
-        grad = args[0]
-        if grad.dim() > 3 and suggests_channels_last(grad) != last:
-            before.append(grad)
-        else:
-            size = copied_operand(grad, last)
-            for_input, for_weight = Temporary(size, after=0), Temporary(size, after=0, until=_BIAS)
-            after = [
-                copy for copy, wanted in zip((for_input, for_weight), args[10], strict=False) if size and wanted
-            ]  # the weight gradient's copy is made before that result is allocated
-        if args[10][_BIAS]:
-            summed = reductions.staging_buffer(grad, [0, *range(2, grad.dim())], max(4, grad.element_size()), arch)
-            after += [Temporary(size, after=_BIAS) for size in summed if size]
-    sizes = [copied_operand(operand, last) for operand in before]
-    return [*(Temporary(size, first=True, until=_BIAS) for size in sizes if size), *after]
+    if not backward:
+        return _copied_at_first(args[:2], in_channels_last(*args[:2]))
+    grad, x, weight, *_ = args
+    needs_input, needs_weight, needs_bias = args[10]
+    channels_last = in_channels_last(x, weight)
+    at_first = [x, weight] if needs_weight else [weight]
+    later = list[Temporary]()
+    if grad.dim() > 3 and suggests_channels_last(grad) != channels_last:
+        at_first.append(grad)
+    else:
+        size = copied_operand(grad, channels_last)
+        if size and needs_input:
+            later.append(Temporary(size, after=0))
+        if size and needs_weight:  # copied before that result is allocated
+            later.append(Temporary(size, after=0, until=_BIAS))
+    if needs_bias:
+        summed_dims = [0, *range(2, grad.dim())]
+        staging = reductions.staging_buffer(grad, summed_dims, max(4, grad.element_size()), arch)
+        later += [Temporary(size, after=_BIAS) for size in staging if size]
+    return _copied_at_first(at_first, channels_last) + later
 
 
-FORMULAS = {"aten.convolution.default": copies(False), "aten.convolution_backward.default": copies(True)}
+def _copied_at_first(operands: Sequence[torch.Tensor], channels_last: bool) -> list[Temporary]:
+    """The copies that live from before the first result until the bias gradient is computed."""
+    sizes = [copied_operand(operand, channels_last) for operand in operands]
+    return [Temporary(size, first=True, until=_BIAS) for size in sizes if size]
+
+
+FORMULAS = {"aten.convolution.default": forward_copies, "aten.convolution_backward.default": backward_copies}
 """Overload name -> bytes of copies."""

@@ -21,7 +21,7 @@ _MAX_ALIGNMENT = 32
 
 
 def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int, Question]]:
-    """Return (position of a result, query to cuDNN) for each result that cuDNN computes.
+    """Return the queries that torch sends to cuDNN for a convolution: (position of a result, query) for each result.
 
     Args:
         args: arguments of ``aten.convolution`` or ``aten.convolution_backward``.
@@ -37,13 +37,11 @@ def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int
         mask = (True, False)
     if x.dtype not in _DTYPES:
         return []
+    # a transposed convolution is the input gradient of a convolution, and the other way round
+    own, swapped = ("input gradient", "forward") if transposed else ("forward", "input gradient")
+    kinds: tuple[Kind, Kind] = (swapped if backward else own, "weight gradient")
     call = _Call(x, weight, y, (padding, stride, dilation), transposed)
-    forward: Kind = "input gradient" if transposed else "forward"
-    if not backward:
-        return [(0, call.question(forward))]
-    into: Kind = "forward" if transposed else "input gradient"
-    both: tuple[Kind, ...] = (into, "weight gradient")
-    return [(number, call.question(kind)) for number, kind in enumerate(both) if mask[number]]
+    return [(position, call.question(kind)) for position, kind in enumerate(kinds) if mask[position]]
 
 
 class _Call:
@@ -67,26 +65,31 @@ class _Call:
         ]
 
     def question(self, kind: Kind) -> Question:
-        """The query for the result or a gradient, which is newly allocated and thus aligned."""
+        """The query for the result or a gradient."""
         x, w, y = (self._sizes(tensor) for tensor in self._tensors)
-        alignments = tuple(self._alignment(tensor) for tensor in self._tensors)
-        output = {"forward": 2, "input gradient": 0, "weight gradient": 1}[kind]
-        first, second, third = (_MAX_ALIGNMENT if i == output else bytes_ for i, bytes_ in enumerate(alignments))
+        alignments = [self._alignment(tensor) for tensor in self._tensors]
+        alignments[{"input gradient": 0, "weight gradient": 1, "forward": 2}[kind]] = _MAX_ALIGNMENT  # newly allocated
+        x_alignment, w_alignment, y_alignment = alignments
         padding, stride, dilation = self._options
         cudnn = torch.backends.cudnn
         return Question(
-            kind, x, w, y, self._channels_last, _DTYPES[self._dtype], padding, stride, dilation, (first, second, third),
+            kind, x, w, y, self._channels_last, _DTYPES[self._dtype], padding, stride, dilation,
+            (x_alignment, w_alignment, y_alignment),
             tf32=self._dtype is not torch.float32 or allows_tf32(),
             deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
 
     def _sizes(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The sizes of a tensor as cuDNN gets them: in 2d with a height of 1 if the convolution is in 1d."""
         sizes = tuple(int(size) for size in tensor.shape)
         return (*sizes[:2], 1, *sizes[2:]) if self._is_1d else sizes
 
     def _alignment(self, tensor: torch.Tensor) -> int:
-        """native/cudnn/Conv_v8.cpp, getAlignment: alignment of the address in bytes. Blocks and copies are aligned."""
+        """Alignment of a tensor's address in bytes (native/cudnn/Conv_v8.cpp, getAlignment).
+
+        Blocks of the allocator and copies are aligned, so only an offset in the storage matters.
+        """
         offset = int(tensor.storage_offset()) * tensor.element_size()
         if not offset or copied_operand(tensor, self._channels_last):
             return _MAX_ALIGNMENT
-        return min(_MAX_ALIGNMENT, offset & -offset)
+        return min(_MAX_ALIGNMENT, offset & -offset)  # the largest power of two that divides the offset

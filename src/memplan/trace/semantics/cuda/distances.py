@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.formula import Formula
+from memplan.trace.semantics.cuda.formula import AllocationBytes, Formula
 from memplan.trace.semantics.cuda.reductions import staging_buffer
-from memplan.trace.semantics.kinds import Temporary
+from memplan.trace.semantics.kinds import Arguments, Keywords, Temporary
+from memplan.trace.semantics.layout import bytes_of
 
 
-def _buffer_and_sum(like: torch.Tensor, shape: tuple[int, ...], dim: int, arch: Arch) -> tuple[int, ...]:
-    """Bytes of a buffer that is summed over a dimension, and of the staging of that sum."""
+def _buffer_and_sum(like: torch.Tensor, shape: tuple[int, ...], dim: int, arch: Arch) -> AllocationBytes:
+    """Bytes of a buffer of this shape, with the dtype of ``like``, that is summed over ``dim``, and of the staging
+    buffer of that sum."""
     buffer = like.new_empty(shape)
-    size = buffer.numel() * buffer.element_size()
-    return (size, *staging_buffer(buffer, [dim], max(4, buffer.element_size()), arch)) if size else ()
+    if not buffer.numel():
+        return ()
+    return bytes_of(buffer), *staging_buffer(buffer, [dim], max(4, buffer.element_size()), arch)
 
 
-def pdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def pdist_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (DistanceKernel.cu, pdist_backward_kernel_impl): the gradient contribution of every point to every
     other.
 
     The gradient of the 0-norm is zero: no buffer.
     """
-    if not args[2]:
-        return ()
-    points, width = args[1].shape
-    return _buffer_and_sum(args[1], (points - 1, points, width), 0, arch)
+    x, p = args[1:3]
+    points, width = x.shape
+    return _buffer_and_sum(x, (points - 1, points, width), 0, arch) if p else ()
 
 
-def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (DistanceKernel.cu, cdist_backward_kernel_impl): like `pdist_backward`, for the gradient of the first
-    operand."""
-    if not args[3]:
+def cdist_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
+    """Temporaries (DistanceKernel.cu, cdist_backward_kernel_impl): the contribution of every point of the second
+    operand to the gradient of every point of the first.
+
+    The gradient of the 0-norm is zero: no buffer.
+    """
+    x, y, p = args[1:4]
+    if not p:
         return ()
-    x, y = args[1:3]
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    batched = (batch.numel(),) if batch else ()
-    return _buffer_and_sum(x, (*batched, y.shape[-2], x.shape[-2], x.shape[-1]), len(batched), arch)
+    leading = (batch.numel(),) if batch else ()
+    return _buffer_and_sum(x, (*leading, y.shape[-2], x.shape[-2], x.shape[-1]), len(leading), arch)
 
 
-def euclidean_dist(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
+def euclidean_dist(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (Distance.cpp, _euclidean_dist): copies of both operands with two more columns.
 
     One matrix product of the copies yields the squared distances. So they are allocated before the result.
@@ -52,24 +56,27 @@ def euclidean_dist(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
     return tuple(Temporary(size, first=True) for size in sizes if size)
 
 
-def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def trilinear(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (Linear.cpp, _trilinear): two intermediate products at each position of the unrolled dimension.
 
     The first is of the first two operands, summed where the third has size 1; the second is its product with the third.
     """
-    operands, summed = [_with_unit_dims(x, dims) for x, dims in zip(args[:3], args[3:6], strict=True)], args[6]
-    unrolled: int = [*args[7:8], kwargs.get("unroll_dim", 1)][0]
-    first, second = list[int](), list[int]()
-    for at, sizes in enumerate(zip(*operands, strict=True)):
-        size = 1 if at == unrolled else max(sizes[:2])
-        first.append(1 if at in summed and sizes[2] == 1 else size)
-        second.append(1 if at in summed or at == unrolled else max(sizes))
-    itemsize = args[0].element_size()
-    nonempty = result.numel() and all(x.numel() for x in args[:3])
-    return (prod(first) * itemsize, prod(second) * itemsize) if nonempty else ()
+    operands, expanded_dims, summed_dims = args[:3], args[3:6], args[6]
+    unrolled_dim = args[7] if len(args) > 7 else kwargs.get("unroll_dim", 1)
+    if not result.numel() or not all(operand.numel() for operand in operands):
+        return ()
+    shapes = [_with_unit_dims(operand, dims) for operand, dims in zip(operands, expanded_dims, strict=True)]
+    first, second = operands[0].element_size(), operands[0].element_size()
+    for dim, (left, middle, right) in enumerate(zip(*shapes, strict=True)):
+        if dim != unrolled_dim and (dim not in summed_dims or right != 1):
+            first *= max(left, middle)
+        if dim != unrolled_dim and dim not in summed_dims:
+            second *= max(left, middle, right)
+    return first, second
 
 
 def _with_unit_dims(x: torch.Tensor, dims: list[int]) -> list[int]:
+    """Return the sizes of ``x`` with a dimension of size 1 inserted at each of ``dims``."""
     sizes = list(x.shape)
     for dim in dims:
         sizes.insert(dim, 1)

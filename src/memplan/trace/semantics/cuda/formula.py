@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.kinds import Temporary
+from memplan.trace.semantics.kinds import Arguments, Keywords, Temporary
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Temporary, ...]]
-"""(args, kwargs, result, arch) -> allocations within the kernel: a `Temporary`, or bytes alone."""
+AllocationBytes = tuple[int, ...]
+"""Bytes of each allocation within a kernel, as requested from the caching allocator."""
+Allocations = tuple[int | Temporary, ...]
+"""Allocations within a kernel: a `Temporary`, or bytes alone."""
+Formula = Callable[[Arguments, Keywords, Any, Arch], Allocations]
+"""(args, kwargs, result, arch) -> allocations within the kernel."""
 
 
-def nonzero(*sizes: int) -> tuple[int, ...]:
-    """The allocations of these bytes: a size of 0 is none."""
+def nonzero(*sizes: int) -> AllocationBytes:
+    """Return the sizes without zeros: kernels make no allocation of 0 bytes."""
     return tuple(size for size in sizes if size)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.formula import Formula, nonzero
-from memplan.trace.semantics.kinds import Temporary
-from memplan.trace.semantics.layout import bytes_of, copied, padded
+from memplan.trace.semantics.cuda.formula import AllocationBytes, Allocations, Formula, nonzero
+from memplan.trace.semantics.kinds import Arguments, Keywords, Temporary
+from memplan.trace.semantics.layout import bytes_of, ceil_div, copy_bytes, padded
 
 _FEW_INDICES = 3072
 _ROWS_PER_THREAD = 10
@@ -33,46 +33,35 @@ Inferred from the allocations of unmodified torch 2.11 for sorts of two lengths 
 
 
 def radix_sort_bytes(count: int, key: int, value: int, arch: Arch, bits: int | None = None) -> int:
-    """Bytes of temporary storage of CUB's radix sort of pairs, by the lowest ``bits`` of the keys (default: all).
+    """Bytes of temporary storage of CUB's radix sort of ``count`` pairs of a key and a value, of these many bytes.
 
-    Source: cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep: the second half of each double buffer if
-    there are several passes of 8 bits; 256 bin offsets per pass, 256 counts per tile, and a counter per pass, each
-    aligned to 256 bytes. If the tile size is unknown, only the buffers are counted. A sort within a single block needs
-    1 byte.
+    ``bits``: the number of low bits of the keys to sort by; None: all. Source:
+    cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep: the second half of each double buffer if there are
+    several passes of 8 bits; 256 bin offsets per pass, 256 counts per tile, and a counter per pass, each aligned to
+    256 bytes. If the tile size is unknown, only the buffers are counted. A sort within a single block needs 1 byte.
     """
     if count <= _BLOCK_SORT and value == _INDEX:
         return 1
     tile = _SORT_TILES.get((arch.capability[0], key)) if value == _INDEX else None
     if tile is None:
         return count * (key + value)
-    passes = -(-(8 * key if bits is None else bits) // 8)
-    parts = (
-        passes * 256 * 8,
-        -(-count // tile) * 256 * 4,
-        *((count * key, count * value) if passes > 1 else ()),
-        passes * 4,
-    )
+    passes = ceil_div(8 * key if bits is None else bits, 8)
+    parts = [passes * 256 * 8, ceil_div(count, tile) * 256 * 4, passes * 4]
+    if passes > 1:
+        parts += [count * key, count * value]
     return sum(padded(part, 256) for part in parts) + 255
 
 
-def embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
+def embedding(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (Embedding.cpp): a contiguous copy of the indices, if they are not."""
-    return tuple(Temporary(size, first=True) for size in nonzero(copied(args[1])))
+    return tuple(Temporary(size, first=True) for size in nonzero(copy_bytes(args[1])))
 
 
-def embedding_backward(
-    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
-) -> tuple[int | Temporary, ...]:
-    """Temporaries (Embedding.cu, EmbeddingBackwardKernel.cu): nothing up to 3072 indices, else a sort and sums by
-    segment.
-
-    Allocated before the result: contiguous copies of operands, the sorted indices and their original positions; during
-    the sort also the unsorted positions and CUB's storage. Allocated after it: where each segment begins, three arrays
-    of partial segments, the counts of both; and the largest, a float32 row per partial segment. There is one partial
-    segment per ten indices and one per distinct row.
-    """
-    gradient, indices, rows, by_frequency = args[0], args[1], args[2], args[4]
-    copies = tuple(Temporary(size, first=True) for size in nonzero(copied(indices), copied(gradient)))
+def embedding_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allocations:
+    """Temporaries (Embedding.cu, EmbeddingBackwardKernel.cu): contiguous copies of the operands, allocated before the
+    result; for more than 3072 indices also a sort and sums by segment (`_segment_sums`)."""
+    gradient, indices, rows, _, by_frequency = args[:5]
+    copies = tuple(Temporary(size, first=True) for size in nonzero(copy_bytes(indices), copy_bytes(gradient)))
     if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
     return copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
@@ -80,65 +69,71 @@ def embedding_backward(
 
 def _segment_sums(
     gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, arch: Arch
-) -> tuple[int | Temporary, ...]:
-    """Allocations of an embedding's gradient by sorted indices: see `embedding_backward`."""
+) -> Allocations:
+    """Allocations of an embedding's gradient, which sums the gradients of equal indices: a segment of the sorted
+    indices.
+
+    Allocated before the result: the sorted indices and their original positions; during the sort also the unsorted
+    positions and CUB's storage. Allocated after it: where each segment begins, three arrays of partial segments, the
+    counts of both; and the largest, a float32 row per partial segment. There is one partial segment per ten indices and
+    one per distinct row. ``rows``: of the embedding; ``by_frequency``: whether gradients are scaled by it.
+    """
     count, itemsize, accumulator = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
-    partial = count // _ROWS_PER_THREAD + segments
-    count_bytes = count * itemsize if by_frequency else 0
-    segment_arrays = [count * itemsize, *[segments * itemsize] * 2, itemsize, itemsize, partial * itemsize]
-    during_sort = count * itemsize, radix_sort_bytes(count, itemsize, itemsize, arch)
+    partial_segments = count // _ROWS_PER_THREAD + segments
+    segment_arrays = [count, segments, segments, 1, 1, partial_segments, count if by_frequency else 0]
+    sort_storage = radix_sort_bytes(count, itemsize, itemsize, arch)
     return (
         *(Temporary(size, first=True) for size in nonzero(count * itemsize, count * itemsize)),
-        *(Temporary(size, first=True, until=0) for size in nonzero(*during_sort)),
-        *nonzero(*segment_arrays, count_bytes, partial * gradient.shape[-1] * accumulator),
+        *(Temporary(size, first=True, until=0) for size in nonzero(count * itemsize, sort_storage)),
+        *nonzero(*(length * itemsize for length in segment_arrays)),
+        *nonzero(partial_segments * gradient.shape[-1] * accumulator),
     )
 
 
-def embedding_bag_backward(
-    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
-) -> tuple[int | Temporary, ...]:
-    """Temporaries (EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg): those of
-    `embedding_backward`, for any number of indices; none in mode max."""
-    return _bag_gradient(args[0], args[1], args[5], args[6], args[7], arch)
+def embedding_bag_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allocations:
+    """Temporaries (EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg): those of `embedding_backward`, for any number
+    of indices; none in mode max."""
+    gradient, indices, _, _, _, rows, by_frequency, mode = args[:8]
+    return _bag_gradient(gradient, indices, rows, by_frequency, mode, arch)
 
 
 def _bag_gradient(
     gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, mode: int, arch: Arch
-) -> tuple[int | Temporary, ...]:
-    copies = tuple(Temporary(size, first=True) for size in nonzero(copied(gradient)))
+) -> Allocations:
+    """Allocations of the gradient of an embedding bag: a contiguous copy, and sums by segment unless in mode max."""
+    copies = tuple(Temporary(size, first=True) for size in nonzero(copy_bytes(gradient)))
     return copies if mode == _MAXIMUM else copies + _segment_sums(gradient, indices, rows, by_frequency, arch)
 
 
-def embedding_bag_backward_by_offsets(
-    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
-) -> tuple[int | Temporary, ...]:
+def embedding_bag_backward_by_offsets(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allocations:
     """Temporaries (EmbeddingBag.cpp, _embedding_bag_backward_symint): the kernel of dense gradients. Sparse gradients:
     nothing."""
-    if result.layout is not torch.strided:
-        return ()
-    return _bag_gradient(args[0], args[1], args[6], args[7], args[8], arch)
+    gradient, indices, _, _, _, _, rows, by_frequency, mode = args[:9]
+    return _bag_gradient(gradient, indices, rows, by_frequency, mode, arch) if result.layout is torch.strided else ()
 
 
-def ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def ctc_loss(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (LossCTC.cu, ctc_loss_gpu_template): the offset of each target and both lengths, as 64-bit
     integers."""
-    return nonzero(*[args[0].shape[1] * _INDEX] * 3)
+    batch = args[0].shape[1]
+    return nonzero(batch * _INDEX, batch * _INDEX, batch * _INDEX)
 
 
-def ctc_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def ctc_loss_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (LossCTC.cu, ctc_loss_backward_gpu_template): like `ctc_loss`, and backward variables as large as the
     forward ones."""
-    return (*ctc_loss(args[1:], kwargs, result, arch), *nonzero(bytes_of(args[6])))
+    forward_args, log_alpha = args[1:], args[6]
+    return (*ctc_loss(forward_args, kwargs, result, arch), *nonzero(bytes_of(log_alpha)))
 
 
-def unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def unfold_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (UnfoldBackward.h): an index per position along the dimension, if windows overlap or leave gaps."""
     sizes, dim, size, step = args[1:5]
     return nonzero(sizes[dim] * _INDEX if step < size and sizes else 0)
 
 
-def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def index_put(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (Indexing.cu, index_put_with_sort_kernel): only used to accumulate values, or with deterministic
     algorithms.
 
@@ -147,41 +142,41 @@ def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: 
     """
     x, indices, values = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    if not accumulate and not torch.are_deterministic_algorithms_enabled():
+    indexed_dims = [dim for dim, index in enumerate(indices) if index is not None]
+    has_masks = any(indices[dim].dtype in (torch.bool, torch.uint8) for dim in indexed_dims)
+    uses_sort = accumulate or torch.are_deterministic_algorithms_enabled()
+    if not uses_sort or not indexed_dims or has_masks:
         return ()
-    positions = [i for i, index in enumerate(indices) if index is not None]
-    if not positions or any(indices[i].dtype in (torch.bool, torch.uint8) for i in positions):
-        return ()
-    count = torch.broadcast_shapes(*(indices[i].shape for i in positions)).numel()
-    indexed_numel = count * prod(n for i, n in enumerate(x.shape) if i not in positions)
-    nonadjacent = positions[-1] - positions[0] + 1 != len(positions)
-    copy = bytes_of(x) if nonadjacent or not x.is_contiguous() else 0
-    expanded_values = (
-        indexed_numel * values.element_size() if values.numel() != indexed_numel or not values.is_contiguous() else 0
-    )
-    lists = [count * _INDEX] * 4
-    inner = indexed_numel // max(1, count) if nonadjacent else prod(x.shape[positions[-1] + 1 :])
-    bits = max(1, ((x.numel() - 1) // max(1, inner)).bit_length())
-    return nonzero(*lists, radix_sort_bytes(count, _INDEX, _INDEX, arch, bits), copy, expanded_values)
+    count = torch.broadcast_shapes(*(indices[dim].shape for dim in indexed_dims)).numel()
+    slice_numel = prod(size for dim, size in enumerate(x.shape) if dim not in indexed_dims)
+    adjacent = indexed_dims[-1] - indexed_dims[0] + 1 == len(indexed_dims)
+    copy = 0 if adjacent and x.is_contiguous() else bytes_of(x)
+    indexed_numel = count * slice_numel
+    is_expanded = values.numel() != indexed_numel or not values.is_contiguous()
+    expanded_values = indexed_numel * values.element_size() if is_expanded else 0
+    # keys are offsets in x, in units of the elements behind the last indexed dimension
+    unit = prod(x.shape[indexed_dims[-1] + 1 :]) if adjacent else indexed_numel // max(1, count)
+    bits = max(1, ((x.numel() - 1) // max(1, unit)).bit_length())
+    return nonzero(*[count * _INDEX] * 4, radix_sort_bytes(count, _INDEX, _INDEX, arch, bits), copy, expanded_values)
 
 
-def _sort_temporaries(segments: int, length: int, size: int, arch: Arch) -> tuple[int, ...]:
-    """Allocations of sorting ``segments`` rows of ``length`` elements of ``size`` bytes, with their positions.
+def _sort_temporaries(segments: int, length: int, itemsize: int, arch: Arch) -> AllocationBytes:
+    """Allocations of sorting ``segments`` rows of ``length`` elements of ``itemsize`` bytes, with their positions.
 
     Source: SortStable.cu, launch_stable_sort_kernel: row by row, all rows at once by row number, or a segmented sort.
     """
     count = segments * length
     if segments == 1 or length >= _LONG_SORT:
-        return length * _INDEX, radix_sort_bytes(length, size, _INDEX, arch)
+        return length * _INDEX, radix_sort_bytes(length, itemsize, _INDEX, arch)
     if segments < _FEW_SEGMENTS:
-        return count * _INDEX, count * _INDEX, count * size, radix_sort_bytes(count, size, _INDEX, arch)
-    return count * _INDEX, count * (size + _INDEX)
+        return count * _INDEX, count * _INDEX, count * itemsize, radix_sort_bytes(count, itemsize, _INDEX, arch)
+    return count * _INDEX, count * (itemsize + _INDEX)
 
 
-def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Temporaries (Sort.cpp, SortStable.cu): up to 4096 elements in place, with the indices of one row.
+def sort(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
+    """Temporaries (Sort.cpp, SortStable.cu): rows of up to 4096 elements in place, with the indices of one row.
 
-    Larger ones are copied unless ``dim`` is the last dimension of a contiguous tensor.
+    Longer rows are copied unless ``dim`` is the last dimension of a contiguous tensor.
     """
     x = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
@@ -190,30 +185,32 @@ def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
     length = x.shape[dim]
     if length <= _SHORT_SORT:
         return nonzero(length * _INDEX if x.numel() > 1 else 0)
-    last = x.stride(dim) == 1 and x.is_contiguous()
-    transposed = () if last else (bytes_of(x), bytes_of(x), x.numel() * _INDEX)
+    is_last_dim = x.stride(dim) == 1 and x.is_contiguous()
+    # the operand, the sorted values and their positions, with the dimension last
+    transposed = () if is_last_dim else (bytes_of(x), bytes_of(x), x.numel() * _INDEX)
     return transposed + _sort_temporaries(x.numel() // length, length, x.element_size(), arch)
 
 
-def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
+def median(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (Sorting.cpp, median_impl): without a dimension, a copy of the input is sorted before the result is
     allocated."""
-    x = args[0]
-    count = x.numel()
+    x, count = args[0], args[0].numel()
+    if not count:
+        return ()
     if count <= _SHORT_SORT:
-        pairs = nonzero(count * _INDEX if count > 1 else 0)
+        sort_sizes = nonzero(count * _INDEX if count > 1 else 0)
     else:
-        pairs = _sort_temporaries(1, count, x.element_size(), arch)
-    sorting = (Temporary(size, first=True, until=0) for size in nonzero(count * _INDEX, *pairs))
-    return (Temporary(bytes_of(x), first=True), *sorting) if count else ()
+        sort_sizes = _sort_temporaries(1, count, x.element_size(), arch)
+    sorting = (Temporary(size, first=True, until=0) for size in (count * _INDEX, *sort_sizes))
+    return Temporary(bytes_of(x), first=True), *sorting
 
 
-def topk(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def topk(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (TensorTopK.cpp): a contiguous copy of the operand."""
-    return nonzero(copied(args[0]))
+    return nonzero(copy_bytes(args[0]))
 
 
-def randperm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def randperm(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (cuda/Randperm.cu, randperm_out_cuda): indices, random keys, sorted keys, and the storage of their
     sort.
 
@@ -223,11 +220,12 @@ def randperm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: A
     if count < 2:
         return ()
     bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
-    key, value = 4 if bits <= 32 else 8, result.element_size()
-    return count * value, count * key, count * key, radix_sort_bytes(count, key, value, arch, bits)
+    key_size, value_size = 4 if bits <= 32 else 8, result.element_size()
+    sort_storage = radix_sort_bytes(count, key_size, value_size, arch, bits)
+    return count * value_size, count * key_size, count * key_size, sort_storage
 
 
-def multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def multinomial(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (Distributions.cpp, multinomial_out): random numbers for all of the operand; for several samples, the
     top-k values.
 
@@ -238,7 +236,8 @@ def multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch
     if replacement and samples > 1:
         return nonzero(*[bytes_of(x)] * 3, scan_bytes(x.numel(), x.dtype) if x.dim() == 1 else 0)
     top_values = result.numel() * x.element_size() if samples > 1 else 0
-    return nonzero(bytes_of(x), top_values, 1, 1)  # the last two: the flags of its validation
+    validation_flags = (1, 1)
+    return nonzero(bytes_of(x), top_values, *validation_flags)
 
 
 _SCAN_TILES = {2: 3840, 4: 1920, 8: 896}
@@ -254,29 +253,28 @@ def scan_bytes(count: int, dtype: torch.dtype) -> int:
     tile = _SCAN_TILES.get(dtype.itemsize)
     if tile is None or not count:
         return 0
-    states = -(-count // tile) + 32
+    states = ceil_div(count, tile) + 32
     lists = (4, 2, 2) if dtype.itemsize == 2 else (2 * dtype.itemsize,)
     return 256 + sum(padded(states * size, 256) for size in lists) + 255
 
 
-def cumulative(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def cumulative(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (ScanUtils.cuh, scan_dim): like `scan`, with the storage of CUB's scan if the tensor is a single
     row."""
-    x, dim = args[0], args[1]
+    x, dim = args[:2]
     single_row = x.dim() and x.shape[dim] == x.numel() and x.numel() > 1
-    return scan(args, kwargs, result, arch) + ((scan_bytes(x.numel(), result.dtype),) if single_row else ())
+    scan_storage = (scan_bytes(x.numel(), result.dtype),) if single_row else ()
+    return scan(args, kwargs, result, arch) + scan_storage
 
 
-def scan(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def scan(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (ReduceOps.cpp, impl_func_cum_ops; ScanKernels.cpp): the operand cast to the dtype of the result, or
     its contiguous copy."""
     x = args[0]
-    if x.dtype is not result.dtype:
-        return nonzero(x.numel() * result.element_size())
-    return nonzero(copied(x))
+    return nonzero(copy_bytes(x) if x.dtype is result.dtype else x.numel() * result.element_size())
 
 
-def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def masked_scatter(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (IndexKernel.cu, launch_masked_scatter_kernel): the cumulative sum of the mask, in 64 bits.
 
     The mask is expanded to the shape of the tensor and made contiguous.
@@ -284,39 +282,41 @@ def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
     x, mask, source = args[:3]
     count = torch.broadcast_shapes(x.shape, mask.shape).numel()
     expanded_mask = count if mask.numel() != count or not mask.is_contiguous() else 0
-    return nonzero(count * _INDEX, expanded_mask, copied(source), scan_bytes(count, torch.int64))
+    return nonzero(count * _INDEX, expanded_mask, copy_bytes(source), scan_bytes(count, torch.int64))
 
 
-def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def masked_scatter_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (FunctionsManual.cpp, masked_scatter_backward): the selected gradients and their zero padding, to
     concatenate."""
     return nonzero(bytes_of(result))
 
 
-def histogram(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Temporary, ...]:
+def histogram(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> tuple[Temporary, ...]:
     """Temporaries (SummaryOps.cu, _histc_cuda_template): minimum and maximum of the input, if no range was passed."""
-    low, high = (*args[2:4], *(kwargs.get(name, 0) for name in ("min", "max")[len(args[2:4]) :]))
-    size = args[0].element_size()
-    return (
-        (Temporary(size, first=True, until=0), Temporary(size, first=True)) if low == high and args[0].numel() else ()
-    )
+    x = args[0]
+    low = args[2] if len(args) > 2 else kwargs.get("min", 0)
+    high = args[3] if len(args) > 3 else kwargs.get("max", 0)
+    if low != high or not x.numel():
+        return ()
+    return Temporary(x.element_size(), first=True, until=0), Temporary(x.element_size(), first=True)
 
 
-def flattened_copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def flattened_copy(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (ReduceOps.cpp, argmax without a dimension): a flattened copy of the operand."""
-    return () if args[1:] or kwargs.get("dim") is not None or result.dim() else nonzero(copied(args[0]))
+    x, has_dim = args[0], len(args) > 1 or kwargs.get("dim") is not None or result.dim() > 0
+    return () if has_dim else nonzero(copy_bytes(x))
 
 
-def foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def foreach_norm(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
     """Temporaries (ForeachReduceOp.cu, foreach_tensor_norm_cuda): per tensor, as many partial sums as the largest one
     has chunks.
 
     A chunk is 65,536 elements (MultiTensorApply.cuh). The slow path, for mixed dtypes or layouts, needs none.
     """
     tensors = args[0]
-    if not tensors or any(not t.is_floating_point() for t in tensors):
+    if not tensors or not all(t.is_floating_point() for t in tensors):
         return ()
-    chunks = max(math.ceil(t.numel() / 65536) for t in tensors)
+    chunks = max(ceil_div(t.numel(), 65536) for t in tensors)
     accumulator = 8 if tensors[0].dtype is torch.float64 else 4
     return nonzero(len(tensors) * chunks * accumulator)
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.formula import Formula
+from memplan.trace.semantics.cuda.formula import AllocationBytes, Formula
+from memplan.trace.semantics.kinds import Arguments, Keywords
+from memplan.trace.semantics.layout import ceil_div
 
 _WARP = 32
 _THREADS = 512
@@ -29,50 +31,51 @@ _WITH_INDEX = 16
 
 @dataclass(slots=True)
 class _Dim:
-    """A dimension of the loop, strides in elements. ``result`` is the stride of the result: 0 if reduced."""
+    """A dimension of the loop, strides in elements. ``result_stride`` is 0 if the dimension is reduced."""
 
     size: int
-    result: int
-    operand: int
+    result_stride: int
+    operand_stride: int
 
 
-def staging_buffer(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) -> tuple[int, ...]:
-    """Bytes of the staging buffer and of the semaphores of reducing ``x`` over ``dims``; () if no two blocks share a
-    result.
+def staging_buffer(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) -> AllocationBytes:
+    """Bytes of the staging buffer and of the semaphores of reducing ``x`` over ``dims`` (none: over all).
 
-    Follows Reduce.cuh, setReduceConfig: how many threads of a block reduce one result, and how many blocks.
-    ``accumulator``: bytes of the accumulator of one result.
+    () if no two blocks share a result. Follows Reduce.cuh, setReduceConfig: how many threads of a block reduce one
+    result, and how many blocks. ``accumulator``: bytes of the accumulator of a result.
     """
     loop = _loop_dims(x, dims)
-    results = prod(d.size for d in loop if d.result or not d.size)
+    results = prod(dim.size for dim in loop if dim.result_stride or not dim.size)
     if not x.numel() or x.numel() == results:
         return ()
-    inputs = x.numel() // results
-    reduced = sum(not d.result for d in loop)
-    innermost = reduced == len(loop) or loop[0].operand < loop[reduced].operand
+    inputs = x.numel() // results  # elements that are reduced to a result
+    reduced_dims = sum(not dim.result_stride for dim in loop)  # they come first
+    innermost = reduced_dims == len(loop) or loop[0].operand_stride < loop[reduced_dims].operand_stride
+    fastest = 0 if innermost else reduced_dims
     width, height = (inputs, results) if innermost else (results, inputs)
-    vector = 1
-    if (loop[0] if innermost else loop[reduced]).operand == 1:
-        if innermost and width >= 128 and reduced == 1:
-            width //= _VECTOR
-        elif not innermost:
-            vector = _vector_width(x, loop, reduced)
-            width //= vector
-    across, down = _block_shape(width, height, _THREADS // vector)
-    step_in, step_out = (across, 1) if innermost else (1, across)
-    if -(-inputs // step_in) < min(down * 16, _MOST_VALUES):
+    results_per_thread = 1
+    if loop[fastest].operand_stride == 1:
+        if not innermost:
+            results_per_thread = _vector_width(x, loop, fastest)
+            width //= results_per_thread
+        elif width >= 128 and reduced_dims == 1:
+            width //= _VECTOR  # vectorized loads
+    across, down = _block_shape(width, height, _THREADS // results_per_thread)
+    threads_per_result, results_per_block = (across, 1) if innermost else (1, across)
+    if ceil_div(inputs, threads_per_result) < min(down * 16, _MOST_VALUES):
         return ()  # each warp computes its own result
-    step_in *= down
-    values = -(-inputs // step_in)
-    grid = -(-(results // vector) // step_out)
-    target = arch.multiprocessors * (arch.threads // (across * down))
-    if values < _MOST_VALUES or grid > target:
+    threads_per_result *= down
+    values = ceil_div(inputs, threads_per_result)  # per thread
+    grid = ceil_div(results // results_per_thread, results_per_block)
+    resident_blocks = arch.multiprocessors * (arch.threads // (across * down))
+    if values < _MOST_VALUES or grid > resident_blocks:
         return ()
-    blocks = max(-(-values // _MOST_VALUES), min(-(-target // grid), -(-values // _LEAST_VALUES)))
-    if blocks <= 1:
+    to_fill_the_card = min(ceil_div(resident_blocks, grid), ceil_div(values, _LEAST_VALUES))
+    blocks_per_result = max(ceil_div(values, _MOST_VALUES), to_fill_the_card)
+    if blocks_per_result <= 1:
         return ()
-    slots = 1 if innermost else across * vector
-    return accumulator * results * blocks * slots, _SEMAPHORE * grid
+    slots = 1 if innermost else across * results_per_thread
+    return accumulator * results * blocks_per_result * slots, _SEMAPHORE * grid
 
 
 def floor_power_of_two(n: int) -> int:
@@ -87,30 +90,36 @@ def _block_shape(width: int, height: int, threads: int) -> tuple[int, int]:
     return min(wide, threads // down), down
 
 
-def _vector_width(x: torch.Tensor, loop: Sequence[_Dim], first: int) -> int:
-    """Elements per vectorized load: the largest power of two, up to 4, that divides offset, size and other strides."""
+def _vector_width(x: torch.Tensor, loop: Sequence[_Dim], fastest: int) -> int:
+    """Elements per vectorized load along dimension ``fastest``: the largest power of two, up to 4, that divides the
+    offset of ``x``, the dimension's size and the other strides."""
     width = _VECTOR
-    strides = [d.operand for i, d in enumerate(loop) if i != first]
-    for number in (x.storage_offset(), loop[first].size, *strides):
+    other_strides = [dim.operand_stride for i, dim in enumerate(loop) if i != fastest]
+    for number in (x.storage_offset(), loop[fastest].size, *other_strides):
         while number % width:
             width //= 2
     return width
 
 
 def _loop_dims(x: torch.Tensor, dims: Sequence[int]) -> list[_Dim]:
-    """The dimensions as TensorIterator orders and merges them: reduced ones first, then by stride."""
-    reduced = {d % max(1, x.dim()) for d in dims} if dims else set(range(x.dim()))
-    stride, loop = 1, list[_Dim]()
+    """The dimensions as TensorIterator orders and merges them: reduced ones first, then by stride.
+
+    ``dims``: the reduced dimensions of ``x``; none: all.
+    """
+    reduced = {dim % max(1, x.dim()) for dim in dims} if dims else set(range(x.dim()))
+    result_stride, loop = 1, list[_Dim]()
     for i in reversed(range(x.dim())):
-        loop.append(_Dim(x.shape[i], 0 if i in reduced else stride, x.stride(i) if x.shape[i] != 1 else 0))
-        stride *= 1 if i in reduced else x.shape[i]
+        operand_stride = x.stride(i) if x.shape[i] != 1 else 0
+        loop.append(_Dim(x.shape[i], 0 if i in reduced else result_stride, operand_stride))
+        if i not in reduced:
+            result_stride *= x.shape[i]
     for i in range(1, len(loop)):  # an insertion sort like TensorIterator's: the comparison is no total order
-        at = i
-        for j in reversed(range(i)):
-            order = _compare_dims(loop[j], loop[at])
+        position = i
+        for before in reversed(range(i)):
+            order = _compare_dims(loop[before], loop[position])
             if order > 0:
-                loop[j], loop[at] = loop[at], loop[j]
-                at = j
+                loop[before], loop[position] = loop[position], loop[before]
+                position = before
             elif order < 0:
                 break
     return _merge_dims(loop)
@@ -122,39 +131,45 @@ def _compare_dims(a: _Dim, b: _Dim) -> int:
     Reduced dimensions come first, then smaller strides (of the result, else of the operand); with equal strides the
     smaller size. Strides of 0 are not compared.
     """
-    if (a.result == 0) != (b.result == 0):
-        return 1 if b.result == 0 else -1
-    for s, t in ((a.result, b.result), (a.operand, b.operand)):
-        if s and t:
-            if s != t:
-                return 1 if s > t else -1
+    if (a.result_stride == 0) != (b.result_stride == 0):
+        return 1 if b.result_stride == 0 else -1
+    for a_stride, b_stride in ((a.result_stride, b.result_stride), (a.operand_stride, b.operand_stride)):
+        if a_stride and b_stride:
+            if a_stride != b_stride:
+                return 1 if a_stride > b_stride else -1
             if a.size > b.size:
                 return 1
     return 0
 
 
 def _merge_dims(loop: list[_Dim]) -> list[_Dim]:
-    """Merge adjacent dimensions that one stride steps through, as TensorIterator does."""
+    """Merge each dimension into its predecessor if a single stride steps through both, as TensorIterator does."""
     merged = loop[:1]
-    for d in loop[1:]:
+    for dim in loop[1:]:
         last = merged[-1]
-        fits = last.size * last.result == d.result and last.size * last.operand == d.operand
-        if not (last.size == 1 or d.size == 1 or fits):
-            merged.append(d)
+        continues_last = (last.size * last.result_stride, last.size * last.operand_stride) == (
+            dim.result_stride,
+            dim.operand_stride,
+        )
+        if 1 not in (last.size, dim.size) and not continues_last:
+            merged.append(dim)
             continue
         if last.size == 1:
-            last.result, last.operand = d.result, d.operand
-        last.size *= d.size
+            last.result_stride, last.operand_stride = dim.result_stride, dim.operand_stride
+        last.size *= dim.size
     return merged
 
 
-def reduction(position: int, accumulator: int | None = None) -> Formula:
-    """Formula for an op whose dimensions are argument ``position``; without that argument it reduces all of them."""
+def reduction(position: int | None, accumulator: int | None = None) -> Formula:
+    """Formula for an op whose reduced dimensions are argument ``position``, or ``dim`` by name; without it, all.
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    ``accumulator``: bytes of the accumulator of a result; None: those of an element, at least 4.
+    """
+
+    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
         x = args[0]
-        dim = args[position] if len(args) > position else kwargs.get("dim")
-        dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+        dim = args[position] if position is not None and len(args) > position else kwargs.get("dim")
+        dims = [dim] if isinstance(dim, int) else list(dim or ())
         return staging_buffer(x, dims, accumulator or max(4, x.element_size()), arch)
 
     return formula
@@ -162,7 +177,7 @@ def reduction(position: int, accumulator: int | None = None) -> Formula:
 
 FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}": reduction(1) for name in ("sum.dim_IntList", "mean.dim", "prod.dim_int", "nansum.default")},
-    **{f"aten.{name}.default": reduction(99) for name in ("sum", "mean", "prod")},
+    **{f"aten.{name}.default": reduction(None) for name in ("sum", "mean", "prod")},
     "aten.linalg_vector_norm.default": reduction(2),
     **{f"aten.{name}.default": reduction(1) for name in ("amax", "amin")},
     **{f"aten.{name}.dim": reduction(1, _WITH_INDEX) for name in ("max", "min")},

@@ -15,6 +15,7 @@ from memplan._torch import torch_version
 from memplan.cudnn.recurrent import rnn_weight_bytes
 from memplan.trace.semantics.cpu import results
 from memplan.trace.semantics.cuda.cudnn import MODES
+from memplan.trace.semantics.kinds import Arguments, Keywords
 from memplan.trace.semantics.result_strides import STRIDES, in_sequence, suggested_format
 
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
@@ -24,44 +25,45 @@ _MAXIMUM = 2
 
 
 def _accumulated(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of this shape in float32 if ``tensor`` is in half precision, else ``tensor`` itself."""
+    """Return an empty tensor of this shape in float32 if ``tensor`` is in half precision, else ``tensor`` itself."""
     return tensor.new_empty(tensor.shape, dtype=torch.float32) if tensor.dtype in _REDUCED else tensor
 
 
-def wide_statistics(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def wide_statistics(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     """Result (layer_norm_kernel.cu, Normalization.cu): mean and reciprocal deviation in the dtype that CUDA accumulates
     in."""
     output, *statistics = result
     return (output, *(_accumulated(s) for s in statistics))
 
 
-def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def group_norm(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     """Result (group_norm.cpp): mean and reciprocal deviation are in float32 if the weight is. Up to 2.14 the output is
     contiguous, whatever the memory format of the input."""
-    output, *statistics = result
+    weight, (output, *statistics) = args[1], result
     if torch_version() < (2, 15) and not output.is_contiguous():
         output = output.new_empty(output.shape)
-    if args[1] is not None and args[1].dtype is torch.float32:
+    if weight is not None and weight.dtype is torch.float32:
         statistics = [_accumulated(s) for s in statistics]
     return (output, *statistics)
 
 
-def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Result (cudnn/BatchNorm.cpp): statistics in the weight's dtype, empty without training. The reserve is not
-    changed here: `semantics.cuda.table` counts its bytes."""
-    output, mean, deviation, reserve = result
-    if not args[5]:
+def batch_norm_of_cudnn(args: Arguments, kwargs: Keywords, result: Any) -> Any:
+    """Result (cudnn/BatchNorm.cpp): statistics in the weight's dtype, empty without training.
+
+    The reserve is left as it is: `semantics.cuda.table` counts its bytes.
+    """
+    weight, training, (output, mean, deviation, reserve) = args[1], args[5], result
+    if not training:
         return output, mean.new_empty(0), deviation.new_empty(0), reserve
-    weight = args[1]
-    return output, mean.new_empty(mean.shape, dtype=weight.dtype), weight.new_empty(mean.shape), reserve
+    return output, weight.new_empty(mean.shape), weight.new_empty(mean.shape), reserve
 
 
-def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def log_sigmoid(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     """Result (Activation.cpp, log_sigmoid_forward): the buffer is empty on CUDA."""
     return result[0], result[1].new_empty(0)
 
 
-def recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def recurrent(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     """Results of ``_cudnn_rnn``: with the batch first, the output is a view of a time-first tensor (cudnn/RNN.cpp)."""
     output, batch_first, batch_sizes = result[0], args[10], args[14]
     if not batch_first or batch_sizes:
@@ -69,7 +71,7 @@ def recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any
     return (output.new_empty(output.transpose(0, 1).shape).transpose(0, 1), *result[1:])
 
 
-def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def embedding_bag(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     """Result (EmbeddingBag.cu, _embedding_bag_cuda): the second result is the bag of every index, in each mode (on the
     CPU in some only); the last, the positions of maxima, is empty unless the mode is max."""
     output, _, bag_sizes, max_positions = result
@@ -121,7 +123,7 @@ the memory-efficient kernel's seed and offset are on the card only during graph 
 """
 
 
-def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def flattened_weights(args: Arguments, kwargs: Keywords) -> torch.Tensor:
     """Return the result of ``_cudnn_rnn_flatten_weight``: a buffer, of which torch makes the weights views, freeing
     their own storages.
 
@@ -133,40 +135,39 @@ def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
     return weights[0].new_empty(size // itemsize)
 
 
-def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def recurrent_backward(args: Arguments, kwargs: Keywords) -> Any:
     """Return the results of ``_cudnn_rnn_backward``, whose weight gradients are views of a buffer like the weights'."""
-    x, weights, buffer, hx, cx, mask = args[0], args[1], args[3], args[4], args[5], args[21]
-    views: list[torch.Tensor | None] = [None] * len(weights)
-    if mask[3]:
+    x, weights, _, buffer, hx, cx = args[:6]
+    batch_first, batch_sizes, (*_, needs_weights) = args[14], args[18], args[21]
+    weight_gradients: list[torch.Tensor | None] = [None] * len(weights)
+    if needs_weights:
         flat, start = buffer.new_empty(buffer.numel()), 0
         for i, weight in enumerate(weights):
-            views[i] = flat[start : start + weight.numel()].view(weight.shape)
+            weight_gradients[i] = flat[start : start + weight.numel()].view(weight.shape)
             start += weight.numel()
-    dx = x.transpose(0, 1).new_empty(x.transpose(0, 1).shape).transpose(0, 1) if args[14] and not args[18] else None
-    return (
-        x.new_empty(x.shape) if dx is None else dx,
-        hx.new_empty(hx.shape),
-        None if cx is None else cx.new_empty(cx.shape),
-        views,
-    )
+    grad_x = x.new_empty(x.shape)
+    if batch_first and not batch_sizes:  # a view of a time-first tensor
+        grad_x = x.new_empty(x.transpose(0, 1).shape).transpose(0, 1)
+    return grad_x, hx.new_empty(hx.shape), None if cx is None else cx.new_empty(cx.shape), weight_gradients
 
 
-def gru_cell(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gru_cell(args: Arguments, kwargs: Keywords) -> Any:
     """Results of ``_thnn_fused_gru_cell`` (RNN.cu): it saves five values per hidden unit for the backward pass."""
     hidden = args[2]
     batch, size = hidden.shape
     return hidden.new_empty(hidden.shape), hidden.new_empty(batch, 5 * size)
 
 
-def gru_cell_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_thnn_fused_gru_cell_backward``: gradients of both gate inputs, the state and, if there are any, the biases."""
-    gradient, saved, has_bias = args
-    gates = saved.shape[0], saved.shape[1] * 3 // 5
-    gradients = saved.new_empty(gates), saved.new_empty(gates), gradient.new_empty(gradient.shape)
-    return *gradients, *((saved.new_empty(gates[1]) if has_bias else None) for _ in range(2))
+def gru_cell_backward(args: Arguments, kwargs: Keywords) -> Any:
+    """Results of ``_thnn_fused_gru_cell_backward``: gradients of both gate inputs, the state and, if there are any, the
+    biases."""
+    gradient, saved, has_bias = args  # saved: five values per hidden unit, of which the gates are three
+    batch, gates = saved.shape[0], saved.shape[1] * 3 // 5
+    gradients = saved.new_empty(batch, gates), saved.new_empty(batch, gates), gradient.new_empty(gradient.shape)
+    return *gradients, *(saved.new_empty(gates) if has_bias else None for _ in range(2))
 
 
-def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def histogram(args: Arguments, kwargs: Keywords) -> torch.Tensor:
     """Result of ``histc``: a value per bin. Unlike the CPU, CUDA supports integers."""
     x, bins = args[0], args[1] if len(args) > 1 else kwargs.get("bins", 100)
     return x.new_empty(bins)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -86,7 +86,7 @@ class _Call:
 def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
     """Return the order in which torch tries the kernels unless the user sets an order.
 
-    cuDNN is first on sm_90, sm_100 and sm_103.
+    cuDNN is first on sm_90, sm_100 and sm_103 with cuDNN later than 9.15. ``cudnn_version``: 91500 is 9.15.0.
     """
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return _DEFAULT
@@ -96,9 +96,9 @@ def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
 
 @cache
 def versions() -> tuple[tuple[int, int], int]:
-    """Return the version of this torch, and of the cuDNN with which it runs on CUDA.
+    """Return the version of this torch as (major, minor), and of the cuDNN with which it runs on CUDA: 91500 is 9.15.0.
 
-    A torch without CUDA has none: then that of its PyPI wheel.
+    A torch without CUDA has no cuDNN: then that of its PyPI wheel for CUDA.
     """
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     table = VERSION_OF_TORCH.get((major, minor), max(VERSION_OF_TORCH.values()))
@@ -122,8 +122,8 @@ def choose(
     """The kernel that `scaled_dot_product_attention` would run on a card of this architecture, and the reason.
 
     Args:
-        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa: its arguments. Whether a backward pass is
-            needed is read from the tensors and the grad mode.
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa: the arguments of the call. Whether a backward
+            pass is needed is read from the tensors and the grad mode.
         arch: the card's compute capability.
         enabled: the kernels that the user allows.
 
@@ -147,6 +147,7 @@ def choose(
 
 
 def _reason(kernel: Kernel, objections: list[str]) -> str:
+    """Return why a kernel runs: the ``objections`` to the kernels that torch tries before it, if any."""
     if objections:
         return "; ".join(dict.fromkeys(objections))
     return f"the first that is tried, and nothing speaks against {_NAMES[kernel]}"
@@ -158,7 +159,7 @@ def _batched(call: _Call) -> _Call:
     mask = call.mask
     while mask is not None and mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    return _Call(query, key, value, mask, call.dropout, call.causal, call.gqa, call.arch, call.enabled, call.training)
+    return replace(call, query=query, key=key, value=value, mask=mask)
 
 
 def _flash_objections(call: _Call) -> Iterator[str]:
@@ -168,7 +169,7 @@ def _flash_objections(call: _Call) -> Iterator[str]:
     if call.mask is not None:
         yield "a mask is given, which flash attention does not take"
     if len({t.shape[-1] for t in call.all}) > 1:
-        yield f"heads of unequal sizes ({_heads(call)}), which flash attention does not take"
+        yield f"heads of unequal sizes ({_head_sizes(call)}), which flash attention does not take"
     if head > 256:
         yield f"heads of {head}, and flash attention takes up to 256"
     if not (8, 0) <= call.arch <= (12, 1):
@@ -195,7 +196,7 @@ def _efficient_objections(call: _Call) -> Iterator[str]:
     multiple = _alignment(call)
     head, value_head = call.query.shape[-1], call.value.shape[-1]
     if head != call.key.shape[-1]:
-        yield f"queries and keys of unequal head sizes ({_heads(call)}), which {name} does not take"
+        yield f"queries and keys of unequal head sizes ({_head_sizes(call)}), which {name} does not take"
     if head % multiple or value_head % multiple or not head or not value_head:
         yield f"heads of {head}, and {name} takes multiples of {multiple} in {_short(call.query.dtype)}"
     if call.since_2_14 and call.arch >= (8, 0) and any(_misaligned(t, multiple) for t in call.all):
@@ -249,7 +250,7 @@ def _cudnn_shape_objections(call: _Call, name: str) -> Iterator[str]:
 
 
 def _cudnn_head_limit(call: _Call) -> int:
-    """Return the largest head size that cuDNN's attention takes, by torch, card and cuDNN's version.
+    """Return the largest head size that cuDNN's attention takes, by torch, card and cuDNN's version (91100 is 9.11.0).
 
     Heads of 192 for queries and 128 for values have a limit of their own, from cuDNN 9.11 on.
     """
@@ -266,15 +267,11 @@ def _cudnn_head_limit(call: _Call) -> int:
     return 192 if is_192_by_128 else 128
 
 
-def _math_objections(call: _Call) -> Iterator[str]:
-    return iter(())
-
-
 _OBJECTIONS: dict[Kernel, Callable[[_Call], Iterator[str]]] = {
     "flash": _flash_objections,
     "efficient": _efficient_objections,
     "cudnn": _cudnn_objections,
-    "math": _math_objections,
+    "math": lambda call: iter(()),  # the math path runs any call
 }
 
 
@@ -308,7 +305,9 @@ def _head_count_objections(call: _Call, name: str, *, gqa: bool, equal_kv: bool 
             yield f"key and value of different numbers of heads, which {name} does not take"
         if not key or not value or query % key or query % value:
             yield f"{query} query heads are no multiple of {key} key heads"
-    elif not query == key == value and not (call.since_2_14 and query and key == value == 1):
+        return
+    broadcast = call.since_2_14 and query > 0 and key == value == 1  # a single head of keys and values
+    if not broadcast and not query == key == value:
         grouped = " (grouped queries)" if call.gqa else ""
         yield f"{query} query heads and {key} key heads{grouped}, which {name} does not take"
 
@@ -336,23 +335,26 @@ def _mask_objections(call: _Call, name: str) -> Iterator[str]:
         return
     if mask.requires_grad:
         yield f"the mask needs a gradient, which {name} does not give"
-    full = (call.query.shape[0], call.query.shape[1], call.query.shape[2], call.key.shape[2])
-    fits = all(n in (1, m) for n, m in zip(mask.shape[::-1], full[::-1], strict=False))
-    if mask.dim() not in (2, 4) or not fits:
+    scores_shape = (*call.query.shape[:3], call.key.shape[2])
+    # dimensions are aligned at the last one, as in broadcasting
+    broadcasts = all(n in (1, m) for n, m in zip(mask.shape[::-1], scores_shape[::-1], strict=False))
+    if mask.dim() not in (2, 4) or not broadcasts:
         yield f"a mask of shape {tuple(mask.shape)}, which {name} does not take"
 
 
 def _alignment(call: _Call) -> int:
-    """Number of elements that memory-efficient attention's head size must be a multiple of: sdp_utils.cpp,
-    minimum_gemm_alignment."""
+    """Return the number of elements that the head size has to be a multiple of for memory-efficient attention.
+
+    Source: sdp_utils.cpp, minimum_gemm_alignment: tensor cores load 16 bytes at a time.
+    """
     half = call.query.dtype in (_HALF, _BF16)
-    least = 4 if call.arch >= (8, 0) else 1
     if call.arch >= (8, 0) or (call.arch >= (7, 0) and half):
-        return max(least, 8 if half else 4)
-    return least
+        return 8 if half else 4
+    return 1
 
 
 def _misaligned(tensor: torch.Tensor, multiple: int) -> bool:
+    """Return whether a tensor begins in its storage at no multiple of this many elements."""
     return tensor.numel() > 0 and bool(tensor.storage_offset() % multiple)
 
 
@@ -364,9 +366,11 @@ def _sm(arch: Arch) -> str:
     return f"sm_{arch[0]}{arch[1]}"
 
 
-def _heads(call: _Call) -> str:
+def _head_sizes(call: _Call) -> str:
+    """Return the head sizes of query, key and value as text."""
     return ", ".join(str(t.shape[-1]) for t in call.all)
 
 
 def _or(words: list[str]) -> str:
+    """Join words as in "a, b or c"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -44,7 +44,8 @@ def semantics(
         stream: returns the id of the current stream.
         on_card: whether a tensor is on the card.
         asks: whether cuDNN is queried for the workspaces of convolutions after the recording.
-        differing: set to which the names of the catalogue's cards are added on which an op allocates differently.
+        differing: a set that receives the names of the catalogue's cards on which an op allocates differently; None:
+            other cards are not compared.
     """
     kernels = partial(_Kernels, stream=stream, on_card=on_card, asks=asks)
     own = kernels(Arch(device.architecture, device.multiprocessors))
@@ -54,11 +55,14 @@ def semantics(
     )
 
 
-def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
-    """Return the assumption to report for a sparse result: as on the CPU, with CUDA's workspaces unknown; or None."""
+def _assumed(name: str, args: Arguments, result: Any, replaced: bool) -> str | None:
+    """Return the assumption to report for a sparse result: as on the CPU, with CUDA's workspaces unknown; or None.
+
+    ``replaced``: whether `Semantics.instead` computed the result.
+    """
     if name in sparse.FORMULAS and sparse.concerns(name, args, result):
         return "what kernels on sparse tensors take beside their results is not known on a card and NOT COUNTED"
-    return sparse_results.assumed(name, args, result, answered)
+    return sparse_results.assumed(name, args, result, replaced)
 
 
 def is_own(name: str) -> bool:
@@ -92,10 +96,10 @@ class _Compared:
     def temporaries(
         self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
     ) -> list[Temporary]:
-        """The allocations that the kernel of an op makes beyond its results."""
+        """The allocations that the kernel of an op makes beyond its results; notes the cards with other allocations."""
         self._arch.reset()
         temporaries = self._kernels.temporaries(name, args, kwargs, result, in_backward)
-        if self._arch.read:
+        if self._arch.read:  # else the allocations do not depend on the card
             for card, other in list(self._others.items()):
                 if other.temporaries(name, args, kwargs, result, in_backward) != temporaries:
                     del self._others[card]
@@ -137,41 +141,41 @@ class _Kernels:
         temporaries: list[Temporary] = []
         if name.endswith(".out"):  # the kernel of the functional op, whose result is there before
             name = f"{name.removesuffix('.out')}.default"
-        if name in encoder_fast_path.OPS or self._is_product_loop(name, args):
+        is_fast_path = name in encoder_fast_path.OPS
+        if is_fast_path or self._is_product_loop(name, args):
             blas: cublas.Library | None = "cublas"
         else:
             blas = cublas.library(name, args, kwargs, result)
         if blas is not None:
             temporaries += self._cublas_workspaces(blas, in_backward)
-        if name in encoder_fast_path.OPS:
-            temporaries.append(
-                Temporary(encoder_fast_path.temporaries(name, args, kwargs, result, self._arch.capability))
-            )
+        if is_fast_path:
+            size = encoder_fast_path.temporaries(name, args, kwargs, result, self._arch.capability)
+            temporaries.append(Temporary(size))
         library = self._library_temporaries.get(name)
         if library is not None:
-            temporaries += [
-                temporary for temporary in library(args, result, in_backward) if temporary.bytes or temporary.query
-            ]
+            temporaries += [t for t in library(args, result, in_backward) if t.bytes or t.query]
         if name in _COPIES:
             temporaries += self._transfer_copy(args, result)
         if name in _INDEXED:  # TensorAdvancedIndexing.cpp: indices in the host's memory are copied first
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             temporaries += [Temporary(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
-        if formula is not None and not any(
-            temporary.query for temporary in temporaries
-        ):  # `operand_copies` counted its copies
-            sizes = formula(args, kwargs, result, self._arch)
-            temporaries += [size if isinstance(size, Temporary) else Temporary(size) for size in sizes if size]
+        has_query = any(t.query for t in temporaries)  # then `operand_copies` has counted the copies
+        if formula is not None and not has_query:
+            allocations = formula(args, kwargs, result, self._arch)
+            temporaries += [a if isinstance(a, Temporary) else Temporary(a) for a in allocations if a]
         return temporaries
 
     def _is_product_loop(self, name: str, args: Arguments) -> bool:
-        """cuda/GroupedBlas.cpp, _grouped_mm_cuda: one cuBLAS product per group, except bfloat16 on sm_90 and sm_100."""
+        """Return whether ``_grouped_mm`` runs a cuBLAS product per group: except for bfloat16 on sm_90 and sm_100
+        (cuda/GroupedBlas.cpp, _grouped_mm_cuda)."""
         return name == _GROUPED and not (self._arch.capability[0] in (9, 10) and args[0].dtype is torch.bfloat16)
 
     def _transfer_copy(self, args: Arguments, target: torch.Tensor) -> list[Temporary]:
-        """The temporary of a copy between host and card that changes layout or dtype (Copy.cu,
-        copy_requires_temporaries)."""
+        """The temporary of a copy to ``target`` between host and card that changes layout or dtype.
+
+        Source: Copy.cu, copy_requires_temporaries. ``args``: of ``copy_`` (target, source) or ``_to_copy`` (source).
+        """
         in_place = args[0] is target
         source = args[1] if in_place else args[0]
         # a new tensor is not in the ledger yet; this is only called for ops with a tensor on the card
@@ -180,7 +184,7 @@ class _Kernels:
         if to_card == from_card or (same_layout and source.dtype is target.dtype):
             return []
         on_card = target if to_card else source
-        return [] if on_card.is_contiguous() else [Temporary(on_card.numel() * on_card.element_size(), first=True)]
+        return [] if on_card.is_contiguous() else [Temporary(bytes_of(on_card), first=True)]
 
     def _cublas_workspaces(self, library: cublas.Library, in_backward: bool) -> Iterator[Temporary]:
         """Yield the workspaces that a call allocates: with caching, only the first call per thread and stream.
@@ -202,7 +206,8 @@ class _Kernels:
     def _convolution_temporaries(
         self, args: Arguments, result: Any, in_backward: bool, *, backward: bool
     ) -> list[Temporary]:
-        """Return the workspace of a convolution, with a query to cuDNN or as an interval.
+        """Return the allocations of a convolution: its workspace, as an interval, and if cuDNN is queried for it the
+        operands' copies.
 
         ``in_backward``: whether autograd's thread runs the op; ``backward``: whether the op is the derivative.
         """
@@ -230,7 +235,11 @@ class _Kernels:
         return WorkspaceQuery(question, "any" if benchmarked else "largest")
 
     def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
-        """cuDNN batch norm: a reserve that lives as long as the statistics, and a workspace. Native: nothing."""
+        """Return the allocations of cuDNN's batch norm: a reserve that lives as long as the statistics, and a
+        workspace.
+
+        The native batch norm has none here.
+        """
         x, weight, bias, mean, variance, training, _, epsilon = args
         if not cudnn.uses_batch_norm(x, weight, bias, mean, variance, training, epsilon).cudnn:
             return []
@@ -239,7 +248,7 @@ class _Kernels:
         return [Temporary(high, low=low, owner=result[2]), Temporary(workspace_high, low=workspace_low, workspace=True)]
 
     def _batch_norm_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
-        """The workspace of cuDNN batch norm, which runs if the training forward used cuDNN."""
+        """Return the workspace of cuDNN's batch norm, which runs if the training forward used cuDNN."""
         x, weight, mean, variance = args[1:5]
         training, epsilon = args[7:9]
         if not training or not cudnn.uses_batch_norm(x, weight, weight, mean, variance, True, epsilon).cudnn:
@@ -248,11 +257,14 @@ class _Kernels:
         return [Temporary(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
-        """Return the allocations of cuDNN's recurrent op: at first use the dropout states; a copy of the input; a
-        workspace; and a reserve, freed with the op's (empty) fake reserve. Source: cudnn/RNN.cpp, _cudnn_impl and
-        _cudnn_rnn."""
+        """Return the allocations of cuDNN's recurrent op, of whose results the fourth is its (empty) fake reserve.
+
+        At first use the dropout states; a copy of the input; a workspace; and a reserve, freed with the fake reserve.
+        Source: cudnn/RNN.cpp, _cudnn_impl and _cudnn_rnn.
+        """
         question = cudnn.recurrent_question(args, self._arch)
-        copy = cudnn.input_copy(args, batch_first=args[10] and not args[14])
+        batch_first, batch_sizes = args[10], args[14]
+        copy = cudnn.input_copy(args, batch_first=batch_first and not batch_sizes)
         low, high = cudnn.reserve_of(question)
         states = 0
         if question.training and question.dropout and not self._has_dropout_states:
@@ -266,18 +278,23 @@ class _Kernels:
         ]
 
     def _recurrent_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
-        """The allocations of the derivative: first the gradients of input and states, then that of the weights, each
-        with its workspace. Both read a copy of the input. Source: cudnn/RNN.cpp, _cudnn_rnn_backward."""
-        question = cudnn.recurrent_question((*args[:6], *args[10:19]), self._arch, backward=True)
-        batch_first = args[14] and not args[18]
-        copy = cudnn.input_copy(args, batch_first=batch_first)
-        zeros, gradient = cudnn.gradient_copies(args, batch_first=batch_first)
+        """Return the allocations of the derivative of cuDNN's recurrent op: first the gradients of input and states,
+        then that of the weights, each with its workspace. Both read a copy of the input.
+
+        Source: cudnn/RNN.cpp, _cudnn_rnn_backward.
+        """
+        forward_args = (*args[:6], *args[10:19])
+        question = cudnn.recurrent_question(forward_args, self._arch, backward=True)
+        batch_first, batch_sizes, needs_gradient = args[14], args[18], args[21]
+        time_first_copies = batch_first and not batch_sizes
+        copy = cudnn.input_copy(args, batch_first=time_first_copies)
+        zeros, gradient = cudnn.gradient_copies(args, batch_first=time_first_copies)
         workspace = self._recurrent_workspace(question)
         return [
             *(Temporary(size, first=True) for size in (*zeros, copy)),
             Temporary(gradient, first=True, until=_OF_WEIGHTS),
             replace(workspace, after=_OF_WEIGHTS - 1),
-            *([workspace] if args[21][_OF_WEIGHTS] else []),
+            *([workspace] if needs_gradient[_OF_WEIGHTS] else []),
         ]
 
     def _recurrent_workspace(self, question: RecurrentQuestion) -> Temporary:

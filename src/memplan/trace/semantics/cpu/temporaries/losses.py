@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cpu.scalar_operands import averaged, of_number
-from memplan.trace.semantics.kinds import Formula
+from memplan.trace.semantics.kinds import Arguments, Formula, Keywords
 from memplan.trace.semantics.layout import bytes_of
 
 _NONE, _MEAN = 0, 1
@@ -17,23 +17,25 @@ _NONE, _MEAN = 0, 1
 def reduced_loss(position: int, *, unreduced: int, copies_mean: bool = False) -> Formula:
     """Return the formula of a loss that is computed unreduced and then reduced.
 
-    ``position``: of the ``reduction`` argument. ``unreduced``: number of unreduced losses besides the storage of the
-    result, which structured ops compute the unreduced loss into. ``copies_mean``: whether the mean is a temporary that
-    is copied to the result.
+    Args:
+        position: of the argument ``reduction``.
+        unreduced: number of unreduced losses besides the storage of the result, which structured ops compute the
+            unreduced loss into.
+        copies_mean: whether the mean is a temporary that is copied to the result.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    def formula(args: Arguments, kwargs: Keywords, result: Any) -> int:
         reduction = args[position] if len(args) > position else kwargs.get("reduction", _MEAN)
         if reduction == _NONE:
             return 0
-        numel = torch.Size(torch.broadcast_shapes(args[0].shape, args[1].shape)).numel()
-        mean = averaged(numel, result.dtype) if reduction == _MEAN else 0
-        return (unreduced * numel + copies_mean) * result.element_size() + mean
+        numel = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+        division = averaged(numel, result.dtype) if reduction == _MEAN else 0
+        return (unreduced * numel + copies_mean) * result.element_size() + division
 
     return formula
 
 
-def binary_cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def binary_cross_entropy_with_logits(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """Bytes of temporaries (ATen/native/Loss.cpp): the log-sigmoid; if the loss is reduced, also the unreduced loss and
     the temporaries of `mean`."""
     x, reduction = args[0], args[4] if len(args) > 4 else kwargs.get("reduction", _MEAN)
@@ -42,9 +44,9 @@ def binary_cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, An
     return 2 * bytes_of(x) + (averaged(x.numel(), x.dtype) if reduction == _MEAN else 0)
 
 
-def soft_margin_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes of temporaries (Loss.cpp, soft_margin_loss_backward_out): two of the operand's size at first, later one of
-    them and a wrapped scalar."""
+def soft_margin_loss_backward(args: Arguments, kwargs: Keywords, result: Any) -> int:
+    """Bytes of temporaries (Loss.cpp, soft_margin_loss_backward_out): two tensors of the operand's size at first, later
+    a single such tensor and a wrapped number."""
     size = bytes_of(result)
     return max(2 * size, size + of_number(1, result.dtype))
 
