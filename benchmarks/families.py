@@ -155,9 +155,12 @@ def owner_of(path: str) -> tuple[Any, str]:
 
 
 def innermost(function: Any) -> Any:
-    """The function that another one wraps: in a staticmethod, a correction on the CPU alone, a sum of two formulas."""
+    """The function that another one wraps: in a staticmethod, a partial, a correction on the CPU alone, a sum of two
+    formulas."""
     if isinstance(function, staticmethod):
         return function.__func__
+    if isinstance(function, functools.partial):
+        return innermost(function.func)
     names = function.__code__.co_freevars if hasattr(function, "__code__") else ()
     for name in ("correction", "first"):
         inner = function.__closure__[names.index(name)].cell_contents if name in names else None

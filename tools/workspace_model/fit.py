@@ -79,10 +79,7 @@ def candidates() -> list[str]:
 def values(questions: Iterable[Question], formulas: list[str]) -> Any:
     """Return the bytes by each formula: (convolutions, formulas)."""
     terms = sorted({term for formula in formulas for term in formula.split("+") if term != "0"})
-    table = []
-    for question in questions:
-        operands = model._Operands(question)
-        table.append([operands._term(term) for term in terms])
+    table = [[model.term_bytes(question, term) for term in terms] for question in questions]
     by_term = dict(zip(terms, np.array(table, dtype=np.float64).T, strict=True))
     nothing = np.zeros(len(table))
     return np.stack([sum((by_term[t] for t in f.split("+") if t != "0"), nothing) for f in formulas], axis=1)
@@ -116,8 +113,8 @@ def fit(answered: Answered, seed: int = 0) -> tuple[dict[str, Any], dict[str, An
     sizes = values(answered.questions, formulas)
     near = explains(sizes, answered.workspaces)
     chosen = covering(near[~answered.held_out], FORMULAS)
-    operands = np.array([model._Operands(question).bytes for question in answered.questions])
-    share = np.maximum(answered.workspaces, NOTHING) / operands
+    tensors = np.array([model.tensor_bytes(question) for question in answered.questions])
+    share = np.maximum(answered.workspaces, NOTHING) / tensors
     rest = ~near[:, chosen].any(1)
     edges = np.quantile(share[rest & ~answered.held_out], np.linspace(0, 1, SHARES + 1))
     which = np.clip(np.searchsorted(edges, share, side="right") - 1, 0, SHARES - 1)

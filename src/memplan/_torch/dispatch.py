@@ -65,7 +65,10 @@ def whole(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def attention_order(order: tuple[int, ...]) -> Iterator[None]:
-    """Set the order in which `scaled_dot_product_attention` tries its kernels, unless the user has set an order."""
+    """Set the order in which `scaled_dot_product_attention` tries its kernels, unless the user has set an order.
+
+    ``order``: values of `torch.nn.attention.SDPBackend`; the others follow.
+    """
     before = torch._C._get_sdp_priority_order()
     if before == ATTENTION_ORDER:
         torch._C._set_sdp_priority_order([*order, *(n for n in before if n not in order)])
@@ -103,6 +106,7 @@ def autocast_like_cuda(kernels: Mapping[str, Kernel]) -> Iterator[Callable[[bool
 
 
 def _autocast_on(on: bool) -> None:
+    """Enable or disable the kernels of `autocast_like_cuda` for the running thread."""
     torch._C._dispatch_tls_set_dispatch_key_included(_UNUSED, on)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_UNUSED, not on)
 
@@ -114,7 +118,7 @@ def below_autocast() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def above_autocast() -> Iterator[None]:
-    """Apply the kernels of `autocast_like_cuda`, where on, inside a dispatch mode as well: there torch skips all
+    """Apply the kernels of `autocast_like_cuda`, where enabled, inside a dispatch mode as well: there torch skips all
     autocast."""
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(_UNUSED)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_UNUSED, False)
@@ -139,7 +143,7 @@ def op_of(name: str) -> Any:
 
 
 class OpsHandled(TorchDispatchMode):
-    """A function that every op goes through: it runs the op and returns the result."""
+    """A mode in which every op goes through a function, which runs the op and returns the result."""
 
     def __init__(self, handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """``handle(op, args, kwargs)``."""
@@ -185,6 +189,7 @@ def _without_data(values: Any, device: str) -> Any:
 
 
 def _dtypes(values: Any) -> Dtypes:
+    """Return the dtype of each leaf of nested values, None for leaves that are no tensors."""
     return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(values))
 
 
@@ -213,11 +218,6 @@ def cast_on_cuda(op: Any, args: Any, kwargs: Any) -> tuple[Dtypes, Dtypes, Dtype
 def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an op by torch's own kernel for autocast on CUDA."""
     return op._op_dk(DispatchKey.AutocastCUDA, *args, **kwargs)
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another for autograd."""
-    return tensor._is_view()
 
 
 def has_cpu_kernel(name: str) -> bool:

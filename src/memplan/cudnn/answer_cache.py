@@ -12,7 +12,7 @@ from typing import Any
 
 from memplan._json import Unreadable, from_plain, parse, read_text
 from memplan._text import write_whole
-from memplan.cudnn.questions import ExecutionPlan, Plans, Question
+from memplan.cudnn.questions import Plans, Question
 from memplan.cudnn.worker_process import DRIVER, SCRIPT
 from memplan.dry.library import cache_folder
 
@@ -24,7 +24,8 @@ _DAMAGED = ".damaged"
 @dataclass(frozen=True)
 class _Content:
     format: str
-    answers: dict[str, tuple[ExecutionPlan, ...]]
+    answers: dict[str, Plans]
+    """By `Question.key`."""
 
 
 def answers_folder() -> Path:
@@ -59,7 +60,7 @@ class AnswerCache:
             return {}
 
     def add(self, answers: Mapping[Question, Plans]) -> None:
-        """Add answers to the file. If two processes write at once, answers of either may be lost."""
+        """Add answers to the file. If two processes write at once, answers of either process may be lost."""
         stored = self.read() | {question.key: plans for question, plans in answers.items()}
         content = {key: [[plan.engine, plan.workspace] for plan in plans] for key, plans in stored.items()}
         try:
@@ -70,6 +71,7 @@ class AnswerCache:
 
 
 def _read(file: Path) -> dict[str, Plans]:
+    """Return the answers in a file of the cache, by `Question.key`. Raises OSError or Unreadable."""
     if file.exists() and not file.is_file():  # a pipe would wait for a writer
         raise Unreadable("it is no file")
     content = from_plain(_Content, parse(read_text(file)), "it", rows=True)
@@ -92,7 +94,7 @@ class Kept:
 
 
 def kept() -> list[Kept]:
-    """Return all that memplan caches on disk. A file of answers that cannot be read counts 0 answers."""
+    """Return everything that memplan caches on disk. A file of answers that cannot be read counts 0 answers."""
     entries = list[Kept]()
     for file in sorted(answers_folder().glob("*")):
         try:

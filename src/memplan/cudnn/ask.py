@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,50 +47,24 @@ def ask(library: Cudnn, card: Device, questions: Iterable[AnyQuestion]) -> Answe
         ExecutionPlan(engine='eng38', workspace=13139984)
     """
     library = library.for_card(card.architecture)
-    every = tuple(dict.fromkeys(questions))
-    distinct = tuple(question for question in every if isinstance(question, Question))
-    installed = library.packages is not None
-    workspaces = measured(card.name, library.version, exactly=installed)
-    by_measurement = {question: workspaces[question.key] for question in every if question.key in workspaces}
+    distinct = tuple(dict.fromkeys(questions))
+    convolutions = [question for question in distinct if isinstance(question, Question)]
+    workspaces = measured(card.name, library.version, exactly=library.packages is not None)
+    by_measurement = {question: workspaces[question.key] for question in distinct if question.key in workspaces}
+    answers = _of_convolutions(library, card, convolutions, by_measurement) if convolutions else Answers({})
     recurrent: dict[AnyQuestion, ExpectedWorkspace] = {
         question: expected_recurrent(question, card.architecture)
-        for question in every if isinstance(question, RecurrentQuestion) and question not in by_measurement
+        for question in distinct if isinstance(question, RecurrentQuestion) and question not in by_measurement
     }  # fmt: skip
-    if not distinct:
-        return Answers({}, (), by_measurement, recurrent)
-    answers = _of_convolutions(library, card, distinct, by_measurement)
-    return replace(answers, expected=answers.expected | recurrent)
+    return replace(answers, measured=by_measurement, expected=answers.expected | recurrent)
 
 
 def _of_convolutions(
-    library: Cudnn, card: Device, distinct: Sequence[Question], by_measurement: dict[AnyQuestion, int]
+    library: Cudnn, card: Device, questions: Sequence[Question], by_measurement: Mapping[AnyQuestion, int]
 ) -> Answers:
-    if card.architecture < OLDEST_CAPABILITY and library.version > LAST_FOR_OLDER:
-        return _with_expected(library, card, distinct, {}, (), by_measurement, Counter())  # it has no kernels for it
-    installed = library.packages is not None
-    try:
-        description = properties(card)
-    except DeviceError as error:
-        reasons = Counter({f"it was not queried: {error.found}": len(distinct)} if installed else {})
-        return _with_expected(library, card, distinct, {}, (), by_measurement, reasons)
-    stored = dict(shipped(card.name, library.version, description, exactly=installed))
-    if not installed:
-        plans: dict[AnyQuestion, Plans] = {q: stored[q.key] for q in distinct if q.key in stored}
-        return _with_expected(library, card, distinct, plans, (), by_measurement, Counter())
-    cache = AnswerCache(card.name, library.version, description)
-    stored |= cache.read()
-    plans = {q: stored[q.key] for q in distinct if q.key in stored}
-    new, reasons = _ask_library(library, description, [question for question in distinct if question not in plans])
-    if new:
-        cache.add(new)
-    return _with_expected(library, card, distinct, {**plans, **new}, cache.notes, by_measurement, reasons)
-
-
-def _with_expected(
-    library: Cudnn, card: Device, questions: Sequence[Question], plans: dict[AnyQuestion, Plans],
-    notes: tuple[str, ...], by_measurement: dict[AnyQuestion, int], reasons: Counter[str],
-) -> Answers:  # fmt: skip
-    """Return the answers, with the expected workspaces of the other questions, and a note for each reason."""
+    """Return cuDNN's plans for convolutions, and the expected workspaces of those with neither plans nor a measured
+    workspace (``by_measurement``)."""
+    plans, notes, reasons = _plans(library, card, questions)
     missing = [question for question in questions if question not in plans and question not in by_measurement]
     expected: dict[AnyQuestion, ExpectedWorkspace] = {**expected_workspaces(card, library.version, missing)}
     if missing and not expected and not reasons:
@@ -100,11 +74,39 @@ def _with_expected(
         f"{library.title} did not answer for {count} of {len(questions)} convolutions, whose workspaces {consequence}: "
         f"{reason}" for reason, count in reasons.items()
     )  # fmt: skip
-    return Answers(plans, (*notes, *texts), by_measurement, expected)
+    return Answers({**plans}, (*notes, *texts), expected=expected)
+
+
+def _plans(
+    library: Cudnn, card: Device, questions: Sequence[Question]
+) -> tuple[dict[Question, Plans], tuple[str, ...], Counter[str]]:
+    """Return the plans of convolutions that are stored, cached or that an installed cuDNN answers with.
+
+    Returns:
+        The plans; messages about the cache, for the user; reason -> number of questions that an installed cuDNN did not
+        answer for it.
+    """
+    if card.architecture < OLDEST_CAPABILITY and library.version > LAST_FOR_OLDER:
+        return {}, (), Counter()  # this cuDNN has no kernels for the card
+    installed = library.packages is not None
+    try:
+        description = properties(card)
+    except DeviceError as error:
+        return {}, (), Counter({f"it was not queried: {error.found}": len(questions)} if installed else {})
+    stored = dict(shipped(card.name, library.version, description, exactly=installed))
+    if not installed:
+        return {question: stored[question.key] for question in questions if question.key in stored}, (), Counter()
+    cache = AnswerCache(card.name, library.version, description)
+    stored |= cache.read()
+    plans = {question: stored[question.key] for question in questions if question.key in stored}
+    new, reasons = _ask_library(library, description, [question for question in questions if question not in plans])
+    if new:
+        cache.add(new)
+    return plans | new, cache.notes, reasons
 
 
 def _lacking(library: Cudnn, card: Device) -> str:
-    """Return what there is no model for, and why."""
+    """Return what the model of cuDNN's choice does not cover, a version or a compute capability, and why."""
     capability = "for compute capability {}.{}".format(*card.architecture)
     if card.architecture < OLDEST_CAPABILITY:
         last = title_of(LAST_FOR_OLDER).rpartition(".")[0]
@@ -115,7 +117,10 @@ def _lacking(library: Cudnn, card: Device) -> str:
 def _ask_library(
     library: Cudnn, description: dict[str, Any], questions: Sequence[Question]
 ) -> tuple[dict[Question, Plans], Counter[str]]:
-    """Return an installed library's answers, and the number of questions without one by reason."""
+    """Return an installed library's answers, and reason -> number of questions without an answer for it.
+
+    ``description``: of the card, by `memplan.cudnn.described_card.properties`.
+    """
     plans, reasons = dict[Question, Plans](), Counter[str]()
     try:
         for question, answer in ask_worker(library, description, questions) if questions else ():

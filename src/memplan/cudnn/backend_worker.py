@@ -18,11 +18,17 @@ from typing import Any, TextIO
 
 # descriptors: cudnnBackendDescriptorType_t
 CONVOLUTION, ENGINE, CONFIG, HEURISTICS, PLAN, GRAPH, TENSOR, DEVICE = 1, 2, 3, 4, 5, 15, 17, 38
-# types of attributes: cudnnBackendAttributeType_t, and the type in C
+# types of attributes: (cudnnBackendAttributeType_t, the type in C)
 DTYPE, INTEGER, FLOAT, DOUBLE = (1, ctypes.c_int), (3, ctypes.c_int64), (4, ctypes.c_float), (5, ctypes.c_double)
 CONVOLUTION_MODE, HEURISTIC_MODE, NOTE = (7, ctypes.c_int), (8, ctypes.c_int), (11, ctypes.c_int)
 BEHAVIOR = (19, ctypes.c_int)
 DESCRIPTOR, CHARACTER = (15, ctypes.c_void_p), (24, ctypes.c_char)
+# attributes: cudnnBackendAttributeName_t
+COMPUTE_TYPE, MODE, DILATIONS, STRIDES, POST_PADDINGS, PRE_PADDINGS, SPATIAL_DIMS = 100, 101, 102, 103, 104, 105, 106
+HEURISTIC, HEURISTIC_GRAPH, HEURISTIC_RESULTS, HEURISTIC_DEVICE = 200, 201, 202, 204
+CONFIG_ENGINE, CONFIG_WORKSPACE, PLAN_CONFIG, PLAN_DEVICE, GRAPH_OPERATIONS = 300, 303, 401, 407, 801
+TENSOR_ALIGNMENT, TENSOR_DTYPE, TENSOR_SIZES, TENSOR_STRIDES, TENSOR_ID = 900, 901, 902, 903, 906
+ENGINE_NUMBER, ENGINE_NOTES, ENGINE_BEHAVIOR, DEVICE_JSON = 1301, 1303, 1305, 2702
 OPERATIONS = {
     "forward": (10, 700, {"x": 704, "w": 703, "y": 705}),
     "input gradient": (12, 706, {"x": 710, "w": 709, "y": 711}),
@@ -68,13 +74,14 @@ class Backend:
         return descriptor
 
     def finished(self, kind: int, *attributes: tuple[Any, ...]) -> ctypes.c_void_p:
-        """Return a finalized descriptor with these attributes: (number, type, value, ...)."""
+        """Return a finalized descriptor with these attributes: (number, (number of the type, type in C), value,
+        ...)."""
         descriptor = self.create(kind)
         try:
-            for attribute, (number, plain), *values in attributes:
-                array = (plain * len(values))(*values)
+            for attribute, (type_number, c_type), *values in attributes:
+                array = (c_type * len(values))(*values)
                 count = ctypes.c_int64(len(values))
-                self._check(self._library.cudnnBackendSetAttribute(descriptor, attribute, number, count, array))
+                self._check(self._library.cudnnBackendSetAttribute(descriptor, attribute, type_number, count, array))
             self._check(self._library.cudnnBackendFinalize(descriptor))
         except BackendError:
             self.destroy(descriptor)
@@ -82,12 +89,16 @@ class Backend:
         return descriptor
 
     def values(self, descriptor: ctypes.c_void_p, attribute: int, kind: tuple[int, Any], limit: int) -> list[Any]:
-        """Return the values of an attribute, at most ``limit``."""
-        array = (kind[1] * limit)()
+        """Return the values of an attribute, at most ``limit``. ``kind``: (number of the type, type in C)."""
+        c_type = kind[1]
+        array = (c_type * limit)()
         return list(array[: self.fill(descriptor, attribute, kind, array)])
 
     def fill(self, descriptor: ctypes.c_void_p, attribute: int, kind: tuple[int, Any], array: Any) -> int:
-        """Write the values of an attribute to an array (None: write nothing), and return their number."""
+        """Write the values of an attribute to an array (None: write nothing), and return their number.
+
+        ``kind``: (number of the type, type in C).
+        """
         count, limit = ctypes.c_int64(0), ctypes.c_int64(0 if array is None else len(array))
         get = self._library.cudnnBackendGetAttribute
         self._check(get(descriptor, attribute, kind[0], limit, ctypes.byref(count), array))
@@ -99,6 +110,7 @@ class Backend:
             self._library.cudnnBackendDestroyDescriptor(descriptor)
 
     def _check(self, status: int) -> None:
+        """Raise BackendError unless a call of cuDNN returned 0."""
         if status:
             text = ctypes.create_string_buffer(1024)
             self._library.cudnnGetLastErrorString(text, ctypes.c_size_t(1024))
@@ -108,11 +120,11 @@ class Backend:
 def strides(sizes: Sequence[int], *, channels_last: bool) -> list[int]:
     """Return the strides of a dense tensor with these sizes, contiguous or channels last."""
     spatial = range(len(sizes) - 1, 1, -1)
-    order = [1, *spatial, 0] if channels_last else [*spatial, 1, 0]
+    inner_to_outer = [1, *spatial, 0] if channels_last else [*spatial, 1, 0]
     dense, stride = [0] * len(sizes), 1
-    for axis in order:
-        dense[axis] = stride
-        stride *= sizes[axis]
+    for dim in inner_to_outer:
+        dense[dim] = stride
+        stride *= sizes[dim]
     return dense
 
 
@@ -124,7 +136,7 @@ class Card:
         description = properties | {"driverVer": backend.number("cudnnGetCudartVersion")}
         text = json.dumps(description).encode() + b"\0"
         self._versions = backend.number("cudnnGetVersion"), properties["deviceVer"]
-        self._device = backend.finished(DEVICE, (2702, CHARACTER, *(bytes([byte]) for byte in text)))
+        self._device = backend.finished(DEVICE, (DEVICE_JSON, CHARACTER, *(bytes([byte]) for byte in text)))
 
     def plans(self, question: dict[str, Any]) -> list[tuple[str, int]]:
         """Return (engine, bytes of workspace) of each plan, in the order in which torch tries them.
@@ -152,21 +164,21 @@ class Card:
         scale_type = DOUBLE if question["dtype"] == "float64" else FLOAT
         tensors = {
             name: finished(
-                TENSOR, (901, DTYPE, dtype), (902, INTEGER, *question[name]),
-                (903, INTEGER, *strides(question[name], channels_last=question["channels_last"])),
-                (906, INTEGER, ord(name)), (900, INTEGER, alignment),
+                TENSOR, (TENSOR_DTYPE, DTYPE, dtype), (TENSOR_SIZES, INTEGER, *question[name]),
+                (TENSOR_STRIDES, INTEGER, *strides(question[name], channels_last=question["channels_last"])),
+                (TENSOR_ID, INTEGER, ord(name)), (TENSOR_ALIGNMENT, INTEGER, alignment),
             )
             for name, alignment in zip("xwy", question["alignments"], strict=True)
         }  # fmt: skip
         compute_dtype = DTYPES["float32"] if question["dtype"] in ("float16", "bfloat16") else dtype
         convolution = finished(
-            CONVOLUTION, (100, DTYPE, compute_dtype), (101, CONVOLUTION_MODE, CROSS_CORRELATION),
-            (106, INTEGER, len(question["stride"])), (103, INTEGER, *question["stride"]),
-            (105, INTEGER, *question["padding"]), (104, INTEGER, *question["padding"]),
-            (102, INTEGER, *question["dilation"]),
+            CONVOLUTION, (COMPUTE_TYPE, DTYPE, compute_dtype), (MODE, CONVOLUTION_MODE, CROSS_CORRELATION),
+            (SPATIAL_DIMS, INTEGER, len(question["stride"])), (STRIDES, INTEGER, *question["stride"]),
+            (PRE_PADDINGS, INTEGER, *question["padding"]), (POST_PADDINGS, INTEGER, *question["padding"]),
+            (DILATIONS, INTEGER, *question["dilation"]),
         )  # fmt: skip
-        kind, alpha, names = OPERATIONS[question["kind"]]
-        roles = [(names[name], DESCRIPTOR, tensor.value) for name, tensor in tensors.items()]
+        kind, alpha, attributes = OPERATIONS[question["kind"]]
+        roles = [(attributes[name], DESCRIPTOR, tensor.value) for name, tensor in tensors.items()]
         operation = finished(
             kind,
             (alpha + 2, DESCRIPTOR, convolution.value),
@@ -174,39 +186,44 @@ class Card:
             (alpha, scale_type, 1.0),
             (alpha + 1, scale_type, 0.0),
         )
-        return finished(GRAPH, (801, DESCRIPTOR, operation.value))
+        return finished(GRAPH, (GRAPH_OPERATIONS, DESCRIPTOR, operation.value))
 
     def _add_plans(
         self, graph: ctypes.c_void_p, mode: int, question: dict[str, Any], plans: list[tuple[str, int]]
     ) -> None:
-        """Append the plans of the engines that a heuristic of cuDNN lists."""
+        """Append to ``plans`` the (engine, bytes of workspace) of the engines that a heuristic of cuDNN lists.
+
+        ``mode``: the heuristic, INSTANT or FALLBACK.
+        """
         backend = self._backend
         try:
             heuristics = backend.finished(
-                HEURISTICS, (201, DESCRIPTOR, graph.value), (200, HEURISTIC_MODE, mode),
-                (204, DESCRIPTOR, self._device.value),
+                HEURISTICS, (HEURISTIC_GRAPH, DESCRIPTOR, graph.value), (HEURISTIC, HEURISTIC_MODE, mode),
+                (HEURISTIC_DEVICE, DESCRIPTOR, self._device.value),
             )  # fmt: skip
         except BackendError:  # torch continues with the fallbacks, too
             return
-        configs = [backend.create(CONFIG) for _ in range(backend.fill(heuristics, 202, DESCRIPTOR, None))]
+        configs = [backend.create(CONFIG) for _ in range(backend.fill(heuristics, HEURISTIC_RESULTS, DESCRIPTOR, None))]
         array = (ctypes.c_void_p * len(configs))(*(config.value for config in configs))
-        count = backend.fill(heuristics, 202, DESCRIPTOR, array) if configs else 0
+        count = backend.fill(heuristics, HEURISTIC_RESULTS, DESCRIPTOR, array) if configs else 0
         for config in configs[:count]:
             engine = self._engine(config, question)
-            if engine is not None:
-                number, compiled = engine
-                # compiling an engine takes seconds, so it is checked only if torch would run it
-                if (compiled and plans) or self._is_supported(config):
-                    plans.append((f"eng{number}", backend.values(config, 303, INTEGER, 1)[0]))
+            if engine is None:
+                continue
+            number, is_compiled = engine
+            # compiling an engine takes seconds, so it is checked only if torch would run it: as the first plan
+            if (is_compiled and plans) or self._is_supported(config):
+                plans.append((f"eng{number}", backend.values(config, CONFIG_WORKSPACE, INTEGER, 1)[0]))
         backend.destroy(*configs, heuristics)
 
     def _engine(self, config: ctypes.c_void_p, question: dict[str, Any]) -> tuple[int, bool] | None:
-        """Return the number of a configuration's engine, and whether planning compiles it; None if torch skips it."""
+        """Return (number of a configuration's engine, whether planning compiles it); None if torch skips the engine."""
         backend = self._backend
         engine = backend.create(ENGINE)
-        backend.fill(config, 300, DESCRIPTOR, (ctypes.c_void_p * 1)(engine.value))
-        notes, behavior = backend.values(engine, 1303, NOTE, 10), backend.values(engine, 1305, BEHAVIOR, 8)
-        number = backend.values(engine, 1301, INTEGER, 1)[0]
+        backend.fill(config, CONFIG_ENGINE, DESCRIPTOR, (ctypes.c_void_p * 1)(engine.value))
+        notes = backend.values(engine, ENGINE_NOTES, NOTE, 10)
+        behavior = backend.values(engine, ENGINE_BEHAVIOR, BEHAVIOR, 8)
+        number = backend.values(engine, ENGINE_NUMBER, INTEGER, 1)[0]
         backend.destroy(engine)
         if refused(notes, question) or in_errata(question, number, *self._versions):
             return None
@@ -216,7 +233,9 @@ class Card:
         """Return whether cuDNN can plan this configuration; otherwise torch tries the next."""
         backend = self._backend
         try:
-            plan = backend.finished(PLAN, (407, DESCRIPTOR, self._device.value), (401, DESCRIPTOR, config.value))
+            plan = backend.finished(
+                PLAN, (PLAN_DEVICE, DESCRIPTOR, self._device.value), (PLAN_CONFIG, DESCRIPTOR, config.value)
+            )
         except BackendError:
             return False
         backend.destroy(plan)
@@ -232,15 +251,17 @@ def refused(notes: Sequence[int], question: dict[str, Any]) -> bool:
 
 def in_errata(question: dict[str, Any], engine: int, version: int, card: int) -> bool:
     """Return whether an engine is in ERRATA for this version of cuDNN and this device version of the card."""
-    return any(
-        kind == question["kind"] and engine == number and dimensions in (None, len(question["stride"]))
-        and first <= version < (end or version + 1) and only in (None, card)
-        for kind, dimensions, number, first, end, only in ERRATA
-    )  # fmt: skip
+    for kind, dimensions, number, first_version, fixed_version, device in ERRATA:
+        is_engine = kind == question["kind"] and number == engine and dimensions in (None, len(question["stride"]))
+        is_broken = first_version <= version and (fixed_version is None or version < fixed_version)
+        if is_engine and is_broken and device in (None, card):
+            return True
+    return False
 
 
 def serve(lines: Iterator[str], output: TextIO) -> None:
-    """Write an answer for each line of input: the protocol is in the module's docstring."""
+    """Load cuDNN as the first line of ``lines`` describes, and write an answer for this line and for each question
+    after it."""
 
     def answer(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=output, flush=True)

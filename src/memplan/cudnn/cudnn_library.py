@@ -46,13 +46,13 @@ class Cudnn:
     @property
     def file(self) -> Path:
         """The shared library."""
-        assert self.packages is not None, "asked only where there is a library"
+        assert self.packages is not None, "read only where there is a library"
         return self.packages / _FILE
 
     @property
     def needed(self) -> tuple[Path, ...]:
         """The CUDA libraries that have to be loaded before it."""
-        assert self.packages is not None, "asked only where there is a library"
+        assert self.packages is not None, "read only where there is a library"
         versions = [sorted(self.packages.glob(f"nvidia/*/lib/{name}")) for name in _DEPENDENCIES]
         return tuple(files[-1] for files in versions if files)
 
@@ -117,19 +117,22 @@ def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | Non
 
 
 def _installed() -> Cudnn | None:
+    """Return the cuDNN 9.8 or later of this environment, or None."""
     folders = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
     libraries = (_library_in(folder) for folder in folders)
-    return next((library for library in libraries if library and library.version >= OLDEST), None)
+    return next((library for library in libraries if library is not None and library.version >= OLDEST), None)
 
 
 def of_this_torch() -> Cudnn:
-    """Return the version that the CUDA build of this torch depends on; of a newer torch the newest that is known."""
+    """Return the version that the CUDA build of this torch depends on; of a newer torch the newest version that is
+    known."""
     release = tuple(int(number) for number in torch.__version__.split(".")[:2])
     known = VERSION_OF_TORCH.get(release, VERSION_OF_TORCH[max(VERSION_OF_TORCH)])  # type: ignore[arg-type]
     return Cudnn(None, known, is_default=True)
 
 
 def _is_supported() -> bool:
+    """Return whether cuDNN can be loaded on this system: Linux on x86-64."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 

@@ -65,13 +65,13 @@ class Network:
     """See `workspace_of`."""
 
     def probabilities(self, rows: Any) -> Any:
-        """Return the probability of each formula, for each row of features."""
+        """Return the probability of each formula, for each row of features: an array of (rows, formulas)."""
         values = np.clip((rows - self.mean) / self.scale, -5, 5)
         for weights, biases in self.layers[:-1]:
             values = np.maximum(values @ weights + biases, 0)
         weights, biases = self.layers[-1]
-        scores = values @ weights + biases
-        exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+        logits = values @ weights + biases
+        exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
         return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
@@ -103,8 +103,8 @@ def expected_workspaces(card: Device, version: int, questions: Sequence[Question
 
 
 def is_unlearned(question: Question) -> bool:
-    """Return whether a convolution is larger than all that the networks were fitted to. Half of the probability is
-    spread evenly over the formulas then, so that the band is wide."""
+    """Return whether a convolution is larger than all that the networks were fitted to. Then half of the probability is
+    spread evenly over the formulas, so that the band is wide."""
     return max(prod(question.x), prod(question.y)) >= _LEARNED_ELEMENTS
 
 
@@ -119,37 +119,46 @@ def with_cublas(question: Question) -> int | None:
     all other convolutions.
     """
     q = question
-    plain = (q.dtype, q.channels_last) == ("float32", False) and q.x[1] == q.w[1] and {*q.stride, *q.dilation} == {1}
-    taps, batch = q.w[2:], q.x[0]
-    if not plain:
+    batch, channels = q.x[:2]
+    outputs, inputs_of_group, *kernel = q.w
+    has_unit_steps = {*q.stride, *q.dilation} == {1}
+    if q.dtype != "float32" or q.channels_last or channels != inputs_of_group or not has_unit_steps:
         return None
-    if prod(taps) == 1 and not any(q.padding):
+    if prod(kernel) == 1 and not any(q.padding):
         if q.kind != "weight gradient" or prod(q.x[2:]) == 1:
             return 0
         return batch * prod(q.w) * 4 if batch > 1 else None
-    if q.kind == "weight gradient" and taps == (3, 3) and 128 <= q.x[1] <= 256:
+    if q.kind == "weight gradient" and kernel == [3, 3] and 128 <= channels <= 256:
         tiles = batch * prod(-(-size // 4) for size in q.y[2:])
-        if tiles > _MOST_TILES:
-            return None
-        return 6 * 6 * 4 * (tiles * (q.x[1] + q.w[0]) + q.x[1] * q.w[0])
+        if tiles <= _MOST_TILES:
+            return 6 * 6 * 4 * (tiles * (channels + outputs) + channels * outputs)
     return None
 
 
 def _expected(
     question: Question, formulas: Sequence[str], probabilities: Any, measured: int | None
-) -> ExpectedWorkspace:  # fmt: skip
-    by_size: dict[int, float] = {} if measured is None else {measured: _MEASURED_SHARE}
-    left = 1.0 if measured is None else 1 - _MEASURED_SHARE
-    operands = _Operands(question)
+) -> ExpectedWorkspace:
+    """Return the possible workspaces of a convolution, from the probability of each formula.
+
+    Formulas of about the same size count as one; the most probable of them is expected. ``measured``: the workspace by
+    `with_cublas`, if any, which gets most of the probability.
+    """
+    probability_of: dict[int, float] = {} if measured is None else {measured: _MEASURED_SHARE}
+    share_of_formulas = 1.0 if measured is None else 1 - _MEASURED_SHARE
     for formula, probability in zip(formulas, probabilities, strict=True):
-        size = operands.workspace_of(formula)
-        by_size[size] = by_size.get(size, 0.0) + left * float(probability)
-    near = _NEAR * operands.bytes
-    mass = {size: sum(p for other, p in by_size.items() if abs(other - size) <= near) for size in by_size}
-    center = max(by_size, key=lambda size: (mass[size], by_size[size], -size))
-    most_probable = max((s for s in by_size if abs(s - center) <= near), key=lambda size: (by_size[size], -size))
-    sizes = sorted(by_size)
-    return ExpectedWorkspace(most_probable, tuple(sizes), tuple(by_size[size] for size in sizes))
+        size = workspace_of(question, formula)
+        probability_of[size] = probability_of.get(size, 0.0) + share_of_formulas * float(probability)
+    near = _NEAR * tensor_bytes(question)
+    near_probability = {
+        size: sum(probability for other, probability in probability_of.items() if abs(other - size) <= near)
+        for size in probability_of
+    }
+    # ties are broken by the smaller size
+    center = max(probability_of, key=lambda size: (near_probability[size], probability_of[size], -size))
+    sizes_near = [size for size in probability_of if abs(size - center) <= near]
+    most_probable = max(sizes_near, key=lambda size: (probability_of[size], -size))
+    sizes = sorted(probability_of)
+    return ExpectedWorkspace(most_probable, tuple(sizes), tuple(probability_of[size] for size in sizes))
 
 
 def workspace_of(question: Question, formula: str) -> int:
@@ -159,37 +168,34 @@ def workspace_of(question: Question, formula: str) -> int:
     the number after them (of ``W`` the output channels, then the input channels). ``2P`` are two weights of float32,
     the partial sums of a split product. ``r0.5`` is that share of the bytes of all three tensors; ``0`` is none.
     """
-    return _Operands(question).workspace_of(formula)
+    if formula == "0":
+        return 0
+    if formula.startswith("r"):
+        return int(float(formula[1:]) * tensor_bytes(question))
+    return sum(term_bytes(question, term) for term in formula.split("+"))
 
 
-class _Operands:
-    """The tensors of a convolution in bytes."""
+def tensor_bytes(question: Question) -> int:
+    """Return the bytes of all three tensors of a convolution."""
+    return sum(prod(sizes) for sizes in (question.x, question.w, question.y)) * _ITEMSIZES[question.dtype]
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        self._itemsize = _ITEMSIZES[question.dtype]
-        self.bytes = sum(prod(sizes) for sizes in (question.x, question.w, question.y)) * self._itemsize
 
-    def workspace_of(self, formula: str) -> int:
-        if formula == "0":
-            return 0
-        if formula.startswith("r"):
-            return int(float(formula[1:]) * self.bytes)
-        return sum(map(self._term, formula.split("+")))
-
-    def _term(self, term: str) -> int:
-        if term.endswith("P"):
-            return int(term[:-1]) * prod(self._question.w) * 4
-        multiples = [int(number) for number in term[1:].split(",") if number] or [1]
-        if term[0] == "W":
-            outputs, inputs, *taps = self._question.w
-            block_out, block_in = multiples[0], multiples[-1]
-            return _padded(outputs, block_out) * _padded(inputs, block_in) * prod(taps) * self._itemsize
-        batch, channels, *positions = self._question.x if term[0] == "X" else self._question.y
-        return batch * _padded(channels, multiples[0]) * prod(positions) * self._itemsize
+def term_bytes(question: Question, term: str) -> int:
+    """Return the bytes of a term of a formula of `workspace_of`: ``X8``, ``W8,8`` or ``2P``."""
+    if term.endswith("P"):
+        return int(term[:-1]) * prod(question.w) * 4
+    multiples = [int(number) for number in term[1:].split(",") if number] or [1]
+    if term[0] == "W":
+        outputs, inputs, *kernel = question.w
+        elements = _padded(outputs, multiples[0]) * _padded(inputs, multiples[-1]) * prod(kernel)
+    else:
+        batch, channels, *positions = question.x if term[0] == "X" else question.y
+        elements = batch * _padded(channels, multiples[0]) * prod(positions)
+    return elements * _ITEMSIZES[question.dtype]
 
 
 def _padded(count: int, multiple: int) -> int:
+    """Return ``count`` rounded up to a multiple of ``multiple``."""
     return -(-count // multiple) * multiple
 
 
@@ -243,20 +249,21 @@ def _three(sizes: Sequence[int]) -> tuple[int, int, int]:
 
 
 def family_of(version: int) -> str:
-    """Return the name of the family of a cuDNN version in `FAMILIES`; "" for older versions, which were not asked."""
-    return next((name for first, name in FAMILIES if version >= first), "")
+    """Return the name of the family of a cuDNN version in `FAMILIES`; "" for older versions, which have no model."""
+    return next((name for first_version, name in FAMILIES if version >= first_version), "")
 
 
 @functools.cache
 def network_for(architecture: tuple[int, int], version: int) -> Network | None:
-    """Return the network for a compute capability; None: there is none."""
+    """Return the network for a compute capability and a version of cuDNN; None: there is none."""
     with np.load(FILE, allow_pickle=False) as arrays:
         key = f"{architecture[0]}.{architecture[1]}/{family_of(version)}"
-        same = str(arrays["same"].item()).split() if "same" in arrays else []
-        key = dict(entry.split("=") for entry in same).get(key, key)
+        # "8.0/9.19=8.0/9.24 ...": keys that share the network of another key
+        shared = str(arrays["same"].item()).split() if "same" in arrays else []
+        key = dict(entry.split("=") for entry in shared).get(key, key)
         if f"{key}/formulas" not in arrays:
             return None
-        part = {name.removeprefix(f"{key}/"): arrays[name] for name in arrays.files if name.startswith(f"{key}/")}
-    values = {name: part[name].astype(np.float64) for name in part if name != "formulas"}
+        own = {name.removeprefix(f"{key}/"): arrays[name] for name in arrays.files if name.startswith(f"{key}/")}
+    values = {name: array.astype(np.float64) for name, array in own.items() if name != "formulas"}
     layers = tuple((values[f"weights{i}"], values[f"biases{i}"]) for i in range(3))
-    return Network(values["mean"], values["scale"], layers, tuple(str(part["formulas"].item()).split()))
+    return Network(values["mean"], values["scale"], layers, tuple(str(own["formulas"].item()).split()))

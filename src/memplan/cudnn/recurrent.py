@@ -49,10 +49,12 @@ class RecurrentQuestion:
 def rnn_weight_bytes(
     kind: Kind, inputs: int, hidden: int, layers: int, bidirectional: bool, itemsize: int, projection: int = 0
 ) -> int:
-    """Bytes of all weights and biases in one buffer. cuDNN has two biases per gate, whether or not torch has any.
+    """Bytes of all weights and biases of a recurrent network in a single buffer. cuDNN has two biases per gate, whether
+    or not torch has any.
 
     If the weights of a module are not views of one buffer (never flattened, or moved since), ``_cudnn_rnn`` allocates
-    such a buffer at every call and the graph keeps it alive. Source: cudnn/RNN.cpp.
+    such a buffer at every call and the graph keeps it alive. Source: cudnn/RNN.cpp. ``projection``: size of the
+    projected output, 0 without.
     """
     gates, directions = GATES[kind], 2 if bidirectional else 1
     output = projection or hidden
@@ -66,7 +68,8 @@ def rnn_weight_bytes(
 def rnn_matrix_bytes(
     kind: Kind, inputs: int, hidden: int, layers: int, bidirectional: bool, itemsize: int, projection: int = 0
 ) -> int:
-    """Bytes of the weights without the biases."""
+    """Bytes of the weights of a recurrent network without the biases. ``projection``: size of the projected output, 0
+    without."""
     biases = layers * (2 if bidirectional else 1) * GATES[kind] * 2 * hidden * itemsize
     return rnn_weight_bytes(kind, inputs, hidden, layers, bidirectional, itemsize, projection) - biases
 
@@ -85,15 +88,15 @@ def expected_recurrent(question: RecurrentQuestion, architecture: tuple[int, int
         and not q.projection and q.itemsize <= 4
     )  # fmt: skip
     if q.algorithm == "small hidden":
-        row = 3 * GATES[q.kind] * q.layers * directions * q.hidden
+        values_per_step = 3 * GATES[q.kind] * q.layers * directions * q.hidden
     else:
         outputs = q.layers - (q.kind == "gru" or q.itemsize == 2)
-        row = directions * (GATES[q.kind] + outputs) * q.hidden
+        values_per_step = directions * (GATES[q.kind] + outputs) * q.hidden
         if q.layers > 1:
-            row += q.inputs + (3 * q.hidden if q.bidirectional else 0)
+            values_per_step += q.inputs + (3 * q.hidden if q.bidirectional else 0)
     copies = 2 if q.itemsize == 2 else 1
     matrices = rnn_matrix_bytes(q.kind, q.inputs, q.hidden, q.layers, q.bidirectional, q.itemsize, q.projection)
     states = q.layers * directions * (_STATES[q.kind] + 2 * q.bidirectional) * q.batch * q.hidden * max(4, q.itemsize)
-    size = copies * matrices + row * q.rows * q.itemsize + states + _FIXED
+    size = copies * matrices + values_per_step * q.rows * q.itemsize + states + _FIXED
     sizes = tuple(int(share * size) for share in (_NEAR if like_measured else _FAR))
     return ExpectedWorkspace(size, sizes, _PROBABILITIES)

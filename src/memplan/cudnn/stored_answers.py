@@ -75,18 +75,22 @@ def shipped(card: str, version: int, description: Mapping[str, Any], *, exactly:
     """
     stored, described = _shipped(), digest_of(description)
     for entry in stored.cards:
-        if (entry.card, entry.described) == (card, described) and _counts(entry.version, version, exactly):
-            return {question: plans for question, plans in zip(stored.questions, entry.answers, strict=True) if plans}
+        is_card = (entry.card, entry.described) == (card, described)
+        if is_card and _counts(entry.version, version, exactly):
+            answers = zip(stored.questions, entry.answers, strict=True)
+            return {question: plans for question, plans in answers if plans}
     return {}
 
 
 def measured(card: str, version: int, *, exactly: bool = True) -> Mapping[str, int]:
     """Return the bytes of workspaces measured on a real card with this version, by `Question.key`; {}: none stored.
 
-    ``exactly`` is as in `shipped`.
+    ``exactly``: whether workspaces of other versions that choose alike (`family_of`) do not count.
     """
-    entries = (e for e in _measured().cards if e.card == card and _counts(e.version, version, exactly))
-    return next((entry.workspaces for entry in entries), {})
+    for entry in _measured().cards:
+        if entry.card == card and _counts(entry.version, version, exactly):
+            return entry.workspaces
+    return {}
 
 
 def versions() -> tuple[int, ...]:
@@ -95,18 +99,23 @@ def versions() -> tuple[int, ...]:
 
 
 def _counts(stored: int, version: int, exactly: bool) -> bool:
+    """Return whether answers of version ``stored`` count for ``version``: the same, or a version that chooses alike
+    unless ``exactly``."""
     return stored == version or (not exactly and family_of(stored) == family_of(version))
 
 
 @functools.cache
 def _shipped() -> Shipped:
+    """Return cuDNN's answers that the package ships."""
     return from_plain(Shipped, parse(_text(SHIPPED)), "it", rows=True)
 
 
 @functools.cache
 def _measured() -> AllMeasured:
+    """Return the measured workspaces that the package ships."""
     return from_plain(AllMeasured, parse(_text(MEASURED)), "it", rows=True)
 
 
 def _text(file: Path) -> str:
+    """Return the text of a compressed file."""
     return gzip.decompress(file.read_bytes()).decode()

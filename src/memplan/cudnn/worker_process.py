@@ -95,9 +95,11 @@ class _Worker:
         )  # fmt: skip
         self._setup = setup
         self._buffer = b""
+        """Output that was read and not yet returned as a line."""
         self.lives = True
 
     def __enter__(self) -> _Worker:
+        """Let the process load cuDNN. Raises WorkerError if it cannot."""
         try:
             answer = self.request(self._setup, START)
             if "error" in answer:
@@ -111,6 +113,7 @@ class _Worker:
         self._end()
 
     def _end(self) -> None:
+        """Kill the process and wait for its end."""
         self.lives = False
         self._process.kill()
         self._process.communicate()
@@ -128,21 +131,20 @@ class _Worker:
         assert self._process.stdin is not None, "piped"
         try:
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
-            answer = json.loads(self._line(time.monotonic() + limit, limit))
+            answer = json.loads(self._line(limit))
         except BrokenPipeError:
             raise WorkerError(self._exit_reason()) from None
         except ValueError:
-            self._end()
-            raise WorkerError("it answered with something else than JSON") from None
+            answer = None
         if not isinstance(answer, dict):
             self._end()
             raise WorkerError("it answered with something else than JSON")
         return answer
 
-    def _line(self, deadline: float, limit: float) -> bytes:
-        """Return the next line of output, or kill the process after the deadline or if it makes no progress."""
+    def _line(self, limit: float) -> bytes:
+        """Return the next line of output, or kill the process after ``limit`` seconds or if it makes no progress."""
         assert self._process.stdout is not None, "piped"
-        progress = Progress(self._process.pid)
+        deadline, progress = time.monotonic() + limit, Progress(self._process.pid)
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, min(left, _POLL)))
@@ -162,4 +164,5 @@ class _Worker:
         """Wait for the end of the process and return how it ended."""
         status = self._process.wait()
         self.lives = False
-        return f"its process ended {f'by {signal.Signals(-status).name}' if status < 0 else f'with exit code {status}'}"
+        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
+        return f"its process ended {how}"

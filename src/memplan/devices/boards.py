@@ -68,14 +68,14 @@ class _Family:
         """Return a chip of the family.
 
         Args:
-            name: its name.
-            title: what is behind the family's title.
+            name: the board's name.
+            title: follows the family's title.
             megahertz: highest clock.
-            flash: MiB.
-            banks: KiB of each.
-            source: file of its data sheet.
+            flash: MiB; None: outside of the chip.
+            banks: name of a bank of SRAM -> KiB.
+            source: file of its data sheet, below the family's address.
             aliases: other names.
-            note: what else one should know.
+            note: what a user should know; empty for nothing.
         """
         rows = tuple(Bank(bank, size * _KIB) for bank, size in banks.items())
         flash_bytes = None if flash is None else round(flash * _MIB)
@@ -200,24 +200,28 @@ def find_board(name: Any) -> Board:
         >>> find_board("STM32H743ZI").name, find_board("Raspberry Pi Pico").sram
         ('stm32h743', 270336)
     """
-    known, key = _by_key(), _key(str(name))
-    if key in known:
-        return known[key]
-    starts = [board.name for other, board in known.items() if key and (other.startswith(key) or key.startswith(other))]
-    near = [known[match].name for match in difflib.get_close_matches(key, known, n=6, cutoff=0.5)]
-    names = list(dict.fromkeys(starts + near))[:4]
-    every = ", ".join(board.name for board in BOARDS)
+    boards, key = _by_key(), _key(str(name))
+    if key in boards:
+        return boards[key]
+    same_start = [
+        board.name for other, board in boards.items() if key and (other.startswith(key) or key.startswith(other))
+    ]
+    similar = [boards[match].name for match in difflib.get_close_matches(key, boards, n=6, cutoff=0.5)]
+    nearest = list(dict.fromkeys(same_start + similar))[:4]
+    all_names = ", ".join(board.name for board in BOARDS)
     raise DeviceError(
         f"There is no board {str(name)[:40]!r} in the catalogue",
-        expected=f"one of {every}",
-        do=f"Name one; the nearest are {', '.join(names)}" if names else "Name one of these",
+        expected=f"one of {all_names}",
+        do=f"Name one; the nearest are {', '.join(nearest)}" if nearest else "Name one of these",
     )
 
 
 @cache
 def _by_key() -> dict[str, Board]:
+    """Return the boards by `_key` of each of their names."""
     return {_key(name): board for board in BOARDS for name in (board.name, board.title, *board.aliases)}
 
 
 def _key(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

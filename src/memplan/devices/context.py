@@ -45,10 +45,9 @@ def context_of(architecture: tuple[int, int], multiprocessors: int) -> tuple[int
         >>> low < 520 * MIB < high
         True
     """
-    threads = THREADS.get(architecture)
-    fewest, most = (threads, threads) if threads else (min(THREADS.values()), max(THREADS.values()))
-    low = multiprocessors * (fewest * STACK + PER_MULTIPROCESSOR)
-    high = multiprocessors * (most * STACK + PER_MULTIPROCESSOR) + KERNELS
+    known = (THREADS[architecture],) if architecture in THREADS else THREADS.values()
+    low = multiprocessors * (min(known) * STACK + PER_MULTIPROCESSOR)
+    high = multiprocessors * (max(known) * STACK + PER_MULTIPROCESSOR) + KERNELS
     return low, high
 
 
@@ -66,8 +65,8 @@ def expected_context(low: int, *, convolutions: bool, products: bool) -> int:
     """Return the bytes that a CUDA context is expected to take once a step has run.
 
     Args:
-        low: the least that it takes, of `context_of`.
+        low: its lower bound, of `context_of`.
         convolutions: whether the step loads cuDNN's kernels.
-        products: whether it loads cuBLAS's.
+        products: whether it loads cuBLAS's kernels, for matrix products.
     """
     return round(low * IDLE) + TORCH_KERNELS + CUDNN * convolutions + CUBLAS * products

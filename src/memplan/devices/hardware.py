@@ -63,23 +63,22 @@ def described_cards() -> tuple[str, ...]:
 
 
 def hardware_of(card: Device, *, estimated: bool = False) -> Hardware:
-    """Return what the driver says of a card of the catalogue.
+    """Return the figures of a card that the driver would report.
 
     Args:
         card: of the catalogue.
-        estimated: whether clocks that are not known may follow from the data sheet's speeds: what only chooses by them
-            need not have them exactly.
+        estimated: whether unknown clocks are estimated from the data sheet's speeds. That is enough where they only
+            influence a choice.
 
     Raises:
-        DeviceError: a card of which these figures are not known.
+        DeviceError: the catalogue lacks figures of the card.
 
     Example:
         >>> hardware_of(find("h100")).shared_memory_of_block
         232448
     """
-    clocks, limits = _CLOCKS.get(card.name), _LIMITS.get(card.architecture)
-    if clocks is None and estimated:
-        clocks = _estimated_clocks(card)
+    clocks = _CLOCKS.get(card.name) or (_estimated_clocks(card) if estimated else None)
+    limits = _LIMITS.get(card.architecture)
     if clocks is None or limits is None or card.l2 is None:
         raise DeviceError(
             f"the clocks of {card.name}, which a described card has to have, are not in the catalogue",
@@ -87,14 +86,14 @@ def hardware_of(card: Device, *, estimated: bool = False) -> Hardware:
             do="Name one of these",
         )
     clock, memory_clock, bus, sources = clocks
-    shared, of_block, blocks = limits
+    shared_memory, shared_memory_of_block, blocks = limits
     return Hardware(
         clock=clock * 1000,
         memory_clock=memory_clock * 1000,
         bus=bus,
         l2=card.l2,
-        shared_memory=shared * KIB,
-        shared_memory_of_block=of_block * KIB,
+        shared_memory=shared_memory * KIB,
+        shared_memory_of_block=shared_memory_of_block * KIB,
         threads=THREADS[card.architecture],
         blocks=blocks,
         registers=REGISTERS,
@@ -109,8 +108,9 @@ _HBM = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 
 def _estimated_clocks(card: Device) -> tuple[int, int, int, tuple[str, ...]] | None:
-    """Return clocks at which the card has the speeds of its data sheet: two operations and two transfers a clock, over
-    a bus of the usual width. None if a speed is unknown."""
+    """Return (clock and memory clock in MHz, width of the memory bus in bits, sources) at which the card has the speeds
+    of its data sheet: two operations and two transfers a clock, over a bus of the usual width. None if a speed is
+    unknown."""
     flops, bandwidth = card.flops.get("float32"), card.bandwidth
     if flops is None or bandwidth is None:
         return None

@@ -32,7 +32,7 @@ _OTHER_NETWORK = 1_562_500_000, "Ethernet of 100 Gbit/s for eight cards (assumed
 
 
 def within_machine(card: Device) -> tuple[int, str]:
-    """Return the bytes a second between two cards of a machine, and the source.
+    """Return (bytes a second between two cards of a machine, source of the figure).
 
     Example:
         >>> within_machine(find("h100"))[0]
@@ -44,5 +44,5 @@ def within_machine(card: Device) -> tuple[int, str]:
 
 
 def between_machines(card: Device) -> tuple[int, str]:
-    """Return the bytes a second of a card to another machine, and the source."""
+    """Return (bytes a second from a card to another machine, source of the figure)."""
     return _NETWORK.get(card.name.partition("-")[0], _OTHER_NETWORK)

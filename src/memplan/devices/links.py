@@ -40,8 +40,8 @@ LINKS: dict[str, tuple[int, int, str]] = {
 
 
 def link_of(name: str) -> tuple[int, str]:
-    """Return the bytes a second between a card and its host, in one direction, as the standard has it; and the
-    source."""
+    """Return (bytes a second between a card and its host, source of the figure), in one direction, as the standard has
+    it."""
     generation, lanes, source = LINKS[name]
     rate = TRANSFERS[generation] * lanes * 128 / 130 / 8
     return round(rate), f"link: PCIe {generation}.0 x{lanes}, {source}; one direction by the standard (computed)"

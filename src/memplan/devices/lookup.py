@@ -88,14 +88,14 @@ def read_budget(budget: Any) -> int | Device:
 
 
 def device_of_properties(name: str, total_memory: int, major: int, minor: int, multiprocessors: int) -> Device:
-    """Return the GPU in this machine, from what torch says of it (`torch.cuda.get_device_properties`).
+    """Return the GPU in this machine, from torch's properties of it (`torch.cuda.get_device_properties`).
 
     Where the name, the multiprocessors and roughly the memory are those of a card of the catalogue, it is that card
-    with the memory that this machine really has. Else (another card, a slice of one, a laptop's) it is a device of its
-    own, of which bandwidth, FLOP/s and L2 are not known.
+    with the memory that this machine really has. Otherwise (another card, a slice of a card, a laptop's card) it is a
+    device of its own, of which bandwidth, FLOP/s and L2 are not known.
 
     Args:
-        name: as the driver says it, such as ``NVIDIA H100 80GB HBM3``.
+        name: from the driver, such as ``NVIDIA H100 80GB HBM3``.
         total_memory: bytes.
         major: of the compute capability.
         minor: of the compute capability.
@@ -128,18 +128,20 @@ def _has_figures_of(card: Device, total_memory: int, architecture: tuple[int, in
 
 @cache
 def _by_key() -> dict[str, Device]:
+    """Return the cards of the catalogue by `_key` of each of their names."""
     return {_key(name): card for card in CARDS for name in (card.name, card.title, *ALIASES[card.name])}
 
 
 def _key(name: str) -> str:
-    """Return a name without what does not tell cards apart: "NVIDIA A100-SXM4-40GB" is "a100sxm440gb"."""
+    """Return a name without the parts that do not tell cards apart: "NVIDIA A100-SXM4-40GB" is "a100sxm440gb"."""
     words = re.findall(r"[a-z0-9]+", _MAKER.sub(" ", name.lower()))
     joined = "".join(word for word in words if word not in _NOISE)
     return _SIZE.sub("gb", joined)
 
 
 def _suggestion(key: str) -> str:
-    """Return the nearest names, those of the same number first: "rtx4060ti" is nearest to "rtx4060"."""
+    """Return a text with the nearest names of cards, those of the same number first: "rtx4060ti" is nearest to
+    "rtx4060"."""
     numbers = {piece for piece in _PIECES.findall(key) if piece.isdigit()}
     known = _by_key()
     similar = [known[match].name for match in difflib.get_close_matches(key, known, n=6, cutoff=0.6)]

@@ -61,7 +61,8 @@ class Device(Printed):
             >>> device.usable("high") < device.usable("low") < device.capacity
             True
         """
-        return max(0, self.capacity - self.context[context == "high"])
+        low, high = self.context
+        return max(0, self.capacity - (high if context == "high" else low))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: sizes in bytes, rates per second."""

@@ -14,7 +14,7 @@ _BINARIES = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0))
 def description(card: Device) -> str:
     """Return a card as the emulated driver reads it.
 
-    Of the memory that the driver calls the card's, it keeps the larger end of a CUDA context for itself.
+    The emulated driver reserves the higher end of the card's CUDA context (`Device.context`) of its memory.
 
     Raises:
         DeviceError: a card whose clocks are not in the catalogue.
@@ -30,11 +30,11 @@ def description(card: Device) -> str:
 
 
 def newest_binary(architecture: tuple[int, int], built: tuple[tuple[int, int], ...]) -> int:
-    """Return the newest architecture, among those that code was built for, whose code a card runs; 0 if there is none.
+    """Return the newest of the architectures in ``built`` whose code a card runs, as a number: 86 is sm_86. 0 if there
+    is none.
 
-    It has the card's major number, and is not above the card's own.
-
-    Source: CUDA programming guide, binary compatibility.
+    It has the card's major number, and is not above the card's own. Source: CUDA programming guide, binary
+    compatibility.
 
     Example:
         >>> newest_binary((8, 9), ((8, 0), (8, 6), (9, 0)))

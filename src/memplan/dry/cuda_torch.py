@@ -37,15 +37,15 @@ class CudaTorch:
     @property
     def is_tested(self) -> bool:
         """Return whether dry runs were compared in this release."""
-        found = re.match(r"(\d+)\.(\d+)", self.version)
-        return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+        release = re.match(r"(\d+)\.(\d+)", self.version)
+        return release is not None and OLDEST <= (int(release[1]), int(release[2])) <= NEWEST
 
 
 def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
-    """Find the CUDA build of torch of an environment; of the one that runs this where None.
+    """Find the CUDA build of torch of an environment.
 
     Args:
-        environment: the folder of a virtual environment, or its Python.
+        environment: the folder of a virtual environment, or its Python; None: the environment of this process.
 
     Raises:
         DeviceError: not Linux on x86-64, no such environment, no torch in it, or a build without CUDA.
@@ -78,7 +78,11 @@ def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
 
 
 def python_of(environment: str | os.PathLike[str], do: str) -> Path:
-    """Return the interpreter of an environment. Raises DeviceError: it is none; ``do`` says what to do then."""
+    """Return the Python interpreter of an environment, its folder or the interpreter itself.
+
+    Raises:
+        DeviceError: it is no environment; the error's advice is ``do``.
+    """
     path = Path(environment).expanduser()
     candidates = [path] if path.is_file() else [path / "bin" / "python", path / "bin" / "python3"]
     for candidate in candidates:
@@ -94,7 +98,7 @@ def python_of(environment: str | os.PathLike[str], do: str) -> Path:
 def packages_of(python: Path, file: Path, *, own: bool) -> Path | None:
     """Return the site-packages folder of an environment that has a file, such as torch/version.py; None if none has.
 
-    ``own``: it is the environment that runs this, whose ``sys.path`` is searched first.
+    ``own``: whether it is the environment of this process, whose ``sys.path`` is searched first.
     """
     folders = [Path(entry) for entry in sys.path] if own else []
     root = python.parent.parent

@@ -36,10 +36,9 @@ class Library:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment of a process that sees the card.
+        """Return the environment variables of a process that sees the card.
 
-        What Inductor and Triton keep of it lies apart: the kernels that win where every time is 0 are not for a real
-        card.
+        Inductor and Triton get caches of their own: the kernels that win where every time is 0 are not for a real card.
         """
         caches = cache_folder() / "compiled"
         return {
@@ -51,14 +50,14 @@ class Library:
 
 
 def cache_folder() -> Path:
-    """Return the folder that built libraries are kept in: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    """Return the cache folder of built libraries: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    variable = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(variable) if os.path.isabs(variable) else Path.home() / ".cache"
     return base / "memplan" / "dry"
 
 
 def library_for(torch: CudaTorch) -> Library:
-    """Return the emulated driver for a build of torch, built now where the cache has none that is whole.
+    """Return the emulated driver for a build of torch; it is built unless the cache has an intact build of it.
 
     Raises:
         DeviceError: no compiler, headers of CUDA that are missing, or a source that does not compile.
@@ -71,13 +70,13 @@ def library_for(torch: CudaTorch) -> Library:
     if _is_intact(folder):
         return library
     with _build_folder(folder.parent) as temporary:
-        made = Path(temporary) / "made"
-        made.mkdir()
-        _Build(torch, compiler, Path(temporary)).write(made)
+        built = Path(temporary) / "built"
+        built.mkdir()
+        _Build(torch, compiler, Path(temporary)).write(built)
         if folder.exists():  # damaged
             shutil.rmtree(folder, ignore_errors=True)
         try:
-            made.rename(folder)
+            built.rename(folder)
         except OSError:
             if not _is_intact(folder):  # else another process was first
                 raise
@@ -85,7 +84,7 @@ def library_for(torch: CudaTorch) -> Library:
 
 
 def shared_library_of(source: Path, soname: str) -> Path:
-    """Return one source that needs no headers as a shared library, built now where the cache has none.
+    """Return a C source that needs no headers as a shared library; it is built unless the cache has it.
 
     Raises:
         DeviceError: no compiler, or it does not compile.
@@ -96,10 +95,10 @@ def shared_library_of(source: Path, soname: str) -> Path:
     checksum = library.with_suffix(".sum")
     if not library.is_file() or not checksum.is_file() or checksum.read_text(encoding="utf-8") != _sum(library):
         with _build_folder(library.parent) as folder:
-            made = Path(folder) / library.name
-            _run(compiler, source.name, "-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", made, source)
-            checksum.write_text(_sum(made), encoding="utf-8")
-            made.replace(library)
+            built = Path(folder) / library.name
+            _run(compiler, source.name, "-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", built, source)
+            checksum.write_text(_sum(built), encoding="utf-8")
+            built.replace(library)
     return library
 
 
@@ -120,36 +119,40 @@ def _build_folder(folder: Path) -> Iterator[str]:
 
 
 def _compiler() -> tuple[str, str]:
-    """Return the path of the machine's C compiler and the first line of its ``--version``."""
-    named = os.environ.get("CC", "").split()
-    found = next((path for name in (*named[:1], "cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if found is None:
+    """Return (path of the machine's C compiler, first line of its ``--version``)."""
+    names = (*os.environ.get("CC", "").split()[:1], "cc", "gcc", "clang")
+    path = next((path for path in map(shutil.which, names) if path is not None), None)
+    if path is None:
         raise DeviceError("there is no C compiler here (cc, gcc or clang)", expected="one, for the dry card", do=_GCC)
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-    return found, said.split("\n")[0]
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return path, version.split("\n")[0]
 
 
 def _key(torch: CudaTorch, compiler: tuple[str, str]) -> str:
-    """Return a hash of all that the emulated driver is built from: the compiler, torch, and our sources."""
+    """Return a hash of everything that the emulated driver is built from: the compiler, torch, and memplan's sources.
+
+    ``compiler``: (path, version).
+    """
     size = torch.library.stat().st_size
     parts = [*compiler, *_FLAGS, torch.version, torch.cuda, torch.commit, str(torch.packages), str(size)]
-    found = hashlib.sha256("\0".join(parts).encode())
+    digest = hashlib.sha256("\0".join(parts).encode())
     for source in [Path(__file__), *sorted(SOURCES.iterdir())]:
         if source.is_file():
-            found.update(source.read_bytes())
-    return found.hexdigest()[:20]
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:20]
 
 
 def _is_intact(folder: Path) -> bool:
     """Return whether a folder of the cache has both libraries with the checksums that they were built with."""
     try:
-        said = (folder / _SUMS).read_text(encoding="utf-8").split()
-        return said == [_sum(folder / "libdry.so"), _sum(folder / "libdryml.so")]
+        sums = (folder / _SUMS).read_text(encoding="utf-8").split()
+        return sums == [_sum(folder / "libdry.so"), _sum(folder / "libdryml.so")]
     except (OSError, ValueError):
         return False
 
 
 def _sum(path: Path) -> str:
+    """Return the checksum of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -193,8 +196,8 @@ class _Build:
     def _crt_headers(self) -> Path:
         """Return a folder with CUDA's compiler headers, crt/*.h, which may lie outside of the other headers' folder."""
         places = [self._torch.packages / "nvidia" / "cuda_nvcc" / "include", Path("/usr/local/cuda/include")]
-        found = next((place / "crt" for place in places if (place / "crt").is_dir()), None)
-        if found is None:
+        crt = next((place / "crt" for place in places if (place / "crt").is_dir()), None)
+        if crt is None:
             raise DeviceError(
                 "CUDA's headers crt/*.h are neither beside torch nor in /usr/local/cuda",
                 expected="them, for the dry card",
@@ -202,24 +205,25 @@ class _Build:
             )
         folder = self._folder / "headers"
         folder.mkdir()
-        (folder / "crt").symlink_to(found)
+        (folder / "crt").symlink_to(crt)
         return folder
 
     def _compile(self, source: Path) -> Path:
-        made = self._folder / f"{source.stem}.o"
+        """Compile a C source, and return the object file."""
+        built = self._folder / f"{source.stem}.o"
         headers = [f"-I{place}" for place in (SOURCES, *self._headers)]
-        self._run(*_FLAGS, *headers, "-c", source, "-o", made)
-        return made
+        self._run(*_FLAGS, *headers, "-c", source, "-o", built)
+        return built
 
     def _undefined_symbols(self) -> set[str]:
-        """Return the names of NVIDIA's functions that torch's libraries ask for."""
-        folder = self._torch.library.parent
-        files = [path for name in _LINKED if (path := folder / f"lib{name}.so").is_file()]
-        found = self._symbols("-D", "--undefined-only", *files)
-        return {name for name in found if _OURS.match(name)}
+        """Return the names of NVIDIA's functions that torch's libraries need."""
+        files = [self._torch.library.parent / f"lib{name}.so" for name in _LINKED]
+        symbols = self._symbols("-D", "--undefined-only", *(file for file in files if file.is_file()))
+        return {name for name in symbols if _OURS.match(name)}
 
     def _symbols(self, *arguments: str | Path) -> list[str]:
-        """Return the functions that nm lists in object files or libraries: defined (T) and undefined (U)."""
+        """Return the functions that nm lists with these arguments, in object files or libraries: defined (T) and
+        undefined (U)."""
         result = subprocess.run(["nm", *arguments], capture_output=True, text=True, check=False)
         lines = [line.split() for line in result.stdout.splitlines()]
         return [words[-1].partition("@")[0] for words in lines if len(words) >= 2 and words[-2] in "TU"]
@@ -229,7 +233,7 @@ class _Build:
 
 
 def _run(compiler: str, what: str, *arguments: str | Path) -> None:
-    """Run a compiler, to build something. Raises DeviceError: it refuses."""
+    """Run a compiler with these arguments, to build ``what``. Raises DeviceError if it fails."""
     result = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
@@ -245,10 +249,16 @@ _RENAMED = re.compile(r"^\s*#\s*define (cu[A-Z]\w*)\s+(?:__CUDA_API_\w+\()?(cu[A
 
 
 def stubs_of(undefined: set[str], header: str, defined: set[str]) -> str:
-    """Return C for all functions that our own sources lack of those that torch asks for, and of cuda.h's.
+    """Return C source that defines all functions of the CUDA driver and NVIDIA's libraries that memplan's own sources
+    lack.
 
-    cuBLAS's succeed: a product has no result here. Others say that they are not supported, and are noted. Those of
-    cuDNN are left to the real library.
+    cuBLAS's functions succeed: a product has no result here. Others report that they are not supported, and are noted.
+    Those of cuDNN are left to the real library.
+
+    Args:
+        undefined: the functions that torch's libraries need.
+        header: text of cuda.h, whose functions are defined, too.
+        defined: the functions that memplan's sources define.
     """
     driver = set(_DRIVER.findall(header))
     for pair in _RENAMED.findall(header):

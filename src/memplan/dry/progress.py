@@ -10,7 +10,7 @@ STALLED = 10.0
 
 
 class Progress:
-    """Progress of a process, from when this is made."""
+    """Progress of a process, from the construction of this object on."""
 
     def __init__(self, process: int) -> None:
         self._folder = Path("/proc", str(process))
@@ -25,7 +25,7 @@ class Progress:
         return now - self._changed_at > STALLED
 
     def _counts(self) -> tuple[str, ...]:
-        """Return ticks in user mode and in the kernel, and bytes read; nothing of a process that has ended.
+        """Return ticks in user mode, ticks in the kernel, and bytes read, as texts; () for a process that has ended.
 
         Source: proc_pid_stat(5), fields 14 and 15, and proc_pid_io(5).
         """

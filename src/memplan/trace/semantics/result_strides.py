@@ -92,11 +92,8 @@ def suggested_format(position: int, index: int = 0) -> Correction:
     (``suggest_memory_format()``). ``index``: of the result, if the op has several."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        def strides(output: torch.Tensor) -> Strides:
-            channels_last = suggests_channels_last(args[position])
-            return (channels_last_strides if channels_last else contiguous_strides)(output.shape)
-
-        return _with_strides_of(result, index, strides)
+        strides_in_format = channels_last_strides if suggests_channels_last(args[position]) else contiguous_strides
+        return _with_strides_of(result, index, lambda output: strides_in_format(output.shape))
 
     return corrected
 

@@ -19,12 +19,12 @@ from memplan.trace.semantics.kinds import Arguments, Keywords
 from memplan.trace.semantics.layout import bytes_of, copy_bytes, has_amx, simd, suggests_channels_last
 
 
-def _channels_last_bytes(s: Shape, scratch: int = 0) -> int:
+def _channels_last_bytes(shape: Shape, scratch: int = 0) -> int:
     """Return the temporary bytes of a convolution of channels-last tensors: the reordered weight and the scratchpad.
 
     oneDNN reads and writes the other tensors in place. ``scratch``: bytes of the scratchpad.
     """
-    return (s.weight_bytes(1, simd()) if s.groups == 1 or s.depthwise else s.weight_bytes()) + scratch
+    return (shape.weight_bytes(1, simd()) if shape.groups == 1 or shape.depthwise else shape.weight_bytes()) + scratch
 
 
 def _shape(
@@ -38,14 +38,15 @@ def _shape(
     groups: int,
 ) -> Shape:
     """Return the `Shape` of a convolution. ``y``: the shape of its output, also if it is transposed."""
-    wide, narrow = (tuple(y), tuple(x.shape)) if transposed else (tuple(x.shape), tuple(y))
-    wide_space, narrow_space, kernel = wide[2:], narrow[2:], tuple(weight.shape[2:])
-    if len(kernel) == 1:  # view1d_as_2d
-        wide_space, narrow_space, kernel = (1, *wide_space), (1, *narrow_space), (1, *kernel)
+    inputs, outputs = (tuple(y), tuple(x.shape)) if transposed else (tuple(x.shape), tuple(y))
+    kernel = tuple(weight.shape[2:])
+    height = (1,) if len(kernel) == 1 else ()  # a 1-d convolution is computed in 2-d (view1d_as_2d)
+    dims = len(height) + len(kernel)
     return Shape(
-        x.shape[0], wide[1], narrow[1], wide_space=wide_space, narrow_space=narrow_space, kernel=kernel, groups=groups,
-        stride=(*(1,) * (len(kernel) - len(stride)), *stride),
-        padding=(*(0,) * (len(kernel) - len(padding)), *padding),
+        x.shape[0], inputs[1], outputs[1],
+        input_space=height + inputs[2:], output_space=height + outputs[2:], kernel=height + kernel, groups=groups,
+        stride=(*(1,) * (dims - len(stride)), *stride),
+        padding=(*(0,) * (dims - len(padding)), *padding),
         dilated=max(dilation) > 1 and prod(kernel) > 1,
         itemsize=x.element_size(), tiled=x.dtype is torch.bfloat16 and has_amx(),
     )  # fmt: skip
@@ -144,7 +145,7 @@ def uses_onednn(
     """Return whether oneDNN runs a convolution: ``ConvParams::use_mkldnn`` (ATen/native/Convolution.cpp)."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
-    if transposed and any(p >= s for p, s in zip(outpad, stride, strict=True)):
+    if transposed and any(p >= shape for p, shape in zip(outpad, stride, strict=True)):
         return False
     if not _torch.onednn_computes_in(x.dtype):
         return False

@@ -25,12 +25,12 @@ class Shape:
     """A convolution as passed to oneDNN; a transposed convolution is the data gradient of this convolution."""
 
     batch: int
-    wide: int
+    inputs: int
     """Channels of the convolution's input (of the output if transposed)."""
-    narrow: int
+    outputs: int
     """Channels of the convolution's output (of the input if transposed)."""
-    wide_space: tuple[int, ...]
-    narrow_space: tuple[int, ...]
+    input_space: tuple[int, ...]
+    output_space: tuple[int, ...]
     kernel: tuple[int, ...]
     groups: int
     stride: tuple[int, ...]
@@ -55,12 +55,12 @@ class Shape:
     @property
     def depthwise(self) -> bool:
         """Whether each channel is convolved by itself."""
-        return self.groups > 1 and self.groups == self.wide == self.narrow
+        return self.groups > 1 and self.groups == self.inputs == self.outputs
 
     @property
     def small_depthwise(self) -> bool:
         """Whether the kernel for depthwise weight gradients supports it: up to 3x3, on images at least as high."""
-        return self.depthwise and not self.dilated and max(self.kernel) <= 3 and self.wide_space[-2] >= self.kernel[-2]
+        return self.depthwise and not self.dilated and max(self.kernel) <= 3 and self.input_space[-2] >= self.kernel[-2]
 
     @property
     def volumetric(self) -> bool:
@@ -73,20 +73,20 @@ class Shape:
         divides."""
         if prod(self.kernel) != 1 or any(self.padding):
             return False
-        divides = not self.volumetric and prod(self.narrow_space) * prod(self.stride) == prod(self.wide_space)
+        divides = not self.volumetric and prod(self.output_space) * prod(self.stride) == prod(self.input_space)
         return divides or not self.strided
 
-    def wide_bytes(self, block: int = 1) -> int:
+    def input_bytes(self, block: int = 1) -> int:
         """Return the bytes of the input, with channels padded to blocks."""
-        return self.batch * padded(self.wide, block) * prod(self.wide_space) * self.itemsize
+        return self.batch * padded(self.inputs, block) * prod(self.input_space) * self.itemsize
 
-    def narrow_bytes(self, block: int = 1) -> int:
+    def output_bytes(self, block: int = 1) -> int:
         """Return the bytes of the output, with channels padded to blocks."""
-        return self.batch * padded(self.narrow, block) * prod(self.narrow_space) * self.itemsize
+        return self.batch * padded(self.outputs, block) * prod(self.output_space) * self.itemsize
 
-    def weight_bytes(self, wide_block: int = 1, narrow_block: int = 1) -> int:
+    def weight_bytes(self, input_block: int = 1, output_block: int = 1) -> int:
         """Return the bytes of the weight, with channels padded to blocks."""
-        channels = padded(self.wide // self.groups, wide_block) * padded(self.narrow, narrow_block)
+        channels = padded(self.inputs // self.groups, input_block) * padded(self.outputs, output_block)
         return channels * prod(self.kernel) * self.itemsize
 
 
@@ -104,80 +104,90 @@ class Work:
     """The second source, of a weight gradient."""
 
 
-def forward(s: Shape) -> Work:
+def forward(conv: Shape) -> Work:
     """Return the buffers of a forward pass, depending on oneDNN's kernel for it."""
     block = simd()
-    if s.tiled or (s.depthwise and s.volumetric and not s.dilated):
-        return Work(s.wide_bytes(), s.weight_bytes(1, block), s.narrow_bytes(), channels_last=True)
-    if _goes_by_columns(s, _least_block(), s.narrow_space[-1]):
-        return Work(0, 0, s.narrow_bytes(), _columns(s))
-    if s.depthwise:
-        return Work(s.wide_bytes(block), s.weight_bytes(1, block), s.narrow_bytes(block))
-    if s.groups > 1:
-        return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
-    if s.wide < block and not s.pointwise:  # ``is_1stconv``: reads a plain tensor
-        return Work(0, s.weight_bytes(1, block), s.narrow_bytes(block))
-    return Work(s.wide_bytes(block), s.weight_bytes(block, block), s.narrow_bytes(block), _unit_stride_copy(s))
+    if conv.tiled or (conv.depthwise and conv.volumetric and not conv.dilated):
+        return Work(conv.input_bytes(), conv.weight_bytes(1, block), conv.output_bytes(), channels_last=True)
+    if _goes_by_columns(conv, _least_block(), conv.output_space[-1]):
+        return Work(0, 0, conv.output_bytes(), _columns(conv))
+    if conv.depthwise:
+        return Work(conv.input_bytes(block), conv.weight_bytes(1, block), conv.output_bytes(block))
+    if conv.groups > 1:
+        return Work(conv.input_bytes(), conv.weight_bytes(), conv.output_bytes())
+    if conv.inputs < block and not conv.pointwise:  # ``is_1stconv``: reads a plain tensor
+        return Work(0, conv.weight_bytes(1, block), conv.output_bytes(block))
+    return Work(
+        conv.input_bytes(block), conv.weight_bytes(block, block), conv.output_bytes(block), _unit_stride_copy(conv)
+    )
 
 
-def data_gradient(s: Shape) -> Work:
-    """Return the buffers of a data gradient: the source is the gradient of the output (``narrow``), the result the
-    gradient of the input (``wide``).
+def data_gradient(conv: Shape) -> Work:
+    """Return the buffers of a data gradient: the source is the gradient of the output, the result the
+    gradient of the input.
 
     Strided convolutions without dilation are computed channels last, except if the output channels of a group fit into
     a vector register.
     """
     block = simd()
-    narrow_groups = s.groups > 1 and s.narrow // s.groups <= block
-    if s.tiled or (s.strided and not narrow_groups and not s.dilated):
+    narrow_groups = conv.groups > 1 and conv.outputs // conv.groups <= block
+    if conv.tiled or (conv.strided and not narrow_groups and not conv.dilated):
         # with a single channel or position, both formats are the same
-        source = 0 if s.narrow == 1 or prod(s.narrow_space) == 1 else s.narrow_bytes()
-        return Work(source, s.weight_bytes(block, 1), s.wide_bytes(), _padded_image(s), channels_last=s.wide > 1)
-    unsupported = s.dilated and (s.strided or s.depthwise)
-    if unsupported or _goes_by_columns(s, _least_block(), s.wide_space[-1]):
-        return Work(0, 0, s.wide_bytes(), _columns(s))
-    if s.depthwise:
-        return Work(s.narrow_bytes(block), s.weight_bytes(1, block), s.wide_bytes(block))
-    if s.groups > 1:
-        return Work(s.narrow_bytes(), s.weight_bytes(), s.wide_bytes())
-    return Work(s.narrow_bytes(block), s.weight_bytes(block, block), s.wide_bytes(block))
+        source = 0 if conv.outputs == 1 or prod(conv.output_space) == 1 else conv.output_bytes()
+        return Work(
+            source, conv.weight_bytes(block, 1), conv.input_bytes(), _padded_image(conv), channels_last=conv.inputs > 1
+        )
+    unsupported = conv.dilated and (conv.strided or conv.depthwise)
+    if unsupported or _goes_by_columns(conv, _least_block(), conv.input_space[-1]):
+        return Work(0, 0, conv.input_bytes(), _columns(conv))
+    if conv.depthwise:
+        return Work(conv.output_bytes(block), conv.weight_bytes(1, block), conv.input_bytes(block))
+    if conv.groups > 1:
+        return Work(conv.output_bytes(), conv.weight_bytes(), conv.input_bytes())
+    return Work(conv.output_bytes(block), conv.weight_bytes(block, block), conv.input_bytes(block))
 
 
-def weight_gradient(s: Shape) -> Work:
+def weight_gradient(conv: Shape) -> Work:
     """Return the buffers of a weight gradient: the sources are the output's gradient and the input. Threads share the
     images of a batch, and each has its own partial sums."""
     block = simd()
-    if s.depthwise:
-        wide_padding = any(2 * padding > size for padding, size in zip(s.padding, s.kernel, strict=True))
-        if s.volumetric or not s.small_depthwise or wide_padding:
-            return Work(0, s.weight_bytes(), 0, _columns(s))
-        return Work(s.narrow_bytes(block), s.weight_bytes(1, block), 0, other=s.wide_bytes(block))
-    shallow = s.volumetric and s.padding[0] > 0 and s.kernel[0] >= s.wide_space[0] + s.padding[0]
-    skips = s.dilated and (s.volumetric or s.strided)
-    if shallow or skips or _goes_by_columns(s, 8, 1) or s.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
-        return Work(0, s.weight_bytes(), 0, _columns(s) + 4 * torch.get_num_threads() * s.weight_bytes())
-    if s.groups > 1:
-        return Work(s.narrow_bytes(), s.weight_bytes(), 0, _weight_sums(s, s.weight_bytes()), other=s.wide_bytes())
-    reads_plain_input = s.wide <= 3 and not s.pointwise
-    if 3 < s.wide < block and not s.pointwise:  # AVX-512's kernel refuses it, AVX2's runs
+    if conv.depthwise:
+        wide_padding = any(2 * padding > size for padding, size in zip(conv.padding, conv.kernel, strict=True))
+        if conv.volumetric or not conv.small_depthwise or wide_padding:
+            return Work(0, conv.weight_bytes(), 0, _columns(conv))
+        return Work(conv.output_bytes(block), conv.weight_bytes(1, block), 0, other=conv.input_bytes(block))
+    shallow = conv.volumetric and conv.padding[0] > 0 and conv.kernel[0] >= conv.input_space[0] + conv.padding[0]
+    skips = conv.dilated and (conv.volumetric or conv.strided)
+    if shallow or skips or _goes_by_columns(conv, 8, 1) or conv.kernel[-1] > _LONGEST_OF_WEIGHT_GRADIENT:
+        return Work(0, conv.weight_bytes(), 0, _columns(conv) + 4 * torch.get_num_threads() * conv.weight_bytes())
+    if conv.groups > 1:
+        return Work(
+            conv.output_bytes(),
+            conv.weight_bytes(),
+            0,
+            _weight_sums(conv, conv.weight_bytes()),
+            other=conv.input_bytes(),
+        )
+    reads_plain_input = conv.inputs <= 3 and not conv.pointwise
+    if 3 < conv.inputs < block and not conv.pointwise:  # AVX-512's kernel refuses it, AVX2's runs
         block = 8
-    weight = s.weight_bytes(1 if reads_plain_input else block, block)
-    scratch = _weight_sums(s, weight) + _unit_stride_copy(s)
-    return Work(s.narrow_bytes(block), weight, 0, scratch, other=0 if reads_plain_input else s.wide_bytes(block))
+    weight = conv.weight_bytes(1 if reads_plain_input else block, block)
+    scratch = _weight_sums(conv, weight) + _unit_stride_copy(conv)
+    return Work(conv.output_bytes(block), weight, 0, scratch, other=0 if reads_plain_input else conv.input_bytes(block))
 
 
-def channels_last_weight_gradient(s: Shape) -> Work:
+def channels_last_weight_gradient(conv: Shape) -> Work:
     """Return the buffers of a weight gradient of channels-last tensors, which are read in place; the channels of every
     group are padded."""
-    if s.groups == 1 or s.small_depthwise:
-        work = weight_gradient(s)
+    if conv.groups == 1 or conv.small_depthwise:
+        work = weight_gradient(conv)
         return Work(0, work.weight, 0, work.scratch)
     block = simd()
-    channels = s.groups * padded(s.narrow // s.groups, block) * padded(s.wide // s.groups, block)
-    return Work(0, channels * prod(s.kernel) * s.itemsize, 0)
+    channels = conv.groups * padded(conv.outputs // conv.groups, block) * padded(conv.inputs // conv.groups, block)
+    return Work(0, channels * prod(conv.kernel) * conv.itemsize, 0)
 
 
-def _goes_by_columns(s: Shape, group_block: int, row: int) -> bool:
+def _goes_by_columns(conv: Shape, group_block: int, row: int) -> bool:
     """Return whether only the im2col kernel supports a convolution.
 
     Args:
@@ -185,10 +195,14 @@ def _goes_by_columns(s: Shape, group_block: int, row: int) -> bool:
         group_block: the other kernels need groups whose channels are a multiple of this.
         row: results in a row, for which the other kernels unroll their code; it must stay short.
     """
-    unrolled = s.kernel[-1] * min(s.wide // s.groups, 16) * min(row, 28)
-    if s.padded_beyond or (s.depthwise and s.volumetric) or unrolled > _MAX_UNROLLED:
+    unrolled = conv.kernel[-1] * min(conv.inputs // conv.groups, 16) * min(row, 28)
+    if conv.padded_beyond or (conv.depthwise and conv.volumetric) or unrolled > _MAX_UNROLLED:
         return True
-    return s.groups > 1 and not s.depthwise and any(n // s.groups % group_block for n in (s.wide, s.narrow))
+    return (
+        conv.groups > 1
+        and not conv.depthwise
+        and any(n // conv.groups % group_block for n in (conv.inputs, conv.outputs))
+    )
 
 
 def _least_block() -> int:
@@ -203,33 +217,33 @@ _LONGEST_OF_WEIGHT_GRADIENT = 13
 """Width of a kernel above which a weight gradient is computed by columns."""
 
 
-def _columns(s: Shape) -> int:
+def _columns(conv: Shape) -> int:
     """Return the bytes of im2col's columns: for each thread, those of an image or of a slice of a volume.
 
     oneDNN limits them to 15 times the tensors.
     """
-    if s.pointwise and not s.strided:  # reads its input in place
+    if conv.pointwise and not conv.strided:  # reads its input in place
         return 0
-    columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space[-2:]) * s.itemsize
-    limit = 15 * (s.wide_bytes() + s.narrow_bytes() + s.weight_bytes())
+    columns = conv.inputs // conv.groups * prod(conv.kernel) * prod(conv.output_space[-2:]) * conv.itemsize
+    limit = 15 * (conv.input_bytes() + conv.output_bytes() + conv.weight_bytes())
     return torch.get_num_threads() * min(columns, limit)
 
 
-def _padded_image(s: Shape) -> int:
+def _padded_image(conv: Shape) -> int:
     """Return the bytes of an image of the output's gradient, padded for the kernel's reads, for each thread."""
-    sizes = zip(s.narrow_space, s.kernel, s.stride, strict=True)
+    sizes = zip(conv.output_space, conv.kernel, conv.stride, strict=True)
     positions = prod(length + (kernel - 1) // stride for length, kernel, stride in sizes)
-    return torch.get_num_threads() * positions * s.narrow * s.itemsize
+    return torch.get_num_threads() * positions * conv.outputs * conv.itemsize
 
 
-def _unit_stride_copy(s: Shape) -> int:
+def _unit_stride_copy(conv: Shape) -> int:
     """Return the bytes of a strided 1x1 convolution's input without skipped positions, for each thread."""
-    if not (s.pointwise and s.strided):
+    if not (conv.pointwise and conv.strided):
         return 0
-    return torch.get_num_threads() * padded(s.wide, simd()) * prod(s.narrow_space) * s.itemsize
+    return torch.get_num_threads() * padded(conv.inputs, simd()) * prod(conv.output_space) * conv.itemsize
 
 
-def _weight_sums(s: Shape, weight: int) -> int:
+def _weight_sums(conv: Shape, weight: int) -> int:
     """Return the bytes of partial weight gradients of threads that share the images of a batch, for all threads but the
     first.
 
@@ -237,6 +251,6 @@ def _weight_sums(s: Shape, weight: int) -> int:
     (`balance` in src/cpu/x64/jit_avx512_common_conv_kernel.cpp). The limit here is approximate. ``weight``: bytes of
     the weight in the kernel's layout.
     """
-    if 5 * weight > min(s.wide_bytes() // prod(s.stride), s.narrow_bytes()):
+    if 5 * weight > min(conv.input_bytes() // prod(conv.stride), conv.output_bytes()):
         return 0
-    return (min(torch.get_num_threads(), s.batch) - 1) * weight
+    return (min(torch.get_num_threads(), conv.batch) - 1) * weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,21 +18,17 @@ from memplan.trace.semantics.layout import padded
 _NO_REDUCTION = 0
 
 
-def _reduced_loss(position: int) -> Callable[[Arguments, Keywords, Any], Any]:
-    """Return the correction of a loss whose reduced, 0-dim result lies in the storage of the unreduced loss.
+def _reduced_loss(args: Arguments, kwargs: Keywords, result: Any, *, position: int) -> Any:
+    """Result of a loss whose reduced, 0-dim result lies in the storage of the unreduced loss.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp: the loss is computed into the result, which is then reduced
     into itself; the storage keeps its size for as long as the loss lives. ``position``: of the argument ``reduction``.
     """
-
-    def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        reduction = args[position] if len(args) > position else kwargs.get("reduction", 1)
-        if reduction == _NO_REDUCTION or result.dim():
-            return result
-        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        return result.new_empty(math.prod(shape)).as_strided((), ())
-
-    return corrected
+    reduction = args[position] if len(args) > position else kwargs.get("reduction", 1)
+    if reduction == _NO_REDUCTION or result.dim():
+        return result
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return result.new_empty(math.prod(shape)).as_strided((), ())
 
 
 def _resized_from_operand(args: Arguments, kwargs: Keywords, result: Any) -> Any:
@@ -62,10 +59,10 @@ RESULTS: dict[str, Callable[[Arguments, Keywords, Any], Any]] = {
     "aten.im2col.default": _resized_from_operand,
     "aten.mkldnn_rnn_layer.default": with_workspace,
     "aten.mkldnn_rnn_layer_backward.default": with_both_biases,
-    "aten.mse_loss.default": _reduced_loss(2),
-    "aten.smooth_l1_loss.default": _reduced_loss(2),
-    "aten.soft_margin_loss.default": _reduced_loss(2),
-    "aten.binary_cross_entropy.default": _reduced_loss(3),
+    "aten.mse_loss.default": partial(_reduced_loss, position=2),
+    "aten.smooth_l1_loss.default": partial(_reduced_loss, position=2),
+    "aten.soft_margin_loss.default": partial(_reduced_loss, position=2),
+    "aten.binary_cross_entropy.default": partial(_reduced_loss, position=3),
 }
 """Overload name -> (args, kwargs, result) -> the result with the kernel's sizes and strides."""
 

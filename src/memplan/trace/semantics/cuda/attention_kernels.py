@@ -6,6 +6,7 @@ those of the others (batch, length, heads, head size).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,72 +46,65 @@ def flash_splits(query_blocks: int, multiprocessors: int, key_blocks: int) -> in
     return min((parts for parts, share in occupancy.items() if share >= 0.85 * best), default=1)
 
 
-def flash_forward(heads_first: bool, dropout: int) -> Formula:
-    """Formula of flash attention: partial outputs and their log-sum-exp if the keys are split (never with dropout).
+def flash_forward(
+    args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, heads_first: bool, dropout: int
+) -> AllocationBytes:
+    """Temporaries of flash attention: partial outputs and their log-sum-exp if the keys are split (never with dropout).
 
-    Source: flash_api.cpp, mha_fwd. ``heads_first``: the layout of the operands; ``dropout``: position of the argument
-    ``dropout_p``.
+    Source: flash_api.cpp, mha_fwd. ``heads_first``: whether operands are (batch, heads, length, head size) rather than
+    (batch, length, heads, head size); ``dropout``: position of the argument ``dropout_p``.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-        q, k = (_by_length(t, heads_first) for t in args[:2])
-        dropout_p = args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0)
-        if q.dim() != 4 or dropout_p:
-            return ()
-        batch, length, heads, head_size = q.shape
-        key_block = 256 if head_size <= 64 else 128 if head_size <= 128 else 64
-        query_blocks = batch * heads * ceil_div(length, 64)
-        splits = flash_splits(query_blocks, 2 * arch.multiprocessors, ceil_div(k.shape[1], key_block))
-        if splits == 1:
-            return ()
-        log_sum_exp = splits * batch * heads * length * _FLOAT
-        return nonzero(log_sum_exp, log_sum_exp * padded(head_size, 32))
-
-    return formula
+    q, k = (_by_length(t, heads_first) for t in args[:2])
+    dropout_p = args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0)
+    if q.dim() != 4 or dropout_p:
+        return ()
+    batch, length, heads, head_size = q.shape
+    key_block = 256 if head_size <= 64 else 128 if head_size <= 128 else 64
+    query_blocks = batch * heads * ceil_div(length, 64)
+    splits = flash_splits(query_blocks, 2 * arch.multiprocessors, ceil_div(k.shape[1], key_block))
+    if splits == 1:
+        return ()
+    log_sum_exp = splits * batch * heads * length * _FLOAT
+    return nonzero(log_sum_exp, log_sum_exp * padded(head_size, 32))
 
 
-def flash_backward(heads_first: bool) -> Formula:
-    """Formula of flash attention's backward (flash_api.cpp, mha_bwd; attention_backward.cu, _flash_attention_backward).
+def flash_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, heads_first: bool) -> AllocationBytes:
+    """Temporaries of flash attention's backward (flash_api.cpp, mha_bwd; attention_backward.cu,
+    _flash_attention_backward).
 
     The gradient of the queries in float32, with rows padded to 128 and head sizes to 32 (with deterministic algorithms
     one per split of the keys); a sum per row; gradients of keys and values for every query head with grouped queries;
     the output and its gradient, contiguous by length.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-        gradient, q, k, v, out = (_by_length(t, heads_first and t.dim() == 4) for t in args[:5])
-        heads, head_size = q.shape[-2:]
-        if q.dim() == 3:  # sequences of different lengths, packed: (all rows, heads, head size)
-            batch = args[6].numel() - 1
-            rows = q.shape[0] + 128 * batch
-        else:
-            batch = q.shape[0]
-            rows = batch * padded(q.shape[1], 128)
-        splits = 1
-        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-            splits = ceil_div(arch.multiprocessors, batch * heads)
-        query_gradient = splits * rows * heads * padded(head_size, 32) * _FLOAT
-        kv_heads = k.shape[-2]
-        grouped = [bytes_of(t) // kv_heads * heads for t in (k, v)] if kv_heads != heads else []
-        return nonzero(copy_bytes(gradient), copy_bytes(out), rows * heads * _FLOAT, query_gradient, *grouped)
-
-    return formula
+    gradient, q, k, v, out = (_by_length(t, heads_first and t.dim() == 4) for t in args[:5])
+    heads, head_size = q.shape[-2:]
+    if q.dim() == 3:  # sequences of different lengths, packed: (all rows, heads, head size)
+        batch = args[6].numel() - 1
+        rows = q.shape[0] + 128 * batch
+    else:
+        batch = q.shape[0]
+        rows = batch * padded(q.shape[1], 128)
+    splits = 1
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        splits = ceil_div(arch.multiprocessors, batch * heads)
+    query_gradient = splits * rows * heads * padded(head_size, 32) * _FLOAT
+    kv_heads = k.shape[-2]
+    grouped = [bytes_of(t) // kv_heads * heads for t in (k, v)] if kv_heads != heads else []
+    return nonzero(copy_bytes(gradient), copy_bytes(out), rows * heads * _FLOAT, query_gradient, *grouped)
 
 
-def efficient_forward(heads_first: bool) -> Formula:
-    """Formula of memory-efficient attention: a float32 accumulator for half precision and head sizes over 128.
+def efficient_forward(
+    args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, heads_first: bool
+) -> AllocationBytes:
+    """Temporaries of memory-efficient attention: a float32 accumulator for half precision and head sizes over 128.
 
     Source: attention.cu, _efficient_attention_forward.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-        q, k, v = (_by_length(t, heads_first) for t in args[:3])
-        if q.dtype not in _REDUCED or max(k.shape[-1], v.shape[-1]) <= 128:
-            return ()
-        batch, length, heads, _ = q.shape
-        return nonzero(batch * length * heads * v.shape[-1] * _FLOAT)
-
-    return formula
+    q, k, v = (_by_length(t, heads_first) for t in args[:3])
+    if q.dtype not in _REDUCED or max(k.shape[-1], v.shape[-1]) <= 128:
+        return ()
+    batch, length, heads, _ = q.shape
+    return nonzero(batch * length * heads * v.shape[-1] * _FLOAT)
 
 
 def _tile_shape(head_size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
@@ -154,24 +148,20 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
     return batch * heads * padded(elements, 4) * _FLOAT
 
 
-def efficient_backward(heads_first: bool) -> Formula:
-    """Formula of memory-efficient attention's backward (attention_backward.cu, _efficient_attention_backward).
+def efficient_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, heads_first: bool) -> Allocations:
+    """Temporaries of memory-efficient attention's backward (attention_backward.cu, _efficient_attention_backward).
 
     The gradient is made contiguous by length before the results are allocated. Output times gradient is summed per row:
     inside the kernel in half precision; in float32 by a product as large as the output, its sums and a contiguous copy
     of them, of which the first two are freed before the workspace is allocated.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allocations:
-        gradient, q, k, v = (_by_length(t, heads_first) for t in args[:4])
-        batch, length, heads, _ = q.shape
-        sums = batch * length * heads * _FLOAT
-        copies = [Temporary(size, first=True) for size in nonzero(copy_bytes(gradient))]
-        product_and_sums = [Temporary(sums * v.shape[-1], followed=2), Temporary(sums, followed=1)]
-        before = copies if q.dtype in _REDUCED else copies + product_and_sums
-        return (*before, sums, _efficient_workspace(q, k, v, arch))
-
-    return formula
+    gradient, q, k, v = (_by_length(t, heads_first) for t in args[:4])
+    batch, length, heads, _ = q.shape
+    sums = batch * length * heads * _FLOAT
+    copies = [Temporary(size, first=True) for size in nonzero(copy_bytes(gradient))]
+    product_and_sums = [Temporary(sums * v.shape[-1], followed=2), Temporary(sums, followed=1)]
+    before = copies if q.dtype in _REDUCED else copies + product_and_sums
+    return (*before, sums, _efficient_workspace(q, k, v, arch))
 
 
 def cudnn_forward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
@@ -179,37 +169,33 @@ def cudnn_forward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) ->
     return nonzero(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
 
 
-def cudnn_backward(heads_first: bool) -> Formula:
-    """Formula of cuDNN's attention backward (cudnn/MHA.cpp): its plan's workspace, as far as its parts are known.
+def cudnn_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, heads_first: bool) -> AllocationBytes:
+    """Temporaries of cuDNN's attention backward (cudnn/MHA.cpp): its plan's workspace, as far as its parts are known.
 
     dq in float32, on sm_80 to sm_89 twice, and a sum per row; dk and dv for every query head with grouped queries
     (cudnn-frontend, the backward node of scaled dot product attention; cuDNN 9.19's answers for several shapes on
     emulated cards), and a few bytes of the plan itself.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-        q, k, v = (_by_length(t, heads_first) for t in args[1:4])
-        batch, length, heads, head_size = q.shape
-        row_sums = batch * length * heads * _FLOAT
-        query_gradients = (2 if arch.capability[0] == 8 else 1) * row_sums * head_size
-        grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
-        return nonzero(row_sums + query_gradients + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
-
-    return formula
+    q, k, v = (_by_length(t, heads_first) for t in args[1:4])
+    batch, length, heads, head_size = q.shape
+    row_sums = batch * length * heads * _FLOAT
+    query_gradients = (2 if arch.capability[0] == 8 else 1) * row_sums * head_size
+    grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
+    return nonzero(row_sums + query_gradients + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
 
 
 FORMULAS: dict[str, Formula] = {
-    "aten._scaled_dot_product_flash_attention.default": flash_forward(True, 3),
-    "aten._scaled_dot_product_flash_attention_backward.default": flash_backward(True),
-    "aten._flash_attention_forward.default": flash_forward(False, 7),
-    "aten._flash_attention_backward.default": flash_backward(False),
-    "aten._scaled_dot_product_efficient_attention.default": efficient_forward(True),
-    "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward(True),
-    "aten._efficient_attention_forward.default": efficient_forward(False),
-    "aten._efficient_attention_backward.default": efficient_backward(False),
+    "aten._scaled_dot_product_flash_attention.default": partial(flash_forward, heads_first=True, dropout=3),
+    "aten._scaled_dot_product_flash_attention_backward.default": partial(flash_backward, heads_first=True),
+    "aten._flash_attention_forward.default": partial(flash_forward, heads_first=False, dropout=7),
+    "aten._flash_attention_backward.default": partial(flash_backward, heads_first=False),
+    "aten._scaled_dot_product_efficient_attention.default": partial(efficient_forward, heads_first=True),
+    "aten._scaled_dot_product_efficient_attention_backward.default": partial(efficient_backward, heads_first=True),
+    "aten._efficient_attention_forward.default": partial(efficient_forward, heads_first=False),
+    "aten._efficient_attention_backward.default": partial(efficient_backward, heads_first=False),
     "aten._scaled_dot_product_cudnn_attention.default": cudnn_forward,
     "aten._cudnn_attention_forward.default": cudnn_forward,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward(True),
-    "aten._cudnn_attention_backward.default": cudnn_backward(False),
+    "aten._scaled_dot_product_cudnn_attention_backward.default": partial(cudnn_backward, heads_first=True),
+    "aten._cudnn_attention_backward.default": partial(cudnn_backward, heads_first=False),
 }
 """Overload name -> formula."""

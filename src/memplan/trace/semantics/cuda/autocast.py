@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class Autocast:
         )
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            """Cast the arguments if any is on the card, and call the op below autocast."""
             with dispatch.below_autocast():
                 if not any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values()))):
                     return op(*args, **kwargs)
@@ -133,7 +135,7 @@ class Autocast:
             and tensor.dtype is torch.float32
             and tensor.requires_grad
             and tensor.is_leaf
-            and not dispatch.is_view(tensor)
+            and not _torch.is_view(tensor)
             and not torch.is_inference_mode_enabled()
         )
 
@@ -154,10 +156,12 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
     with dispatch.autocast_like_cuda(state.kernels()) as set_active:
 
         def set_enabled(*args: Any, **kwargs: Any) -> None:
+            """Replace `torch.set_autocast_enabled`: enable or disable the kernels of CUDA's autocast, too."""
             torch_set_enabled(*args, **kwargs)
             set_active(torch.is_autocast_enabled("cuda"))
 
         def clear_caches() -> None:
+            """Replace `torch.clear_autocast_cache`: clear the cache of CUDA's casts, too."""
             torch_clear()
             state.clear()
 
@@ -193,11 +197,8 @@ def _cast_all(state: Autocast, op: Any, args: Any, kwargs: Any, dtype: torch.dty
 
 
 def _cast_to_lower(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """Return the call with all tensors cast to the dtype of autocast, such as float16."""
     return _cast_all(state, op, args, kwargs, torch.get_autocast_dtype("cuda"))
-
-
-def _cast_to_float32(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    return _cast_all(state, op, args, kwargs, torch.float32)
 
 
 def _set_dtype_argument(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
@@ -273,6 +274,7 @@ def _cast_as_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepar
     cast_args, cast_kwargs = _torch.tree_unflatten(cast, spec)
 
     def op_with_cast_results(*args: Any, **kwargs: Any) -> Any:
+        """Call the op, and cast its results as the library's autocast kernel does."""
         results, spec = _torch.tree_flatten(op(*args, **kwargs))
         for i, (op_dtype, returned) in enumerate(zip(op_dtypes, returned_dtypes, strict=True)):
             if returned is not None and returned is not op_dtype:
@@ -293,7 +295,7 @@ def _refuse_unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepare
 
 _POLICIES: dict[str, Callable[[Autocast, Any, Any, Any], Prepared]] = {
     **dict.fromkeys(_LOWER.split(), _cast_to_lower),
-    **dict.fromkeys(_FLOAT.split(), _cast_to_float32),
+    **dict.fromkeys(_FLOAT.split(), partial(_cast_all, dtype=torch.float32)),
     **dict.fromkeys(_FLOAT_BY_DTYPE.split(), _set_dtype_argument),
     **dict.fromkeys(_WIDEST.split(), _cast_to_widest),
     "norm": _norm_with_dtype,

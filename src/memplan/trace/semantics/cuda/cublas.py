@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -93,15 +94,12 @@ def _flag(env: Mapping[str, str], name: str) -> bool | None:
     return {"1": True, "0": False}.get(env.get(name, ""))
 
 
-USES: frozenset[str] = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        *("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "mv", "addmv", "addmv_", "dot", "vdot"),
-        *("linear", "_addmm_activation", "_int_mm", "_scaled_mm", "linalg_solve_triangular", "triangular_solve"),
-        *("_linalg_solve_ex", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_inv_ex", "_trilinear"),
-        "_euclidean_dist",
-    )
-)
+_OPS = """
+    mm addmm addmm_ bmm baddbmm baddbmm_ addbmm mv addmv addmv_ dot vdot linear _addmm_activation _int_mm _scaled_mm
+    linalg_solve_triangular triangular_solve _linalg_solve_ex linalg_lu_factor_ex linalg_lu_solve linalg_inv_ex
+    _trilinear _euclidean_dist
+"""
+USES: frozenset[str] = frozenset(f"aten.{name}.default" for name in _OPS.split())
 """Ops whose kernels fetch a cuBLAS handle, and so its workspace, however small the operands (``dot`` and ``mv`` too).
 
 Source: aten/src/ATen/cuda/CUDABlas.cpp (every function there fetches the handle) and the kernels in
@@ -211,27 +209,23 @@ def matrix_by_vector(args: Arguments, kwargs: Keywords, result: Any, arch: Arch)
 _LARGE_MATRIX, _SMALL_BATCH = 64, 8
 
 
-def pointers(matrix: int, other: int) -> Formula:
-    """Formula for the pointer arrays of a batched solve: one for each operand, 8 bytes per matrix.
+def pointers(args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, matrix: int, other: int) -> AllocationBytes:
+    """Temporaries: the pointer arrays of a batched solve: one for each operand, 8 bytes per matrix.
 
     ``matrix``, ``other``: positions of the factored matrices and of the right sides among the arguments. Source:
     BatchLinearAlgebra.cpp, triangular_solve_kernel, lu_solve_kernel: up to 8 matrices of at least 64 x 64 are solved in
     a loop, without them.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-        a, b = args[matrix], args[other]
-        count = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
-        in_a_loop = count <= _SMALL_BATCH and a.shape[-1] >= _LARGE_MATRIX
-        return () if in_a_loop or not a.numel() or not b.numel() else (8 * count, 8 * count)
-
-    return formula
+    a, b = args[matrix], args[other]
+    count = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
+    in_a_loop = count <= _SMALL_BATCH and a.shape[-1] >= _LARGE_MATRIX
+    return () if in_a_loop or not a.numel() or not b.numel() else (8 * count, 8 * count)
 
 
 FORMULAS: dict[str, Formula] = {
-    "aten.linalg_solve_triangular.default": pointers(0, 1),
-    "aten.triangular_solve.default": pointers(1, 0),
-    "aten.linalg_lu_solve.default": pointers(0, 2),
+    "aten.linalg_solve_triangular.default": partial(pointers, matrix=0, other=1),
+    "aten.triangular_solve.default": partial(pointers, matrix=1, other=0),
+    "aten.linalg_lu_solve.default": partial(pointers, matrix=0, other=2),
     "aten.mm.default": product(0, 1),
     "aten.bmm.default": product(0, 1),
     **{f"aten.{name}.default": product(1, 2) for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")},

@@ -313,7 +313,8 @@ def operand_copies(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list
     In the backward, the staging buffer of the bias gradient is among them. Operands are copied before the results are
     allocated, and freed when the bias gradient is computed. Source: native/Convolution.cpp, convolution_backward;
     native/cudnn/ConvShared.cpp, cudnn_convolution_backward: the gradient of the result is converted once, and made
-    contiguous for each of the two gradients.
+    contiguous for each of the two gradients. Lifetimes are in positions of the results: the gradients of input, weight
+    and bias.
 
     Args:
         args: of ``aten.convolution``, or of ``aten.convolution_backward`` if ``backward``.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -160,29 +161,32 @@ def _merge_dims(loop: list[_Dim]) -> list[_Dim]:
     return merged
 
 
-def reduction(position: int | None, accumulator: int | None = None) -> Formula:
-    """Formula for an op whose reduced dimensions are argument ``position``, or ``dim`` by name; without it, all.
+def reduction(
+    args: Arguments, kwargs: Keywords, result: Any, arch: Arch, *, position: int | None, accumulator: int | None = None
+) -> AllocationBytes:
+    """Temporaries of an op that reduces the dimensions of argument ``position``, or ``dim`` by name; without it, all.
 
     ``accumulator``: bytes of the accumulator of a result; None: those of an element, at least 4.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-        x = args[0]
-        dim = args[position] if position is not None and len(args) > position else kwargs.get("dim")
-        dims = [dim] if isinstance(dim, int) else list(dim or ())
-        return staging_buffer(x, dims, accumulator or max(4, x.element_size()), arch)
-
-    return formula
+    x = args[0]
+    dim = args[position] if position is not None and len(args) > position else kwargs.get("dim")
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    return staging_buffer(x, dims, accumulator or max(4, x.element_size()), arch)
 
 
 FORMULAS: dict[str, Formula] = {
-    **{f"aten.{name}": reduction(1) for name in ("sum.dim_IntList", "mean.dim", "prod.dim_int", "nansum.default")},
-    **{f"aten.{name}.default": reduction(None) for name in ("sum", "mean", "prod")},
-    "aten.linalg_vector_norm.default": reduction(2),
-    **{f"aten.{name}.default": reduction(1) for name in ("amax", "amin")},
-    **{f"aten.{name}.dim": reduction(1, _WITH_INDEX) for name in ("max", "min")},
-    **{f"aten.{name}.default": reduction(1, _WITH_INDEX) for name in ("argmax", "argmin")},
-    "aten.var.correction": reduction(1, 16),
-    "aten.var_mean.correction": reduction(1, 16),
-    "aten.std.correction": reduction(1, 16),
+    **{
+        f"aten.{name}": partial(reduction, position=1)
+        for name in ("sum.dim_IntList", "mean.dim", "prod.dim_int", "nansum.default")
+    },
+    **{f"aten.{name}.default": partial(reduction, position=None) for name in ("sum", "mean", "prod")},
+    "aten.linalg_vector_norm.default": partial(reduction, position=2),
+    **{f"aten.{name}.default": partial(reduction, position=1) for name in ("amax", "amin")},
+    **{f"aten.{name}.dim": partial(reduction, position=1, accumulator=_WITH_INDEX) for name in ("max", "min")},
+    **{
+        f"aten.{name}.default": partial(reduction, position=1, accumulator=_WITH_INDEX) for name in ("argmax", "argmin")
+    },
+    "aten.var.correction": partial(reduction, position=1, accumulator=16),
+    "aten.var_mean.correction": partial(reduction, position=1, accumulator=16),
+    "aten.std.correction": partial(reduction, position=1, accumulator=16),
 }

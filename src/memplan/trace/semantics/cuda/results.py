@@ -80,19 +80,10 @@ def embedding_bag(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     return output, indices.new_empty(indices.shape), bag_sizes, max_positions.new_empty(shape)
 
 
+_AS_ON_THE_CPU = "mse_loss smooth_l1_loss soft_margin_loss binary_cross_entropy col2im im2col"
 RESULTS: dict[str, Result] = {
     **STRIDES,
-    **{
-        name: results.RESULTS[name]
-        for name in (
-            "aten.mse_loss.default",
-            "aten.smooth_l1_loss.default",
-            "aten.soft_margin_loss.default",
-            "aten.binary_cross_entropy.default",
-            "aten.col2im.default",
-            "aten.im2col.default",
-        )
-    },
+    **{f"aten.{name}.default": results.RESULTS[f"aten.{name}.default"] for name in _AS_ON_THE_CPU.split()},
     "aten.native_layer_norm.default": in_sequence(STRIDES["aten.native_layer_norm.default"], wide_statistics),
     "aten.native_batch_norm.default": wide_statistics,
     # the input's gradient is in the input's format: cuda/Normalization.cu, cudnn/BatchNorm.cpp

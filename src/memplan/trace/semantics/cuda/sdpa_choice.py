@@ -75,6 +75,7 @@ class _Call:
 
     @property
     def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
         return self.query, self.key, self.value
 
     @property
@@ -276,16 +277,19 @@ _OBJECTIONS: dict[Kernel, Callable[[_Call], Iterator[str]]] = {
 
 
 def _dimension_objections(call: _Call) -> Iterator[str]:
+    """Yield an objection unless query, key and value have four dimensions."""
     if any(t.dim() != 4 for t in call.all):
         shown = " and ".join(str(n) for n in sorted({t.dim() for t in call.all}))
         yield f"tensors of {shown} dimensions, and the fused kernels take 4"
 
 
 def _precision_objections(call: _Call, name: str) -> Iterator[str]:
+    """Yield an objection to operands that are not in half precision, or in bfloat16 before sm_80."""
     yield from _dtype_objections(call, name, (_HALF, _BF16) if call.arch >= (8, 0) else (_HALF,))
 
 
 def _dtype_objections(call: _Call, name: str, supported: tuple[torch.dtype, ...]) -> Iterator[str]:
+    """Yield an objection unless query, key and value all have the same dtype, and it is supported."""
     dtypes = dict.fromkeys(t.dtype for t in call.all)
     if len(dtypes) > 1 or call.query.dtype not in supported:
         shown = " and ".join(_short(dtype) for dtype in dtypes)

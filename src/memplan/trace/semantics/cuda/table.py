@@ -298,5 +298,6 @@ class _Kernels:
         ]
 
     def _recurrent_workspace(self, question: RecurrentQuestion) -> Temporary:
+        """Return the workspace of a recurrent network as an interval, with a query for it if cuDNN is asked."""
         low, high = cudnn.workspace_of(question)
         return Temporary(high, low=low, workspace=True, query=WorkspaceQuery(question, "first") if self._asks else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ _NONE, _MEAN = 0, 1
 """Values of ``at::Reduction``."""
 
 
-def reduced_loss(position: int, *, unreduced: int, copies_mean: bool = False) -> Formula:
-    """Return the formula of a loss that is computed unreduced and then reduced.
+def reduced_loss(
+    args: Arguments, kwargs: Keywords, result: Any, *, position: int, unreduced: int, copies_mean: bool = False
+) -> int:
+    """Bytes of temporaries of a loss that is computed unreduced and then reduced.
 
     Args:
         position: of the argument ``reduction``.
@@ -23,16 +26,12 @@ def reduced_loss(position: int, *, unreduced: int, copies_mean: bool = False) ->
             unreduced loss into.
         copies_mean: whether the mean is a temporary that is copied to the result.
     """
-
-    def formula(args: Arguments, kwargs: Keywords, result: Any) -> int:
-        reduction = args[position] if len(args) > position else kwargs.get("reduction", _MEAN)
-        if reduction == _NONE:
-            return 0
-        numel = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-        division = averaged(numel, result.dtype) if reduction == _MEAN else 0
-        return (unreduced * numel + copies_mean) * result.element_size() + division
-
-    return formula
+    reduction = args[position] if len(args) > position else kwargs.get("reduction", _MEAN)
+    if reduction == _NONE:
+        return 0
+    numel = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    division = averaged(numel, result.dtype) if reduction == _MEAN else 0
+    return (unreduced * numel + copies_mean) * result.element_size() + division
 
 
 def binary_cross_entropy_with_logits(args: Arguments, kwargs: Keywords, result: Any) -> int:
@@ -52,13 +51,13 @@ def soft_margin_loss_backward(args: Arguments, kwargs: Keywords, result: Any) ->
 
 
 FORMULAS: dict[str, Formula] = {
-    "aten.mse_loss.default": reduced_loss(2, unreduced=1),
-    "aten.smooth_l1_loss.default": reduced_loss(2, unreduced=1),
-    "aten.l1_loss.default": reduced_loss(2, unreduced=2),
-    "aten.huber_loss.default": reduced_loss(2, unreduced=1),
-    "aten.kl_div.default": reduced_loss(2, unreduced=3),
-    "aten.soft_margin_loss.default": reduced_loss(2, unreduced=0, copies_mean=True),
+    "aten.mse_loss.default": partial(reduced_loss, position=2, unreduced=1),
+    "aten.smooth_l1_loss.default": partial(reduced_loss, position=2, unreduced=1),
+    "aten.l1_loss.default": partial(reduced_loss, position=2, unreduced=2),
+    "aten.huber_loss.default": partial(reduced_loss, position=2, unreduced=1),
+    "aten.kl_div.default": partial(reduced_loss, position=2, unreduced=3),
+    "aten.soft_margin_loss.default": partial(reduced_loss, position=2, unreduced=0, copies_mean=True),
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
-    "aten.binary_cross_entropy.default": reduced_loss(3, unreduced=0, copies_mean=True),
+    "aten.binary_cross_entropy.default": partial(reduced_loss, position=3, unreduced=0, copies_mean=True),
     "aten.binary_cross_entropy_with_logits.default": binary_cross_entropy_with_logits,
 }
