@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from integrations.scripts.script_runs import run_here
 
 import memplan
 from memplan.cli import main
 from memplan.errors import StepError
+from memplan.integrations.scripts import process
 
 STARTED = "raise AssertionError('DeepSpeed was started')"
 
@@ -59,7 +61,8 @@ def test_a_step_that_starts_it_is_refused(early: bool) -> None:
         deepspeed.initialize()
 
 
-def test_a_script_that_starts_it_is_refused(package: Path) -> None:
+def test_a_script_that_starts_it_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "run_script", run_here)  # another process takes four seconds to import torch
     script = package / "train.py"
     script.write_text("import deepspeed\ndeepspeed.initialize(model=None)\n")
     done = CliRunner().invoke(main, ["run", "--world", "8", "--device", "h100", str(script)])
