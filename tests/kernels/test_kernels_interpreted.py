@@ -21,9 +21,10 @@ def _triton() -> tuple[int, ...]:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's run")
 @pytest.mark.skipif(_triton() < (3, 7), reason="no Triton, or one whose interpreter fails with NumPy 2.4")
-def test_kernels_pass_in_the_interpreter() -> None:
+def test_kernels_pass_in_the_interpreter(pytestconfig: pytest.Config) -> None:
     # Triton decides when it is imported, so in a process of its own
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(Path(__file__).parent)]
+    command += ["-m", pytestconfig.option.markexpr]  # what is slow is slow here, too
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
