@@ -12,6 +12,7 @@ import memplan
 from memplan.errors import RecordingError
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_of_a_plan_is_enough_for_its_fit() -> None:
     """A transposed convolution whose kernel takes more than its results."""
     torch.manual_seed(0)

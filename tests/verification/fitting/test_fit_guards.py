@@ -77,7 +77,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "engine"),
     [
-        *((case, "graph") for case in CASES),
+        ("distributions", "graph"),
+        *slow(*((case, "graph") for case in CASES if case != "distributions")),
         *slow(*((case, "inductor") for case in ("checks of its own", "distributions", "torch's loss"))),
     ],
 )
@@ -193,6 +194,7 @@ def test_reads_in_other_threads_are_theirs_and_the_methods_are_put_back() -> Non
     assert not {"__bool__", "item"} & set(vars(torch.Tensor))
 
 
+@pytest.mark.slow
 def test_a_model_is_fitted_under_anomaly_detection() -> None:
     """Values of a capture are none; the mode is as before, and calls in it run unplanned."""
     model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(64, 16)

@@ -425,6 +425,7 @@ def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.
     assert len(compiled) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [*slow("as eager"), "otherwise"])
 def test_a_wrong_kernel_is_found(drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where `torch.compile` draws other numbers than eager mode, and is far off by that."""
@@ -577,6 +578,7 @@ def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small(monkeypatch: py
     assert fitted.proof.peak <= caught.value.smallest_budget
 
 
+@pytest.mark.slow
 def test_what_is_compiled_meanwhile_in_another_thread_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.ones(4, 8)
     lowered, theirs = inductor._lower, list[torch.Tensor]()
@@ -706,6 +708,7 @@ class Recurrent(nn.Module):
         return torch.tanh(self.layer(x)[0])
 
 
+@pytest.mark.slow
 def test_what_an_opaque_call_takes_is_predicted() -> None:
     """An LSTM's kernels hold a quarter of the step's memory beyond what they return."""
     torch.manual_seed(0)

@@ -175,6 +175,7 @@ def test_layers_apart_round_as_they_are_written(monkeypatch: pytest.MonkeyPatch)
     assert errors[1] < 1e-5 < 1e-3 < errors[0]
 
 
+@pytest.mark.slow
 @needs_avx512
 def test_the_errors_are_those_of_an_independent_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of plain bfloat16 computing, the table has what autocast's gradients are off from float64."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from truth.cpu_allocator import allocations, peak_of
@@ -88,7 +89,7 @@ def test_what_fits_is_not_moved_and_what_does_not_is_moved_before_anything_is_re
     assert "in autograd's order the same decisions have a peak that is " in decision.reason
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [0.5, *slow(0.0)])
 def test_the_step_is_the_same_bit_for_bit_and_takes_what_was_said(share: float, highest: tuple[Plan, Plan]) -> None:
     as_captured, free = highest
     budget = int(free.floor + share * (as_captured.floor - free.floor))
@@ -176,6 +177,7 @@ def in_higher_order(search: Search) -> Search:
     return search.in_order((*(op for op in order if op in read), *(op for op in order if op not in read)))
 
 
+@pytest.mark.slow
 def test_a_budget_that_the_captured_order_alone_meets_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is chosen by the peak near the floor: a floor itself can be higher."""
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))

@@ -68,7 +68,7 @@ class Memory:
 
 @pytest.mark.parametrize(
     "point",
-    [POINTS[2], POINTS[6], *slow(*((one,) for one in POINTS if one[1] not in ("_forward_backward", "install")))],
+    [POINTS[6], *slow(*((one,) for one in POINTS if one[1] != "install"))],
     ids=lambda point: point[1],
 )
 def test_the_model_is_as_it_was(point: tuple[Any, str]) -> None:

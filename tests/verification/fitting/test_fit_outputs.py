@@ -181,6 +181,7 @@ def test_a_hook_on_a_layer_is_refused_by_the_layers_name() -> None:
         fit(model, x, loss=lambda output: output.sum(), budget="1 MiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_of_transformers_that_collects_hidden_states_by_hooks(called_before: bool) -> None:
     config = SegformerConfig(

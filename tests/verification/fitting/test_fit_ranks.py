@@ -39,6 +39,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained_by_two(tmp_path_factory.mktemp("quick"), QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*QUICK, *slow(*(way for way in WAYS if way not in QUICK))])
 def test_gradients_of_ranks_are_equal_bit_for_bit_and_the_peak_is_lower(
     way: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -81,6 +82,7 @@ def test_tensor_parallel_models_without_blocks_are_refused_by_name() -> None:
         memplan.fit(parallel, torch.randn(4, 8), budget="90%")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_rank")
 def test_a_sharded_model_that_fits_is_not_changed_and_one_that_cannot_is_as_before() -> None:
     model, x = fully_shard(make()), torch.randn(256, 8)

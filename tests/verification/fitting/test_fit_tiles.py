@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,7 +50,7 @@ def floor_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, **opt
     return caught.value.smallest_budget
 
 
-@pytest.mark.parametrize(("samples", "size"), [(8, 48), (1, 128)])
+@pytest.mark.parametrize(("samples", "size"), [(8, 48), *slow((1, 128))])
 def test_a_step_fits_below_the_floor_of_exact_plans(samples: int, size: int) -> None:
     """Along samples, and along rows for a batch of one. The peak is measured by torch's profiler."""
     model, images, labels = step(samples, size)
@@ -73,6 +74,7 @@ def test_a_step_fits_below_the_floor_of_exact_plans(samples: int, size: int) -> 
     assert resident + peak == pytest.approx(plan.peak, rel=0.01)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_without_a_plan() -> None:
     """Three updates: parameters and running statistics, beside the model itself in float64."""
     model, images, labels = step()
@@ -96,7 +98,7 @@ def test_training_goes_on_as_without_a_plan() -> None:
     assert model.state_dict()["stem.1.num_batches_tracked"] == 3
 
 
-@pytest.mark.parametrize(("broken", "samples", "size"), [("halo", 1, 128), ("term", 8, 48)])
+@pytest.mark.parametrize(("broken", "samples", "size"), [("term", 8, 48), *slow(("halo", 1, 128))])
 def test_a_wrong_tile_is_refused(monkeypatch: pytest.MonkeyPatch, broken: str, samples: int, size: int) -> None:
     """In the backward pass of the third piece a border is off by 1 %, or the gradients of its sums by a thousandth:
     about a ten-thousandth of all."""
@@ -123,6 +125,7 @@ def test_a_wrong_tile_is_refused(monkeypatch: pytest.MonkeyPatch, broken: str, s
         memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
 
 
+@pytest.mark.slow
 def test_a_plan_with_tiles_is_saved_and_used_again(tmp_path: Path) -> None:
     """The same plan, byte for byte, and it runs."""
     model, images, labels = step()

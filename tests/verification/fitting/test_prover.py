@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from truth.module_state import everything
@@ -52,7 +53,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     monkeypatch.setattr(free_memory, "available", lambda _: free)
 
 
-@pytest.mark.parametrize("free", [None, 1 << 40])
+@pytest.mark.parametrize("free", [1 << 40, *slow(None)])
 def test_with_enough_memory_all_is_compared(free: int | None, monkeypatch: Any, sizes: dict[str, list[int]]) -> None:
     machine(monkeypatch, free)
     model = net()
@@ -61,7 +62,7 @@ def test_with_enough_memory_all_is_compared(free: int | None, monkeypatch: Any, 
     assert set(sizes["reference"]) == {512}
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": torch.optim.AdamW}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"optimizer": torch.optim.AdamW}, *slow({}, {"accumulate": 2})], ids=str)
 def test_with_too_little_fewer_samples_are_compared_and_the_plan_is_measured(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]
 ) -> None:
