@@ -39,6 +39,7 @@ class Cached(nn.Module):
         return self.out((scores @ query).transpose(1, 2).reshape(2, 8, 32)).square().mean()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("share", [1.0, *slow(0.0)])
 def test_a_cat_that_inductor_lays_out_otherwise(share: float) -> None:
