@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from truth.cpu_allocator import measured_peak
 
@@ -90,14 +91,14 @@ def seg_res_net() -> Step:
     return _train(model, torch.optim.SGD, lambda: model(x).pow(2).mean())
 
 
-@pytest.mark.parametrize("build", [llama, mixtral, bert, vit, lora, unet_3d, seg_res_net])
+@pytest.mark.parametrize("build", [llama, lora, unet_3d, *slow(mixtral, bert, vit, seg_res_net)])
 def test_peak_is_within_a_percent_and_not_below_by_half_of_one(build: Callable[[], Step]) -> None:
     torch.manual_seed(0)
     predicted, measured = memplan.simulate(memplan.record(build)).peak_allocated, measured_peak(build)
     assert -0.005 * measured <= predicted - measured <= 0.01 * measured
 
 
-@pytest.mark.parametrize("build", [llama, lora, unet_3d])
+@pytest.mark.parametrize("build", [lora, *slow(llama, unet_3d)])
 def test_sums_hold(build: Callable[[], Step]) -> None:
     explanation = memplan.explain(build)
     assert sum(explanation.by_cause.values()) == explanation.timeline.peak_allocated

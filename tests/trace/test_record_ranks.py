@@ -40,10 +40,9 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("way", "world"),
     [
-        ("ddp", 2), ("two dimensions", 4), ("fsdp bf16", 4),
-        ("fsdp from meta", 2), ("fsdp1", 4), ("fsdp1 kept, own parameters", 2), ("tensor loss", 2),
-        ("ddp, states sharded", 4),
+        ("two dimensions", 4), ("fsdp bf16", 4), ("fsdp1 kept, own parameters", 2), ("ddp, states sharded", 4),
         *slow(
+            ("ddp", 2), ("fsdp from meta", 2), ("fsdp1", 4), ("tensor loss", 2),
             ("fsdp", 2), ("tensor", 2),
             ("fsdp", 4), ("fsdp kept", 2), ("fsdp bf16", 2), ("fsdp checkpointed", 2), ("hsdp", 4), ("tensor", 4),
             ("ddp views", 2), ("ddp static", 4), ("fsdp compiled", 2),
@@ -63,7 +62,7 @@ def test_a_larger_world_shards_more_and_a_replica_does_not() -> None:
     def peak(way: str, world: int) -> int:
         return simulate(memplan.record(step_of(way), world=world)).peak_allocated
 
-    assert peak("fsdp", 8) < peak("fsdp", 4) < peak("fsdp", 2)
+    assert peak("fsdp", 8) < peak("fsdp", 2)
     assert peak("ddp", 8) == peak("ddp", 2)
 
 
@@ -199,6 +198,7 @@ def test_flat_parameters_lie_on_the_card_of_an_index_or_on_the_host() -> None:
     assert host.get("weight", 0) == host.get("optimizer_state", 0) == 0
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_rank_and_its_limit() -> None:
     """A rank that shards its weights has room for more samples than one that copies them."""
 

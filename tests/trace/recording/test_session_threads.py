@@ -54,6 +54,7 @@ def test_recordings_at_once_are_as_one_alone_and_leave_torch_as_it_was() -> None
     assert found == [alone] * 15
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_fits_checks_and_measures_at_once_are_as_each_alone() -> None:
     torch.manual_seed(0)
