@@ -39,6 +39,7 @@ def outcomes() -> dict[str, str]:
     return dict(re.findall(r"^([\w ]+): (\w+)$", done.stdout, re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_finding_is_what_fails_among_real_ranks(way: str) -> None:
     findings = [finding for finding in memplan.check(sharded_step(way), world=2) if finding.id == ID]

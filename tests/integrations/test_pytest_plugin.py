@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from environment import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """
@@ -199,8 +200,9 @@ def _said(part: ElementTree.Element) -> str:
     return f"{part.tag}: {part.get('message')}\n{part.text}"
 
 
-def test_whatever_describes_a_step_is_taken(project: Path) -> None:
-    done = run(project, "--junit-xml=out.xml", "-n", "1", test=PASSING)
+@pytest.mark.parametrize("processes", ["0", *slow("1")])
+def test_whatever_describes_a_step_is_taken(project: Path, processes: str) -> None:
+    done = run(project, "--junit-xml=out.xml", "-n", processes, test=PASSING)
     found = outcomes(project)
     assert found.pop("test_skipped").startswith("skipped: not today")
     assert set(found.values()) == {"passed"}, done.stdout

@@ -87,6 +87,7 @@ def test_the_prediction_is_what_it_really_takes(name: str, tmp_path: Path, monke
     assert [path.name for path in tmp_path.rglob("*")] == [f"{name}.py"], "no file is written"
 
 
+@pytest.mark.slow
 def test_what_would_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = _copied("plain_amp", tmp_path, monkeypatch)
     held = run_script(Request(command, device="cpu")).facts.held
@@ -97,7 +98,7 @@ def test_what_would_be_written_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(str(one.where).startswith("plain_amp.py:") for one in own)
 
 
-@pytest.mark.parametrize(("ending", "code"), [*slow(("raise SystemExit(3)", 3)), ("import os; os._exit(5)", None)])
+@pytest.mark.parametrize(("ending", "code"), slow(("raise SystemExit(3)", 3), ("import os; os._exit(5)", None)))
 def test_an_exit_before_the_first_model(tmp_path: Path, ending: str, code: int | None) -> None:
     command = _written(tmp_path, f"print('said before')\n{ending}\n")
     with pytest.raises(StepError, match="exit code") as caught:
@@ -392,6 +393,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers asks for each tensor's address, to see which share memory."""
     pytest.importorskip("transformers")

@@ -56,7 +56,7 @@ def test_the_rank_that_keeps_a_tensor_is_named_with_its_line(tmp_path: Path, ran
     assert errors.count(f"memplan: {sentence}\n") == 1
 
 
-@pytest.mark.parametrize("way", ["sharded", *slow("even")])
+@pytest.mark.parametrize("way", slow("sharded", "even"))
 def test_equal_ranks_have_no_odd_one(way: str, tmp_path: Path) -> None:
     errors = trained(tmp_path, way)
     found = watched_ranks(tmp_path)
@@ -65,6 +65,7 @@ def test_equal_ranks_have_no_odd_one(way: str, tmp_path: Path) -> None:
     assert "memplan: no rank holds much more than the others" in errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     trained(tmp_path, "killed")
     killed, failed = watched_ranks(tmp_path).rows
