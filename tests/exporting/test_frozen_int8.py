@@ -478,6 +478,7 @@ int main(void)
     return int(done.stdout) / len(test[0])
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_head_learns_on_eight_bits_what_it_learns_on_floats(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -81,6 +81,20 @@ class TwoHeads(Transformer):
             block.attention.n_heads = 2  # pyright: ignore
 
 
+class OneHead(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention.n_heads = 1  # pyright: ignore
+
+
+def test_a_head_that_ranks_do_not_divide_is_refused() -> None:
+    reason = r"no tensor parallelism: 1 heads \(n_heads of blocks.0.attention\) do not divide by 2"
+    with pytest.raises(InputError, match=reason):
+        rows_of(OneHead)
+
+
+@pytest.mark.slow
 def test_layouts_share_layers_and_shard_the_rest_and_heads_that_do_not_divide_are_refused() -> None:
     rows = rows_of(TwoHeads, world=4, tensor=(2, 4))
     suffixes = "", ", kept", ", recomputed", ", kept, recomputed"
