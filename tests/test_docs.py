@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import needs_avx512
+from environment import needs_avx512, thinned
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
+@pytest.mark.slow
 def test_the_examples_of_fit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "fit.md").read_text(encoding="utf-8"), re.S)
@@ -31,7 +32,7 @@ PAGES = [DOCS / "check.md", *sorted((DOCS / "checks").glob("*.md"))]
 # two pages show what torch warns of
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", thinned(PAGES, 4), ids=lambda page: page.stem)
 def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)

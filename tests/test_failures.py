@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from torch import Tensor, nn
 from truth.torch_state import kept
 
@@ -83,9 +85,9 @@ def outcome(call: Callable[[], Any]) -> str:
 
 
 def pairs() -> list[Any]:
-    """All pairs of a verb and a failure; quick are those of a Latin square, in which each verb and failure is twice."""
+    """All pairs of a verb and a failure; quick are those of a Latin square, in which each verb and failure is once."""
     return [
-        pytest.param(verb, fails, marks=() if (row + column) % 4 == 0 else pytest.mark.slow)
+        pytest.param(verb, fails, marks=() if (row + column) % 8 == 0 else pytest.mark.slow)
         for row, verb in enumerate(VERBS)
         for column, fails in enumerate(FAILURES)
     ]
@@ -109,8 +111,10 @@ def test_nothing_is_left_changed(verb: str, fails: str) -> None:
     assert found != "result" or does_not_get_there
 
 
-@pytest.mark.parametrize("verb", ["record", "measure"])
-@pytest.mark.parametrize("fails", ["build", "forward", "backward", "memory", "interrupt", "modes"])
+@pytest.mark.parametrize(
+    ("verb", "fails"),
+    thinned(product(("record", "measure"), ("build", "forward", "backward", "memory", "interrupt", "modes")), 3),
+)
 def test_nothing_is_left_changed_by_a_build(verb: str, fails: str) -> None:
     def build() -> Callable[[], None]:
         if fails == "build":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from environment import slow
 from simulation.histories import MIB, A, B, Program, block, event, freed, recorded, segment, written
 
 from memplan.simulation.allocator.settings import parse_settings
@@ -178,7 +179,7 @@ def test_from_the_first_event_on_there_was_nothing(conf: str) -> None:
         assert start == Start((), (), ())
 
 
-@pytest.mark.parametrize("conf", ["", "expandable_segments:True", "roundup_power2_divisions:4"])
+@pytest.mark.parametrize("conf", ["expandable_segments:True", *slow("", "roundup_power2_divisions:4")])
 def test_from_any_event_on_it_is_what_was_held_then(conf: str) -> None:
     """Blocks in use: all, with their requests. Segments: all, with their pools, as the program never ran out."""
     settings = parse_settings(conf)
