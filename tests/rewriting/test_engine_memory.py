@@ -78,7 +78,7 @@ def captured_step(name: str) -> tuple[nn.Module, Call, Captured]:
         *slow(("all kept", True), ("half dropped", False), ("all dropped", True), ("encoded", False)),
     ],
 )
-@pytest.mark.parametrize("name", ["resnet18", "gpt", "gpt in one vector"])
+@pytest.mark.parametrize("name", ["resnet18", "gpt", *slow("gpt in one vector")])
 def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
     step, call, captured = captured_step(name)
     step.zero_grad()
