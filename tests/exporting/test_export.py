@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import thinned
 from models.microcontroller_networks import NETWORKS
 from torch import nn
 from torch.nn import functional as F
@@ -104,7 +105,7 @@ def test_a_step_in_its_smallest_budget_is_proven(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, 2))
 def test_optimizers_do_as_torch_does(name: str, tmp_path: Path) -> None:
     done = network("mlp", tmp_path, optimizer=OPTIMIZERS[name])
     assert done.verdict.proven
@@ -255,6 +256,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         memplan.export(nn.Linear(4, 3).requires_grad_(False), "2x4", folder=tmp_path / "a", **STEP)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_exports_live_in_one_folder(tmp_path: Path) -> None:
     step = {"optimizer": "sgd", "folder": tmp_path, "targets": "2:int64<3", "loss": F.cross_entropy}

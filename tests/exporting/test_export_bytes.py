@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import thinned
 from torch import nn
 from torch.nn import functional as F
 from truth.c_program import FLAGS, floats_of, printed_by
@@ -73,7 +74,7 @@ CASES: dict[str, tuple[Any, Any, str, bool]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 2))
 def test_a_step_of_bytes_is_that_of_their_floats(name: str, tmp_path: Path) -> None:
     make, normalize, dtype, buffer = CASES[name]
     options = {} if normalize is None else {"normalize": normalize}

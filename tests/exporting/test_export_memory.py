@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from torch.nn import functional as F
 from truth.c_program import printed_by
@@ -49,7 +50,7 @@ WHOLE = STEP.format(more="static net_state s;", given="&s", last="")
 
 
 @needs_compiler
-@pytest.mark.parametrize("file", [False, True])
+@pytest.mark.parametrize("file", [True, *slow(False)])
 def test_state_and_arena_lie_in_sections_of_the_caller(file: bool, tmp_path: Path) -> None:
     whole = exported(tmp_path / "a", verify=False)
     done = exported(tmp_path / "b", arena_apart=True, weights_file=file)

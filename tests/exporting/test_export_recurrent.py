@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -59,7 +60,7 @@ def exported(model: nn.Module, input: str, folder: Path, **options: Any) -> Expo
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_first_and_last_states_are_trained(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     done = exported(FirstAndLast(kind), "4x2x3", tmp_path)
@@ -77,7 +78,7 @@ def test_states_of_layers_and_directions_are_trained(kind: str, tmp_path: Path) 
     assert exported(model, "4x2x3", tmp_path / "b", budget=tight).verdict.proven
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_code_does_not_grow_with_the_sequence(kind: str, tmp_path: Path) -> None:
     begin = time.process_time()
     long = exported(Each(kind), "80x1x3", tmp_path / "a", verify=False)
