@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 # A worker holds millions of objects that thousands of tests imported: searched at Python's own thresholds, they take a
 # tenth of the suite's processor time. The recorder runs the collector where cycles matter.
 gc.set_threshold(100_000, 50, 100)
+
+
+# Of properties that say no number of examples themselves: Hypothesis' own is 100.
+hypothesis.settings.register_profile("fewer", max_examples=40)
+hypothesis.settings.load_profile("fewer")
 
 
 @pytest.fixture(scope="module")
