@@ -24,6 +24,7 @@ def network() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, torch.randn(8, 3, 32, 32), torch.arange(8) % 4
 
 
+@pytest.mark.slow
 def test_a_smaller_budget_has_more_tiles_or_pieces_until_none_helps() -> None:
     """Every plan keeps its budget; the smallest that an error names has a plan."""
     model, images, labels = network()

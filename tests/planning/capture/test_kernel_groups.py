@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -200,14 +201,14 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randn(3, 16, WIDTH), torch.randint(CLASSES, (3, 16))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda function: function.__name__)
 def test_norms(norm: Function, dtype: torch.dtype) -> None:
     if dtype == torch.float32 or norm in (llama, t5, gemma, own):  # the others have no cast back
         assert_near_float64(Step(norm, dtype), (tokens()[0].to(dtype),), "rms_norm")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
 @pytest.mark.parametrize(
     ("activation", "kernel"), [(swiglu, "swiglu"), (by_sigmoid, "swiglu"), (halves, "swiglu"), (geglu, "geglu")]
 )
@@ -215,7 +216,7 @@ def test_gated_activations(activation: Function, kernel: str, dtype: torch.dtype
     assert_near_float64(Step(activation, dtype), (tokens()[0].to(dtype),), kernel)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda function: function.__name__)
 def test_losses(loss: Function, dtype: torch.dtype) -> None:
     x, targets = tokens()
