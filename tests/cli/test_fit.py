@@ -210,6 +210,7 @@ def test_a_budget_below_the_floor(net: str, engine: Engine, tmp_path: Path, opti
 # -- files
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_and_used_again(net: str, engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     run(net, "--input", "2x4", "--budget", "400MiB", "--plan", file, "--python", tmp_path / "step.py")
@@ -307,6 +308,7 @@ def test_a_step_is_fitted_and_its_plan_used_again(deep: tuple[str, nn.Module], t
     assert f"measured peak {format_bytes(fitted.proof.reference_peak)} {format_bytes(fitted.proof.peak)}" in words
 
 
+@pytest.mark.slow
 def test_a_step_is_fitted_with_the_optimizer_early(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
     target, model = deep
     early: dict[str, Any] = {"optimizer": torch.optim.AdamW, "early": True}

@@ -248,6 +248,7 @@ def test_a_loader_that_fetches_one_batch_ahead(tmp_path: Path) -> None:
     assert run.phases[-1].per_batch == 8 * 20 * 4
 
 
+@pytest.mark.slow
 def test_variables_that_hold_the_last_batch_of_a_loader_that_fetches_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

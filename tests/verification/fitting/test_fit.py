@@ -237,6 +237,7 @@ def test_a_step_that_fits_is_left_alone_and_that_is_said() -> None:
     assert torch.equal(fitted.loss.eval()(x, y), loss(model(x), y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [torch.optim.AdamW, pytest.param(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), marks=pytest.mark.slow)],
@@ -287,6 +288,7 @@ def test_micro_batches_with_gradients_held() -> None:
     same(model, twin)
 
 
+@pytest.mark.slow
 def test_the_models_own_call_leaves_room_for_the_loss() -> None:
     model, x, y, loss = resnet()
     twin = copy.deepcopy(model)
@@ -492,6 +494,7 @@ def test_a_model_elsewhere_is_refused() -> None:
         fit(nn.Linear(3, 3, device="meta"), "4x3", budget=SMALL)
 
 
+@pytest.mark.slow
 def test_described_inputs_and_a_callable_that_makes_the_model() -> None:
     fitted = fit(SmallResNet, "6x3x24x24", targets="6:int64<5", loss=F.cross_entropy, budget=SMALL, pairs=0)
     assert isinstance(fitted.model, SmallResNet)

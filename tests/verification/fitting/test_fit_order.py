@@ -129,6 +129,7 @@ def _drawn(seed: int, model: LateWeights, x: Tensor) -> Tensor:
     return torch.rand(3)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_runs_in_its_order_and_no_other(highest: tuple[Plan, Plan], tmp_path: Any) -> None:
     model, x, given = step()
     made = plan(model, x, budget=highest[0].floor - 1, **given)
@@ -150,6 +151,7 @@ def _listed(order: tuple[int, ...]) -> str:
     return f'"order":{json.dumps(order, separators=(",", ":"))}'
 
 
+@pytest.mark.slow
 def test_smaller_inputs_run_in_the_order_of_the_plan(highest: tuple[Plan, Plan]) -> None:
     model, x, given = step()
     fitted = fit(model, x, budget=highest[0].floor - 1, pairs=1, **given)

@@ -91,6 +91,7 @@ def test_losses_that_are_scaled_and_added() -> None:
         torch.testing.assert_close(parameter.grad, expected.grad.float(), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_logits_that_are_returned_exist() -> None:
     """No budget below them has a plan; they are what the model returns without one."""
     model, ids, labels = step(returns_logits=True)
