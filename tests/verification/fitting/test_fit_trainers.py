@@ -121,6 +121,7 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_lightning() -> None:
     lightning = pytest.importorskip("lightning")
 
