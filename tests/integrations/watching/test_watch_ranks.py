@@ -65,7 +65,6 @@ def test_equal_ranks_have_no_odd_one(way: str, tmp_path: Path) -> None:
     assert "memplan: no rank holds much more than the others" in errors
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     trained(tmp_path, "killed")
     killed, failed = watched_ranks(tmp_path).rows

@@ -578,7 +578,6 @@ def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small(monkeypatch: py
     assert fitted.proof.peak <= caught.value.smallest_budget
 
 
-@pytest.mark.slow
 def test_what_is_compiled_meanwhile_in_another_thread_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.ones(4, 8)
     lowered, theirs = inductor._lower, list[torch.Tensor]()

@@ -98,6 +98,7 @@ def test_the_step_is_the_same_bit_for_bit_and_takes_what_was_said(share: float, 
     fitted = fit(model, x, budget=budget, pairs=1, **given)
     assert fitted.proof.failures == ()
     assert fitted.plan.choices.order
+    assert Plan.from_json(fitted.plan.to_json()) == fitted.plan
     assert fitted.proof.peak == pytest.approx(fitted.plan.peak, rel=0.001)
     assert fitted.proof.peak <= budget < as_captured.floor
     assert fitted.loss is not None

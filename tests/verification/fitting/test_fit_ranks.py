@@ -82,7 +82,6 @@ def test_tensor_parallel_models_without_blocks_are_refused_by_name() -> None:
         memplan.fit(parallel, torch.randn(4, 8), budget="90%")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_rank")
 def test_a_sharded_model_that_fits_is_not_changed_and_one_that_cannot_is_as_before() -> None:
     model, x = fully_shard(make()), torch.randn(256, 8)

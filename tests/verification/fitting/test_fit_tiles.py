@@ -59,6 +59,7 @@ def test_a_step_fits_below_the_floor_of_exact_plans(samples: int, size: int) -> 
     proof, plan = fitted.proof, fitted.plan
     assert proof.ok
     assert proof.grade == plan.grade == "reordered"
+    assert memplan.Plan.from_json(plan.to_json()) == plan
     assert {tile.axis.dim for tile in plan.tiles} == {0 if samples > 1 else 2}
     profile = _torch.memory_profile()
     loss = fitted.loss
