@@ -37,6 +37,7 @@ class Planner:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._studies: dict[tuple[Hashable, Precision], Study] = {}
+        """By kind of call and precision."""
 
     def planned(
         self,
@@ -92,13 +93,13 @@ class Planner:
         except BudgetError as error:
             if settings.plan is not None or settings.engine != "graph":
                 raise
+            on_cpu = settings.home.card is None  # only there segments run piece by piece
             if settings.allow != "reordered":
-                remedied = with_tile_remedy(error, study, settings, budget) if settings.home.card is None else error
+                remedied = with_tile_remedy(error, study, settings, budget) if on_cpu else error
                 if remedied is error:  # else it names the same setting already
                     remedied = with_kernel_remedy(error, study, settings, budget)
                 raise remedied from None
-            # without a plan in the settings, the study has no tiles yet
-            if settings.home.card is None:
+            if on_cpu:
                 try:
                     return planned_in_tiles(
                         study, settings, budget, lambda tiles: self._rewritten(study, call, settings, tiles), error

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Value
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.tile import TILE_OPS
@@ -123,30 +123,30 @@ class Segments:
     """
 
     def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
+        """Note which values depend on data and get gradients, and the seconds of derivatives."""
         self._graph, self._in_place = graph, in_place
         self._ops = [op for op in graph.ops if op.phase == "forward"]
         self._nodes = {op.index: _node(op) for op in self._ops}
-        self._likes = {value.id: _like(value) for value in graph.values}
+        self._likes = {
+            value.id: Like(value.shape, value.stride, getattr(torch, value.dtype), torch.device(value.place))
+            for value in graph.values
+        }
         self._readers: dict[int, set[int]] = {}
         """Forward ops that read a value, by index."""
         for op in self._ops:
             for value in self._nodes[op.index].reads:
                 self._readers.setdefault(value, set()).add(op.index)
-        # what does not depend on data, and what no gradient flows into: of inputs, then of what ops compute from them
         self._static = {value.id for value in graph.values if value.kind in ("parameter", "buffer", "constant")}
+        """Values that do not depend on data: weights, and what ops compute from these alone."""
         self._fixed = {value.id for value in graph.values if value.kind in ("input", "buffer", "constant")}
         """Values into which no gradient flows."""
-        returned = {of for of, _ in graph.gradients}
-        self._fixed -= returned
+        self._fixed -= {of for of, _ in graph.gradients}
         for op in self._ops:
-            reads = self._nodes[op.index].reads
+            reads, results = self._nodes[op.index].reads, [value for value in op.outputs if value is not None]
             stops = op.target == "aten.detach.default" or self._fixed.issuperset(reads)
-            self._fixed.update(
-                v for v in op.outputs if v is not None and (stops or not self._likes[v].dtype.is_floating_point)
-            )
-        for op in self._ops:
-            if all(value in self._static for value in self._nodes[op.index].reads):
-                self._static.update(value for value in op.outputs if value is not None)
+            self._fixed.update(v for v in results if stops or not self._likes[v].dtype.is_floating_point)
+            if self._static.issuperset(reads):
+                self._static.update(results)
         self._data = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
         """Forward ops that depend on data."""
         self._derivative_seconds = Counter[int]()
@@ -221,9 +221,10 @@ class Segments:
     def _build(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
         """Build the result of `segment`, which caches it. If a single call cannot run piece by piece, the reason is
         noted."""
-        inside = self._between(first, last)
         if (first, last) in self._refused:
             return None
+        indices = [index for index, op in enumerate(self._data) if op.call in (first, last)]
+        inside = self._data[indices[0] : indices[-1] + 1]
         try:
             if any(op.random for op in inside):
                 raise NotTileable("it draws random numbers")
@@ -237,21 +238,18 @@ class Segments:
         if len(tiled.norms) > MAX_NORMS:
             return None
         values, program = self._graph.values, tiled.program
-        operands = {values[v].base for v in program.inputs if v not in program.static}
+        inputs = {values[v].base for v in program.inputs if v not in program.static}
+        operands = tuple((self._call_of(v), values[v].bytes) for v in inputs if values[v].kind not in RESIDENT)
         results = {values[v].base for v in program.outputs}
-        inner = sum(values[v].bytes for op in inside for v in op.makes if v not in results)
         return Segment(
-            first, last, tiled,
-            tuple((self._call_of(v), values[v].bytes) for v in operands if values[v].kind not in RESIDENT),
-            sum(values[v].bytes for v in results), inner, tuple(inside),
-            tuple(self._derivative_seconds.get(op.index, 0.0) for op in inside),
-            sum(program.likes[v].bytes for v in program.static - program.fixed), self._overwritten(tiled, inside),
+            first, last, tiled, operands,
+            result_bytes=sum(values[v].bytes for v in results),
+            inner_bytes=sum(values[v].bytes for op in inside for v in op.makes if v not in results),
+            ops=tuple(inside),
+            derivative_seconds=tuple(self._derivative_seconds.get(op.index, 0.0) for op in inside),
+            weight_bytes=sum(program.likes[v].bytes for v in program.static - program.fixed),
+            overwritten_bytes=self._overwritten(tiled, inside),
         )  # fmt: skip
-
-    def _between(self, first: int, last: int) -> list[GraphOp]:
-        """Return the ops on data from the first op of call ``first`` to the last op of call ``last``."""
-        indices = [index for index, op in enumerate(self._data) if op.call in (first, last)]
-        return self._data[indices[0] : indices[-1] + 1]
 
     def _program(self, inside: Sequence[GraphOp]) -> Program:
         """Return the ops of a segment with the values that they read from outside and that ops outside read."""
@@ -288,7 +286,8 @@ class Segments:
         return reaching[1] if reaching[0][0] * premium >= others[0][0] else others[1]
 
     def finer(self, tile: Tile) -> Tile | None:
-        """Return the segment in twice as many pieces; None if it has too few elements along every axis."""
+        """Return the segment in twice as many pieces; None if no axis has enough elements, or if these are too many
+        pieces."""
         pieces = 2 * tile.pieces
         for axis in dict.fromkeys((tile.axis, *self.axes, *self.token_axes(tile.last))):
             if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces) is not None:
@@ -304,13 +303,14 @@ class Segments:
             return
         index = self.calls.index(call)
         for axis in (*self.axes, *self.token_axes(call)):
+            # longer and longer, until calls cannot run piece by piece, even in two: backward, then forward
             for begin in range(index, max(-1, index - MAX_CALLS), -1):
-                if self.segment(self.calls[begin], call, axis, 2) is None:
+                first = self.calls[begin]
+                if self.segment(first, call, axis, 2) is None:
                     break
-                if self.calls[begin] in self._in_place:
+                if first in self._in_place:
                     continue
-                for end in range(index, min(len(self.calls), begin + MAX_CALLS)):
-                    first, last = self.calls[begin], self.calls[end]
+                for last in self.calls[index : begin + MAX_CALLS]:
                     segment = self.segment(first, last, axis, 2)
                     if segment is None:
                         break
@@ -405,12 +405,14 @@ def _live_value(graph: JointGraph, value: int) -> LiveValue:
     maker = graph.values[value].op
     op = None if maker is None else graph.ops[maker]
     call = None if op is None else graph.call_of(op)
-    readers = (graph.call_of(op) for op in graph.backward_ops if value in op.reads)
+    readers = {graph.call_of(op) for op in graph.backward_ops if value in op.reads} - {None}
     return LiveValue(
-        graph.values[value].bytes, -1 if call is None else call, op is not None and op.phase == "backward",
-        frozenset(reader for reader in readers if reader is not None),
-        value in {graph.base(gradient) for _, gradient in graph.gradients},
-    )  # fmt: skip
+        graph.values[value].bytes,
+        call=-1 if call is None else call,
+        backward=op is not None and op.phase == "backward",
+        readers=frozenset(reader for reader in readers if reader is not None),
+        stays=any(graph.base(gradient) == value for _, gradient in graph.gradients),
+    )
 
 
 def _node(op: GraphOp) -> Node:
@@ -420,7 +422,3 @@ def _node(op: GraphOp) -> Node:
         target = "aten._native_batch_norm_legit.default"
         args, kwargs = without_running(target, args, kwargs), {}
     return Node(target, args, kwargs, tuple(value for value in op.outputs if value is not None))
-
-
-def _like(value: Value) -> Like:
-    return Like(value.shape, value.stride, getattr(torch, value.dtype), torch.device(value.place))

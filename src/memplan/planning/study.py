@@ -101,8 +101,11 @@ class Study:
         self.model, self.call, self.captured, self.plain = model, call, captured, plain
         self.tiles, self.kernels = tiles, kernels
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
+        """Results of `step` by id() of the optimizer, use of gradients and engine."""
         self._channels_last: Study | None = None
+        """The same step with convolutions in channels last, if that is equivalent."""
         self._channels_last_tried = captured.channels_last
+        """Whether it is not captured again for that."""
 
     def planned(self, settings: Settings, budget: int) -> Planned:
         """Return the plan for a budget in bytes. Raises BudgetError.
@@ -150,29 +153,33 @@ class Study:
         """
         search = self.search(settings)
         graph, choices = search.graph, Choices(gradients=settings.gradients)
-        staying = (parameter for parameter, _ in graph.gradients if not frees_gradient(graph, choices, parameter))
         resident = sum(_resident(graph, settings, search.outside_memory).values())
+        staying = (parameter for parameter, _ in graph.gradients if not frees_gradient(graph, choices, parameter))
         at_end = sum(graph.values[parameter].own_bytes for parameter in staying)
-        outputs = {graph.base(value) for value in graph.outputs}
-        crossing = (v for v in graph.values if v.kind == "tangent" or (v.id in outputs and v.kind not in RESIDENT))
-        between = sum(value.bytes for value in crossing)
-        return resident + max(at_end, between + search.outside_memory.loss_bytes)
+        bases = {graph.base(value) for value in graph.outputs}
+        outputs = (value for value in graph.values if value.id in bases and value.kind not in RESIDENT)
+        tangents = (value for value in graph.values if value.kind == "tangent")  # the outputs' gradients
+        between = sum(value.bytes for value in (*outputs, *tangents)) + search.outside_memory.loss_bytes
+        return resident + max(at_end, between)
 
     def frontier(self, settings: Settings, points: int) -> list[Solution]:
-        """Return the frontier of plans between saving everything and the floor; for fused kernels in the first
-        layout."""
+        """Return the frontier of plans between saving everything and the floor, in at most ``points`` budgets.
+
+        For fused kernels, in the first layout.
+        """
         if settings.engine == "graph":
             return self.search(settings).frontier(points)
         first, *_ = self.layouts(settings)
         return first.step(settings).fusing.frontier(points)
 
     def search(self, settings: Settings) -> Search:
-        """Return the search that all budgets share."""
+        """Return the search for choices on the step, which all budgets share."""
         return self.step(settings).search
 
     def eager_peak(self, settings: Settings) -> int:
         """Return the predicted peak of the step without a plan in bytes."""
-        return self.step(settings).without_plan[0]
+        peak, _ = self.step(settings).without_plan
+        return peak
 
     def step(self, settings: Settings) -> _Step:
         """Return the cached search and baseline for the optimizer, the use of gradients and the engine of the
@@ -211,20 +218,16 @@ class _Step:
         if settings.engine == "inductor":
             graph, steady = as_fusible(graph), steady and as_fusible(steady)
         outside_memory = memory_outside_graph(
-            study.model,
-            graph,
-            settings.optimizer,
-            settings.gradients,
-            home=settings.home,
+            study.model, graph, settings.optimizer, settings.gradients, home=settings.home,
             loss_bytes_ratio=settings.loss_bytes_ratio,
-        )
+        )  # fmt: skip
         return Search(
             graph, outside_memory, gradients=settings.gradients, heuristics=settings.heuristics, steady=steady
         )
 
     @cached_property
     def fusing(self) -> Fusing:
-        """Search for steps of fused kernels."""
+        """Search for steps of fused kernels, based on the op-by-op search."""
         return Fusing(self.search)
 
     @cached_property
@@ -233,21 +236,17 @@ class _Step:
         study, settings = self._study, self._settings
         if study.plain is not None:
             return study.plain.step(settings).without_plan
-        if _torch.is_fully_sharded(
-            study.model
-        ):  # it cannot be copied: a plan that saves all values replaces eager mode
-            save_all, outside_memory = (
-                schedule(self.search_as_captured.graph, Choices(gradients=settings.gradients)),
-                self.search_as_captured.outside_memory,
-            )
+        outside_memory = self.search_as_captured.outside_memory
+        if _torch.is_fully_sharded(study.model):  # it cannot be copied and recorded: all values are saved instead
+            save_all = schedule(self.search_as_captured.graph, Choices(gradients=settings.gradients))
             trace, timeline = trace_of(save_all, outside_memory), timeline_of(save_all, outside_memory)
             return timeline.peak_reserved, memory_timeline_of(trace, timeline, moments=_MOMENTS)
         known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
         trace, timeline = baseline(
             study.model, study.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
         )
-        others = self.search_as_captured.outside_memory.other_bytes
-        added = {cause: size for cause, size in others.items() if cause != "workspace"}  # the recording has workspaces
+        # what the recording lacks: it has workspaces
+        added = {cause: size for cause, size in outside_memory.other_bytes.items() if cause != "workspace"}
         course = memory_timeline_of(trace, timeline, moments=_MOMENTS).step(len(timeline.steps) - 1).plus(added)
         return timeline.steps[-1].peak_reserved + sum(added.values()), course
 
@@ -274,7 +273,7 @@ class _Planning:
         self._outside_memory = self._search.outside_memory
 
     def op_by_op(self) -> Planned:
-        """Plan for the engine ``graph``."""
+        """Plan for the engine ``graph``: by the choices of an earlier plan, else by a search."""
         outside_memory, budget, earlier = self._outside_memory, self._budget, self._settings.plan
         if earlier is not None:
             self._check_graph(earlier)
@@ -285,7 +284,7 @@ class _Planning:
             planned, bound, search = self._within_budget()
         validate(self._graph, planned, budget=budget, outside_memory=outside_memory)
         timeline, floor = timeline_of(planned, outside_memory), search.floor_peak
-        if self._settings.home.card is not None:
+        if self._settings.home.card is not None:  # the search counts live bytes, a card reserves more
             floor = timeline_of(schedule(self._graph, search.floor().choices), outside_memory).peak_reserved
         bounds = _Bounds(timeline, min(floor, timeline.peak_reserved), search.lower_bound, bound)
         return Planned(self._study.captured, planned, outside_memory, self._plan(planned, bounds))
@@ -312,9 +311,11 @@ class _Planning:
             target = min(target, levels(planned, outside_memory).peak) - excess
 
     def _searched(self, budget: int) -> tuple[Solution | Infeasible, Search]:
-        """Return the result for a budget and the search that has the floor: in the captured order if all values can be
-        saved, else in the order that needs less; or in the captured order after all if only that meets the budget, as
-        the other order is chosen by a peak near the floor and not by the floor."""
+        """Return the result for a budget, and the search that has the floor.
+
+        If all values can be saved, backward ops run in the captured order, else in the order that needs less. If only
+        the captured order meets the budget, it is used after all: the other order was chosen by a peak near the floor.
+        """
         captured, ordered = self._study.step(self._settings).search_as_captured, self._search
         if captured.save_all.peak <= budget:
             return captured.within(budget), ordered
@@ -327,7 +328,8 @@ class _Planning:
         return other, captured
 
     def fused(self) -> Planned:
-        """Plan for the engine ``inductor``."""
+        """Plan for the engine ``inductor``: by the choices of an earlier plan, else by a search over compiled
+        candidates."""
         fusing, graph, settings = self._study.step(self._settings).fusing, self._search.graph, self._settings
         if settings.plan is not None:
             self._check_graph(settings.plan)
@@ -347,7 +349,8 @@ class _Planning:
         return Planned(captured, candidate.schedule, self._outside_memory, plan, candidate.fused)
 
     def _check_graph(self, plan: Plan) -> None:
-        """Raise UsageError if the user's plan is for another step."""
+        """Raise UsageError if the user's plan is for another step, or for encodings or an order that this step does not
+        allow."""
         check_fingerprint(plan, self._graph)
         check_forms(plan, self._graph)
         check_order(plan, self._graph)
@@ -417,9 +420,9 @@ class _Planning:
         if settings.device is not None:
             kernels = "the CPU's kernels" if settings.home.card is None else f"kernels of {settings.home.card.title}"
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of {kernels}")
-        card = settings.home.card
-        if card is not None and (expected := on_card(captured.graph, card).expected):
-            # fused kernels have another timeline than the schedule, of which the code tells each buffer
+        expected = {} if settings.home.card is None else on_card(captured.graph, settings.home.card).expected
+        if expected:
+            # the schedule's simulation is not valid for fused kernels, whose code says when each buffer is live
             ends = None if planned.choices.fused else workspace_band(planned, self._outside_memory, expected)
             notes.append(_expected_workspaces(len(expected), bounds.predicted.peak_reserved, ends, self._budget))
         notes.extend(map(str, captured.opaque))
@@ -455,7 +458,10 @@ def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:
 
 
 def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) -> JointGraph:
-    """Return the graph with seconds and workspaces. ``share``: share of the time limit for measuring."""
+    """Return the graph with seconds and workspaces of its ops, and on a card with the forms in host memory.
+
+    ``share``: share of the time limit for measuring.
+    """
     card = settings.device or settings.home.card
     if settings.host_memory and card is not None and settings.engine == "graph":
         graph = with_forms(graph, Situation(settings.fixed_precision.save, card))
@@ -485,7 +491,7 @@ def fits(planned: Schedule, outside_memory: OutsideMemory, budget: int) -> list[
 
 def _resident(graph: JointGraph, settings: Settings, outside_memory: OutsideMemory) -> dict[str, int]:
     """Return the bytes that are allocated during the whole step, by cause."""
-    names = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}
+    names = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}  # causes by kind
     sizes: dict[str, int] = {}
     for value in graph.values:
         if value.kind in RESIDENT:

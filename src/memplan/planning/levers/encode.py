@@ -212,6 +212,7 @@ class _Encodings:
     """Chooses the smaller encoding in which each value of a graph may be saved, from the ops that read it."""
 
     def __init__(self, graph: JointGraph, save: Save) -> None:
+        """List the backward ops that read each value, and the values whose errors forward ops amplify (`_STEEP`)."""
         self.graph = graph
         self.save: Save = save
         self.readers: dict[int, list[GraphOp]] = defaultdict(list)
@@ -270,7 +271,9 @@ def _lossy(
         return None
     if maker.outputs[0] != value.id:  # statistics, not the main result
         return None
-    if all(reads_bits(graph, op, value.id) for op in readers) or _is_cast(graph, maker):
+    # recomputing the cast of a resident value is exact and needs no saved value
+    is_cast = maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
+    if is_cast or all(reads_bits(graph, op, value.id) for op in readers):
         return None
     tolerates_8_bits = not is_amplified and all(op.target in EIGHT_BITS for op in readers)
     if save == "int8" and tolerates_8_bits and value.dtype != "float64":
@@ -289,17 +292,12 @@ def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
     codec = "int8" if is_signed else "uint8"
     piece = min(quantized_piece(elements, value.place), elements)  # elements that a kernel works on at a time
     is_float32 = value.dtype == "float32"
-    # bytes: float32 quotients of a piece, its elements cast to float32, and 32 bytes of scales for each group
+    # bytes: float32 quotients of a piece, its elements cast to float32, and 32 for each group
     piecewise = 4 * piece + (0 if is_float32 else 4 * piece) + 32 * (1 + piece // GROUP) + NUMBERS
     signs = 0 if is_signed else 4 * piece
     decoding = NUMBERS if is_float32 else piecewise
     saved = SavedForm(NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piecewise + signs, fetch_scratch=decoding)
     return saved, _uint8_vector(value, codec, quantized_bytes(elements))
-
-
-def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
-    """Return whether an op only casts resident values: recomputing the cast is exact and needs no saved value."""
-    return maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
 
 
 def _exact(

@@ -156,14 +156,12 @@ def _operands(
 
 def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
     """Return whether a value is all of its memory and has the layout and dtype of the result, without gaps."""
-    return (
-        value.shape == result.shape
-        and value.stride == result.stride
-        and value.dtype == result.dtype
-        and result.bytes == values[value.base].bytes == prod(result.shape) * itemsize(result.dtype) > 0
-        and is_dense(result)
-        and not getattr(torch, result.dtype).is_complex
-    )
+    if (value.shape, value.stride, value.dtype) != (result.shape, result.stride, result.dtype):
+        return False
+    size = prod(result.shape) * itemsize(result.dtype)
+    if not size or not result.bytes == values[value.base].bytes == size:
+        return False
+    return is_dense(result) and not getattr(torch, result.dtype).is_complex
 
 
 def _has_no_alias(operand: Operand, arguments: Mapping[str, Any], values: Sequence[Value], elementwise: bool) -> bool:
@@ -295,6 +293,7 @@ def _element_scratch(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Valu
     """Return the function for the workspace in bytes of an elementwise kernel with this number of temporary pieces."""
 
     def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+        """Return the bytes of the pieces."""
         return buffers * piece(prod(result.shape), result.place) * itemsize(result.dtype) + NUMBERS
 
     return scratch
@@ -325,6 +324,7 @@ def _channel_scratch(
     """
 
     def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+        """Return the bytes of the pieces and statistics."""
         size = prod(result.shape) // result.shape[1] * itemsize(result.dtype)
         buffers = result_pieces + (operand_pieces if result.shape[0] > 1 else 0)
         return channels(result.shape) * buffers * size + result.shape[1] * 16 * 8

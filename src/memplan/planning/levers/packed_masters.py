@@ -14,7 +14,7 @@ class PackedMasters(Lever):
         """Report the bytes that the master weights would take more in float32."""
         if not planned.packed_bytes:
             return None
-        return Reason(
+        return Reason(  # as many bytes as are stored: 2 of 4 for each element
             planned.packed_bytes,
             "of each float32 master weight only the low half is stored: the high half is the bfloat16 weight",
             {"stored_bytes": planned.packed_bytes},

@@ -58,7 +58,7 @@ class Recompute(Lever):
         graph, needed = planned.graph, planned.needed(value)
         op, size = graph.maker[value], graph.values[value].bytes
         obstacle = self.why_not(graph, graph.values[value], Situation())
-        if obstacle.startswith("with it"):  # it goes on from what reads the value
+        if obstacle.startswith("with it"):  # a clause that continues the sentence on what reads the value
             return Reason(size, f"{needed}; {obstacle}")
         if obstacle:
             return Reason(size, f"{obstacle}; {needed}" if needed else obstacle)

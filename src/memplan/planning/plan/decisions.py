@@ -144,8 +144,10 @@ class _Decider:
             for value in self._saved_values()
             if value in self.recomputable and graph.values[value].bytes
         }
-        self.costliest = max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
-        """Saved but recomputable value with the most seconds of recomputation per byte."""
+        self.costliest: int | None = None
+        """Saved but recomputable value with the most seconds of recomputation per byte; None if there is no other."""
+        if len(rates) > 1 and any(rates.values()):
+            self.costliest = max(rates, key=lambda value: rates[value])
 
     def _note(self, action: Action) -> None:
         """Record what an action recomputes or encodes, and the seconds that it adds."""
@@ -308,6 +310,7 @@ class _Decider:
         return f"a {verb}{others}"
 
     def _name(self, value: int) -> str:
+        """Return the name of a value."""
         return self.graph.values[value].name
 
     # -- the step

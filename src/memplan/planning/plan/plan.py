@@ -105,8 +105,9 @@ class Plan(Saved, Displayed):
     def grade(self) -> Grade:
         """How close the result is to that of the unplanned step. Fused kernels of an exact plan, and segments in
         pieces or by kernels, are ``reordered``: they add in another order."""
-        reordered = self.choices.fused or self.tiles or self.kernels
-        return "lossy" if self.lost.lossy else "reordered" if reordered else "exact"
+        if self.lost.lossy:
+            return "lossy"
+        return "reordered" if self.choices.fused or self.tiles or self.kernels else "exact"
 
     @property
     def lost(self) -> Precision:
