@@ -67,14 +67,16 @@ class Sent:
 
 
 def sent_bytes(trace: Trace) -> Sent:
-    """Return the bytes that ranks exchange to share weights and gradients, apart from `exchanged_bytes`."""
+    """Return the bytes that ranks exchange by c10d's operations to share weights and gradients, in the first step.
+
+    Those of `DTensor` are counted by `exchanged_bytes`.
+    """
     sharded = reduced = 0
     for op in trace.ops:
         namespace, _, name = op.name.partition(".")
         if op.step != 0 or op.phase == "build" or namespace != "c10d":
             continue
-        storages = {*(read.storage for read in op.reads), *op.writes}
-        size = max((trace.storages[number].bytes for number in storages), default=0)
+        size = _largest_operand(trace, op)
         if "gather" in name or "reduce_scatter" in name:
             sharded += size
         elif name.startswith("allreduce"):
@@ -90,10 +92,14 @@ def exchanged_bytes(trace: Trace) -> int:
         namespace, _, name = op.name.partition(".")
         if op.step != 0 or op.phase == "build" or namespace != "_c10d_functional" or name.startswith("wait_tensor"):
             continue
-        storages = {*(read.storage for read in op.reads), *op.writes}
-        size = max((trace.storages[number].bytes for number in storages), default=0)
-        total += size * (2 if name.startswith("all_reduce") else 1)
+        total += _largest_operand(trace, op) * (2 if name.startswith("all_reduce") else 1)
     return total
+
+
+def _largest_operand(trace: Trace, op: Op) -> int:
+    """Return the bytes of the largest storage that an op reads or writes: the whole of what ranks share."""
+    storages = {*(read.storage for read in op.reads), *op.writes}
+    return max((trace.storages[number].bytes for number in storages), default=0)
 
 
 def _works(trace: Trace) -> Iterator[Work]:
@@ -107,7 +113,7 @@ def _works(trace: Trace) -> Iterator[Work]:
         form = forms.get(op.index)
         if form is not None:
             flops[op.index] = forward_flops[op.name, op.layer] = _forward_flops(op, form)
-        elif op.recomputed:
+        elif op.recomputed:  # as many as the op of this name and layer in the forward pass
             flops[op.index] = forward_flops.get((op.name, op.layer), 0)
         elif op.gradient_of is not None:
             flops[op.index] = _backward_flops(op, trace.ops[op.gradient_of], flops)
@@ -119,7 +125,8 @@ def _works(trace: Trace) -> Iterator[Work]:
 
 def _runs_no_kernel(op: Op) -> bool:
     """Return whether an op runs no kernel: its result is not initialized, or it makes views and writes nothing."""
-    if op.name.split(".")[1:2] in (["empty"], ["empty_like"], ["empty_strided"], ["new_empty"], ["new_empty_strided"]):
+    _, _, name = op.name.partition(".")
+    if name.partition(".")[0] in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
         return True
     torch_op = _torch_op(op.name)
     mutable = torch_op is not None and _torch.is_mutable(torch_op)
@@ -146,7 +153,7 @@ def _forward_flops(op: Op, form: Form) -> int:
 
 
 def _flops_of_formula(formula: Callable[..., Any], torch_op: Any, form: Form) -> int:
-    """Apply a FLOP formula of torch to a recorded call, whose tensors become meta tensors of the same shapes."""
+    """Return the FLOPs of a recorded call by torch's formula, on meta tensors of the call's shapes."""
     tensors: dict[str, list[Any]] = {}
     for name, view in form.reads:
         tensors.setdefault(name, []).append(torch.empty(view.shape, device="meta"))
@@ -165,7 +172,7 @@ def _backward_flops(op: Op, source: Op, flops: dict[int, int]) -> int:
     forward, base = flops.get(source.index, 0), op.name.split(".")[1]
     if base in _PRODUCTS:
         return forward  # a product of the same three sizes in another order
-    if base == "convolution_backward":
+    if base == "convolution_backward":  # a convolution for each gradient
         return forward * len({"input", "weight"}.intersection(source.needs_grad))
     return int(forward * _ATTENTION_BACKWARD) if "attention" in base else 0
 
@@ -173,7 +180,11 @@ def _backward_flops(op: Op, source: Op, flops: dict[int, int]) -> int:
 def _bytes_moved(trace: Trace, op: Op, form: Form | None, source: Form | None) -> int:
     """Return the bytes that an op reads and writes; of views, only the elements that they cover.
 
-    ``source`` is the form of the op whose gradient it computes: what both read, they read in the same views.
+    Args:
+        trace: the step.
+        op: an op of it.
+        form: shapes of the op's operands and results; None if they were not recorded.
+        source: those of the forward op whose gradient ``op`` computes: what both read, they read in the same views.
     """
     if form is not None:
         reads = {view.storage: view for _, view in form.reads}
@@ -189,16 +200,14 @@ def _bytes_moved(trace: Trace, op: Op, form: Form | None, source: Form | None) -
 
 def _view_bytes(trace: Trace, view: View) -> int:
     """Return the bytes of a view's distinct elements; those of expanded dimensions count once."""
+    # expanded dimensions have stride 0; one of size 0 makes the view empty
     elements = math.prod(size for size, stride in zip(view.shape, view.strides, strict=True) if stride or not size)
     if view.storage < 0:  # measured, and not joined to an allocation
         return elements * torch.float32.itemsize
     storage = trace.storages[view.storage]
-    return min(elements * _itemsize(storage.dtype), storage.bytes)
-
-
-def _itemsize(dtype: str) -> int:
-    torch_dtype = getattr(torch, dtype, None)
-    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else torch.float32.itemsize
+    dtype = getattr(torch, storage.dtype, None)
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
+    return min(elements * itemsize, storage.bytes)
 
 
 def _rate_dtype(trace: Trace, op: Op) -> str:

@@ -93,7 +93,11 @@ class _Chain:
                     self._outliving[first.keys[storage.id]] = number
 
     def append(self, step: _SecondStep, *, freed_before: Mapping[_Key, int]) -> None:
-        """Append a step. ``freed_before``: the storages that a step of the previous batch's length would free."""
+        """Append a step: the batch's inputs are allocated, then those of the previous batch are freed, then the step
+        runs.
+
+        ``freed_before``: by key, the storages that a step of the previous batch's length would free.
+        """
         self._steps.append(self._end)
         inputs = [
             self._add(step.trace, storage, self._end + position - storage.born, None)
@@ -104,7 +108,7 @@ class _Chain:
             self._end += 1
             self._free(number, self._end)
         self._inputs = inputs
-        shift = self._end - step.start
+        shift = self._end - step.start  # of ticks, from the recording to the chain
         self._end = step.trace.end + shift
         for key, number in self._outliving.items():
             if key in step.freed:
@@ -130,7 +134,10 @@ class _Chain:
         )  # fmt: skip
 
     def _add(self, trace: Trace, storage: Storage, shift: int, died: int | None) -> int:
-        """Append a storage of ``trace``, ``shift`` ticks later; return its number."""
+        """Append a copy of a storage of ``trace``, ``shift`` ticks later, and return its number.
+
+        ``died``: tick in ``trace`` at which it is freed; None for never.
+        """
         number = len(self.storages)
         self.storages.append(
             Storage(
@@ -144,10 +151,17 @@ class _Chain:
         return number
 
     def _free(self, number: int, tick: int) -> None:
+        """Set the tick at which a storage of the chain is freed."""
         self.storages[number] = replace(self.storages[number], died=tick)
 
     def _add_workspace(self, trace: Trace, old: int, new: int) -> None:
-        """Copy cuDNN's engine and the size of workspace ``old`` of ``trace`` for storage ``new``."""
+        """Copy what is known of a workspace: cuDNN's engine and its expected size.
+
+        Args:
+            trace: the recording.
+            old: number of the storage in it.
+            new: number of its copy in the chain.
+        """
         if id(trace) not in self._engines_of:
             self._engines_of[id(trace)] = {engine.storage: engine for engine in trace.engines}
             self._sizes_of[id(trace)] = {size.storage: size for size in trace.expected}
@@ -164,7 +178,9 @@ def _second_step(trace: Trace, input_indices: Sequence[int]) -> _SecondStep:
     built, start = _built(trace), trace.steps[1]
     inputs = tuple(built[index] for index in input_indices)
     ids = {storage.id for storage in inputs}
-    first = [s for s in trace.counted if s.born <= start and s.died is not None and s.died > start and s.id not in ids]
+    # what the first step leaves and the second frees
+    live = [s for s in trace.counted if s.born <= start and s.died is not None and s.died > start]
+    first = [storage for storage in live if storage.id not in ids]
     allocated = sorted((s for s in trace.counted if s.born > start), key=lambda storage: storage.born)
     keys = _keys_of(trace, first)
     freed = {keys[storage.id]: storage.died for storage in first if storage.died is not None}
@@ -173,7 +189,7 @@ def _second_step(trace: Trace, input_indices: Sequence[int]) -> _SecondStep:
 
 
 def _keys_of(trace: Trace, storages: Iterable[Storage]) -> dict[int, _Key]:
-    """Return the keys of storages that outlive their step, by id."""
+    """Return the keys, by id, of storages that outlive their step: (name, number among those of the same name)."""
     counts = Counter[str]()
     keys = dict[int, _Key]()
     for storage in sorted(storages, key=lambda storage: storage.born):

@@ -27,7 +27,10 @@ def parse_lengths(text: str) -> dict[int, float]:
 
 
 def draw(lengths: Mapping[int, float], batches: int, seed: int) -> tuple[int, ...]:
-    """Return the lengths of ``batches`` batches, drawn independently; equal for equal seeds."""
+    """Return the lengths of ``batches`` batches, drawn independently; the same for the same seed.
+
+    ``lengths``: share of all batches by length.
+    """
     return tuple(random.Random(seed).choices(list(lengths), list(lengths.values()), k=batches))
 
 
@@ -37,14 +40,14 @@ def padded(order: Sequence[int], multiple: int) -> tuple[int, ...]:
 
 
 def _from_shares(text: str) -> dict[int, float]:
-    """Parse ``512:0.6,2048:0.4``."""
+    """Parse ``512:0.6,2048:0.4`` into the share of each length. Raises InputError."""
     shares, names_twice = dict[int, float](), False
     for part in text.split(","):
         length, colon, share = part.strip().partition(":")
         try:
             value = float(share)
         except ValueError:
-            value = -1.0
+            value = -1.0  # refused below
         if not colon or not 0 < value <= 1:
             raise InputError(f"--lengths {part.strip()!r}", expected=_EXPECTED, do="Write it so")
         tokens = _length(length, part.strip())
@@ -62,6 +65,7 @@ def _from_shares(text: str) -> dict[int, float]:
 
 
 def _from_file(path: str) -> dict[int, float]:
+    """Return the share of each length among the lines of a file. Raises InputError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -73,6 +77,7 @@ def _from_file(path: str) -> dict[int, float]:
 
 
 def _length(text: str, place: str) -> int:
+    """Return a length. Raises InputError if it is no whole number above 0. ``place``: where it is written."""
     number = whole_number(text.strip())
     if number is None or number < 1:
         raise InputError(

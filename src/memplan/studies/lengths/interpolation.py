@@ -26,9 +26,11 @@ def lengths_to_record(lengths: Sequence[int]) -> list[int]:
 def interpolated(recorded: Mapping[int, Trace], length: int) -> Trace | None:
     """Return the trace at a length from traces recorded at other lengths; None if the nearest has ops of its own.
 
-    It is the trace recorded at the nearest length. The bytes of each storage are on the quadratic (or line) through
-    the three (or two) nearest recordings with the same ops. A storage that one of these lacks, such as the temporary of
-    a reduction in two passes, keeps its bytes.
+    It is the trace recorded at the nearest length, with other bytes: those of each storage are on the quadratic (or
+    line) through the three (or two) nearest recordings with the same ops. A storage that a recording lacks, such as the
+    temporary of a reduction in two passes, keeps its bytes.
+
+    ``recorded``: by length.
     """
     nearest = sorted(recorded, key=lambda known: (abs(known - length), known))
     base = recorded[nearest[0]]
@@ -41,6 +43,7 @@ def interpolated(recorded: Mapping[int, Trace], length: int) -> Trace | None:
     expected = [{size.storage: size for size in recorded[known].expected} for known in same_ops]
 
     def interpolate(sizes: Sequence[int | None]) -> int | None:
+        """Return the size at ``length`` from those at ``same_ops``; the nearest if any is unknown."""
         known = [size for size in sizes if size is not None]
         if len(known) < len(same_ops):
             return sizes[0]
@@ -52,7 +55,8 @@ def interpolated(recorded: Mapping[int, Trace], length: int) -> Trace | None:
         size = interpolate([None if other is None else other.bytes for other in row])
         low = interpolate([None if other is None else other.low for other in row])
         storages[storage.id] = replace(storage, bytes=storage.bytes if size is None else size, low=low)
-        if (expectation := expected[0].get(storage.id)) is not None:
+        expectation = expected[0].get(storage.id)
+        if expectation is not None:  # the same for the bounds of an expected workspace
             others = [
                 None if other is None else known.get(other.id) for other, known in zip(row, expected, strict=True)
             ]

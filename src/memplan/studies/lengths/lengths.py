@@ -118,7 +118,7 @@ def lengths_of(
 
     Args:
         subject: the step.
-        shares: length -> share of all batches.
+        shares: share of all batches by length.
         target: the device to record for.
         settings: settings of a card's caching allocator.
         title: name for reports.
@@ -165,18 +165,18 @@ def lengths_of(
         if capacity is not None:
             drawn = (draw(shares, EPOCH, seed) for seed in range(1, EPOCHS + 1))
             ran_out = sum(not _fits(chained(traces, lengths), settings, capacity) for lengths in drawn)
+    peaks = list[LengthPeak]()
+    for length, timeline in single.items():
+        recorded = length in recordings.recorded
+        peaks.append(LengthPeak(length, counts[length], timeline.peak_allocated, timeline.peak_reserved, recorded))
+    moments = [(batch, max(step.peak_reserved for step in sequence.steps[:batch])) for batch in (*_MOMENTS, len(order))]
     return Lengths(
-        title or subject.title, target.name, axis.name,
-        tuple(
-            LengthPeak(
-                length, counts[length], timeline.peak_allocated, timeline.peak_reserved, length in recordings.recorded
-            )
-            for length, timeline in single.items()
-        ),
-        len(order), worst + 1, order[worst], sequence.peak_allocated, sequence.peak_reserved,
-        tuple((batch, _reserved_after(sequence, batch)) for batch in (*_MOMENTS, len(order))),
-        len(short), tuple(changes), capacity, 0 if capacity is None else EPOCHS, EPOCH, ran_out,
-        recordings.checked, recordings.off, recordings.larger,
+        title or subject.title, target.name, axis.name, tuple(peaks), batches=len(order),
+        worst_batch=worst + 1, worst_length=order[worst],
+        allocated=sequence.peak_allocated, reserved=sequence.peak_reserved, moments=tuple(moments),
+        compared=len(short), changes=tuple(changes), capacity=capacity,
+        epochs=0 if capacity is None else EPOCHS, epoch=EPOCH, ran_out=ran_out,
+        checked=recordings.checked, off=recordings.off, larger=recordings.larger,
     )  # fmt: skip
 
 
@@ -186,10 +186,13 @@ class _Recordings:
     def __init__(self, subject: Subject, axis: Axis, target: Target) -> None:
         self._subject, self._axis, self._target = subject, axis, target
         self.traces: dict[int, Trace] = {}
+        """By length."""
         self.recorded = set[int]()
+        """Lengths that were recorded."""
         self.checked: int | None = None
         self.off = 0.0
         self.larger = 0
+        """These three: see `Lengths`."""
 
     def record(self, lengths: Sequence[int]) -> None:
         """Record the step at each of these lengths, unless it is recorded already."""
@@ -200,8 +203,10 @@ class _Recordings:
                 self.recorded.add(length)
 
     def fill(self, lengths: Sequence[int]) -> None:
-        """Interpolate the traces at lengths that are not recorded, none of which is longer than all recorded lengths.
-        The middle one of them is also recorded, to measure the error of the interpolation."""
+        """Interpolate the traces at lengths that are not recorded; a longer one than each must be recorded.
+
+        The middle length is also recorded, to measure the error of the interpolation.
+        """
         missing = [length for length in lengths if length not in self.recorded]
         if not missing:
             return
@@ -225,7 +230,8 @@ def _axis(subject: Subject) -> Axis:
         InputError: the step has neither.
     """
     for name in ("sequence", "size"):
-        if value_of(axis := axis_of(name, subject), subject) is not None:
+        axis = axis_of(name, subject)
+        if value_of(axis, subject) is not None:
             return axis
     raise InputError(
         f"{subject.title} has neither a sequence nor an image whose size could vary",
@@ -248,7 +254,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _run(trace: Trace, settings: str | None, capacity: int | None = None) -> Timeline:
-    """Simulate a trace without the log of its allocator. Raises OutOfMemory above ``capacity`` bytes."""
+    """Simulate a trace, without the log of its allocator. Raises OutOfMemory above ``capacity`` bytes of a card."""
     if trace.device == HOST:
         return simulate(trace)
     _, levels = drive(trace, parse_settings(settings or ""), low=False, capacity=capacity, log=False)
@@ -265,13 +271,16 @@ def _fits(trace: Trace, settings: str | None, capacity: int) -> bool:
 
 
 def _changed(change: Change, trace: Trace, settings: str | None, capacity: int | None) -> ChangedSequence:
+    """Return the peaks of a changed sequence, and whether it fits on the card.
+
+    Args:
+        change: its name.
+        trace: the sequence.
+        settings: of the caching allocator.
+        capacity: bytes of the card; None on the CPU.
+    """
     timeline = _run(trace, settings)
     fits = None
     if capacity is not None:
         fits = timeline.peak_reserved <= capacity or _fits(trace, settings, capacity)
     return ChangedSequence(change, timeline.peak_allocated, timeline.peak_reserved, fits)
-
-
-def _reserved_after(timeline: Timeline, batch: int) -> int:
-    """Return the peak reserved bytes of the first ``batch`` batches."""
-    return max(step.peak_reserved for step in timeline.steps[:batch])

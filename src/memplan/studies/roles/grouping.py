@@ -13,7 +13,6 @@ The memory of ranks differs for three reasons, which determine the ranks to reco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -69,7 +68,7 @@ def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: 
         first, last = box.rank(0), box.rank(-1)
         if all(key(rank) == key(first) for rank in box.ranks if rank in keys or rank == last):
             yield first, box.ranks
-        elif len(keys) >= MOST:
+        elif len(keys) >= MOST:  # no more recordings
             unsettled.extend(set(box.ranks) - keys.keys())
             yield first, box.ranks
         else:
@@ -95,7 +94,8 @@ class _Box:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks in order."""
-        return tuple(sum(map(math.prod, zip(self.strides, place, strict=True))) for place in product(*self.ranges))
+        places = product(*self.ranges)
+        return tuple(sum(s * index for s, index in zip(self.strides, place, strict=True)) for place in places)
 
     def rank(self, end: int) -> int:
         """Return the first rank (``end`` 0) or the last (-1)."""
@@ -108,16 +108,19 @@ class _Box:
             is_first: returns whether a rank is equal to the first rank.
         """
         long = [index for index, part in enumerate(self.ranges) if len(part) > 1]
-        ends = {
-            index: self.rank(0) + self.strides[index] * (self.ranges[index][-1] - self.ranges[index][0])
-            for index in long
-        }
-        index = next((index for index in long if len(long) > 1 and not is_first(ends[index])), long[0])
-        part = self.ranges[index]
+        split = long[0]
+        if len(long) > 1:
+            for index in long:
+                extent = self.ranges[index][-1] - self.ranges[index][0]
+                if not is_first(self.rank(0) + self.strides[index] * extent):  # the last rank along this dimension
+                    split = index
+                    break
+        part = self.ranges[split]
         middle = (len(part) + 1) // 2
-        return self._with(index, part[:middle]), self._with(index, part[middle:])
+        return self._with(split, part[:middle]), self._with(split, part[middle:])
 
     def _with(self, index: int, part: range) -> _Box:
+        """Return the box with another range in dimension ``index``."""
         return _Box(self.strides, (*self.ranges[:index], part, *self.ranges[index + 1 :]))
 
 
@@ -125,18 +128,17 @@ def _boxes(world: int, per_node: int, groups: Sequence[RankGroup]) -> Iterator[_
     """Yield boxes of ranks that differ at most by their shards and by code for the first rank."""
     dimensions = _dimensions(world, per_node, groups)
     strides = tuple(stride for stride, _ in dimensions)
-    ranges = [
-        [range(index, index + 1) for index in range(size)]
-        if world <= ALL or any(_is_along(group.ranks, stride) for group in groups if group.piped)
-        else [range(size)]
-        for stride, size in dimensions
-    ]
+    ranges: list[list[range]] = []
+    for stride, size in dimensions:
+        all_differ = world <= ALL or any(_is_along(group.ranks, stride) for group in groups if group.piped)
+        ranges.append([range(index, index + 1) for index in range(size)] if all_differ else [range(size)])
     for parts in product(*ranges):
         yield _Box(strides, parts)
 
 
 def _is_along(ranks: Sequence[int], stride: int) -> bool:
-    """Return whether the ranks of a process group differ in the dimension with this stride."""
+    """Return whether the ranks of a process group differ in the dimension with this stride; True if they have no
+    stride."""
     step = _step(ranks)
     return step is None or step <= stride < step * len(ranks)
 

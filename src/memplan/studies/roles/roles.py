@@ -75,7 +75,7 @@ class Roles(Saved, Displayed):
 
     @property
     def fullest(self) -> Role:
-        """Role with the highest reserved peak, on the CPU with the highest allocated peak."""
+        """Role with the highest reserved peak; on the CPU, with the highest allocated peak."""
         return self.roles[0]
 
 
@@ -147,9 +147,10 @@ def find_roles(
         title: name of the step.
         progress: called with the name of each rank before it is recorded.
     """
-    by_key: dict[str, tuple[int, Trace]] = {}
+    by_key: dict[str, tuple[int, Trace]] = {}  # the first rank with each recording
 
     def recorded(rank: int) -> Trace:
+        """Record a rank; errors name it."""
         progress(f"rank {rank} of {world}")
         try:
             return record(rank)
@@ -157,6 +158,7 @@ def find_roles(
             raise error.about(f"rank {rank}") from error.__cause__
 
     def key_of(rank: int) -> str:
+        """Record a rank; return a key that is equal for ranks that allocate the same."""
         trace = first if rank == 0 else recorded(rank)
         key = _fingerprint(trace)
         by_key.setdefault(key, (rank, trace))
