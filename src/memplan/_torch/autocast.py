@@ -30,17 +30,16 @@ def autocast_cache(enabled: bool) -> Iterator[Callable[[], int | None]]:
     regions_ended = 0
 
     def count_and_clear() -> None:
+        """Replace `torch.clear_autocast_cache`, which torch calls at the end of an outermost autocast."""
         nonlocal regions_ended
-        regions_ended += threading.get_ident() == thread
+        if threading.get_ident() == thread:
+            regions_ended += 1
         clear()
 
     def region() -> int | None:
         """Return the number of outermost autocasts that have ended, if a cast would be cached now."""
-        return (
-            regions_ended
-            if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES))
-            else None
-        )
+        caches = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES))
+        return regions_ended if caches else None
 
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -68,18 +67,18 @@ def around_cache_clearing(context: Callable[[], contextlib.AbstractContextManage
 def outside_autocast() -> Iterator[None]:
     """Run as if the caller had entered no autocast. An autocast entered within this context is an outermost autocast,
     which frees its cached casts of parameters when it ends; else they would outlive the update of the parameters."""
-    on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    torch.autocast_increment_nesting()
+    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    torch.autocast_increment_nesting()  # torch only tells the depth when it decrements
     depth = 0
     while torch.autocast_decrement_nesting():
         depth += 1
-    for device in on:
+    for device in enabled:
         torch.set_autocast_enabled(device, False)
     torch.clear_autocast_cache()
     try:
         yield
     finally:
-        for device in on:
+        for device in enabled:
             torch.set_autocast_enabled(device, True)
         for _ in range(depth):
             torch.autocast_increment_nesting()

@@ -48,32 +48,35 @@ def before_compiling(notify: Callable[[str, list[nn.Module]], None]) -> Callable
     through arguments, closure and globals. Returns a function that unregisters ``notify``."""
     from torch._dynamo.callback import callback_handler  # Dynamo is imported already by a capture
 
-    def begins(_: Any) -> None:
+    def notify_of_function(_: Any) -> None:
+        """Look up the function that Dynamo begins to compile on the stack, and notify of it."""
         for frame in callers():
             if (frame.f_code.co_name, frame.f_globals.get("__name__")) == _COMPILE:
-                code = frame.f_locals["code"]
-                notify(code.co_qualname, _reachable_modules(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
+                code, globals, locals, closure = (frame.f_locals[name] for name in _ARGUMENTS)
+                notify(code.co_qualname, _reachable_modules(code, globals, locals, closure))
                 return
 
-    def end() -> None:
+    def unregister() -> None:
         with suppress(ValueError):  # torch.compiler.reset() unregistered it already
-            callback_handler.remove_start_callback(begins)
+            callback_handler.remove_start_callback(notify_of_function)
 
-    callback_handler.register_start_callback(begins)
-    return end
+    callback_handler.register_start_callback(notify_of_function)
+    return unregister
 
 
 _COMPILE = "_compile", "torch._dynamo.convert_frame"
-_OF_FUNCTION = "code", "globals", "locals", "closure"
+"""Name and module of the function by which Dynamo compiles a function."""
+_ARGUMENTS = "code", "globals", "locals", "closure"
+"""Its arguments that describe that function."""
 
 
 def _reachable_modules(code: Any, globals: Any, locals: Any, closure: Any) -> list[nn.Module]:
     """Return the modules among a function's locals, the globals that its code names, and its closure."""
-    reachable = [*locals.values(), *(globals.get(name) for name in code.co_names)]
+    values = [*locals.values(), *(globals.get(name) for name in code.co_names)]
     for cell in closure or ():
         with suppress(ValueError):  # an empty cell
-            reachable.append(cell.cell_contents)
-    return [value for value in reachable if isinstance(value, nn.Module)]
+            values.append(cell.cell_contents)
+    return [value for value in values if isinstance(value, nn.Module)]
 
 
 def is_jit_tracing() -> bool:
@@ -112,15 +115,16 @@ def tune_in_reserved_memory(module: Any) -> None:
 
 
 def _benchmark_in_reserved(bench: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-    """Time a configuration of a kernel without exceeding the process's peak of reserved bytes. If the buffer that
-    flushes the L2 cache does not fit, the cache is not flushed."""
+    """Time a configuration of a kernel by ``bench``, without exceeding the process's peak of reserved bytes. If the
+    buffer that flushes the L2 cache does not fit, the cache is not flushed."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     with _tuning_lock:
         free = max(0, torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() - _SEGMENT)
         cache = torch.cuda.get_device_properties().L2_cache_size
         flushed = cache if cache <= free else 0
-        peak = torch.cuda.memory_allocated() + free - flushed  # Inductor copies on the card below the peak so far
-        most = only_in_this_thread(lambda *_: peak, torch.cuda.max_memory_allocated)
-        with patched(benchmarker, L2_cache_size=flushed), patched(torch.cuda, max_memory_allocated=most):
+        peak = torch.cuda.memory_allocated() + free - flushed
+        # Inductor copies tensors on the card only as long as this peak is not exceeded
+        max_allocated = only_in_this_thread(lambda *_: peak, torch.cuda.max_memory_allocated)
+        with patched(benchmarker, L2_cache_size=flushed), patched(torch.cuda, max_memory_allocated=max_allocated):
             return bench(*args, **kwargs)

@@ -57,6 +57,7 @@ def compiled_without_kernels(
 
         @contextmanager
         def around() -> Iterator[None]:
+            """The context of an outermost call of a compiled function."""
             with around_call(), warnings.catch_warnings():
                 inductor.enter()
                 warnings.simplefilter("ignore")  # Dynamo warns of tensors without data
@@ -79,6 +80,7 @@ def around_compiled_calls(
     compile_frame = convert_frame._compile
 
     def compile_noted(*args: Any, **kwargs: Any) -> Any:
+        """Replace Dynamo's ``_compile``: note that Dynamo is compiling meanwhile."""
         with call.compiling():
             return compile_frame(*args, **kwargs)
 
@@ -93,7 +95,7 @@ def around_compiled_calls(
 
 
 class _Once:
-    """Enters a context at the first `enter`."""
+    """A context that is entered by the first `enter`, and exited with ``stack``."""
 
     def __init__(self, stack: ExitStack, context: Callable[[], AbstractContextManager[None]]) -> None:
         self._stack, self._context, self._entered = stack, context, False
@@ -110,6 +112,7 @@ def _inductor_without_kernels(
     around_compiling: Callable[[], AbstractContextManager[None]], launched: Launched, place_of: PlaceOf
 ) -> Iterator[None]:
     """Lower graphs to code that runs without kernels; at the end, Dynamo's cache of the compiled functions is reset."""
+    from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo import convert_frame, trace_rules
     from torch._functorch import config as functorch_config
 
@@ -117,24 +120,28 @@ def _inductor_without_kernels(
     from torch._inductor import compile_fx, config, cpp_builder, cpu_vec_isa
     from torch._inductor.graph import GraphLowering
 
-    compile_frame, lower, to_module = (
-        convert_frame._compile, compile_fx._compile_fx_inner, GraphLowering.compile_to_module,
-    )  # fmt: skip
-    scalar = cpu_vec_isa.InvalidVecISA()  # to know a processor's instructions, Inductor runs a C++ compiler
-    codes, dispatch = list[CodeType](), FakeTensorMode.__torch_dispatch__
+    compile_frame, lower = convert_frame._compile, compile_fx._compile_fx_inner
+    to_module, dispatch = GraphLowering.compile_to_module, FakeTensorMode.__torch_dispatch__
+    no_vectors = cpu_vec_isa.InvalidVecISA()  # to know a processor's instructions, Inductor runs a C++ compiler
+    codes = list[CodeType]()
 
     def compile_and_note(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        """Replace Dynamo's ``_compile``: note the code that it compiles."""
         codes.append(code)
         return compile_frame(code, *args, **kwargs)
 
     def lower_unseen(graph: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        """Replace Inductor's ``_compile_fx_inner``: lower a graph for the CPU, in the context
+        ``around_compiling()``."""
         with around_compiling():
             return lower(_for_host(graph), *args, **kwargs)
 
     def dispatch_for_host(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Dispatch an op on fake tensors with the CPU in place of a card."""
         return dispatch(self, func, types, args, map_aggregate(kwargs or {}, _host_for_card))
 
     def write_without_kernels(graph: Any) -> Any:
+        """Replace ``GraphLowering.compile_to_module``: return code without kernels."""
         return code_without_kernels(graph, launched, place_of)
 
     try:
@@ -142,7 +149,9 @@ def _inductor_without_kernels(
             # memplan's own functions run under a compiled one, as the mode that records
             patched_throughout(trace_rules, SKIP_DIRS=[*trace_rules.SKIP_DIRS, f"{_PACKAGE}/"]),
             config.patch(fx_graph_cache=False, max_autotune=False, max_autotune_gemm=False),
-            patched_throughout(cpu_vec_isa, pick_vec_isa=only_in_this_thread(lambda: scalar, cpu_vec_isa.pick_vec_isa)),
+            patched_throughout(
+                cpu_vec_isa, pick_vec_isa=only_in_this_thread(lambda: no_vectors, cpu_vec_isa.pick_vec_isa)
+            ),
             patched_throughout(
                 cpp_builder, get_cpp_compiler=only_in_this_thread(lambda: "g++", cpp_builder.get_cpp_compiler)
             ),
@@ -156,10 +165,12 @@ def _inductor_without_kernels(
             yield
     finally:
         trace_rules._recompile_re()
-        _forget(codes)
+        for code in dict.fromkeys(codes):  # the compiled code is for fake tensors, without kernels
+            reset_code(code)
 
 
 def _host_for_card(value: Any) -> Any:
+    """Return the CPU instead of a CUDA device; other values unchanged."""
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
@@ -168,14 +179,6 @@ def _for_host(graph: fx.GraphModule) -> fx.GraphModule:
     for node in graph.graph.nodes:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _host_for_card)
     return graph
-
-
-def _forget(codes: list[CodeType]) -> None:
-    """Reset Dynamo's cache for these functions: their compiled code is for fake tensors, without kernels."""
-    from torch._C._dynamo.eval_frame import reset_code
-
-    for code in dict.fromkeys(codes):
-        reset_code(code)
 
 
 class _OutermostCall:
@@ -212,8 +215,11 @@ class _OutermostCall:
 
     def _find_callback(self, wrapped: Any) -> Any:
         """Replace ``_callback_from_stance``, which each function that `torch.compile` or Dynamo's ``disable`` wraps
-        calls first: return its callback. The outermost compiled function has a callable one and enters ``around()``;
-        in it, the outermost function that Dynamo does not trace has none and enters ``around_disabled()``."""
+        calls first: return Dynamo's callback for that function.
+
+        The outermost compiled function has a callable callback and enters ``around()``; in it, the outermost function
+        that Dynamo does not trace has none and enters ``around_disabled()``.
+        """
         callback = self._callback_from_stance(wrapped)
         if self._frame is None and callable(callback):
             self._frame, self._callback = sys._getframe(2), callback
@@ -233,8 +239,11 @@ class _OutermostCall:
             self._compilations -= 1
 
     def _set_callback(self, callback: Any) -> Any:
-        """Replace ``_maybe_set_eval_frame``, which wrapped functions call before they run, and again as they end, to
-        restore the callback that was set before: exit the context of a function that ends."""
+        """Replace ``_maybe_set_eval_frame``: exit the context of a function that ends. Returns the callback that was
+        set before.
+
+        Wrapped functions call it before they run, and again as they end, to restore the callback that was set before.
+        """
         before = self._maybe_set_eval_frame(callback)
         frame = sys._getframe(2)
         if self._frame is frame and callback is not self._callback:
@@ -247,7 +256,7 @@ class _OutermostCall:
         return before
 
     def end(self) -> None:
-        """Exit the context, if it was entered."""
+        """Exit both contexts, as far as they were entered."""
         self._disabled = None
         self._disabled_context.close()
         self._frame = self._callback = None

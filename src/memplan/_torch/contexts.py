@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from memplan._torch.patches import without_function_modes
 
 
 def transform_of_caller() -> str | None:
@@ -38,13 +39,8 @@ def _is_compiled() -> bool:
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
     """Run without the thread's function and dispatch modes: tensors are real, and no mode sees the ops."""
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    try:
-        with _disable_current_modes(), torch._C._DisablePythonDispatcher():
-            yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
+    with without_function_modes(), _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
 
 
 @contextlib.contextmanager
@@ -55,6 +51,7 @@ def without_anomaly_checks() -> Iterator[None]:
     set_enabled, here = torch.set_anomaly_enabled, threading.get_ident()
 
     def set_unchecked(mode: bool, check_nan: bool = True) -> None:
+        """Replace `torch.set_anomaly_enabled`: in this thread the check for NaN stays disabled."""
         set_enabled(mode, check_nan and threading.get_ident() != here)
 
     try:

@@ -27,8 +27,12 @@ default_device._device_constructors()  # torch caches the result of the first ca
 def tensor_devices_reported(
     device: Callable[[torch.Tensor], torch.device | None], inside: Callable[[], bool]
 ) -> Iterator[None]:
-    """Make ``tensor.device`` return ``device(tensor)``, the card that a tensor is recorded on, unless that is None or
-    an op is being dispatched (``inside()``)."""
+    """Make ``tensor.device`` return the card that a tensor is recorded on.
+
+    Args:
+        device: returns that card; None: the tensor's own device is returned.
+        inside: returns whether an op is being dispatched, in which tensors have their own devices.
+    """
     plain, fake = torch.Tensor.device, FakeTensor.device
 
     def reporting_property(own: Any) -> property:
@@ -40,11 +44,15 @@ def tensor_devices_reported(
 
         return property(get)
 
-    group = torch._C._group_tensors_by_device_and_dtype
+    group: Callable[..., dict[Any, Any]] = torch._C._group_tensors_by_device_and_dtype
 
     def group_and_report(lists: Any, *args: Any, **kwargs: Any) -> Any:
-        groups: dict[Any, Any] = group(lists, *args, **kwargs)
-        return {(value[0][0][0].device if value[0][0] else key[0], key[1]): value for key, value in groups.items()}
+        """Group lists of tensors by (device, dtype), with the device that the first tensor of a group reports."""
+        reported: dict[Any, Any] = {}
+        for (own_device, dtype), grouped in group(lists, *args, **kwargs).items():
+            (first_list, *_), _indices = grouped
+            reported[first_list[0].device if first_list else own_device, dtype] = grouped
+        return reported
 
     wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -109,6 +117,7 @@ def default_device_replaced(
     real = default_device.DeviceContext.__torch_function__
 
     def on_card(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the dispatch of ``with torch.device(...)``: call a factory function without adding the device."""
         kwargs = kwargs or {}
         if self.device.type != "cuda" or function not in default_device._device_constructors():
             return real(self, function, types, args, kwargs)

@@ -52,7 +52,7 @@ def decomposition(
     Args:
         target: the op.
         arguments: its tensor arguments, of which sizes, strides and dtypes count.
-        call: returns the op's arguments from its tensors.
+        call: returns the op's (args, kwargs) with these tensors.
         is_kept: whether the op with this name is not decomposed further.
         own: op -> decomposition to use instead of torch's.
 
@@ -62,13 +62,13 @@ def decomposition(
     from torch._decomp import global_decomposition_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    every = {**global_decomposition_table["post_autograd"], **own}
-    function = every.get(target) or (target.decompose if target._can_decompose() else None)
+    decompositions = {**global_decomposition_table["post_autograd"], **own}
+    function = decompositions.get(target) or (target.decompose if target._can_decompose() else None)
     if function is None:
         return None
     table = {
-        op: other
-        for op, other in every.items()
+        op: decomposed
+        for op, decomposed in decompositions.items()
         if isinstance(op, torch._ops.OpOverload) and not is_kept(str(op)) and not _is_view(op)
     }
 
@@ -77,8 +77,7 @@ def decomposition(
         result = function(*args, **kwargs)
         return list(result) if isinstance(result, (tuple, list)) else result
 
-    mode = FakeTensorMode()
-    with mode:
+    with FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in arguments]
         graph = make_fx(run, decomposition_table=table)(*fakes)
     graph.graph.eliminate_dead_code()
@@ -94,6 +93,7 @@ def _is_view(op: Any) -> bool:
 
 
 def _read(module: fx.GraphModule) -> Decomposition:
+    """Return the calls of a traced decomposition, with its arguments, constants and results."""
     nodes = list(module.graph.nodes)
     calls, constants = list[CoreCall](), dict[fx.Node, Tensor]()
     for node in nodes:
@@ -101,23 +101,23 @@ def _read(module: fx.GraphModule) -> Decomposition:
             constants[node] = getattr(module, str(node.target)).detach()
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        multiple = isinstance(node.meta["val"], (tuple, list))
+        value = node.meta["val"]
+        multiple = isinstance(value, (tuple, list))
         outputs: list[fx.Node | None] = [node]
         if multiple:
-            outputs = [None] * len(node.meta["val"])
-            for user in node.users:
-                outputs[user.args[1]] = user
+            outputs = [None] * len(value)
+            for getitem in node.users:  # operator.getitem(node, index)
+                outputs[getitem.args[1]] = getitem
         target = node.target
         calls.append(CoreCall(str(target), node.args, node.kwargs, tuple(outputs), multiple, _is_view(target)))
     results = nodes[-1].args[0]
     inputs = tuple(node for node in nodes if node.op == "placeholder")
-    return Decomposition(
-        inputs, tuple(calls), constants, tuple(results) if isinstance(results, (tuple, list)) else (results,)
-    )
+    outputs_of_op = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+    return Decomposition(inputs, tuple(calls), constants, outputs_of_op)
 
 
 def mapped(value: Any, change: Callable[[fx.Node], Any]) -> Any:
-    """Return arguments of a call with each node replaced."""
+    """Return the arguments of a call with each node, at any depth, replaced by ``change(node)``."""
     return map_arg(value, change)
 
 

@@ -17,6 +17,7 @@ from memplan._torch.patches import patched
 from memplan.errors import StepError
 
 _BEGINNINGS = "initialize", "init_distributed", "init_inference"
+_MODULES = "deepspeed", "deepspeed.comm"
 
 
 @contextlib.contextmanager
@@ -26,16 +27,18 @@ def deepspeed_refused() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def refuse(module: ModuleType) -> None:
+            """Replace the functions of a module of DeepSpeed by which it is started."""
             names = [name for name in _BEGINNINGS if name in vars(module)]
             stack.enter_context(patched(module, **dict.fromkeys(names, _refuse)))
 
-        def executed(loader: Any, module: ModuleType) -> None:
+        def execute_and_refuse(loader: Any, module: ModuleType) -> None:
+            """Replace Python's execution of an imported module."""
             execute(loader, module)
-            if module.__name__ in ("deepspeed", "deepspeed.comm"):
+            if module.__name__ in _MODULES:
                 refuse(module)
 
-        stack.enter_context(patched(SourceFileLoader, exec_module=executed))
-        for name in ("deepspeed", "deepspeed.comm"):
+        stack.enter_context(patched(SourceFileLoader, exec_module=execute_and_refuse))
+        for name in _MODULES:
             if name in sys.modules:
                 refuse(sys.modules[name])
         yield

@@ -27,7 +27,8 @@ def join(of: Traced, pairs: Mapping[int, int]) -> None:
 
     Args:
         of: a traced function; its graph is changed.
-        pairs: mark (see `mark_of`) of the call for the weight's gradient -> mark of the call for the input's.
+        pairs: number by which `memplan._torch.inductor.mark` marked the call for the weight's gradient -> that of the
+            call for the input's.
     """
     by_mark: dict[int | None, list[fx.Node]] = defaultdict(list)
     for node in of.graph.graph.nodes:
@@ -42,16 +43,16 @@ def join(of: Traced, pairs: Mapping[int, int]) -> None:
 
 
 def _join(first: fx.Node, second: fx.Node) -> None:
-    """Let the first call compute the results of both, and replace the ``getitem`` nodes of the second by new ones of
-    the first."""
+    """Let the first call of convolution_backward compute the results of both, and replace the ``getitem`` nodes of the
+    second by new nodes of the first."""
     first_results, second_results = first.meta["val"], second.meta["val"]
     first.update_arg(_MASK, [a or b for a, b in zip(first.args[_MASK], second.args[_MASK], strict=True)])  # pyright: ignore[reportArgumentType]
     first.meta["val"] = tuple(b if a is None else a for a, b in zip(first_results, second_results, strict=True))
-    for user in list(second.users):
-        assert user.target is operator.getitem, "make_fx selects results by getitem"
+    for getitem in list(second.users):
+        assert getitem.target is operator.getitem, "make_fx selects results by getitem"
         with first.graph.inserting_after(first):
-            twin = first.graph.call_function(operator.getitem, (first, user.args[1]))
-        twin.meta = dict(user.meta)
-        user.replace_all_uses_with(twin)
-        first.graph.erase_node(user)
+            replacement = first.graph.call_function(operator.getitem, (first, getitem.args[1]))
+        replacement.meta = dict(getitem.meta)
+        getitem.replace_all_uses_with(replacement)
+        first.graph.erase_node(getitem)
     first.graph.erase_node(second)

@@ -56,7 +56,7 @@ class Rank:
 
     @property
     def local_world(self) -> int:
-        """Return the number of ranks on a node: the most that divide the world."""
+        """Return the number of ranks on a node: the largest divisor of the world up to eight."""
         return max(size for size in range(1, _NODE + 1) if self.world % size == 0)
 
     @property
@@ -163,12 +163,12 @@ def has_process_group() -> bool:
 
 
 def ranks() -> tuple[int, int]:
-    """Return rank and world size of the default process group; (0, 1) without a group."""
+    """Return (rank, world size) of the default process group; (0, 1) without a group."""
     return (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
 
 
 def started_rank() -> tuple[int, int]:
-    """Return rank and world size: of the default process group, else from torchrun's variables, else (0, 1)."""
+    """Return (rank, world size): of the default process group, else from torchrun's variables, else (0, 1)."""
     if has_process_group():
         return ranks()
     rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
@@ -199,8 +199,11 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the innermost modules that `fully_shard` wrapped, by name."""
     sharded = {name: module for name, module in model.named_modules() if is_fully_sharded(module)}
-    outer = {id(module) for module in sharded.values() if sum(m in module.modules() for m in sharded.values()) > 1}
-    return {name: module for name, module in sharded.items() if id(module) not in outer}
+    return {
+        name: module
+        for name, module in sharded.items()
+        if not any(is_fully_sharded(inner) for inner in module.modules() if inner is not module)
+    }
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -243,6 +246,7 @@ _stages: dict[tuple[int, ...], set[int]] = {}
 
 
 def _current_groups() -> tuple[Group, ...]:
+    """Return the process groups of at least two ranks that include this rank, in order."""
     from torch.distributed.distributed_c10d import _world
 
     members = {tuple(dist.get_process_group_ranks(group)) for group in list(_world.pg_map)}
@@ -267,6 +271,8 @@ def _messages_noted() -> Iterator[None]:
     _stages.clear()
 
     def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a replacement of `send` or `recv` of process groups that notes the group's ranks."""
+
         def note(group: Any, *args: Any, **kwargs: Any) -> Any:
             _piped.add(tuple(dist.get_process_group_ranks(group)))
             return call(group, *args, **kwargs)
@@ -279,6 +285,7 @@ def _messages_noted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _started_by_torchrun(rank: Rank) -> Iterator[None]:
+    """Set the environment variables of torchrun for a rank within this context; `current_rank` returns the rank."""
     variables = rank.variables()
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -301,7 +308,7 @@ def _initialize_fake(
     backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, rank: int = -1,
     store: Any = None, *args: Any, **kwargs: Any,
 ) -> None:  # fmt: skip
-    """Replaces `torch.distributed.init_process_group`. A second call does nothing."""
+    """Replace `torch.distributed.init_process_group`: initialize the fake backend. A second call does nothing."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
     assert _initialize is not None, "torch.distributed is available"
@@ -329,6 +336,9 @@ def _initialize_fake(
     _initialize("fake", store=OneRankStore(), rank=rank, world_size=world, timeout=timeout, **kwargs)
 
 
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
 @contextlib.contextmanager
 def _fake_groups() -> Iterator[None]:
     """Make every process group use torch's fake backend, and let nothing wait for another rank."""
@@ -337,14 +347,13 @@ def _fake_groups() -> Iterator[None]:
     helper: Any = vars(distributed_c10d)["_new_process_group_helper"]
 
     def make_fake(size: Any, rank: Any, ranks: Any, _backend: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace the constructor of process groups: use the fake backend, without options of the real one."""
         kwargs |= {"backend_options": None, "device_id": None}
         return helper(size, rank, ranks, dist.Backend("fake"), *args, **kwargs)
 
-    def nothing(*_: Any, **__: Any) -> None: ...
-
     instead = {
         "init_process_group": _initialize_fake, "TCPStore": OneRankStore, "FileStore": OneRankStore,
-        "monitored_barrier": nothing, **OBJECT_COLLECTIVES,
+        "monitored_barrier": _nothing, **OBJECT_COLLECTIVES,
     }  # fmt: skip
     names = "torch.distributed.device_mesh", "torch.distributed.rendezvous"
     modules = [dist, distributed_c10d, *(sys.modules[name] for name in names if name in sys.modules)]
@@ -372,15 +381,14 @@ def _data_parallel_without_peers() -> Iterator[None]:
     register = distributed.DistributedDataParallel.register_comm_hook
 
     def begin_alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Construct `DistributedDataParallel` with a hook that reduces gradients at once."""
         begin(self, *args, **kwargs)
         register(self, None, _reduced)
 
-    def nothing(*_: Any, **__: Any) -> None: ...
-
     with (
-        patched(distributed, _verify_param_shape_across_processes=nothing, _sync_module_states=nothing),
+        patched(distributed, _verify_param_shape_across_processes=_nothing, _sync_module_states=_nothing),
         # a hook of the user's would wait for work without results
-        patched(distributed.DistributedDataParallel, __init__=begin_alone, register_comm_hook=nothing),
+        patched(distributed.DistributedDataParallel, __init__=begin_alone, register_comm_hook=_nothing),
         # which orders the buckets anew after the first backward pass, as many bytes, and reads numbers from tensors
         patched(Reducer, _rebuild_buckets=lambda _: False),
     ):
@@ -393,18 +401,19 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
     tensor that it splits, -1 if unknown. The exchange uses the sizes that ``check`` returns."""
 
     def checked(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that checks the split sizes among its arguments before it calls ``exchange``."""
         signature = inspect.signature(exchange)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            named = signature.bind(*args, **kwargs)
-            values = named.arguments
-            for name, sizes in list(values.items()):
-                if isinstance(sizes, (list, tuple)):
+            bound = signature.bind(*args, **kwargs)
+            arguments = bound.arguments
+            for name, sizes in list(arguments.items()):
+                if isinstance(sizes, (list, tuple)):  # input_split_sizes, output_split_sizes
                     # the tensor that they split; functional ops call the input `self`, and have no argument `output`
                     tensors = ("input", "self") if name.startswith("input") else ("output",)
-                    rows = next((len(values[tensor]) for tensor in tensors if tensor in values), -1)
-                    values[name] = check(sizes, rows)
-            return exchange(*named.args, **named.kwargs)
+                    rows = next((len(arguments[tensor]) for tensor in tensors if tensor in arguments), -1)
+                    arguments[name] = check(sizes, rows)
+            return exchange(*bound.args, **bound.kwargs)
 
         return only_in_this_thread(call, exchange)
 
@@ -428,8 +437,8 @@ def exchanges_checked(check: Callable[[Sequence[Any], int], Sequence[int]]) -> I
 
 
 class _OpCalledBy:
-    """An op that is called through a function of ours. Its overloads and other attributes stay its own: modules that a
-    script imports meanwhile go through all ops, as torch's table of decompositions does."""
+    """An op that is called through ``call``. Its overloads and other attributes stay its own: modules that a script
+    imports meanwhile go through all ops, as torch's table of decompositions does."""
 
     def __init__(self, call: Callable[..., Any], op: Any) -> None:
         self._call, self._op = call, op
@@ -464,6 +473,7 @@ def _flat_parameters_without_card() -> Iterator[None]:
             begin(self, *args, **kwargs)
 
     def storage(tensor: Any) -> int:
+        """Return the address of the storage object, which identifies it."""
         return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
 
     with (
@@ -518,6 +528,7 @@ def reductions_reported(report: Callable[[Any], None]) -> Iterator[None]:
 
 
 def _reduced(_state, bucket):  # pyright: ignore  # torch reads annotations, and takes these words alone
+    """Report a bucket of gradients and reduce it, as the communication hook of `DistributedDataParallel`."""
     for report in _reports:
         report(bucket)
     _all_reduce(bucket.buffer())

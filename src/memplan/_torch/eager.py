@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._profiler import RecordScope, _EventType, _RecordFunctionFast
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from memplan._interrupts import safe_point
 from memplan._torch.contexts import is_profiled, profiler_turn
@@ -87,8 +87,6 @@ class GuestMode(EagerMode):
 
 def no_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context in which no dispatch mode is active."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()  # pyright: ignore[reportReturnType]  # an untyped generator context
 
 
@@ -186,7 +184,7 @@ class YieldingProfile:
 
     def start(self) -> None:
         """Start profiling, unless a profiler is active already."""
-        if not profiler_turn.take():
+        if not profiler_turn.take():  # entering the profile takes it once more, and would raise
             return
         profile = memory_profile()
         try:
@@ -198,6 +196,7 @@ class YieldingProfile:
         prepare = kind._prepare_trace
 
         def prepare_other(other: Any) -> None:
+            """Stop this profile before another profiler starts."""
             self.stop()
             self.whole = False
             prepare(other)
@@ -279,6 +278,7 @@ class Profile:
         each with the innermost marker and call around it."""
         events, calls, ranges = list[MemoryEvent](), list[Call](), dict[str, tuple[int, int]]()
         roots = sorted(profile.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
+        # (event, innermost marker around it, index of the innermost call around it, whether directly in the marker)
         stack = [(event, "", -1, False) for event in reversed(roots)]
         while stack:
             event, mark, call, at_mark = stack.pop()
@@ -310,9 +310,7 @@ class DrawsReplaced(TorchDispatchMode):
     """Replaces the masks of dropout and `bernoulli_` by ``keep(elements, probability of a 1)``, and casts to float32 by
     casts to ``floats``."""
 
-    def __init__(
-        self, keep: Callable[[int, float], torch.Tensor], floats: torch.dtype = torch.float32
-    ) -> None:  # fmt: skip
+    def __init__(self, keep: Callable[[int, float], torch.Tensor], floats: torch.dtype = torch.float32) -> None:
         super().__init__()
         self._keep, self._floats = keep, floats
 
@@ -320,12 +318,12 @@ class DrawsReplaced(TorchDispatchMode):
         """Run an op, with a mask of `keep` if it draws one."""
         aten = torch.ops.aten
         if func is aten.bernoulli_.float:
-            kept = self._keep(args[0].numel(), float(args[1]) if len(args) > 1 else 0.5)
-            return args[0].copy_(kept.reshape(args[0].shape))
+            target, probability = args[0], float(args[1]) if len(args) > 1 else 0.5
+            return target.copy_(self._keep(target.numel(), probability).reshape(target.shape))
         if func is aten.native_dropout.default and args[2] is not False:
-            probability = 1 - args[1]
-            kept = self._keep(args[0].numel(), probability).reshape(args[0].shape)
-            return args[0] * kept * (1 / probability if probability else 0.0), kept
+            x, probability = args[0], 1 - args[1]
+            mask = self._keep(x.numel(), probability).reshape(x.shape)
+            return x * mask * (1 / probability if probability else 0.0), mask
         if func is aten._to_copy.default and kwargs and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": self._floats}
         return func(*args, **(kwargs or {}))
@@ -340,13 +338,14 @@ class ResultsReplaced(TorchDispatchMode):
         """Pairs that no op has computed yet."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op, and overwrite its results where they are the next ones."""
+        """Run an op, and overwrite its results that equal the next expected tensors."""
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if self.left and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                expected, other = self.left[0]
-                bound = 1e-5 * float(expected.abs().max()) if expected.numel() else 0.0
-                if tensor.shape == expected.shape and torch.allclose(tensor, expected, rtol=0, atol=bound):
-                    tensor.detach().copy_(other)
-                    del self.left[0]
+            if not self.left or not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                continue
+            expected, replacement = self.left[0]
+            rounding = 1e-5 * float(expected.abs().max()) if expected.numel() else 0.0
+            if tensor.shape == expected.shape and torch.allclose(tensor, expected, rtol=0, atol=rounding):
+                tensor.detach().copy_(replacement)
+                del self.left[0]
         return result

@@ -42,15 +42,15 @@ def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Nod
     Returns:
         Kernel -> the ops to compute before it.
     """
-    schedule, waits = _Schedule(list(graph.nodes), frozenset(freed)), dict[fx.Node, list[fx.Node]]()
+    schedule, first_ops = _Schedule(list(graph.nodes), frozenset(freed)), dict[fx.Node, list[fx.Node]]()
     for node in schedule.nodes:
-        if _is_pointwise(node) and _bytes(node) >= SMALL:
-            candidates = (
-                at for at in schedule.kernels_before_use(node) if schedule.freed_bytes(node, at) >= GAIN * _bytes(node)
-            )
-            if (first := next(candidates, None)) is not None:
-                waits.setdefault(schedule.nodes[first], []).append(node)
-    return waits
+        if not _is_pointwise(node) or _bytes(node) < SMALL:
+            continue
+        for at in schedule.kernels_before_use(node):
+            if schedule.freed_bytes(node, at) >= GAIN * _bytes(node):
+                first_ops.setdefault(schedule.nodes[at], []).append(node)
+                break
+    return first_ops
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,18 @@ class _Schedule:
 
     @cached_property
     def position(self) -> Mapping[fx.Node, int]:
+        """Node -> its position in the schedule."""
         return {node: at for at, node in enumerate(self.nodes)}
 
     @cached_property
     def kernels(self) -> Sequence[int]:
+        """Positions of the kernels of torch, which Inductor does not fuse with other ops."""
         return [at for at, node in enumerate(self.nodes) if _is_kernel(node)]
 
     @cached_property
     def roots(self) -> Mapping[fx.Node, frozenset[int]]:
-        """Storages that each op reads, counting views and fused pointwise ops as part of their readers."""
+        """Op -> keys of the storages that a reader of its result reads: those of the op's operands if the op is fused
+        into its readers, as views and pointwise ops are, else the op's own."""
         roots_of = dict[fx.Node, frozenset[int]]()
         for node in self.nodes:
             fused = _is_view(node) or (_is_pointwise(node) and not _has_own_memory(node))
@@ -80,11 +83,12 @@ class _Schedule:
 
     @staticmethod
     def _storages_read(node: fx.Node, roots: Mapping[fx.Node, frozenset[int]]) -> frozenset[int]:
+        """Keys of the storages that an op reads through its operands, by the `roots` of these."""
         return frozenset().union(*(roots[operand] for operand in node.all_input_nodes))
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[fx.Node]]:
-        """Ops that read each storage, directly or through fused ops."""
+        """Key of a storage -> ops that read it, directly or through fused ops."""
         readers_of = dict[int, list[fx.Node]]()
         for node in self.nodes:
             for memory in self._storages_read(node, self.roots):
@@ -93,7 +97,7 @@ class _Schedule:
 
     @cached_property
     def sizes(self) -> Mapping[int, int]:
-        """Bytes of each storage; 0 for those that cannot be freed."""
+        """Key of a storage -> its bytes; 0 for those that cannot be freed."""
         sizes = {
             storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
             for node in self.nodes
@@ -104,7 +108,7 @@ class _Schedule:
 
     @cached_property
     def ancestors_of(self) -> Mapping[fx.Node, int]:
-        """Ops that each op depends on, directly or not, as a bit set of positions."""
+        """Op -> the ops that it depends on, directly or not, as a bit set: bit i is the op at position i."""
         ancestors = dict[fx.Node, int]()
         for node in self.nodes:
             ancestors[node] = 0
@@ -113,19 +117,20 @@ class _Schedule:
         return ancestors
 
     def kernels_before_use(self, node: fx.Node) -> list[int]:
-        """Return the positions of the kernels after `node` that all its users depend on."""
-        common = reduce(and_, (self.ancestors_of[user] for user in _users(node)), -1)
-        return [at for at in self.kernels if at > self.position[node] and common >> at & 1]
+        """Return the positions of the kernels after ``node`` that all its users depend on."""
+        common_ancestors = reduce(and_, (self.ancestors_of[user] for user in _users(node)), -1)  # a bit set
+        return [at for at in self.kernels if at > self.position[node] and common_ancestors >> at & 1]
 
     def freed_bytes(self, node: fx.Node, at: int) -> int:
-        """Return the bytes of storages that, from position `at` on, only `node` and its fused users read."""
-        own = {node, *_transitive_users(node)}
+        """Return the bytes of storages that, from position ``at`` on, only ``node`` and its fused users read."""
+        fused = {node, *_transitive_users(node)}
 
-        def is_free(memory: int) -> bool:
-            later = (reader for reader in self.readers[memory] if self.position[reader] >= at)
-            return all(reader in own and reader.op != "output" for reader in later)
+        def is_free(storage: int) -> bool:
+            """Return whether no other op reads a storage from ``at`` on."""
+            later_readers = (reader for reader in self.readers[storage] if self.position[reader] >= at)
+            return all(reader in fused and reader.op != "output" for reader in later_readers)
 
-        return sum(self.sizes[memory] for memory in self.roots[node] if is_free(memory))
+        return sum(self.sizes[storage] for storage in self.roots[node] if is_free(storage))
 
 
 def _transitive_users(node: fx.Node) -> Iterator[fx.Node]:
@@ -151,6 +156,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_kernel(node: fx.Node) -> bool:
+    """Return whether a kernel of torch computes the node, which Inductor does not fuse with other ops."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in KERNELS
 
 
@@ -168,6 +174,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _storages(node: fx.Node) -> frozenset[int]:
+    """Return the keys of the storages of a node's tensors."""
     return frozenset(storage_key(tensor.untyped_storage()) for tensor in _tensors(node))
 
 
@@ -176,5 +183,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
+    """Return the fake tensors that are a node's value, one or several."""
     value = node.meta.get("val")
-    return [part for part in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(part, Tensor)]
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return [part for part in parts if isinstance(part, Tensor)]

@@ -30,6 +30,7 @@ _ABOUT_HOOKS = (
     "_forward_hooks_always_called",
     "_is_full_backward_hook",
 )
+"""Attributes about the hooks: the first three are dicts by the hooks' ids."""
 _CALL = "_compiled_call_impl"
 BOOKKEEPING = frozenset({*vars(nn.Module()), _CALL})
 """Names in a module's ``__dict__`` that torch itself sets."""
@@ -51,6 +52,7 @@ def backward_watched(begins: Callable[[Keeps], Callable[[], None]]) -> Iterator[
     run: Callable[..., Any] = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
 
     def run_watched(outputs: Any, gradients: Any, keep: bool, create: bool, *args: Any, **kwargs: Any) -> Any:
+        """Replace the function that `backward` and `grad` call to run the engine."""
         ends = begins("create_graph" if create else "retain_graph" if keep else "")
         try:
             return run(outputs, gradients, keep, create, *args, **kwargs)
@@ -218,6 +220,8 @@ def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: Any, k
 
 
 def _bound_hook(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """Return a hook that passes ``module`` to ``hook`` instead of the module on which it is called."""
+
     def call_hook(_: Any, *args: Any) -> Any:
         return hook(module, *args)
 

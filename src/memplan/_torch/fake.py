@@ -57,38 +57,11 @@ _DTENSOR_RANDOM = getattr(rng_prims, "run_dtensor_rng_op", None)
 _WAIT = "_c10d_functional::wait_tensor"
 """Op that returns its argument; its fake implementation returns a new tensor, for compilers."""
 # In place, elementwise, never resizing: with operands of the target's shape there is no shape to propagate.
-_IN_PLACE = frozenset(
-    f"aten::{name}_"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "addcmul",
-        "addcdiv",
-        "lerp",
-        "copy",
-        "zero",
-        "fill",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "neg",
-        "abs",
-        "exp",
-        "log",
-        "pow",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "relu",
-        "sigmoid",
-        "tanh",
-        "uniform",
-        "normal",
-        "bernoulli",
-    ]
-)
+_ELEMENTWISE_IN_PLACE = """
+    add sub mul div addcmul addcdiv lerp copy zero fill sqrt rsqrt reciprocal neg abs exp log pow clamp clamp_min
+    clamp_max relu sigmoid tanh uniform normal bernoulli
+"""
+_IN_PLACE = frozenset(f"aten::{name}_" for name in _ELEMENTWISE_IN_PLACE.split())
 
 
 # Their values follow from their arguments, and are computed for small results, so that shapes and branches which depend
@@ -119,8 +92,8 @@ def _long_constants(func: Any, args: tuple[Any, ...]) -> list[FakeTensor]:
     long = [tensor for tensor in tensors if tensor.constant is not None and tensor.numel() > _CONSTANT_NUMEL]
     if not long or name not in _OF_POSITIONS:
         return long
-    grows = name in _ELEMENTWISE and any(tensor.dim() > 1 and tensor.shape != long[0].shape for tensor in tensors)
-    return long if grows else []
+    broadcasts = any(tensor.dim() > 1 and tensor.shape != long[0].shape for tensor in tensors)
+    return long if broadcasts and name in _ELEMENTWISE else []  # such a result can have many more elements
 
 
 @contextlib.contextmanager
@@ -130,6 +103,7 @@ def pickled_fakes(reduce: Callable[[torch.Tensor], tuple[Any, ...]]) -> Iterator
     default = FakeTensor.__reduce_ex__
 
     def reduce_ex(tensor: FakeTensor, protocol: Any) -> Any:
+        """Replace `FakeTensor.__reduce_ex__`, which pickle and `copy.copy` call."""
         is_copy = sys._getframe(1).f_globals.get("__name__") == "copy"
         return default(tensor, protocol) if is_copy else reduce(tensor)
 
@@ -150,6 +124,7 @@ def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
         return
 
     def module_getattr(name: str) -> Any:
+        """Look up ``torch._subclasses.FakeTensor``: the real class for torch itself, else `NoFakeTensor`."""
         if name != "FakeTensor":
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
         caller = str(sys._getframe(1).f_globals.get("__name__"))
@@ -173,11 +148,8 @@ def _is_elementwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str,
     target = args[0]
     if not isinstance(target, FakeTensor) or target.constant is not None:
         return False
-    shape = target.shape
-    for arg in args[1:]:
-        if isinstance(arg, torch.Tensor) and (not isinstance(arg, FakeTensor) or arg.shape != shape):
-            return False
-    return True
+    operands = [arg for arg in args[1:] if isinstance(arg, torch.Tensor)]
+    return all(isinstance(operand, FakeTensor) and operand.shape == target.shape for operand in operands)
 
 
 _FOREACH = [importlib.import_module(name) for name in ("torch.utils._foreach_utils", "torch.optim.optimizer")]
@@ -236,7 +208,7 @@ class _Memo:
             return None
 
     def recall(self, key: Any, mode: FakeTensorMode) -> Any:
-        """Return new fake tensors like those of the cached call, or NotImplemented."""
+        """Return new fake tensors of ``mode`` like those of the cached call, or NotImplemented."""
         entry = self._results.get(key)
         if entry is None:
             return NotImplemented
@@ -274,6 +246,7 @@ class _Memo:
 
 
 def _meta_empty(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty meta tensor, created outside of all modes."""
     with no_dispatch():
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
@@ -304,9 +277,9 @@ class _FakeSparse:
 
     def replaced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of an op with each real sparse tensor replaced by its fake."""
-        if not any(is_sparse(arg) and not isinstance(arg, FakeTensor) for arg in args):
-            return args
-        return tuple(self._fake_of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
+        return tuple(
+            [self._fake_of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args]
+        )
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake of a real sparse tensor, the same object in each call."""
@@ -361,6 +334,7 @@ _STATE_OF_HOST, _STATE_OF_CARD = 5056, 16
 
 
 def _not_bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bound no result of an op whose size depends on values."""
     return NotImplemented
 
 
@@ -607,8 +581,8 @@ class FakeMode(FakeTensorMode):
                 return known
         self._selected = False
         result = self._fake_result(func, types, args, kwargs)
-        most = _POSITIONS_NUMEL if func._schema.name == _ARANGE else _CONSTANT_NUMEL
-        if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= most:
+        max_numel = _POSITIONS_NUMEL if func._schema.name == _ARANGE else _CONSTANT_NUMEL
+        if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= max_numel:
             with no_modes():
                 real_args = [torch.empty(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
                 real = func(*real_args, **kwargs)

@@ -116,10 +116,12 @@ def surroundings() -> str | None:
 
 
 def _is_ours(mode: Any) -> bool:
+    """Return whether a mode is an instance of a class of memplan, or of a subclass of it."""
     return any(kind.__module__.startswith("memplan.") for kind in type(mode).__mro__)
 
 
 def _is_of(hook: Any, *packages: str) -> bool:
+    """Return whether a hook is defined in one of these packages, each with a dot at the end: "torch."."""
     return str(getattr(hook, "__module__", "")).startswith(packages)
 
 
@@ -142,7 +144,8 @@ class TensorGuards:
             self._check = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether each of these tensors is like its counterpart in the constructor."""
+        """Return whether each of these tensors has the properties of the tensor at the same position in the
+        constructor."""
         return self._check is None or self._check(*tensors)
 
 
@@ -182,8 +185,8 @@ class DictGuards:
 
 
 def _guard_tree(dicts: tuple[dict[Any, Any], ...]) -> Callable[[tuple[Any, ...]], bool] | None:
-    """Return a C++ function that checks in one call whether dicts have their present versions; None if this torch has
-    no such guards."""
+    """Return a C++ function that checks in one call whether dicts have the versions that they have now; None if this
+    torch has no such guards."""
     try:
         from torch._dynamo.guards import GuardManagerType  # takes a second if Dynamo was not imported before
 

@@ -32,7 +32,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -45,6 +45,7 @@ from torch.fx import traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._triton import has_triton
 
+from memplan._patched import patched_throughout
 from memplan._torch.compiled import tune_in_reserved_memory
 from memplan._torch.early_reads import to_compute_first
 from memplan._torch.engine import without_autocast
@@ -131,16 +132,17 @@ def traced(
         graph = make_fx(function, decomposition_table={**select_decomp_table(), **own})(*examples)
     nodes = list(graph.graph.nodes)
     inputs, output = [node for node in nodes if node.op == "placeholder"], nodes[-1]
-    written: dict[int, Any] = {}
+    copied_values: dict[int, Any] = {}  # by index of the argument
     for node in nodes:
         if node.op == "call_function" and node.target is _COPY and node.args[0] in inputs:
-            written[inputs.index(node.args[0])] = node.args[1]
-            node.replace_all_uses_with(node.args[1])
+            argument, value = node.args[:2]
+            copied_values[inputs.index(argument)] = value
+            node.replace_all_uses_with(value)
             graph.graph.erase_node(node)
-    output.args = ((*output.args[0], *written.values()),)
+    output.args = ((*output.args[0], *copied_values.values()),)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Traced(graph, mode, tuple(written))
+    return Traced(graph, mode, tuple(copied_values))
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:
@@ -157,8 +159,8 @@ def mark(number: int) -> None:
 
 
 def inputs_ops_results(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """Return the nodes of a traced function: its arguments, its ops, and its results, which end with the new values of
-    the arguments that it writes."""
+    """Return the nodes of a traced function: (arguments, ops, results). The results end with the new values of the
+    arguments that it writes."""
     nodes = list(of.graph.graph.nodes)
     results: Any = nodes[-1].args[0]
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -172,9 +174,10 @@ def read_by(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def readers(nodes: Sequence[fx.Node], of: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the ops that read the storage of any node in `of`, and the `getitem` nodes of their results."""
-    memory = {_memory(argument) for argument in of}
-    reading = [node for node in nodes if any(_memory(argument) in memory for argument in node.all_input_nodes)]
+    """Return the ops among ``nodes`` that read the storage of any node in ``of``, and the `getitem` nodes of their
+    results."""
+    storages = {_memory(node) for node in of}
+    reading = [node for node in nodes if any(_memory(operand) in storages for operand in node.all_input_nodes)]
     return [*reading, *(user for node in reading for user in node.users if user.target is operator.getitem)]
 
 
@@ -292,6 +295,7 @@ def _generate_code(part: Lowerable) -> Code:
     modules, compile_to_module = list[_DeferredModule](), GraphLowering.compile_to_module
 
     def defer_compilation(self: Any) -> Any:
+        """Replace ``GraphLowering.compile_to_module``: generate a module's text, and compile it later."""
         modules.append(_DeferredModule(self.codegen()[0].value, {**self.constants, **self.torchbind_constants}))
         return modules[-1]
 
@@ -372,7 +376,8 @@ def without_kernels(part: Lowerable, code: str) -> Boxed:
     run_code: Boxed = _loaded_without_kernels(code, {})["call"]
 
     def call(arguments: list[Any]) -> Sequence[Tensor]:
-        guard = only_in_this_thread(_no_guard, torch.cuda._DeviceGuard)  # fake tensors need no device selected
+        # fake tensors need no device selected
+        guard = only_in_this_thread(lambda _: nullcontext(), torch.cuda._DeviceGuard)
         with patched(torch.cuda, _DeviceGuard=guard):
             return run_code(arguments)
 
@@ -394,21 +399,19 @@ def code_without_kernels(graph: Any, launched: Launched, place_of: PlaceOf) -> A
     launching a kernel it calls ``launched``. ``place_of`` returns the device of the buffers.
     """
     namespace = _loaded_without_kernels(graph.codegen()[0].value, graph.constants | graph.torchbind_constants)
-    kernels = {name: fused for name in namespace if (fused := _FUSED.match(name))}
-    namespace |= {name: _Kernel(f"inductor.{fused[1]}", launched) for name, fused in kernels.items()}
+    for name in list(namespace):
+        fused = _FUSED.match(name)
+        if fused is not None:
+            namespace[name] = _Kernel(f"inductor.{fused[1]}", launched)
     namespace["extern_kernels"] = _ExternKernels(namespace["extern_kernels"], launched)
     run = namespace["call"]
 
     def call(arguments: list[Any]) -> Sequence[Tensor]:
+        """Run the generated code, with buffers on the device of its arguments."""
         namespace["empty_strided_cpu"] = partial(_empty_strided, place_of(arguments))
         return run(arguments)
 
     return SimpleNamespace(call=call, __file__="<fused code>")
-
-
-@contextmanager
-def _no_guard(_: int) -> Iterator[None]:
-    yield
 
 
 def _loaded_without_kernels(code: str, constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,6 +433,7 @@ def _loaded_without_kernels(code: str, constants: Mapping[str, Any]) -> dict[str
 
 
 def _empty_strided(place: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate a buffer on device ``place``, in the order of arguments of generated code."""
     return torch.empty_strided(size, stride, dtype=dtype, device=place)
 
 
@@ -489,7 +493,10 @@ _NOT_CALLED = {
 
 
 def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
-    """Import as `__import__` does, but return the module's replacement if that has all imported names."""
+    """Import as `__import__` does, but return the module's replacement if that has all imported names.
+
+    ``rest``: globals, locals, names to import from the module, level.
+    """
     replacement = _NOT_CALLED.get(name)
     if replacement is not None and all(hasattr(replacement, imported) for imported in rest[2] or ()):
         return replacement
@@ -497,6 +504,7 @@ def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
 
 
 def _reinterpreted(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    """View a tensor's memory, from ``offset`` elements after its beginning."""
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
@@ -518,21 +526,12 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled: Any = torch.compile(FunctionType(code, run.__globals__, closure=run.__closure__))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _eager_random_numbers(), _fake_tensor_log_silenced():
+        # torch logs ops that fail on fake tensors: the error is raised, too
+        silenced = patched_throughout(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
+        with _eager_random_numbers(), silenced:
             return compiled(*args, **kwargs)
 
     return call
-
-
-@contextmanager
-def _fake_tensor_log_silenced() -> Iterator[None]:
-    """Silence torch's log of ops that fail on fake tensors: the error is raised, too."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def card_compiler_misses(place: str) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,13 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._C import DispatchKey
 from torch._guards import TracingContext, tracing
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from memplan._interrupts import in_place_of
+from memplan._patched import patched_throughout
 from memplan._torch.fake import READ_SCALAR
 from memplan._torch.modules import has_shape
 from memplan._torch.patches import eager_instead_of_compiled, patched
@@ -69,10 +70,16 @@ Instead = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 def corrected_mode(
     results: Results, instead: Instead, values: Values | None = None, mode: FakeTensorMode | None = None
 ) -> FakeTensorMode:
-    """Return ``mode``, or a new fake mode, with its ``dispatch`` replaced: results get the sizes of the device's
-    kernels (``results``, ``instead``), and scalars whose values are known can be read.
+    """Return a fake mode whose results have the sizes of the device's kernels.
 
-    The instance is patched, since ops that take functions (a branch, a loop) accept no subclass of FakeTensorMode.
+    Its ``dispatch`` is replaced on the instance, since ops that take functions (a branch, a loop) accept no subclass of
+    FakeTensorMode.
+
+    Args:
+        results: name of an op -> ``(args, kwargs, result) -> corrected result``.
+        instead: name of an op -> ``(args, kwargs) -> result`` or NotImplemented.
+        values: known values of tensors, by which scalars can be read.
+        mode: the mode to change; None: a new mode.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     dispatch, names = mode.dispatch, dict[Any, str]()
@@ -80,7 +87,7 @@ def corrected_mode(
     def corrected(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Dispatch an op: by its replacement, as a read of a known scalar, or as torch does with a corrected result."""
         _refuse_constant_change(func, args)
-        name = names.get(func) or names.setdefault(func, str(func))
+        name = names.get(func) or names.setdefault(func, str(func))  # str() is slow
         if name in instead:
             with mode:
                 result = instead[name](args, kwargs or {})
@@ -115,8 +122,8 @@ def _refuse_constant_change(func: Any, args: Any) -> None:
 
 
 def has_kept_fake(error: Exception) -> bool:
-    """Return whether a trace failed on a fake tensor stored during an earlier pass, such as a buffer created in the
-    first forward(). Seen in torch 2.13."""
+    """Return whether a trace failed on a fake tensor that an earlier pass stored, such as a buffer created in the first
+    forward(). Seen in torch 2.13."""
     return isinstance(error, AssertionError) and "Unexpected fake" in str(error)
 
 
@@ -164,10 +171,14 @@ def joint_graph(
             fakes = _faked(inputs, mode)
         else:
             fakes = [fake(mode, number, tensor) for number, tensor in enumerate(inputs)]
-        for number, (fake_input, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
-            values.take(fake_input, number, real)
+        if conditional:
+            for number, (fake_input, real) in enumerate(zip(fakes, inputs, strict=True)):
+                values.take(fake_input, number, real)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_log_and_metadata_restored())
+        # torch logs errors in fake kernels, which are raised, too
+        stack.enter_context(patched_throughout(fake_tensor.log, disabled=True))
+        # `annotate_place` is undone, so that later traces do not get its metadata
+        stack.enter_context(patched(torch.fx.traceback, current_meta=dict(torch.fx.traceback.current_meta)))
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -295,20 +306,6 @@ def _eager_decompositions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _log_and_metadata_restored() -> Iterator[None]:
-    """Silence torch's log of errors in fake kernels, which are raised, too, and undo `annotate_place` at the end, so
-    that later traces do not get its metadata."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        with patched(torch.fx.traceback, current_meta=dict(torch.fx.traceback.current_meta)):
-            yield
-    finally:
-        logger.setLevel(before)
-
-
-@contextlib.contextmanager
 def _checkpoints_ignored() -> Iterator[None]:
     """Call functions under `torch.utils.checkpoint` directly, without the checkpoint.
 
@@ -319,11 +316,13 @@ def _checkpoints_ignored() -> Iterator[None]:
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            """Call the function, with gradients only if an argument needs them."""
             needed = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
             with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
                 return function(*args)
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Replace the generator that `checkpoint` advances before and after it calls the function: do nothing."""
         yield
 
     with patched(
@@ -392,6 +391,7 @@ def call_of(node: torch.fx.Node) -> int | None:
 
 
 def _call_and_region(node: torch.fx.Node) -> tuple[int | None, int | None]:
+    """Return the ``call`` that `annotate_place` annotated a node with: (number of the call, autocast region)."""
     return (node.meta.get("custom") or {}).get(_CALL, (None, None))
 
 
@@ -438,7 +438,8 @@ def view_strides(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def function_of_functions(error: BaseException) -> str | None:
-    """Return the name of the higher-order op (``cond``, ``while_loop``) in whose file an error was raised, or None."""
+    """Return the name of the higher-order op (``cond``, ``while_loop``) that raised an error, by the files of the
+    traceback; None if none did."""
     trace = error.__traceback__
     while trace is not None:
         head, name = os.path.split(trace.tb_frame.f_code.co_filename)

@@ -42,7 +42,10 @@ def _gemm_4bit(
     code: Tensor | None = None,
     offset: Tensor | None = None,
 ) -> Any:
-    """Multiply by a weight of four bits: unpack its scales, if they are packed too, then the weight."""
+    """Multiply by a weight of four bits: unpack its scales, if they are packed too, then the weight.
+
+    NotImplemented on a card for few rows, which a kernel multiplies by the packed weight.
+    """
     if x.numel() < _FEW_ROWS * x.shape[-1] and x.device.type == "cuda":
         return NotImplemented
     library: Any = torch.ops.bitsandbytes
@@ -93,6 +96,7 @@ def _kernels_of_ours(name: str) -> Callable[..., Any]:
     """Return a function that allocates as an op of `memplan.kernels` does, on the CPU or on a card."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Run the op's implementation without launching kernels."""
         without_data: Any = sys.modules["memplan.kernels.launch"].without_data
         tensor = next(arg for arg in args if isinstance(arg, Tensor))
         note_launch = getattr(getattr(tensor, "fake_mode", None), "launched", None)  # of a recording
@@ -114,7 +118,10 @@ def run_kernel_of_ours(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _as_on_the_cpu(name: str) -> Callable[..., Any]:
-    """Return a function that calls the implementation which bitsandbytes registered for the CPU, or for all devices."""
+    """Return a function that calls the implementation of an op of bitsandbytes for the CPU, or for all devices.
+
+    NotImplemented for tensors on other devices.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in (*args, *kwargs.values())):
@@ -185,6 +192,7 @@ def managed_memory(allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -
         return
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
+        """Replace bitsandbytes' allocation of managed memory."""
         tensor: Any = allocate(shape, dtype)
         tensor.is_paged, tensor.page_deviceid = True, 0
         return tensor

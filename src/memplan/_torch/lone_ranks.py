@@ -25,6 +25,7 @@ def unanswered_collectives() -> tuple[str, ...]:
 
 
 def _refuse_wait(call: str) -> NoReturn:
+    """Raise StepError for a call that would wait for another rank."""
     raise StepError(
         f"{call} waits for another rank, and there is none",
         expected="ranks that meet in collective operations, which do nothing here",
@@ -46,7 +47,6 @@ if dist.is_available():
             _stores.append(self)
 
         def set(self, key: str, value: Any) -> None:
-            """See `torch.distributed.Store`, as for the others."""
             self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
         def get(self, key: str) -> bytes:
@@ -60,6 +60,7 @@ if dist.is_available():
             return total
 
         def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+            """Set a key to ``desired_value`` if it has the expected value, or no value and "" is expected."""
             expected = expected_value.encode() if isinstance(expected_value, str) else bytes(expected_value)
             if self._values.get(key, b"") == expected:
                 self.set(key, desired_value)
@@ -116,6 +117,7 @@ def _gather_object(
     obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None, group: Any = None,
     group_dst: int | None = None,
 ) -> None:  # fmt: skip
+    """Replace `torch.distributed.gather_object`: assume that each other rank sends the same object as this rank."""
     if object_gather_list is not None and _is_root(dst, group, group_dst):
         _all_gather_object(object_gather_list, obj)
 
@@ -123,6 +125,7 @@ def _gather_object(
 def _broadcast_object_list(
     object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
 ) -> None:
+    """Replace `torch.distributed.broadcast_object_list`: the objects of another rank are not received."""
     if not _is_root(src, group, group_src):
         _unanswered.append("broadcast_object_list")
 
@@ -131,6 +134,7 @@ def _scatter_object_list(
     scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, src: int | None = None,
     group: Any = None, group_src: int | None = None,
 ) -> None:  # fmt: skip
+    """Replace `torch.distributed.scatter_object_list`: the object of another rank is not received."""
     if _is_root(src, group, group_src) and scatter_object_input_list is not None:
         scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
     else:
@@ -138,6 +142,7 @@ def _scatter_object_list(
 
 
 def _recv_object_list(object_list: list[Any], *_: Any, **__: Any) -> int:
+    """Replace `torch.distributed.recv_object_list`: nothing is received, and -1 stands for the sender's rank."""
     _unanswered.append("recv_object_list")
     return -1
 

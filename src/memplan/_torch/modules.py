@@ -82,7 +82,7 @@ def own_state(module: nn.Module) -> OwnState:
 
 
 def set_own_state(module: nn.Module, state: OwnState) -> None:
-    """Restore the contents of a module. Dicts are changed in place, and names that are there keep their order."""
+    """Restore the contents of a module. Dicts are changed in place, and existing names keep their order."""
     own = vars(module)
     for name, new in zip(_TENSORS, (state.parameters, state.buffers), strict=True):
         _update_dict(own[name], new)
@@ -111,6 +111,7 @@ class _Fake:
     requested_device: Any = None
     """Device that the layer was constructed on or moved to, if any."""
     kind: Any = None
+    """Requested dtype, if any."""
 
     def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         """Become a fake tensor of this shape, as `UninitializedTensorMixin.materialize` does with real ones."""
@@ -122,11 +123,11 @@ class _Fake:
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Note device and dtype for `materialize`."""
-        arguments = (*args, *kwargs.values())
-        self.kind = next((value for value in arguments if isinstance(value, torch.dtype)), self.kind)
-        kinds = (str, int, torch.device)
-        places = [value for value in arguments if isinstance(value, kinds) and not isinstance(value, bool)]
-        self.requested_device = places[0] if places else self.requested_device
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.dtype):
+                self.kind = value
+            elif isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
+                self.requested_device = value
         return self
 
     def cuda(self: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -144,6 +145,7 @@ class _Fake:
 
 
 def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return a method that converts a parameter to a dtype, such as `half`."""
     return lambda self: self.to(dtype)
 
 
@@ -170,7 +172,7 @@ def lazy_layers_with_fake_parameters(
     """Construct lazy layers in this thread with fake parameters and buffers: torch's `UninitializedParameter` cannot be
     fake.
 
-    ``inside``: context in which ``tensor.device`` is the real device.
+    ``mode``: of the fake tensors. ``inside``: returns a context in which ``tensor.device`` is the real device.
     """
 
     here = threading.get_ident()
@@ -214,15 +216,17 @@ def modules_converted_as_real() -> Iterator[None]:
     plain: Any = torch.Tensor.data
 
     def set_data(self: Any, data: torch.Tensor) -> None:
+        """Replace the setter of ``FakeTensor.data``: known values are replaced, too."""
         plain.__set__(self, data)
         self.constant = getattr(data, "constant", None)
 
     def apply_as_real(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, NoFakeTensor
+        """Replace `Module._apply`: within it no parameter counts as fake."""
+        before, fake_tensor.FakeTensor = fake_tensor.FakeTensor, NoFakeTensor
         try:
             return apply(self, *args, **kwargs)
         finally:
-            fake_tensor.FakeTensor = seen
+            fake_tensor.FakeTensor = before
 
     def dispatch_fake(self: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
         """Run an op with the real `FakeTensor` class, also under torch's own fake modes, as in `DTensor`'s shape

@@ -59,32 +59,31 @@ class Recorded:
         """Run ``function(tensors) -> results``. ``needed``: which of the tensors need a gradient."""
         with torch.enable_grad():
             start = torch.zeros((), requires_grad=True)
-            smooth = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
-            entered = iter(_Entry.apply(start, *smooth) if smooth else ())
-            inputs = [
-                next(entered) if needs else tensor.detach() for tensor, needs in zip(tensors, needed, strict=True)
-            ]
-            self._into = [get_gradient_edge(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
+            differentiable = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
+            entries = _Entry.apply(start, *differentiable) if differentiable else ()
+            self._into = [get_gradient_edge(entry) for entry in entries]
+            remaining = iter(entries)
+            inputs = [next(remaining) if n else t.detach() for t, n in zip(tensors, needed, strict=True)]
             results = function(inputs)
         self.smooth = tuple(result.requires_grad for result in results)
+        """Whether each result has a derivative."""
         self._out: list[GradientEdge | None] = [
             get_gradient_edge(result) if result.requires_grad else None for result in results
         ]
         self.results = [result.detach() for result in results]
 
     def gradients(self, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> list[torch.Tensor | None]:
-        """Return the gradients of the call's inputs that need one, for these gradients of its results.
+        """Return the gradients of the call's inputs that need one, from the ``gradients`` of its results.
 
         Frees the call's graph unless ``keep``.
         """
-        known = [
-            (edge, gradient)
-            for edge, gradient in zip(self._out, gradients, strict=True)
-            if edge is not None and gradient is not None
-        ]
-        if not known or not self._into:
+        edges, known_gradients = list[GradientEdge](), list[torch.Tensor]()
+        for edge, gradient in zip(self._out, gradients, strict=True):
+            if edge is not None and gradient is not None:
+                edges.append(edge)
+                known_gradients.append(gradient)
+        if not edges or not self._into:
             return [None] * len(self._into)
-        edges, known_gradients = zip(*known, strict=True)
         return list(torch.autograd.grad(edges, self._into, known_gradients, retain_graph=keep, allow_unused=True))
 
 
@@ -102,19 +101,18 @@ def culprit(error: BaseException) -> Any:
     """
     trace = error.__traceback__
     while trace is not None:
-        frame = trace.tb_frame
-        if function := _function_of(frame):
-            if isinstance(function, type) and not function.__module__.startswith("torch."):
-                return function
-            op_of_formula = _op_of_formula(getattr(function, "__name__", ""))
-            if op_of_formula is not None:
-                return op_of_formula
+        function = _function_of(trace.tb_frame)
+        if isinstance(function, type) and not function.__module__.startswith("torch."):
+            return function
+        op_of_formula = None if function is None else _op_of_formula(getattr(function, "__name__", ""))
+        if op_of_formula is not None:
+            return op_of_formula
         trace = trace.tb_next
     func = getattr(error, "func", None)
     if func is not None:
         return _op(func.namespace, func._schema.name.split("::")[1])
-    named = (_op(*name) for name in _NAMED.findall(str(error).split("\n")[0]))
-    return next((op for op in named if op is not None), None)
+    named_ops = (_op(namespace, name) for namespace, name in _NAMED.findall(str(error).split("\n")[0]))
+    return next((op for op in named_ops if op is not None), None)
 
 
 def _function_of(frame: Any) -> Any:
@@ -128,14 +126,14 @@ def _function_of(frame: Any) -> Any:
 
 
 def _op_of_formula(name: str) -> Any:
-    """Return the op whose registered derivative has this name: a prefix, then namespace, name and overload joined by
-    "_". Each may contain a "_" itself, so all splits are tried."""
+    """Return the op whose registered derivative has this name: a prefix, then namespace, name and overload of the op
+    joined by "_"; None if there is no such op. Each part may contain a "_" itself, so all splits are tried."""
     if not name.startswith(_GENERATED):
         return None
-    parts = name.removeprefix(_GENERATED).split("_")
-    for first in range(1, len(parts)):
-        for last in range(first + 1, len(parts) + 1):
-            op = _op("_".join(parts[:first]), "_".join(parts[first:last]))
+    words = name.removeprefix(_GENERATED).split("_")
+    for name_begins in range(1, len(words)):
+        for name_ends in range(name_begins + 1, len(words) + 1):
+            op = _op("_".join(words[:name_begins]), "_".join(words[name_begins:name_ends]))
             if op is not None:
                 return op
     return None
@@ -160,15 +158,16 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 def autocast_of_now() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return a function whose result is a context with the present autocast, also where dispatch keys exclude it."""
-    on = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST if torch.is_autocast_enabled(device)}
-    return lambda: _autocast(on) if on else contextlib.nullcontext()
+    enabled = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST if torch.is_autocast_enabled(device)}
+    return lambda: _autocast(enabled) if enabled else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _autocast(on: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Switch autocast on with a dtype a device, and include its dispatch keys where the running op excludes them."""
+def _autocast(enabled: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Enable autocast on each device with its dtype, and include its dispatch keys where the running op excludes
+    them."""
     with contextlib.ExitStack() as stack:
-        for device, dtype in on.items():
+        for device, dtype in enabled.items():
             key = _AUTOCAST[device]
             before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
             stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, key, before)

@@ -28,7 +28,8 @@ _CLIPPING = {
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Return the optimizer's update without the hooks around it."""
     step = type(optimizer).step
-    update = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    is_wrapped = getattr(step, "hooked", False)  # torch replaced `step` by a function that runs the hooks
+    update = getattr(step, "__wrapped__", step) if is_wrapped else step
     return lambda: update(optimizer)
 
 
@@ -36,24 +37,30 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 def clipping_seen(seen: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
     """Call ``seen`` with the function's name and the parameters whenever gradients are clipped in this context."""
 
-    def watched_function(name: str, original: Any) -> Callable[..., Any]:
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            parameters = _as_list(parameters)  # may be an iterator
-            seen(name, parameters)
-            return original(parameters, *args, **kwargs)
+    def watched(name: str) -> Callable[[Any], Callable[..., Any]]:
+        """Return the replacement of a clipping function, as a function of the original."""
 
-        return clip
+        def replacement_of(original: Any) -> Callable[..., Any]:
+            def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                """Report the parameters whose gradients are clipped, and clip them."""
+                parameters = _as_list(parameters)  # may be an iterator
+                seen(name, parameters)
+                return original(parameters, *args, **kwargs)
+
+            return clip
+
+        return replacement_of
 
     with contextlib.ExitStack() as stack:
-        for function, name in _CLIPPING.items():
-            stack.enter_context(_replaced(function, lambda original, name=name: watched_function(name, original)))
+        for function, public_name in _CLIPPING.items():
+            stack.enter_context(_replaced(function, watched(public_name)))
         yield
 
 
 @contextlib.contextmanager
 def _replaced(name: str, make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
-    """Replace a function of ``clip_grad`` inside its wrapper, so that modules that imported it already see the
-    replacement too. Functions without a wrapper are replaced by name."""
+    """Replace function ``name`` of ``clip_grad`` by ``make(original)``, inside its wrapper: so modules that imported it
+    already see the replacement too. Functions without a wrapper are replaced by name."""
     wrapper = getattr(clip_grad, name)
     inner = getattr(wrapper, "__wrapped__", None)
     cell = next((variable for variable in wrapper.__closure__ or () if variable.cell_contents is inner), None)
@@ -74,6 +81,7 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
     original: Any = torch.amp.GradScaler.scale
 
     def scale(self: Any, outputs: Any) -> Any:
+        """Replace `GradScaler.scale`."""
         if self.is_enabled():
             losses = _as_list(outputs)
             seen(losses)
@@ -106,8 +114,10 @@ def backward_seen(
     original: Any = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace `torch.autograd.backward`."""
         inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
-        seen(list(leaves_of(_as_list(tensors)) if inputs is None else _leaves(_as_list(inputs))))
+        leaves = leaves_of(_as_list(tensors)) if inputs is None else _leaves(_as_list(inputs))
+        seen(list(leaves))
         try:
             return original(tensors, *args, **kwargs)
         except BaseException as error:

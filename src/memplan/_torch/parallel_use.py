@@ -56,12 +56,13 @@ def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[Da
     of_module: dict[int, DataParallelUse] = {}
     parameters: dict[int, torch.Tensor] = {}
     gradients: dict[int, Any] = {}
-    """Parameter -> weak reference to its last reduced gradient. A different gradient was zeroed since."""
-    begin, forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
-    all_reduce, zero, zero_of_module = dist.all_reduce, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+    """id() of a parameter -> weak reference to its last reduced gradient. Another gradient now: it was zeroed since."""
+    construct, forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
+    all_reduce, optimizer_zero, module_zero = dist.all_reduce, torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
 
-    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
+    def construct_observed(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Construct a `DistributedDataParallel` module, and observe the gradients of its parameters."""
+        construct(self, *args, **kwargs)
         use = DataParallelUse(locate(), bool(self.find_unused_parameters) and not self.static_graph)
         uses.append(use)
         of_module[id(self)] = use
@@ -71,7 +72,9 @@ def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[Da
                 use.sizes[id(parameter)] = parameter.numel() * parameter.element_size()
                 parameter.register_hook(partial(_note_gradient, use, id(parameter)))
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module's forward pass. A new set of parameters with gradients begins, unless the last one is empty
+        still."""
         use = of_module.get(id(self))
         if use is None:
             return forward(self, *args, **kwargs)
@@ -82,7 +85,8 @@ def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[Da
         use.drew |= before != _random_states()
         return result
 
-    def reduced(bucket: Any) -> None:
+    def note_reduction(bucket: Any) -> None:
+        """Count the reductions of the gradients in a bucket that a module reduces."""
         for parameter in bucket.parameters():
             key = id(parameter)
             for use in (use for use in uses if key in use.sizes):
@@ -91,7 +95,8 @@ def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[Da
                 use.reductions[key] = 1 if is_new else use.reductions.get(key, 0) + 1
             gradients[key] = None if parameter.grad is None else weakref.ref(parameter.grad)
 
-    def reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    def all_reduce_observed(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        """Replace `torch.distributed.all_reduce`: note gradients that the user reduces a second time."""
         if group is None or dist.get_process_group_ranks(group) == list(range(dist.get_world_size())):
             for use in uses:
                 keys = {key for key in use.sizes if _is_gradient_of(tensor, parameters[key])}
@@ -99,30 +104,33 @@ def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[Da
                     use.by_hand.setdefault(locate(), set()).update(keys)
         return all_reduce(tensor, op=op, group=group, async_op=async_op)
 
-    def forget(zeroed: Callable[[Any], Any]) -> Callable[..., Any]:
-        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-            for parameter in zeroed(self):
+    def resets_counts(zero_grad: Callable[..., Any], parameters_of: Callable[[Any], Any]) -> Callable[..., Any]:
+        """Return a ``zero_grad`` that also resets the counts of reductions of the zeroed gradients."""
+
+        def zero_and_reset(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for parameter in parameters_of(self):
                 for use in uses:
                     use.reductions.pop(id(parameter), None)
-            return (zero if zeroed is _of_optimizer else zero_of_module)(self, *args, **kwargs)
+            return zero_grad(self, *args, **kwargs)
 
-        return zero_grad
+        return zero_and_reset
 
-    def updating(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def note_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note the counts of reductions before an optimizer's update, and reset them."""
         keys = {id(parameter) for parameter in _of_optimizer(optimizer)}
         for use in uses:
             counts = {key: use.reductions.pop(key) for key in keys & use.reductions.keys()}
             if counts:
                 use.updates.append(counts)
 
-    handle = register_optimizer_step_pre_hook(updating)
+    handle = register_optimizer_step_pre_hook(note_update)
     try:
         with (
-            patched(DistributedDataParallel, __init__=begun, forward=run),
-            patched(dist, all_reduce=reduce),
-            patched(torch.optim.Optimizer, zero_grad=forget(_of_optimizer)),
-            patched(nn.Module, zero_grad=forget(nn.Module.parameters)),
-            reductions_reported(reduced),
+            patched(DistributedDataParallel, __init__=construct_observed, forward=run_observed),
+            patched(dist, all_reduce=all_reduce_observed),
+            patched(torch.optim.Optimizer, zero_grad=resets_counts(optimizer_zero, _of_optimizer)),
+            patched(nn.Module, zero_grad=resets_counts(module_zero, nn.Module.parameters)),
+            reductions_reported(note_reduction),
         ):
             yield uses
     finally:
@@ -130,27 +138,33 @@ def data_parallel_observed(locate: Callable[[], str | None]) -> Iterator[list[Da
 
 
 def _note_gradient(use: DataParallelUse, key: int, gradient: torch.Tensor) -> None:
+    """Note that the parameter with this ``id`` got a gradient, as a hook of it."""
     if use.used:
         use.used[-1].add(key)
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_gradient_of(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a tensor is the gradient of a parameter, or a view of all of it."""
     gradient = parameter.grad
-    return gradient is not None and (
-        tensor is gradient
-        or (tensor.untyped_storage()._cdata == gradient.untyped_storage()._cdata
-            and tensor.storage_offset() == gradient.storage_offset() and tensor.numel() == gradient.numel())
-    )  # fmt: skip
+    if gradient is None or tensor is gradient:
+        return gradient is not None
+    same_storage = tensor.untyped_storage()._cdata == gradient.untyped_storage()._cdata
+    same_begin = tensor.storage_offset() == gradient.storage_offset()
+    return same_storage and same_begin and tensor.numel() == gradient.numel()
 
 
 def _random_states() -> tuple[Any, ...]:
+    """Return the states of Python's random numbers, and of NumPy's if it was imported, to be compared."""
     numpy = sys.modules.get("numpy")
-    state = () if numpy is None else numpy.random.get_state(legacy=False)
-    return random.getstate(), () if not state else (state["state"]["pos"], bytes(state["state"]["key"]))
+    if numpy is None:
+        return random.getstate(), ()
+    state = numpy.random.get_state(legacy=False)["state"]
+    return random.getstate(), (state["pos"], bytes(state["key"]))
 
 
 @dataclass
@@ -178,14 +192,12 @@ def sharded_views_observed() -> Iterator[list[ChangedOutput]]:
     register = _fsdp_state.FSDPState._register_pre_backward_hook
     tensors_of: Any = vars(_fsdp_state)["collect_grad_tensors"]
 
-    def noted(self: Any, output: Any) -> Any:
+    def note_and_register(self: Any, output: Any) -> Any:
+        """Note the views among a sharded module's outputs, before FSDP registers its backward hooks for them."""
         if torch.is_grad_enabled() and any(group.is_sharded for group in self._fsdp_param_groups):
-            views.extend(
-                ChangedOutput(tuple(self._modules), tensor, tensor.grad_fn)
-                for tensor in tensors_of(output)
-                if tensor._base is not None
-            )
+            views_in_output = [tensor for tensor in tensors_of(output) if tensor._base is not None]
+            views.extend(ChangedOutput(tuple(self._modules), view, view.grad_fn) for view in views_in_output)
         return register(self, output)
 
-    with patched(_fsdp_state.FSDPState, _register_pre_backward_hook=noted):
+    with patched(_fsdp_state.FSDPState, _register_pre_backward_hook=note_and_register):
         yield views

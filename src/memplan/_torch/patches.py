@@ -6,12 +6,12 @@ Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import dropwhile
+from statistics import NormalDist
 from types import FrameType
 from typing import Any
 
@@ -61,6 +61,7 @@ def around_started_threads(
         before = self.run
 
         def run_watched() -> None:
+            """Run the thread inside of ``around()``."""
             self.run = before
             watched.add(threading.get_ident())
             with around():
@@ -79,8 +80,8 @@ def around_started_threads(
 
 
 def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Make a data loader's iterator call ``around(fetch, indices)`` for each batch, where ``fetch(indices)`` loads it.
-    Iterators that load in worker processes are left as they are."""
+    """Make ``batches``, a data loader's iterator, call ``around(fetch, indices)`` for each batch, where
+    ``fetch(indices)`` loads it. Iterators that load in worker processes are left as they are."""
     fetcher = getattr(batches, "_dataset_fetcher", None)
     if fetcher is not None:
         fetch = fetcher.fetch
@@ -91,9 +92,9 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 def around_batches(load: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
     """Make iterators of data loaders return ``load(iterator, fetch)`` as their next batch, where ``fetch()`` loads
     it."""
-    kind = _dataloader._BaseDataLoaderIter
-    following = kind.__next__
-    with patched(kind, __next__=lambda iterator: load(iterator, lambda: following(iterator))):
+    iterator_class = _dataloader._BaseDataLoaderIter
+    next_batch = iterator_class.__next__
+    with patched(iterator_class, __next__=lambda iterator: load(iterator, lambda: next_batch(iterator))):
         yield
 
 
@@ -115,6 +116,7 @@ def scripted_as_python(notify: Callable[[], None]) -> Iterator[None]:
         """Return a replacement for `torch.jit.script` and the like (``compiles``) that returns its argument."""
 
         def return_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+            """Return the function as it is, unless torch itself compiles it."""
             # torch._dynamo, once imported, calls torch.jit.trace from a wrapper
             callers_of_compiler = dropwhile(lambda frame: _module_of(frame) == "torch._dynamo.eval_frame", callers())
             if _module_of(next(callers_of_compiler)).partition(".")[0] == "torch":
@@ -159,6 +161,7 @@ def _originals_scripted() -> Iterator[None]:
 
 
 def _module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code a frame runs."""
     return str(frame.f_globals.get("__name__"))
 
 
@@ -226,6 +229,7 @@ def lengths_as_tensors() -> Iterator[None]:
     loss: Any = torch.ctc_loss
 
     def lengths_tensor(value: Any) -> Any:
+        """Return a list of lengths as a tensor; other values unchanged."""
         if not isinstance(value, (list, tuple)):
             return value
         try:
@@ -253,7 +257,7 @@ def sequences_padded_in_python() -> Iterator[None]:
 def _pad_packed_sequence(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sequences padded to equal length, and their lengths.
+    """Return sequences padded by ``value`` to equal length, and their lengths.
 
     Source: aten/src/ATen/native/PackedSequence.cpp, `_pad_packed_sequence`: consecutive time steps with the same
     number of sequences are copied at once.
@@ -261,16 +265,17 @@ def _pad_packed_sequence(
     sizes: list[int] = batch_sizes.tolist()  # sequences that reach each time step
     output = data.new_full((max(total_length or 0, len(sizes)), sizes[0], *data.shape[1:]), value)
     lengths: list[int] = []
-    first, offset = 0, 0
-    for end in range(1, len(sizes) + 1):
-        size, after = sizes[end - 1], sizes[end] if end < len(sizes) else 0
-        if size == after:
+    first_step, offset = 0, 0
+    for end_step in range(1, len(sizes) + 1):
+        size, next_size = sizes[end_step - 1], sizes[end_step] if end_step < len(sizes) else 0
+        if size == next_size:
             continue
-        part = data[offset : offset + size * (end - first)]
-        output[first:end][:, :size].copy_(part.view(end - first, size, *data.shape[1:]))
-        offset += size * (end - first)
-        first = end
-        lengths = [end] * (size - after) + lengths
+        steps = end_step - first_step
+        part = data[offset : offset + size * steps]
+        output[first_step:end_step][:, :size].copy_(part.view(steps, size, *data.shape[1:]))
+        offset += size * steps
+        first_step = end_step
+        lengths = [end_step] * (size - next_size) + lengths
     return output.transpose(0, 1) if batch_first else output, torch.tensor(lengths)
 
 
@@ -316,6 +321,7 @@ def without_checkpoints(
             yield
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Replace the reentrant kind of checkpoint: call the function in the context."""
         with around(function, True):
             return function(*args)
 
@@ -327,8 +333,8 @@ def without_checkpoints(
 
 
 def _generator(state_of: torch.Generator, method: Callable[[str], Any]) -> torch.Generator:
-    """Return a generator whose methods are ``method(name)``, with a copy of the state of ``state_of``. An op that gets
-    the generator as an argument, as in MONAI's `DataLoader`, draws from the copy."""
+    """Return a generator whose attribute ``name`` is ``method(name)``, with a copy of the state of ``state_of``. An op
+    that gets the generator as an argument, as in MONAI's `DataLoader`, draws from the copy."""
 
     class Replaced(torch.Generator):
         def __getattribute__(self, name: str) -> Any:
@@ -347,6 +353,7 @@ def seeding_seen(seen: Callable[[], None]) -> Iterator[None]:
     here = threading.get_ident()
 
     def method(name: str) -> Any:
+        """Return an attribute of the default generator, and report it if it is a method that sets the state."""
         if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == here:
             seen()
         return getattr(generator, name)
@@ -378,10 +385,12 @@ def redraws_estimated(redrawing: Callable[[int], contextlib.AbstractContextManag
     draw = torch.nn.init._no_grad_trunc_normal_
 
     def estimated(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **more: Any) -> Any:
-        outside = 1.0 - (math.erf((b - mean) / std / math.sqrt(2)) - math.erf((a - mean) / std / math.sqrt(2))) / 2
-        rounds, expected = 0, outside * tensor.numel()
-        while expected >= 1 and rounds < 100:
-            rounds, expected = rounds + 1, expected * outside
+        """Draw, within the context for the expected number of redraws."""
+        normal = NormalDist(mean, std)
+        share_outside = 1.0 - (normal.cdf(b) - normal.cdf(a))
+        rounds, values_outside = 0, share_outside * tensor.numel()
+        while values_outside >= 1 and rounds < 100:
+            rounds, values_outside = rounds + 1, values_outside * share_outside
         with redrawing(rounds):
             return draw(tensor, mean, std, a, b, *rest, **more)
 

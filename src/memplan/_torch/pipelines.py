@@ -42,12 +42,13 @@ def stages_without_neighbours(note_stage: Callable[[Any], None]) -> Iterator[Non
     begin: Any = vars(schedule)["_warmup_p2p"]
 
     def begin_without_exchange(self: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+        """Replace a schedule's exchange with the neighbouring stages before its first step."""
         if not all(isinstance(stage, PipelineStage) for stage in stages):
             return begin(self, stages, has_backward, p2p_done)
         modes = metadata.InferenceMode
-        runs = any(modes.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
-        for stage in stages:
-            stage._inference_mode = modes.DYNAMIC if runs else modes.STATIC
+        runs_module = any(modes.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
+        for stage in stages:  # how a stage learns its shapes: it runs its module, or gets them as arguments
+            stage._inference_mode = modes.DYNAMIC if runs_module else modes.STATIC
 
     def received(self: Any, source: int) -> Any:
         """Return the metadata that stage ``source`` would send: of inputs if it comes before, else of gradients."""
@@ -75,6 +76,7 @@ def _shapes_not_received(stage_class: Any) -> Iterator[None]:
         return
 
     def infer_without_exchange(self: Any, args: Any, kwargs: Any = None) -> Any:
+        """Infer a stage's shapes, unless the stage before it is on another rank."""
         source = self.stage_index - 1
         if not self.is_first and self.stage_index_to_group_rank[source] != self.group_rank:
             raise _unknown_inputs(self.stage_index, source)
@@ -85,6 +87,7 @@ def _shapes_not_received(stage_class: Any) -> Iterator[None]:
 
 
 def _unknown_inputs(stage: int, source: int) -> StepError:
+    """Return the error to raise for a stage whose inputs have shapes that only another stage's rank knows."""
     return StepError(
         f"stage {stage} of the pipeline learns the shapes of its inputs from stage {source}, of another rank",
         expected="stages that are described by themselves, as one rank is recorded",

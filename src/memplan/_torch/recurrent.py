@@ -20,13 +20,16 @@ def recurrent_replaced(functions: Mapping[str, Callable[..., Any]]) -> AbstractC
     A replacement takes the arguments of torch's function; where it returns NotImplemented, torch's runs instead.
     """
     vf: Any = torch._VF
-    return patched(vf, **{name: _or(function, getattr(vf, name)) for name, function in functions.items()})
 
+    def replaced(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls ``function``, and ``original`` for packed inputs or where it returns
+        NotImplemented."""
 
-def _or(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        is_packed = not isinstance(args[3], bool)
-        result = NotImplemented if is_packed else function(*args)
-        return original(*args) if result is NotImplemented else result
+        def call(*args: Any) -> Any:
+            is_packed = not isinstance(args[3], bool)
+            result = NotImplemented if is_packed else function(*args)
+            return original(*args) if result is NotImplemented else result
 
-    return call
+        return call
+
+    return patched(vf, **{name: replaced(function, getattr(vf, name)) for name, function in functions.items()})

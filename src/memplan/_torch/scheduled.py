@@ -65,30 +65,31 @@ class Record:
         """Kernels in call order; None if this version of Inductor is unknown."""
         if self._recorded is None:
             return None
-        called = {origin.name for kernel in self._recorded if not kernel.fused for origin in kernel.origins}
+        ops_of_torch = {origin.name for kernel in self._recorded if not kernel.fused for origin in kernel.origins}
+
+        def without_ops_of_torch(kernel: Kernel) -> Kernel:
+            """Return a kernel without the origins that a kernel of torch computes."""
+            return replace(kernel, origins=tuple(o for o in kernel.origins if o.name not in ops_of_torch))
+
         # Where a fused kernel only copies an operand into the layout that a kernel of torch needs, Inductor lists the
         # op of torch's kernel among the origins of both. The op is computed once, so the copy must not count it.
-        return tuple(
-            replace(kernel, origins=tuple(origin for origin in kernel.origins if origin.name not in called))
-            if kernel.fused
-            else kernel
-            for kernel in self._recorded
-        )
+        return tuple(without_ops_of_torch(kernel) if kernel.fused else kernel for kernel in self._recorded)
 
     def give_up(self) -> None:
         """Discard the record: this version of Inductor is unknown."""
         self._recorded = None
 
     def wrote(self, name: str, nodes: Iterable[Any]) -> None:
-        """Record a kernel that Inductor generated."""
+        """Record a kernel that Inductor generated, by its name and scheduler nodes."""
         self._add(lambda: _fused(name, nodes))
 
     def calls(self, node: Any) -> None:
-        """Record a call of a kernel of torch."""
+        """Record a call of a kernel of torch, by its scheduler node."""
         self._add(lambda: _library_kernel(node))
 
     def sums_up(self, kernel: Any) -> None:
-        """Record the kernels of torch that sum the partial results of a kernel that reduces along two dimensions."""
+        """Record the kernels of torch that sum the partial results of ``kernel``, a Triton kernel that reduces along
+        two dimensions."""
         for partial in getattr(kernel, "saved_partial_accumulate", ()):
             self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
 
@@ -142,6 +143,7 @@ def _record_called(record: Record, patches: ExitStack) -> None:
     call = Scheduler.codegen_extern_call
 
     def codegen_extern_call(self: Any, node: Any, *rest: Any, **more: Any) -> Any:
+        """Replace ``Scheduler.codegen_extern_call``: record the call."""
         record.calls(node)
         return call(self, node, *rest, **more)
 
@@ -160,23 +162,26 @@ def _record_second_passes(record: Record, patches: ExitStack) -> None:
     whole = getattr(SIMDScheduling, "_codegen_mix_order_reduction", None)
     if generate is None or whole is None:
         return
-    written = list[Any]()
+    candidates = list[Any]()
 
-    def generate_and_keep(*args: Any, **more: Any) -> Any:
+    def generate_candidate(*args: Any, **more: Any) -> Any:
+        """Replace the generation of a candidate kernel that reduces along both dimensions: keep the kernel."""
         kernels = generate(*args, **more)
-        written.append(kernels[0])
+        candidates.append(kernels[0])
         return kernels
 
     def whole_and_sums(*args: Any, **more: Any) -> Any:
-        written.clear()
+        """Replace the generation of code for a reduction along both dimensions: record torch's kernels that add up its
+        parts."""
+        candidates.clear()
         result = whole(*args, **more)
-        record.sums_up(written[-1] if written else None)  # the earlier ones were candidates
+        record.sums_up(candidates[-1] if candidates else None)  # Inductor uses the last candidate
         return result
 
     patches.enter_context(
         patched(
             SIMDScheduling,
-            _generate_kernel_code_for_mix_order_reduction=only_in_this_thread(generate_and_keep, generate),
+            _generate_kernel_code_for_mix_order_reduction=only_in_this_thread(generate_candidate, generate),
             _codegen_mix_order_reduction=only_in_this_thread(whole_and_sums, whole),
         )
     )
@@ -187,9 +192,10 @@ _PARTS = 4
 
 
 def _second_pass(kernel: Any, reduction: str) -> Kernel:
-    """Return the record of the kernel of torch that reduces the partial results in a workspace to a single row."""
+    """Return the record of the kernel of torch that reduces the partial results of ``kernel`` in a workspace to a
+    single row. ``reduction``: Inductor's name of it, as "sum"."""
     columns = int(kernel.numels["r0_"])
-    parts = -(-int(kernel.numels["x"]) // int(kernel.rsplit_size)) * columns
+    parts = -(-int(kernel.numels["x"]) // int(kernel.rsplit_size)) * columns  # a row for each split, rounded up
     name = {"min": "amin.default", "max": "amax.default"}.get(reduction, f"{reduction}.dim_IntList")
     moved = _PARTS * (2 * parts + columns)  # the parts are written by the kernel before, and read
     return Kernel(f"aten.{name}", fused=False, bytes=moved, origins=())
@@ -207,10 +213,10 @@ def _moved(node: Any) -> int:
     are no reads."""
     from torch._inductor.dependencies import WeakDep
 
-    sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    named = (*node.read_writes.reads, *node.read_writes.writes)
-    real = {access.name for access in named if not isinstance(access, WeakDep)}
-    return sum(int(size) for name, size in sizes.items() if name in real)
+    bytes_by_name = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    accesses = (*node.read_writes.reads, *node.read_writes.writes)
+    real = {access.name for access in accesses if not isinstance(access, WeakDep)}
+    return sum(int(size) for name, size in bytes_by_name.items() if name in real)
 
 
 def _library_kernel(node: Any) -> Kernel | None:
@@ -237,26 +243,26 @@ def _result_bytes(node: fx.Node) -> int:
 
 
 def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
-    """Return the ops that a kernel computes: the origins of its nodes that lie between its inputs and its results.
-    (Origins list the ops of other kernels, too.)"""
+    """Return the ops that a kernel of these scheduler nodes computes: the origins of its nodes that lie between its
+    inputs and its results. (Origins list the ops of other kernels, too.)"""
     from torch._inductor.virtualized import V
 
     buffers: Mapping[str, Any] = V.graph.name_to_buffer
     produced = {buffer.get_name() for node in nodes for buffer in node.get_outputs()}
     read = {dependency.name for node in nodes for dependency in node.read_writes.reads} - produced
     input_ops = {getattr(buffers.get(name), "origin_node", None) for name in read}
-    named = {origin for node in nodes for origin in node.node.origins}
-    stack, computed = [buffer for node in nodes for buffer in _results(node.node)], set[fx.Node]()
+    origins = {origin for node in nodes for origin in node.node.origins}
+    stack, computed = [op for node in nodes for op in _results(node.node)], set[fx.Node]()
     while stack:
-        node = stack.pop()
-        if node not in computed and node not in input_ops and (node in named or _selects_result(node)):
-            computed.add(node)
-            stack.extend(node.all_input_nodes)
-    return computed & named
+        op = stack.pop()
+        if op not in computed and op not in input_ops and (op in origins or _selects_result(op)):
+            computed.add(op)
+            stack.extend(op.all_input_nodes)
+    return computed & origins
 
 
 def _results(buffer: Any) -> list[fx.Node]:
-    """Return the nodes whose results a buffer holds."""
+    """Return the ops whose results a buffer of Inductor contains: those of its origins that no other origin reads."""
     if buffer.origin_node is not None:
         return [buffer.origin_node]
     inputs = {operand for node in buffer.origins for operand in node.all_input_nodes}
@@ -276,7 +282,8 @@ def _as_origins(nodes: Iterable[fx.Node]) -> tuple[Origin, ...]:
 
 
 def mark_of(node: fx.Node) -> int | None:
-    """Return the mark of an op; None if it was traced before the first mark."""
+    """Return the number with which `memplan._torch.inductor.mark` marked an op; None if it was traced before the first
+    mark."""
     kind, _, number = (node.stack_trace or "").partition(MARK)
     return int(number) if number and not kind else None
 

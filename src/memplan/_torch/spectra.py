@@ -28,6 +28,8 @@ def decompositions_without_vectors(set_needs_no_vectors: Callable[[bool], None])
     """
 
     def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of `torch.linalg` that reports its begin and end."""
+
         def call_and_report(*args: Any, **kwargs: Any) -> Any:
             matrix = args[0] if args else kwargs.get("A", kwargs.get("input"))
             set_needs_no_vectors(isinstance(matrix, torch.Tensor) and not _needs_derivative(matrix))
@@ -53,8 +55,8 @@ def _needs_derivative(matrix: torch.Tensor) -> bool:
 
 
 def without_vectors(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the op and arguments that compute only the values of a decomposition, not its vectors; None for an op that
-    is no such decomposition."""
+    """Return the (op, arguments) that compute only the values of a decomposition, not its vectors, for op ``func``;
+    None for an op that is no such decomposition."""
     if func is _aten._linalg_svd.default and not any(args[1:2]):
         return func, (args[0], False, False)
     if func is _aten._linalg_eigh.default:

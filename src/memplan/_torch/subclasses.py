@@ -113,7 +113,8 @@ def subclasses_hidden(types: Any, *arguments: Any) -> Iterator[None]:
 
 @functools.lru_cache(256)
 def _fake(kind: type) -> type:
-    """Return a class of fake tensors with the methods of subclass ``kind``, which `kind_of` returns for them."""
+    """Return a class of fake tensors with the methods of subclass ``kind``. `kind_of` returns ``kind`` for its
+    instances."""
     content = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _KIND: kind}
     return types.new_class(kind.__name__, (kind, _FakeOfSubclass), {}, lambda space: space.update(content))
 
@@ -125,17 +126,20 @@ def fakes_as_subclasses() -> Iterator[None]:
     make_parameter: Callable[..., Any] = nn.Parameter.__new__
 
     def make_subclass(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
+        """Replace `torch.Tensor._make_subclass`, which accepts no fake tensors."""
         if not isinstance(data, FakeTensor):
             return make(cls, data, require_grad, **kwargs)
-        made = _of_kind(data.detach(), cls).requires_grad_(require_grad)  # no view, which would keep its base's memory
+        # detached, since a view would keep its base's memory
+        tensor = _of_kind(data.detach(), cls).requires_grad_(require_grad)
         if issubclass(cls, nn.Parameter):
-            made._is_param = True  # pyright: ignore[reportAttributeAccessIssue]  # as torch marks other classes
-        return made
+            tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]  # as torch marks other classes
+        return tensor
 
     def make_subclass_of_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        made = make_parameter(cls, data, requires_grad)
-        is_plain = cls is nn.Parameter or not isinstance(made, FakeTensor)
-        return made if is_plain else make_subclass(cls, made, requires_grad)
+        """Replace `nn.Parameter.__new__`: a fake parameter becomes an instance of its subclass."""
+        parameter = make_parameter(cls, data, requires_grad)
+        is_plain = cls is nn.Parameter or not isinstance(parameter, FakeTensor)
+        return parameter if is_plain else make_subclass(cls, parameter, requires_grad)
 
     with (
         patched(FakeTensor, as_subclass=as_subclass),
@@ -164,8 +168,8 @@ _SILENT = frozenset({torch.ops.aten.alias.default, torch.ops.aten.detach.default
 
 
 def fake_like(tensors: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, list[torch.Tensor]]:
-    """Return a fake mode, and the tensors as fake tensors of it. The mode is that of tensors that are fake already,
-    else ``mode``, else a new mode."""
+    """Return (fake mode, the tensors as fake tensors of it). The mode is that of tensors that are fake already, else
+    ``mode``, else a new mode."""
     own_mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), mode)
     mode = own_mode or FakeTensorMode(allow_non_fake_inputs=True)
     return mode, [tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor) for tensor in tensors]

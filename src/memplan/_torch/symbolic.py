@@ -82,9 +82,11 @@ class Symbolic:
         self._places: dict[Any, int] = {}
         """Index of each number or expression in the table."""
         self._storages: dict[int, int] = {}
+        """Key of a storage -> its number, an index into `_sizes`."""
         self._sizes: list[int] = []
         """Table index of the bytes of each storage."""
         self._kept: list[Any] = []
+        """The storages, so that their keys stay unique."""
         self._metas: list[tuple[Any, Any]] = []
         """Nodes, and the `_Form` of each value."""
         self._calls: list[tuple[Any, Any, Any]] = []
@@ -153,7 +155,7 @@ class Symbolic:
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
             raise NotSymbolicError(f"{type(value).__name__} is no plain tensor")
         storage = value.untyped_storage()
-        self._kept.append(storage)  # while the storage is alive, its key stays unique
+        self._kept.append(storage)
         key = storage_key(storage)
         if key not in self._storages:
             self._storages[key] = len(self._sizes)
@@ -167,10 +169,11 @@ class Symbolic:
         )
 
     def _arguments(self, argument: Any) -> Any:
-        """Return an argument with a `_Number` for each symbolic number, also for a node whose value is a number."""
+        """Return an argument of a call, at any depth, with a `_Number` for each symbolic number, also for a node whose
+        value is a number."""
         if isinstance(argument, torch.fx.Node):
             value = argument.meta.get("val")
-            return argument if value is None or not isinstance(value, (torch.SymInt, int)) else self._arguments(value)
+            return self._arguments(value) if isinstance(value, (torch.SymInt, int)) else argument
         if isinstance(argument, torch.SymInt):
             return _Number(self._place(argument))
         if isinstance(argument, (torch.SymFloat, torch.SymBool)):
@@ -196,12 +199,12 @@ class Symbolic:
         """
         from torch.utils._sympy.printers import PythonPrinter
 
-        conditions = [guard.expr for guard in self._environment.guards]
-        free: set[Any] = set().union(*(_symbols(expression) for expression in (*self._places, *conditions)))
+        guards = [guard.expr for guard in self._environment.guards]
+        free = {symbol for expression in (*self._places, *guards) for symbol in getattr(expression, "free_symbols", ())}
         symbols = tuple(sorted(free, key=str))
         write = PythonPrinter().doprint
         numbers = [str(expression) if isinstance(expression, int) else write(expression) for expression in self._places]
-        checks = [f"({write(expression)})" for expression in conditions]
+        checks = [f"({write(expression)})" for expression in guards]
         for symbol in symbols:
             range_ = self._environment.var_to_range.get(symbol)
             if range_ is None:
@@ -252,7 +255,10 @@ class _Zeros(Sequence[int]):
 
 
 def _filled(value: Any, table: Sequence[int], storages: Sequence[Any]) -> Any:
-    """Return a value with numbers of the table for each `_Number`, and a tensor without data for each `_Form`."""
+    """Return nested arguments, or the `_Form` of a value, for concrete sizes.
+
+    Each `_Number` becomes a number of the table, and each `_Form` a tensor without data, in ``storages[form.storage]``.
+    """
     if isinstance(value, _Form):
         shape, stride = [table[at] for at in value.shape], [table[at] for at in value.stride]
         empty = torch.empty(0, dtype=value.dtype, device="meta")
@@ -269,13 +275,10 @@ def _filled(value: Any, table: Sequence[int], storages: Sequence[Any]) -> Any:
 
 
 def _has_numbers(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_numbers, value))
-    return any(map(_has_numbers, value.values())) if isinstance(value, dict) else isinstance(value, _Number)
-
-
-def _symbols(expression: Any) -> Collection[Any]:
-    return getattr(expression, "free_symbols", ())
+    """Return whether nested arguments contain a `_Number`."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return any(map(_has_numbers, value)) if isinstance(value, (tuple, list)) else isinstance(value, _Number)
 
 
 def _environment(joint: Joint) -> Any:

@@ -125,8 +125,8 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _unrecorded(tensor: FakeTensor) -> Iterator[None]:
-    """Keep ops on a fake tensor out of the recording that its mode belongs to, by marking them as parts of another op
-    (see `FakeMode.within`)."""
+    """Run ops on a fake tensor without recording them, by marking them as parts of another op (see
+    `FakeMode.within`)."""
     mode: Any = tensor.fake_mode
     before = getattr(mode, "_inside", None)
     if before is None:
@@ -210,12 +210,11 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"": tensor}
     names: Any = tensor.__tensor_flatten__()[0]
     tensors: dict[str, torch.Tensor] = {}
-    parts = {name: getattr(tensor, name) for name in names}
-    for name, part in parts.items():
-        if not isinstance(part, torch.Tensor):  # a mesh of devices
-            continue
-        for rest, inner in inner_tensors(part).items():
-            tensors[f"{name}.{rest}" if rest else name] = inner
+    for name in names:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):  # else a mesh of devices
+            for inner_name, inner in inner_tensors(part).items():
+                tensors[f"{name}.{inner_name}" if inner_name else name] = inner
     return tensors
 
 
@@ -228,7 +227,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the C++ reference counts of the tensor and of its storage."""
+    """Return the C++ reference counts of the tensor and of its storage, as a tuple."""
     storage_count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), storage_count  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
@@ -255,8 +254,8 @@ def _caller() -> str:
 
 
 def tensor_arguments(func: Any) -> list[tuple[int, str]]:
-    """Return position and name of each argument of an op that takes tensors."""
-    return [(i, a.name) for i, a in enumerate(func._schema.arguments) if "Tensor" in str(a.type)]
+    """Return (position, name) of each argument of an op that takes tensors."""
+    return [(i, argument.name) for i, argument in enumerate(arguments(func)) if "Tensor" in str(argument.type)]
 
 
 def arguments(func: Any) -> list[Any]:
@@ -296,15 +295,16 @@ def is_mutable(func: Any) -> bool:
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return an op's arguments by name, defaults included."""
-    schema = func._schema.arguments
-    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-    return defaults | {a.name: value for a, value in zip(schema, args, strict=False)} | dict(kwargs)
+    schema = arguments(func)
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    positional = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return {**defaults, **positional, **kwargs}
 
 
 def written_arguments(func: Any) -> list[tuple[int, str]]:
-    """Return position and name of each argument that an op writes."""
-    arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    """Return (position, name) of each argument that an op writes."""
+    with_alias = [(i, argument) for i, argument in enumerate(arguments(func)) if argument.alias_info is not None]
+    return [(i, argument.name) for i, argument in with_alias if argument.alias_info.is_write]
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -341,7 +341,7 @@ def drawing_from(op: Any, generator: torch.Generator) -> Callable[..., Any] | No
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """Return the result and the mask of dropout, with the mask drawn from a generator.
+    """Return (result, mask) of dropout, with the mask drawn from a generator.
 
     Source: aten/src/ATen/native/Dropout.cpp, `native_dropout_cpu`.
     """
@@ -349,5 +349,5 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None, generator: torch.Gen
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    return x.mul(kept).mul_(1 / (1 - p)), kept
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return x.mul(mask).mul_(1 / (1 - p)), mask

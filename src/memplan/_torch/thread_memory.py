@@ -67,13 +67,14 @@ def with_threads(profile: Profile, threads: Threads) -> Profile:
     events: list[MemoryEvent] = []
     for number, event in enumerate(sorted([*profile.events, *others], key=lambda event: event.time)):
         addresses = live.setdefault(abs(event.bytes), {})
+        is_of_thread = event.address == 0
         if event.bytes > 0:
-            event = event._replace(address=event.address or -1 - number)
+            event = event._replace(address=-1 - number if is_of_thread else event.address)
             addresses[event.address] = None
-        elif event.address not in addresses:
-            candidates = (address for address in reversed(addresses) if address < 0 or event.address == 0)
-            event = event._replace(address=next(candidates, event.address))
-        if event.bytes < 0:
+        else:
+            if event.address not in addresses:  # freed in another thread than allocated
+                candidates = (address for address in reversed(addresses) if address < 0 or is_of_thread)
+                event = event._replace(address=next(candidates, event.address))
             addresses.pop(event.address, None)
         events.append(event)
     return replace(profile, events=events)

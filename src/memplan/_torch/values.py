@@ -9,6 +9,7 @@ Seen in torch 2.11, 2.13 and 2.15: ``_local_scalar_dense`` reaches the fake mode
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +33,16 @@ class Known:
 
     value: torch.Tensor
     input: int | None = None
+    """Number of the input."""
     call: Callable[[list[Any]], Any] | None = None
+    """Runs the op on other tensors in place of its tensor arguments."""
     parts: tuple[Known, ...] = ()
+    """The op's tensor arguments."""
     position: int | None = None
+    """Position among the op's results; None: its only result."""
 
     def anew(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
-        """Recompute the values for other inputs. ``memo``: what was computed so far, by `id`."""
+        """Recompute the values for other inputs. ``memo``: id() of a `Known` -> its values as computed so far."""
         if id(self) not in memo:
             memo[id(self)] = self._computed(inputs, memo)
         return memo[id(self)]
@@ -75,7 +80,8 @@ class Values:
         """Scalars that were read and depend on an input."""
 
     def take(self, fake: Any, number: int, real: torch.Tensor) -> None:
-        """Note the values of an input of the trace, if it is small and of an integer or bool dtype."""
+        """Note the values ``real`` of ``fake``, input ``number`` of the trace, if it is small and of an integer or bool
+        dtype."""
         is_integral = not real.is_floating_point() and not real.is_complex()
         if is_integral and real.numel() <= LARGEST and not isinstance(real, FakeTensor):
             self._known[fake] = Known(real.detach(), input=number)
@@ -126,7 +132,7 @@ class Values:
         for tensor in tensors:
             known = self._known.get(tensor) if isinstance(tensor, FakeTensor) else None
             if known is None and func in _LIFTS and not isinstance(tensor, FakeTensor):
-                known = Known(tensor)
+                known = Known(tensor)  # a constant from Python's numbers
             if known is None:
                 return None
             parts.append(known)
@@ -134,6 +140,7 @@ class Values:
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
+    """Return the tensors among nested arguments, in order."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
@@ -146,16 +153,20 @@ def _has_symbols(arguments: Any) -> bool:
 
 
 def _follows(func: Any) -> bool:
+    """Return whether an op of ATen computes its result from its arguments alone: it draws no random numbers, and its
+    result is initialized."""
     name = func._schema.name
     return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in name and name.startswith("aten::")
 
 
 def _recipe(func: Any, args: Any, kwargs: Any) -> Callable[[list[Any]], Any]:
-    """Return a call as a function of its tensor arguments, to repeat it with other tensors. Keeps no tensor alive."""
-    places = iter(range(1 << 30))
-    args, kwargs = tree_map(lambda x: _Place(next(places)) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    """Return a call of an op as a function of its tensor arguments, to repeat it with other tensors. Keeps no tensor
+    alive."""
+    numbers = itertools.count()
+    args, kwargs = tree_map(lambda x: _Place(next(numbers)) if isinstance(x, torch.Tensor) else x, (args, kwargs))
 
     def call(tensors: list[Any]) -> Any:
+        """Repeat the call with these tensors in place of its tensor arguments, in order."""
         positional, named = tree_map(lambda x: tensors[x.at] if isinstance(x, _Place) else x, (args, kwargs))
         return func(*positional, **named)
 
@@ -164,6 +175,8 @@ def _recipe(func: Any, args: Any, kwargs: Any) -> Callable[[list[Any]], Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
+    """Stands for tensor argument number ``at`` of a call."""
+
     at: int
 
 
