@@ -453,7 +453,7 @@ class Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
