@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from integrations.scripts.script_runs import run_here
 
 import memplan
 from memplan.cli import main
@@ -41,7 +42,15 @@ def peak_of(script: str, world: int, *arguments: str) -> int:
     return memplan.simulate(run_script(request).trace).peak_allocated
 
 
+@pytest.fixture
+def scripts_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts run in the test's process: another one for each layout takes four seconds to import torch."""
+    monkeypatch.setattr("memplan.integrations.scripts.script_layouts.run_script", run_here)
+    monkeypatch.setitem(globals(), "run_script", run_here)
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("scripts_here")
 def test_rows_are_the_runs_with_those_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(RANKS / "fsdp_mesh.py", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -62,6 +71,7 @@ def test_rows_are_the_runs_with_those_flags(tmp_path: Path, monkeypatch: pytest.
     assert result.notes[:2] == (f"{title}: --replicas {result.best.layout.replicas}", *ByReplicas.notes)
 
 
+@pytest.mark.usefixtures("scripts_here")
 def test_an_error_of_all_layouts_is_the_scripts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemError('no data')\n")
     request = Request(Command(str(tmp_path / "train.py")), device="h100", world=2)
