@@ -39,7 +39,7 @@ class SearchResult:
 
     @property
     def last(self) -> int:
-        """Return the last position that fits, 0 if none does."""
+        """The last position that fits, 0 if none does."""
         return max((sample.position for sample in self.samples if sample.fits), default=0)
 
     @property
@@ -50,16 +50,16 @@ class SearchResult:
 
     @property
     def following(self) -> int | None:
-        """Upper bound of the search: the first position above ``floor`` that does not fit or fails, or None.
+        """Upper bound of the search: the first position above ``floor`` that does not fit or fails; None if there is
+        none.
 
         Failures at positions that are no multiple of ``step`` do not count.
         """
-        too_large = [sample.position for sample in self.samples if not sample.fits]
-        return min(
-            (position for position in (*too_large, *self._failed_multiples()) if position > self.floor), default=None
-        )
+        too_large = [sample.position for sample in self.samples if not sample.fits] + self._failed_multiples()
+        return min((position for position in too_large if position > self.floor), default=None)
 
     def _failed_multiples(self) -> list[int]:
+        """Return the failed positions that are multiples of ``step``."""
         return [position for position in self.failed if position % self.step == 0]
 
 
@@ -88,9 +88,13 @@ def last_fitting(
         fits: whether a step fits; then guesses come from whole extrapolated steps (see `extrapolate_storages`).
     """
     search = _Search(probe, measure, limit, most, fits)
-    first = next((position for position in _first_positions(min(start, most), most) if search.works(position)), None)
-    position = first
-    while position is not None and first is not None:
+    for first in _first_positions(min(start, most), most):
+        if search.works(first):
+            break
+    else:
+        return search.result
+    position: int | None = first
+    while position is not None:
         if not search.works(position) and search.step is None:
             search.step = step_of(search.works, first, most)
         position = search.next()
@@ -105,6 +109,7 @@ def step_of(works: Callable[[int], bool], position: int, most: int = MOST) -> in
     """
 
     def moves(distance: int) -> bool:
+        """Return whether the position that far below or above works, too."""
         return works(position - distance) or (position + distance <= most and works(position + distance))
 
     step = position
@@ -167,7 +172,7 @@ class _Search:
 
     @property
     def result(self) -> SearchResult:
-        """Return the recordings so far."""
+        """The recordings so far."""
         samples = tuple(sample for sample in self.recordings.values() if sample is not None)
         failed = tuple(position for position, sample in self.recordings.items() if sample is None)
         return SearchResult(samples, failed, self.step or 1)

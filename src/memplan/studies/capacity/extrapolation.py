@@ -112,14 +112,16 @@ def _storage_sizes(
     positions = [sample.position for sample in samples]
     # dimensions that grow with the position: pixels are the square of an image's size, voxels the cube of a volume's
     power = max(1, round(math.log2(measure(2) / measure(1))))
-    columns = list(zip(*rows, strict=True))
+    columns = list(zip(*rows, strict=True))  # for each storage, its bytes in each sample
     paddings = {column: padding_of(positions, column, power) for column in set(columns)}
-    padded = [(index, padding) for index, column in enumerate(columns) if (padding := paddings[column]) is not None]
 
     def storage_bytes(position: int) -> list[int]:
         sizes = [max(0, int(size)) for size in numpy.rint(parabolas(measure(position)))]
-        for index, (stride, unit) in padded:
-            sizes[index] = unit * (-(-position // stride)) ** power
+        for index, column in enumerate(columns):
+            padding = paddings[column]
+            if padding is not None:
+                stride, unit = padding
+                sizes[index] = unit * (-(-position // stride)) ** power  # a number of strides, rounded up
         return sizes
 
     return storage_bytes
@@ -138,21 +140,22 @@ def padding_of(positions: Sequence[int], sizes: Sequence[int], power: int = 1) -
         (1000, 4000)
     """
     unit = math.gcd(*sizes) or 1
-    counts = [round((size / unit) ** (1 / power)) for size in sizes]
-    proportional = all(
-        count * positions[0] == counts[0] * position for position, count in zip(positions, counts, strict=True)
-    )
-    if proportional or min(counts) < 1 or any(c**power * unit != size for c, size in zip(counts, sizes, strict=True)):
+    counts = [round((size / unit) ** (1 / power)) for size in sizes]  # of strides along a dimension
+    pairs = list(zip(positions, counts, strict=True))
+    proportional = all(count * positions[0] == counts[0] * position for position, count in pairs)
+    exact = all(count**power * unit == size for count, size in zip(counts, sizes, strict=True))
+    if proportional or not exact or min(counts) < 1:
         return None
-    low = max(-(-position // count) for position, count in zip(positions, counts, strict=True))
-    high = min(((p - 1) // (c - 1) for p, c in zip(positions, counts, strict=True) if c > 1), default=0)
+    # strides for which each position, rounded up, is its count of strides
+    low = max(-(-position // count) for position, count in pairs)
+    high = min(((position - 1) // (count - 1) for position, count in pairs if count > 1), default=0)
     return (roundest(low - 1, high + 1), unit) if 1 < low <= high else None
 
 
 def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Callable[[float], Any]:
-    """Return a function from a measure to the values of parabolas through three samples, or of lines through two.
+    """Return a function from a measure to values on parabolas through three samples, or on lines through two.
 
-    ``rows`` has the values of each sample. A parabola that opens downwards is replaced by a line: bytes do not fall.
+    ``rows``: the values at each sample. A parabola that opens downwards is replaced by a line: bytes do not fall.
     """
     x, y = [sample.measure for sample in samples], numpy.array(rows, dtype=float)
     slope = (y[1] - y[0]) / (x[1] - x[0])
@@ -180,7 +183,7 @@ def _bisect(fits: Callable[[int], bool], low: int, high: int | None) -> int | No
 
 
 def _same_storages(trace: Trace, other: Trace | None) -> bool:
-    """Return whether two steps allocate and free the same storages in the same order."""
+    """Return whether two steps allocate and free the same storages in the same order. ``other``: None for no step."""
     if other is None or len(trace.storages) != len(other.storages):
         return False
     pairs = zip(trace.storages, other.storages, strict=True)
@@ -208,7 +211,8 @@ def roundness(number: int) -> int:
 
 
 def _multiple(low: int, high: int, base: int) -> int:
-    """Return the largest number strictly between two that is divisible by the highest possible power of the base."""
+    """Return the largest number strictly between ``low`` and ``high`` that the highest possible power of ``base``
+    divides."""
     unit = 1
     while (high - 1) // (unit * base) * unit * base > low:
         unit *= base

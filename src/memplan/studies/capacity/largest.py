@@ -85,37 +85,38 @@ class Largest(Written, Displayed):
     notes: tuple[str, ...] = ()
 
     def at(self, value: int | None) -> Tried | None:
-        """Return the recording of a value, or None."""
+        """Return the recording of a value; None if it was not recorded."""
         return next((trial for trial in self.tried if trial.value == value), None)
 
     @property
     def recorded(self) -> tuple[Tried, ...]:
-        """Return the values whose recording did not fail."""
+        """Values whose recording did not fail."""
         return tuple(trial for trial in self.tried if not trial.reason)
 
     @property
     def failed(self) -> tuple[Tried, ...]:
-        """Return the values whose recording failed."""
+        """Values whose recording failed."""
         return tuple(trial for trial in self.tried if trial.reason)
 
     @property
     def answer(self) -> Tried | None:
-        """Return the recording of ``value``; None if that is 0."""
+        """The recording of ``value``; None if that is 0."""
         return self.at(self.value)
 
     @property
     def following(self) -> Tried | None:
-        """Return the recording of ``end``, or None."""
+        """The recording of ``end``; None if there is none."""
         return self.at(self.end)
 
     @property
     def least(self) -> Tried:
-        """Return the recording of the smallest value."""
+        """The recording of the smallest value."""
         return min(self.recorded, key=lambda trial: trial.value)
 
     @property
     def unsteady(self) -> tuple[int, int] | None:
-        """Return (smaller, larger) if the smaller value needs more memory or alone does not fit, else None."""
+        """(smaller, larger) values of which the smaller needs more memory, or alone does not fit; None if there are
+        none."""
         ordered = sorted(self.recorded, key=lambda trial: trial.value)
         for a, b in itertools.combinations(ordered, 2):
             if a.need > _CLEARLY * b.need or (b.fits and not a.fits):
@@ -123,6 +124,7 @@ class Largest(Written, Displayed):
         return None
 
     def _plain(self) -> dict[str, Any]:
+        """Return the result as plain data for JSON."""
         return named(self, "title", "axis", "value", "sizes", "step", "notes", "planned") | {
             "tried": [trial.row() for trial in self.tried],
             "following": self.end,
@@ -134,10 +136,10 @@ class Largest(Written, Displayed):
 
     @property
     def likely(self) -> int | None:
-        """Return the largest value that fits in the upper end of its 95 % band, too; None where bytes have no band, or
-        where the answer fits only as the allocator gives cached segments back.
+        """The largest value that fits in 95 % of steps, by the upper end of its band.
 
-        Between two recorded values the bytes of the band's upper end are interpolated by a line.
+        None if bytes have no band, or if the answer fits only as the allocator gives cached segments back. Between two
+        recorded values the upper end is interpolated by a line.
         """
         if self.answer is None or self.answer.need > self.room.limit:
             return None
@@ -147,6 +149,7 @@ class Largest(Written, Displayed):
             return None
         if ends[-1][1] <= self.room.limit:
             return self.value
+        # (value, bytes) of the last upper end that fits, and of the next
         fitting = [(value, size) for value, size in ends if size <= self.room.limit]
         low, least = fitting[-1] if fitting else (0, 0)
         high, most = next((value, size) for value, size in ends if value > low)
@@ -254,7 +257,16 @@ def find_largest(
     title: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Largest:
-    """Search as `largest` does, and return all recordings; ``value`` is 0 if nothing fits."""
+    """Search as `largest` does, and return all recordings; ``value`` is 0 if nothing fits.
+
+    Args:
+        subject: the step.
+        name: of the axis.
+        room: the memory limit.
+        divisible, aspect, most, fit, settings: see `largest`.
+        title: name for reports; empty: that of the subject.
+        progress: called with the name of each point before it is recorded.
+    """
     axis = _axis_with_aspect(subject, name, divisible, aspect)
     subject = without_data(subject)
     start = _current_value(subject, axis, divisible)
@@ -355,7 +367,12 @@ class _Recorder:
 def _search_outcome(
     result: SearchResult, recorder: _Recorder, title: str, room: Room, most: int | None, notes: tuple[str, ...]
 ) -> Largest:
-    """Return the result of a search; raise if nothing was recorded, or if the need does not grow along the axis."""
+    """Return the result of a search.
+
+    Raises:
+        StepError: nothing was recorded.
+        InputError: the need does not grow along the axis.
+    """
     axis, divisible, tried = recorder.axis, recorder.divisible, tuple(recorder.tried.values())
     if not result.samples:
         raise _error_of_all(recorder.error, axis.name, tried)
@@ -384,7 +401,7 @@ def does_not_fit(search: Largest) -> BudgetError:
 
 
 def _error_of_all(error: StepError | None, name: str, tried: Sequence[Tried]) -> StepError:
-    """Return the step's first error, with the list of all values that failed."""
+    """Return the error of a search in which every recording failed: the first error, with the values that failed."""
     assert error is not None, "the first recording failed, as the step raised"
     if len(tried) == 1:
         return error
@@ -416,7 +433,8 @@ def _axis_with_aspect(subject: Subject, name: str, divisible: int, aspect: Seque
 
 
 def _current_value(subject: Subject, axis: Axis, divisible: int) -> int:
-    """Return the current value of the step, or ``divisible`` if unknown. Raises InputError if it has no such axis."""
+    """Return the current value of the step on an axis, or ``divisible`` if unknown. Raises InputError without the
+    axis."""
     if axis.measure(divisible) is None:
         raise InputError(
             f"the axis {axis.name}", expected="one of numbers: batch, size, patch, sequence", do="Name one"
@@ -427,6 +445,7 @@ def _current_value(subject: Subject, axis: Axis, divisible: int) -> int:
 
 
 def _flat_axis_error(name: str, result: SearchResult, divisible: int) -> InputError:
+    """Return the error of an axis with which the needed bytes do not grow. ``name``: of the axis."""
     ordered = sorted(result.samples, key=lambda sample: sample.position)
     first, last = ordered[0], ordered[-1]
     return InputError(

@@ -41,15 +41,18 @@ class Room:
         return step.answer == "fits" or (self.case == "low" and step.answer == "low only")
 
     def holds(self, trace: Trace, settings: AllocatorSettings) -> bool:
-        """Return the same as `fits` for a trace, about 100 times as fast: it is simulated, but not explained."""
+        """Return whether a traced step fits, as `fits` does, about 100 times as fast: it is simulated, but not
+        explained."""
         if self.target.card is None:
             return simulate(trace).peak_allocated <= self.limit
         room = self.target.card.capacity - self.context_of(trace)
         return on_card.fits(trace, room, settings, low=self.case == "low")
 
     def context_of(self, trace: Trace) -> int:
-        """Return the bytes of the CUDA context that count for a step: the expected ones, or an end of the catalogue's
-        interval if the step's bytes are an interval, too; 0 on the CPU."""
+        """Return the bytes of the CUDA context that count for a step; 0 on the CPU.
+
+        They are the expected bytes, or an end of the catalogue's interval if the step's own bytes are an interval, too.
+        """
         card = self.target.card
         if card is None:
             return 0

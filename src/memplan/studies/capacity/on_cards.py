@@ -78,11 +78,10 @@ def step_on_cards(
         return record_trace(subject, target)
 
     recorder = _Recorder(record, target_of, settings)
-    rows = [
-        CardRow(card.name, card.capacity, verdict.answer == "fits", peak, verdict.high)
-        for card in _by_capacity(cards)
-        for peak, verdict in [recorder.on(card, 0)]
-    ]
+    rows: list[CardRow] = []
+    for card in _by_capacity(cards):
+        peak, verdict = recorder.on(card, 0)  # 0: the step as it is
+        rows.append(CardRow(card.name, card.capacity, verdict.answer == "fits", peak, verdict.high))
     return OnCards(subject.title, "", tuple(rows), recorder.recordings)
 
 
@@ -90,8 +89,18 @@ def largest_on_cards(
     subject: Subject, name: str, cards: Sequence[Device], target_of: TargetOf, *, most: int | None = None,
     settings: str | None = None, progress: Progress = lambda text: None,
 ) -> OnCards:  # fmt: skip
-    """Return the largest of `tried_values` that fits each card. It and the next value are recorded, for the card or one
-    with the same kernels; larger values are assumed not to fit.
+    """Return the largest of `tried_values` of an axis that fits each card. Larger values are assumed not to fit.
+
+    It and the next value are recorded, for the card or a card with the same kernels.
+
+    Args:
+        subject: the step.
+        name: of the axis: batch or sequence.
+        cards: cards of the catalogue.
+        target_of: returns the target of a recording for a card.
+        most: the last value to try.
+        settings: of the caching allocator.
+        progress: called with the name of each recording before it begins.
 
     Raises:
         InputError: another axis than batch or sequence, or the step has no such axis.
@@ -133,6 +142,7 @@ def tried_values(axis: str, most: int | None = None) -> list[int]:
 
 
 def _by_capacity(cards: Sequence[Device]) -> list[Device]:
+    """Return the cards, the smallest first."""
     return sorted(cards, key=lambda card: (card.capacity, card.name))
 
 
@@ -146,6 +156,7 @@ class _Recorder:
         self._known: dict[str, dict[int, tuple[int, Verdict]]] = {}
         """Card -> value -> (allocated peak, verdict)."""
         self.recordings = 0
+        """Number of recordings."""
         self.failed: tuple[int, MemplanError] | None = None
         """Smallest value that cannot be recorded, and its error."""
 
@@ -177,7 +188,14 @@ class _Recorder:
 
 
 def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: list[Sample]) -> CardRow:
-    """Search for the largest value that fits a card. ``others``: samples of another card, for the first guess."""
+    """Search for the largest value that fits a card.
+
+    Args:
+        card: the card.
+        values: values to try, ascending.
+        recorder: records them.
+        others: samples of another card, for the first guess.
+    """
 
     def fits(index: int) -> bool:
         """Record a value unless it is known; return whether it fits."""
@@ -188,15 +206,19 @@ def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: li
                 raise
             return False
 
-    low, high = -1, len(values)
+    low, high = -1, len(values)  # indices: ``low`` fits, ``high`` does not
     for sample in recorder.samples(card):
-        index = values.index(sample.position)
-        low, high = (max(low, index), high) if sample.fits else (low, min(high, index))
+        if sample.fits:
+            low = max(low, values.index(sample.position))
+        else:
+            high = min(high, values.index(sample.position))
     guesses = 0
     while high - low > 1:
         own = recorder.samples(card)
-        index = _guess(own if len(own) > 1 else others, values, card.capacity) if guesses < _GUESSES else None
-        if index is None:
+        index = None
+        if guesses < _GUESSES:
+            index = _guess(own if len(own) > 1 else others, values, card.capacity)
+        if index is None:  # without a guess: the smallest value first if nothing is known, else the middle
             begins = not own and not any(sample.fits for sample in others)
             index = 0 if begins else (low + high) // 2
         guesses += 1
@@ -211,7 +233,8 @@ def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: li
 
 
 def _guess(samples: list[Sample], values: list[int], capacity: int) -> int | None:
-    """Return the index of the largest value that fits by extrapolation; None with fewer than two samples."""
+    """Return the index of the last of ``values`` that fits ``capacity`` bytes by extrapolation; None with one sample or
+    none."""
     if len(samples) < 2:
         return None
     nearest_last = sorted(samples, key=lambda sample: -abs(sample.need - capacity))

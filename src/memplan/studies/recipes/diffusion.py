@@ -46,8 +46,10 @@ class Pipeline:
 
 @cache
 def pipelines() -> Mapping[str, Mapping[str, Any]]:
-    """Return the public pipelines by name, each with the published numbers of its models' parameters, and the address
-    at which the configurations were read."""
+    """Return the public pipelines by name: the configuration of each model.
+
+    Each entry also has the published numbers of parameters, and the address at which the configurations were read.
+    """
     return parse(read_text(str(Path(__file__).with_name("pipelines.json"))))
 
 
@@ -90,8 +92,9 @@ def diffusion_script(pipeline: Pipeline, recipe: Diffusion, options: Options) ->
     imports = [
         "import torch",
         "from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel",
-        *["from peft import LoraConfig"] * (recipe.adapters is not None),
-        "from transformers import CLIPTextConfig, CLIPTextModel" + ", CLIPTextModelWithProjection" * pipeline.is_xl,
+        *(["from peft import LoraConfig"] if recipe.adapters is not None else []),
+        "from transformers import CLIPTextConfig, CLIPTextModel"
+        + (", CLIPTextModelWithProjection" if pipeline.is_xl else ""),
     ]
     return SCRIPT.format(
         imports="\n".join(imports),
@@ -102,12 +105,12 @@ def diffusion_script(pipeline: Pipeline, recipe: Diffusion, options: Options) ->
 
 def _body(pipeline: Pipeline, recipe: Diffusion, options: Options) -> Iterator[str]:
     """Yield the lines of ``build``, which do what diffusers' examples of training do."""
-    frozen = dtype_of(options.autocast or options.dtype)
+    frozen = dtype_of(options.autocast or options.dtype)  # of models that are not trained, and of one with adapters
     yield f"dtype, frozen = {frozen if recipe.adapters is not None else dtype_of(options.dtype)}, {frozen}"
     yield from _model_lines(pipeline)
     images = "torch.float32" if pipeline.is_xl else "frozen"  # SDXL's autoencoder overflows in 16 bits
     yield f"vae.to(device, {images}).requires_grad_(False)"
-    for name in ("text", *["text_2"] * pipeline.is_xl):
+    for name in ("text", "text_2") if pipeline.is_xl else ("text",):
         yield f"{name}.to(device, frozen).requires_grad_(False)"
     yield "unet.to(device, dtype).train()"
     yield 'noises = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")'

@@ -55,14 +55,20 @@ class Options:
 
 
 def call_lines(begin: str, arguments: Iterable[str], end: str = ")") -> Iterator[str]:
-    """Yield the lines of a call; ``arguments`` are Python text."""
+    """Yield the lines of a call, on a single line if that is short.
+
+    Args:
+        begin: text up to the opening bracket, without it.
+        arguments: Python text of each argument.
+        end: closing brackets.
+    """
     values = list(arguments)
     whole = f"{begin}({', '.join(values)}{end}"
     if len(whole) <= _WIDTH:
         yield whole
         return
     yield f"{begin}("
-    # lines break between arguments, and within lists
+    # lines break between arguments, and within lists; "\0" stands for spaces that are not broken
     solid = ", ".join(value if "[" in value else value.replace(" ", "\0") for value in values)
     for line in textwrap.wrap(solid, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4):
         yield line.replace("\0", " ")
@@ -70,7 +76,7 @@ def call_lines(begin: str, arguments: Iterable[str], end: str = ")") -> Iterator
 
 
 def written(arguments: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments as Python text."""
+    """Return keyword arguments as Python text: ``["r=8", "lora_alpha=16"]``."""
     return [f"{name}={value!r}" for name, value in arguments.items()]
 
 
@@ -85,7 +91,7 @@ def adapter_lines(recipe: Lora) -> Iterator[str]:
 
 
 def optimizer_lines(model: str, options: Options) -> Iterator[str]:
-    """Yield the lines that create the optimizer; none without an optimizer."""
+    """Yield the lines that create the optimizer of a model's variable; none if the recipe has no optimizer."""
     optimizer = optimizer_call(options.optimizer)
     if optimizer is not None:
         yield f"trained = [p for p in {model}.parameters() if p.requires_grad]"
@@ -93,7 +99,13 @@ def optimizer_lines(model: str, options: Options) -> Iterator[str]:
 
 
 def step_lines(model: str, options: Options, forward: str, backward: str) -> Iterator[str]:
-    """Yield the lines of ``step`` from the model's call on, which runs under autocast if that is an option."""
+    """Yield the lines of ``step`` from the model's call on, which runs under autocast if that is an option.
+
+    Args:
+        model: name of the model's variable.
+        options: autocast and optimizer.
+        forward, backward: lines of the forward and the backward pass.
+    """
     if options.autocast is not None:
         yield f"    with torch.autocast(device, {dtype_of(options.autocast)}):"
         yield f"        {forward}"
@@ -108,7 +120,12 @@ def step_lines(model: str, options: Options, forward: str, backward: str) -> Ite
 
 
 def optimizer_call(text: str) -> str | None:
-    """Return the call that makes an optimizer of torch, None for ``none``."""
+    """Return the call that makes an optimizer of torch, such as ``torch.optim.AdamW(trained, lr=0.1)``; None for
+    ``none``.
+
+    Raises:
+        InputError: the optimizer is not torch's.
+    """
     factory = optimizer_of(text, "--optimizer")
     if factory is None:
         return None
@@ -134,10 +151,12 @@ def require(library: str) -> None:
 def required(recipe: Recipe, on_card: bool = False) -> list[str]:
     """Return the libraries that a recipe's script needs in addition to torch and transformers."""
     adapters = recipe.adapters if isinstance(recipe, Adapted) else recipe
-    libraries = ["trl", "datasets", *["triton"] * on_card] if isinstance(recipe, Trained) else []
-    libraries += ["diffusers"] * isinstance(recipe, Diffusion)
-    libraries += ["peft"] * isinstance(adapters, Lora)
-    return libraries + ["bitsandbytes"] * isinstance(recipe, Qlora)
+    needed = {
+        "trl": isinstance(recipe, Trained), "datasets": isinstance(recipe, Trained),
+        "triton": isinstance(recipe, Trained) and on_card, "diffusers": isinstance(recipe, Diffusion),
+        "peft": isinstance(adapters, Lora), "bitsandbytes": isinstance(recipe, Qlora),
+    }  # fmt: skip
+    return [library for library, is_needed in needed.items() if is_needed]
 
 
 def default_batch(recipe: Recipe) -> int:

@@ -31,15 +31,17 @@ class Model:
 
     @property
     def positions(self) -> int | None:
-        """Length of the longest sequence; None where the configuration has none."""
+        """Length of the longest sequence; None if the configuration has none."""
         values = (self.config.get(name) for name in _POSITIONS)
         return next((value for value in values if isinstance(value, int)), None)
 
 
 @cache
 def catalogue() -> Mapping[str, Mapping[str, Any]]:
-    """Return the public configurations by name. What takes no memory, such as the frequencies of rotary embeddings and
-    special tokens, is left out."""
+    """Return the public configurations by name: ``architecture`` and ``config``.
+
+    What takes no memory, such as the frequencies of rotary embeddings and special tokens, is left out.
+    """
     return parse(read_text(str(Path(__file__).with_name("catalogue.json"))))
 
 
@@ -81,7 +83,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _read(name: str, path: Path) -> Model:
-    """Read a config.json."""
+    """Read a config.json. Raises InputError if it is damaged, or names no architecture. ``name``: of the model."""
     try:
         config = parse(read_text(str(path)))
     except Unreadable as error:

@@ -41,6 +41,7 @@ class Lora:
         _require_whole("lora:alpha", self.alpha)
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise InputError(f"lora:dropout={self.dropout}", expected="a share from 0 to less than 1", do="Give one")
+        # no name may be empty
         if not isinstance(self.targets, str) or not all(self.target_names or [self.targets]):
             raise InputError(
                 f"lora:targets={self.targets}", expected="all, default, or names joined by +: q_proj+v_proj",
@@ -90,7 +91,7 @@ class Adapted:
 
     def __post_init__(self) -> None:
         if self.r != 0:
-            _ = self.adapters
+            _ = self.adapters  # raises for invalid options
 
     @property
     def adapters(self) -> Lora | None:
@@ -181,5 +182,6 @@ def recipe_of(text: str) -> Recipe:
 
 
 def _require_whole(name: str, value: Any) -> None:
+    """Raise InputError unless a recipe's option is a whole number from 1. ``name``: "lora:r"."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name}={value}", expected="a whole number from 1", do="Give one")

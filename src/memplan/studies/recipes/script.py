@@ -87,7 +87,11 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
     sequence = _sequence(model, task, options.sequence)
     adapters = recipe.adapters if isinstance(recipe, Trained) else recipe
     if isinstance(recipe, Trained):
-        _check_text(model, task, recipe)
+        if task.factory != "AutoModelForCausalLM":
+            raise InputError(
+                f"the recipe {type(recipe).__name__.lower()}, and {model.name} is a {model.architecture}",
+                expected="a causal language model", do="Explain full or lora",
+            )  # fmt: skip
         check_sizes(recipe, options.batch, sequence)
     for library in required(recipe, options.on_card):
         require(library)
@@ -104,19 +108,20 @@ def script_of(model: Model, recipe: Recipe, options: Options) -> str:
 
 
 def _imports(recipe: Recipe, names: list[str]) -> Iterator[str]:
-    """Yield the lines that import what a plain loop uses, ``names`` of transformers among them."""
+    """Yield the lines that import what a training loop without a trainer uses. ``names``: of transformers."""
     yield "import torch"
     if isinstance(recipe, Qlora):
         yield "from bitsandbytes.nn import Linear4bit, Params4bit"
     if isinstance(recipe, Lora):
-        prepares = isinstance(recipe, Qlora) and recipe.prepare
-        tools = ["LoraConfig", "get_peft_model", *["prepare_model_for_kbit_training"] * prepares]
+        tools = ["LoraConfig", "get_peft_model"]
+        if isinstance(recipe, Qlora) and recipe.prepare:
+            tools.append("prepare_model_for_kbit_training")
         yield f"from peft import {', '.join(tools)}"
     yield f"from transformers import {', '.join(sorted(names))}"
 
 
 def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Task) -> Iterator[str]:
-    """Yield the lines of ``build``."""
+    """Yield the lines of ``build``. ``config``: name of the configuration's class in transformers."""
     if model.path is None:
         yield from call_lines(f"config = {config}", written(model.config))
     else:
@@ -132,7 +137,10 @@ def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Ta
 
 
 def _loop_lines(recipe: Recipe, options: Options, make: str, task: _Task) -> Iterator[str]:
-    """Yield the lines that make the model, the optimizer and the step of a plain loop."""
+    """Yield the lines that make the model, the optimizer and the step of a loop without a trainer.
+
+    ``make``: the expression that makes the model.
+    """
     if isinstance(recipe, Qlora):
         yield f"model = {make}  # in the host's memory: layers are packed as they move"
         yield from _packing_lines(recipe)
@@ -194,15 +202,6 @@ def _task_of(model: Model) -> _Task:
     )
 
 
-def _check_text(model: Model, task: _Task, recipe: Trained) -> None:
-    """Raise InputError for a model that trl does not train."""
-    if task.factory != "AutoModelForCausalLM":
-        raise InputError(
-            f"the recipe {type(recipe).__name__.lower()}, and {model.name} is a {model.architecture}",
-            expected="a causal language model", do="Explain full or lora",
-        )  # fmt: skip
-
-
 def _config_class(model: Model) -> Any:
     """Return the configuration's class in transformers."""
     import transformers
@@ -218,7 +217,11 @@ def _config_class(model: Model) -> Any:
 
 
 def _sequence(model: Model, task: _Task, sequence: int | None) -> int | None:
-    """Return the length of the sequence, None for models without."""
+    """Return the length of the sequence, by default 1024 or the longest that the model takes; None for models without.
+
+    Raises:
+        InputError: the model takes no sequence, or none so long.
+    """
     if not task.has_sequence:
         if sequence is not None:
             raise InputError(f"--seq {sequence}, and {model.name} takes images", expected="no --seq", do="Leave it out")
@@ -234,7 +237,8 @@ def _sequence(model: Model, task: _Task, sequence: int | None) -> int | None:
 
 
 def _check_targets(model: Model, recipe: Lora, config_class: Any, task: _Task) -> None:
-    """Raise InputError for layers to adapt that the model does not have."""
+    """Raise InputError if a recipe adapts layers that the model does not have, or packs to four bits and there are
+    none."""
     import torch
     import transformers
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as defaults

@@ -96,36 +96,34 @@ def _trainer_of(recipe: Trained) -> _Trainer:
 
 
 def _adds_reference(recipe: Trained) -> bool:
-    """Whether the script gives the trainer a reference that it would load by the name of its weights."""
+    """Return whether the script makes grpo's reference model: trl would load it by the name of its weights."""
     return isinstance(recipe, Grpo) and recipe.adapters is None and recipe.beta > 0
 
 
 def check_sizes(recipe: Trained, batch: int | None, sequence: int | None) -> None:
     """Raise InputError for a sequence too short for a prompt and an answer, or a batch that grpo cannot fill."""
-    prompt, answer = (recipe.prompt, 4) if isinstance(recipe, Grpo) else (1, 2)
+    prompt, answer = (recipe.prompt, 4) if isinstance(recipe, Grpo) else (1, 2)  # tokens
     if sequence is not None and sequence < max(prompt, 1) + answer:
         tokens = f"a prompt and an answer of {answer} tokens"
         raise InputError(f"--seq {sequence}", expected=tokens, do="Lengthen it")
-    if (
-        isinstance(recipe, Grpo)
-        and batch is not None
-        and max(batch, recipe.generations) % min(batch, recipe.generations)
-    ):
-        raise InputError(
-            f"--batch {batch} of {recipe.generations} generations", expected="a divisor or a multiple of them",
-            do="Choose one",
-        )  # fmt: skip
+    if isinstance(recipe, Grpo) and batch is not None:
+        small, large = sorted((batch, recipe.generations))
+        if large % small:
+            raise InputError(
+                f"--batch {batch} of {recipe.generations} generations", expected="a divisor or a multiple of them",
+                do="Choose one",
+            )  # fmt: skip
 
 
 def trainer_imports(recipe: Trained, names: list[str]) -> list[str]:
-    """The lines that import what a trainer's script uses, ``names`` of transformers among them."""
+    """Return the lines that import what a trainer's script uses. ``names``: of transformers."""
     trainer = _trainer_of(recipe)
     return [
         "import tempfile",
         "",
         "import torch",
         "from datasets import Dataset",
-        *["from peft import LoraConfig"] * (recipe.adapters is not None),
+        *(["from peft import LoraConfig"] if recipe.adapters is not None else []),
         "from tokenizers import Tokenizer, models, pre_tokenizers",
         f"from transformers import {', '.join(sorted([*names, 'PreTrainedTokenizerFast']))}",
         f"from trl import {trainer.config}, {trainer.name}",
