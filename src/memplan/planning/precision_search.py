@@ -73,9 +73,12 @@ class _PrecisionSearch:
     def __init__(self, study: Callable[[Settings], Study], settings: Settings, budget: int) -> None:
         self._study, self._settings, self._budget = study, settings, budget
         self._studies: dict[Precision, Study] = {}
-        self._seconds = float("inf")
+        """By precision that was tried."""
         self.best: Planned | None = None
+        self._seconds = float("inf")
+        """Predicted seconds of a step with the best plan."""
         self.budget_errors = list[BudgetError]()
+        """Errors of precisions without a plan within the budget."""
         self._skipped = list[tuple[_OpByOpBytes, Precision]]()
         """Skipped precisions that are far from fitting, with their op-by-op bytes."""
         self._errors = dict[str, Precision]()
@@ -323,7 +326,7 @@ def lower_precision(card: Device | None, device: str) -> Compute:
         device: ``cpu`` or ``cuda``.
     """
     if card is not None:
-        return "bfloat16" if card.flops.get("bfloat16") or not card.flops.get("float16") else "float16"
-    if device == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return "bfloat16"
+        only_float16 = card.flops.get("float16") and not card.flops.get("bfloat16")
+    else:
+        only_float16 = device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "float16" if only_float16 else "bfloat16"

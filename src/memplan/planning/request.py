@@ -242,7 +242,7 @@ def _parse_budget(budget: Any) -> tuple[int | Relative, Device | None]:
 
 def _build_model(model: Any) -> nn.Module:
     """Return the module, or what the callable returns. Raises TargetError if that is no module."""
-    built = model if isinstance(model, nn.Module) else model() if callable(model) else model
+    built = model() if callable(model) and not isinstance(model, nn.Module) else model
     if not isinstance(built, nn.Module):
         raise TargetError(
             f"{type(built).__name__} {built!r:.60}", expected="a module, or a callable that makes one", do="Pass one"

@@ -83,8 +83,8 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
             do="Look at a lower precision instead: --dtype bf16",
         )
     options = replace(options, dtype=None)  # the model is converted already
-    before = _measure_inference(model, options, "as it is")[0]
-    with_grad = _measure_inference(model, options, "with grad", grad=True)[0]
+    before, _ = _measure_inference(model, options, "as it is")
+    with_grad, _ = _measure_inference(model, options, "with grad", grad=True)
     notes = () if scheme.config is not None else (scheme.why_not,)
     if after is None:
         return Quantized(scheme.title, before, None, with_grad, layers, None, None, notes)
@@ -122,7 +122,18 @@ def _measure_inference(
     *,
     grad: bool = False,
 ) -> tuple[Side, int]:
-    """Run inference of a copy changed by ``change``; return its side and the peak bytes of copying and changing it."""
+    """Measure inference of a copy of the model.
+
+    Args:
+        model: the model.
+        options: its inputs.
+        title: of the side.
+        change: changes the copy in place first; None: nothing.
+        grad: whether to run with grad, so that tensors saved for backward stay allocated.
+
+    Returns:
+        The side, and the peak bytes of copying and changing the model.
+    """
 
     def build() -> Step:
         """Copy and change the model, so that the build of the recording has the peak of that; return its inference."""

@@ -104,6 +104,7 @@ def sentences(result: Quantized) -> Iterator[str]:
 
 
 def _quantized_layers(result: Quantized) -> str:
+    """Return "2 of 3 layers with weights"."""
     count = sum(layer.why is None for layer in result.layers)
     return f"{count} of {len(result.layers)} layers with weights"
 

@@ -67,6 +67,7 @@ def scheme_of(weights: str | None, activations: str | None) -> Scheme:
 
 
 def _int4_scheme() -> Scheme:
+    """Return the scheme of 4-bit weights; without a config if this torchao has none for the CPU."""
     title = "PrototypeInt4WeightOnlyConfig"
     try:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig as config
@@ -76,6 +77,8 @@ def _int4_scheme() -> Scheme:
 
 
 def _int4_dynamic_scheme() -> Scheme:
+    """Return the scheme of 4-bit weights and 8-bit activations; without a config if torchao has no kernel for it
+    here."""
     title = "Int8DynamicActivationInt4WeightConfig"
     try:
         from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as config
@@ -87,6 +90,7 @@ def _int4_dynamic_scheme() -> Scheme:
 
 
 def _import_torchao() -> Any:
+    """Return torchao's module of quantization. Raises UsageError if it is not installed."""
     logger = logging.getLogger("torchao")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns about its GPU kernels that do not load here
@@ -112,8 +116,11 @@ def quantize_weights(model: nn.Module, scheme: Scheme) -> None:
     assert scheme.config is not None, "a scheme that does not run was refused"
     api = _import_torchao()
     for group in GROUPS if scheme.weights == "int4" else GROUPS[:1]:
-        layers = {name for name, module in model.named_modules() if why_not_quantized(module, scheme) is None
-                  and (scheme.weights == "int8" or _group_size(module) == group)}  # fmt: skip
+        layers = {
+            name
+            for name, module in model.named_modules()
+            if why_not_quantized(module, scheme) is None and (scheme.weights == "int8" or _group_size(module) == group)
+        }
         if not layers:
             continue
         try:
@@ -141,6 +148,7 @@ def why_not_quantized(module: nn.Module, scheme: Scheme) -> str | None:
 
 
 def _group_size(module: nn.Module) -> int | None:
+    """Return the largest of `GROUPS` that divides a layer's inputs; None if none does."""
     inputs = module.in_features if isinstance(module, nn.Linear) else 1
     return next((group for group in GROUPS if inputs % group == 0), None)
 
@@ -201,7 +209,7 @@ def _new_bytes(weights: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 
 def _sharing_layers(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """Map the name of a layer to the other layers that share one of its parameters."""
+    """Return, by name of a layer, the other layers (name, module) that share one of its parameters."""
     layers_of_parameter: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
