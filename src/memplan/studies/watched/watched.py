@@ -135,9 +135,9 @@ def name_of(rank: int) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files of ranks in a folder, in the order of their ranks."""
-    found = [path for path in folder.iterdir() if _FILE.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("rank")))
+    """Return the files ``rank0.json``, ``rank1.json``, ... of a folder, in the order of their ranks."""
+    files = (path for path in folder.iterdir() if _FILE.fullmatch(path.name))
+    return sorted(files, key=lambda path: int(path.stem.removeprefix("rank")))
 
 
 def watched_ranks(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> WatchedRanks:
@@ -183,6 +183,7 @@ def watched_ranks(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _loaded(file: Path) -> RankWatch:
+    """Read the file of a rank. Raises TargetError if it cannot be read."""
     try:
         return RankWatch.load(file)
     except OSError as error:
@@ -192,26 +193,33 @@ def _loaded(file: Path) -> RankWatch:
 
 
 def _compare(by_rank: dict[int, tuple[Path, RankWatch]], world: int) -> WatchedRanks:
+    """Compare the peaks and owners of all ranks with their medians.
+
+    Args:
+        by_rank: the file of each rank, and its content.
+        world: number of ranks.
+    """
     watches = [watch for _, watch in by_rank.values()]
     # on the CPU torch's profiler misses what gloo's threads allocate and free: measured peaks of equal ranks differ
     on_cpu = any(watch.device == HOST for watch in watches)
-    measured = all(watch.peak is not None for watch in watches) and not (on_cpu and any(w.predicted for w in watches))
+    has_predictions = any(watch.predicted for watch in watches)
+    measured = all(watch.peak is not None for watch in watches) and not (on_cpu and has_predictions)
     peaks = {watch.rank: (watch.peak if measured else watch.predicted) or 0 for watch in watches}
     known = [peak for peak in peaks.values() if peak]
     usual = median(known) if known else 0
     owners = beyond_median({watch.rank: _bytes_by_owner(watch.held) for watch in watches if watch.held})
-    rows = [
-        WatchedRank(
-            watch, str(file), peaks[rank], peaks[rank] - usual if peaks[rank] else 0, is_odd(peaks[rank], usual),
-            tuple(OwnerBeyond(*row) for row in owners.get(rank, ())),
-        )
-        for rank, (file, watch) in by_rank.items()
-    ]  # fmt: skip
+    rows: list[WatchedRank] = []
+    for rank, (file, watch) in by_rank.items():
+        peak = peaks[rank]
+        beyond = peak - usual if peak else 0
+        owners_beyond = tuple(OwnerBeyond(*row) for row in owners.get(rank, ()))
+        rows.append(WatchedRank(watch, str(file), peak, beyond, is_odd(peak, usual), owners_beyond))
     rows.sort(key=lambda row: (_ORDER.index(row.watch.state), -row.peak, row.watch.rank))
     return WatchedRanks(world, measured, usual, tuple(rows), tuple(_notes(by_rank, world)))
 
 
 def _bytes_by_owner(held: Iterable[Held]) -> dict[Owner, int]:
+    """Return the sums of bytes by owner."""
     sizes: dict[Owner, int] = {}
     for row in held:
         sizes[row.owner] = sizes.get(row.owner, 0) + row.bytes
