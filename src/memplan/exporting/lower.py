@@ -32,7 +32,7 @@ from memplan.exporting.lowering.late_ops import with_delayed_ops, with_early_wri
 from memplan.exporting.lowering.recurrent_layers import BACKWARD, FORWARD
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs, refs
-from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
+from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous, short
 from memplan.planning.levers.encode import Encode
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import offered
@@ -364,6 +364,37 @@ def _max_pool_gradient(low: Lowering, op: GraphOp) -> None:
     low.call(op, op.target, args, op.outputs)
 
 
+def _mean(low: Lowering, op: GraphOp) -> None:
+    """Lower a mean over whole planes to a pool, which can be computed for a few channels at a time."""
+    x, output = op.args[0], output_of(op)
+    shape = low.shape(x)
+    dims = sorted(dim % len(shape) for dim in op.args[1]) if len(op.args) > 1 and op.args[1] else []
+    if len(shape) != 4 or dims != [2, 3] or not is_contiguous(low.values[x.value]):
+        _same_op(low, op)
+        return
+    pool = replace(op, target="aten._adaptive_avg_pool2d.default", args=(x, [1, 1]), kwargs={})
+    if len(low.values[output].shape) == 4:
+        _same_op(low, pool)
+        return
+    pooled = low.buffer(low.values[output].name, low.values[output], (*shape[:2], 1, 1))
+    _same_op(low, replace(pool, outputs=(pooled,), makes=(pooled,)))
+    low.view(replace(op, target="aten.view.default", args=(Ref(pooled), list(shape[:2])), kwargs={}, makes=()))
+
+
+def _div(low: Lowering, op: GraphOp) -> None:
+    """Lower a quotient elementwise; where it is the gradient of a mean over whole planes, to that of a pool."""
+    x, divisor = op.args[:2]
+    expand = next((o for o in reversed(low.ops) if x.value in o.outputs), None) if isinstance(x, Ref) else None
+    if expand is None or expand.target != "aten.expand.default" or "rounding_mode" in op.kwargs:
+        _elementwise(low, op)
+        return
+    small, large = low.values[expand.args[0].value], low.values[x.value].shape
+    if len(large) != 4 or small.shape != (*large[:2], 1, 1) or divisor != large[2] * large[3] or not is_contiguous(small):
+        _elementwise(low, op)
+        return
+    _shape_only(low, replace(op, target="aten._adaptive_avg_pool2d_backward.default", args=(Ref(small.id), x), kwargs={}))
+
+
 def _shape_only(low: Lowering, op: GraphOp) -> None:
     """Drop the operand of a backward op of which it reads the shape alone, which is that of the result."""
     args, output = (low.dense(op, op.args[0]), None, *op.args[2:]), output_of(op)
@@ -458,6 +489,8 @@ RULES: Mapping[str, Rule] = {
     "aten.native_group_norm.default": norm.group_norm,
     "aten.native_group_norm_backward.default": norm.group_norm_backward,
     "aten.mul.Tensor": _mul,
+    "aten.mean.dim": _mean,
+    "aten.div.Scalar": _div,
     "aten.native_dropout_backward.default": lambda low, op: _masked(low, op, op.args),
     MASK: _mask,
     WHOLE_DROPOUT: _dropout,

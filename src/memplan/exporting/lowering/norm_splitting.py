@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from memplan.exporting.lowering.convolution_splitting import CHANNEL_SUM
 from memplan.exporting.lowering.device_graph import Lowering, output_of, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 
@@ -65,9 +66,11 @@ def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
     like, channels = low.values[x.value], (low.values[x.value].shape[1],)
     input_gradient, weight_sum, bias_sum = op.outputs
     if not training:
-        if weight_sum is not None or bias_sum is not None:
+        if weight_sum is not None:
             sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
             low.call(op, BATCH_SUMS, (g, x, mean, variance, eps), sums)
+        elif bias_sum is not None:  # the norm's input need not be kept for it
+            low.call(op, CHANNEL_SUM, (g,), (bias_sum,))
         if input_gradient is not None:
             args = (g, weight, variance, eps)
             low.call(op, BATCH_FIXED_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g))
