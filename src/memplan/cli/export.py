@@ -78,6 +78,13 @@ operation without a C kernel.
     help="How layers before the first trained one compute. int8: by integers, on the ranges of --calibrate.",
 )
 @click.option(
+    "--trained-weights",
+    type=click.Choice(["float32", "int8"]),
+    default="float32",
+    show_default=True,
+    help="How weights lie in RAM that are trained. int8: SGD without momentum; lossy, the report says how much.",
+)
+@click.option(
     "--calibrate", "calibration", metavar="TARGET",
     help="A callable that returns batches of inputs and targets, for --frozen-layers int8.",
 )  # fmt: skip
@@ -96,8 +103,9 @@ operation without a C kernel.
 def command(
     budget: str, folder: str, accumulate: int, clip_norm: float | None, clip_value: float | None, normalize: str | None,
     name: str | None, batches: str | None, frozen_weights: Literal["float32", "int8"],
-    frozen_layers: Literal["float32", "int8"], calibration: str | None, weights_file: bool, arena_apart: bool,
-    flash: str | None, verify: bool | None, core: str | None, force: bool, json_file: str | None, **values: Any,
+    frozen_layers: Literal["float32", "int8"], trained_weights: Literal["float32", "int8"], calibration: str | None,
+    weights_file: bool, arena_apart: bool, flash: str | None, verify: bool | None, core: str | None, force: bool,
+    json_file: str | None, **values: Any,
 ) -> int:  # fmt: skip
     """Export a training step as C, print what it takes, and return the exit code: 1 if it exceeds the budget, or if the
     compiled step differs from PyTorch's.
@@ -124,8 +132,8 @@ def command(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
                 normalize=None if normalize is None else read_normalization(normalize), folder=folder, name=name,
-                search_update=data, frozen_weights=frozen_weights, frozen_layers=frozen_layers, calibrate=ranges,
-                weights_file=weights_file, arena_apart=arena_apart,
+                search_update=data, frozen_weights=frozen_weights, frozen_layers=frozen_layers,
+                trained_weights=trained_weights, calibrate=ranges, weights_file=weights_file, arena_apart=arena_apart,
                 flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except BudgetError as error:

@@ -10,14 +10,15 @@ from typing import Any, Literal
 import numpy as np
 
 from memplan._bytes import format_bytes
+from memplan.errors import InputError
 from memplan.errors import BudgetError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
 from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
-from memplan.exporting.kernels.frozen_weights import quantized, readable
+from memplan.exporting.kernels.frozen_weights import Quantized, quantized, readable, trainable
 from memplan.exporting.lower import lowered
-from memplan.exporting.lowering.device_graph import DeviceGraph
+from memplan.exporting.lowering.device_graph import WORD, DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.step_layout import (
     INPUT,
@@ -59,6 +60,8 @@ class Stored:
 
     frozen: Narrow = "float32"
     """Type of the frozen weights, where kernels can read it."""
+    trained: Narrow = "float32"
+    """Type of the trained weights, likewise."""
     file: bool = False
     """Whether weights are in a file instead of the program."""
     arena_apart: bool = False
@@ -104,7 +107,7 @@ def planned_step(
     """
     device, infer_device, memory = _lowered_passes(request, captured, infer, stored)
     inputs = _argument_names(request)
-    surroundings = _surroundings(memory.elements("trained"), rules, stored)
+    surroundings = _surroundings(memory.elements("trained"), rules, stored, -memory.elements("trained_int8") % WORD)
     use = rules.gradients.use
     outside_arena = _outside_arena(device, surroundings, use)
     step, tiles = _step_within(device, surroundings, request.bytes, inputs, use)
@@ -132,7 +135,18 @@ def _lowered_passes(
     paths = {graph.values[parameter].path for parameter in trained}
     infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
     infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
-    return device, infer_device, _memory(request, (device.graph, infer_device.graph), paths, stored)
+    memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
+    narrow = {tensor.path for tensor in memory.trained_int8}
+    return _with_int8(device, narrow), _with_int8(infer_device, narrow), memory
+
+
+def _with_int8(device: DeviceGraph, paths: Collection[str]) -> DeviceGraph:
+    """Return the graph with the parameters of these names in eight bits."""
+    values = tuple(
+        replace(value, bytes=math.prod(value.shape)) if value.kind == "parameter" and value.path in paths else value
+        for value in device.graph.values
+    )
+    return replace(device, graph=replace(device.graph, values=values))
 
 
 def state_and_inputs(
@@ -164,10 +178,10 @@ def _peaks(
         yield "a few channels of large values at a time: at most", tiles[-1].live
 
 
-def _surroundings(trained: int, rules: UpdateRules, stored: Stored) -> OutsideMemory:
-    """Return the RAM besides the graph's values: optimizer state of so many weights, and a few counters. Gradients
-    that are kept are the schedule's."""
-    return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.pointers))
+def _surroundings(trained: int, rules: UpdateRules, stored: Stored, padding: int = 0) -> OutsideMemory:
+    """Return the RAM besides the graph's values: optimizer state of so many weights, a few counters, and bytes of
+    padding. Gradients that are kept are the schedule's."""
+    return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.pointers) + padding)
 
 
 def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
@@ -317,12 +331,27 @@ def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str],
     values = {path: tensors[path].detach().numpy().astype(np.float32) for path in order}
     narrow = readable(graphs, frozen) if stored.frozen == "int8" else set()
     int8 = {path: quantized(values[path]) for path in frozen if path in narrow}
+    rounded = dict[str, Quantized]()
+    if stored.trained == "int8":
+        readable_int8 = readable(graphs, trained)
+        rounded = {path: _trainable(path, values[path]) for path in order if path in readable_int8}
     return Memory(
-        trained=laid_out((path, shapes[path]) for path in order if path in trained),
+        trained=laid_out((path, shapes[path]) for path in order if path in trained and path not in rounded),
         statistics=laid_out((path, shapes[path]) for path in order if path in changed),
         frozen=laid_out((path, shapes[path]) for path in frozen if path not in int8),
         values=values,
         int8=laid_out((path, shapes[path]) for path in int8),
-        scales=laid_out((path, shapes[path][:1]) for path in int8),
-        quantized=int8,
+        scales=laid_out((path, shapes[path][:1]) for path in (*int8, *rounded)),
+        trained_int8=laid_out((path, shapes[path]) for path in rounded),
+        quantized=int8 | rounded,
     )
+
+
+def _trainable(path: str, weight: np.ndarray) -> Quantized:
+    """Round a weight that is trained in eight bits. Raises InputError if it has no range."""
+    if not weight.any():
+        raise InputError(
+            f"{path} has zeros alone", expected="weights whose largest magnitude is the range of the eight bits",
+            do="Initialize it, or train in float32: leave out trained_weights='int8'",
+        )  # fmt: skip
+    return trainable(weight)

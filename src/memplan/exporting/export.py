@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,6 +24,7 @@ from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
 from memplan.exporting.frozen_int8 import Int8Step, int8_step
+from memplan.exporting.int8_training import check_rules, rounded_weights
 from memplan.exporting.lowering.recurrent_layers import recurrent_functions
 from memplan.exporting.optimizer_rules import Gradients, update_rules
 from memplan.exporting.rounding import round_frozen
@@ -33,8 +35,9 @@ from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_bytes, weights_text
 from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization, capture_step, device_step
 from memplan.exporting.trials.cortex import run_on_core
+from memplan.exporting.trials.int8_updates import UpdatesChecked, check_updates
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
-from memplan.exporting.trials.reference_steps import run_reference_steps
+from memplan.exporting.trials.reference_steps import int8_losses, run_reference_steps
 from memplan.exporting.update_search import UpdateChoice, chosen_update
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.request import Request
@@ -83,6 +86,7 @@ def export(
     search_update: Any = None,
     frozen_weights: Narrow = "float32",
     frozen_layers: Narrow = "float32",
+    trained_weights: Narrow = "float32",
     calibrate: Any = None,
     weights_file: bool = False,
     arena_apart: bool = False,
@@ -113,6 +117,8 @@ def export(
             budget.
         frozen_weights: ``"int8"`` stores weights that are not trained as int8, and measures the error.
         frozen_layers: ``"int8"`` computes layers before the first trained one in eight bits, and measures the error.
+        trained_weights: ``"int8"`` trains convolutions and linear layers in weights of eight bits, by SGD without
+            momentum, and measures the effect. Lossy.
         calibrate: batches of inputs and targets for `frozen_layers`: the ranges of activations are those on this data.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
         arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
@@ -137,7 +143,8 @@ def export(
         True
     """
     bound = None if flash is None else parse_bytes(flash)
-    for option, given in (("frozen_weights", frozen_weights), ("frozen_layers", frozen_layers)):
+    types_of = {"frozen_weights": frozen_weights, "frozen_layers": frozen_layers, "trained_weights": trained_weights}
+    for option, given in types_of.items():
         if given not in get_args(Narrow):
             types = " or ".join(map(repr, get_args(Narrow)))
             raise UsageError(f"{option}={given!r}", expected=types, do="Leave it out")
@@ -147,7 +154,7 @@ def export(
             expected="both, or neither: the ranges of activations are those on your data",
             do="Give frozen_layers='int8' and calibrate=[(x, y), ...] (--frozen-layers int8 --calibrate TARGET)",
         )
-    stored = Stored(frozen_weights, weights_file, arena_apart)
+    stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart)
     gradients = Gradients(accumulate, clip_norm, clip_value)
     seen = None if normalize is None else Normalization.of(normalize)
     options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate)
@@ -178,13 +185,19 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         plan, choice, int8 = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
+        before, trained = rounded_weights(request, plan.layout.memory), None
         recorded = run_reference_steps(request, plan.layout, STEPS, int8)
+        if before:
+            trained = int8_losses(request, plan.layout, STEPS, int8, before)
     result = Exported.of_plan(
-        plan, name, folder, request.bytes, rounding, choice, None if int8 is None else int8.report
+        plan, name, folder, request.bytes, rounding, choice, None if int8 is None else int8.report, trained
     )
     _write(folder, plan.layout, recorded)
     verify, device = options.verify, options.device
-    verdict = NOT_VERIFIED if verify is False else prove(folder, plan.layout, recorded, needed=bool(verify))
+    verdict = NOT_VERIFIED
+    if verify is not False:
+        check = partial(_updates_checked, request, plan.layout, int8) if before else None
+        verdict = prove(folder, plan.layout, recorded, needed=bool(verify), check=check)
     core = None if device is None else run_on_core(device, folder.resolve(), plan.layout, recorded)
     _write_readme(folder, plan.layout, verdict)
     if core is not None:
@@ -192,11 +205,21 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     return result.with_verdict(verdict, core)
 
 
+def _updates_checked(
+    request: Request, layout: StepLayout, int8: Int8Step | None, states: np.ndarray, losses: np.ndarray
+) -> UpdatesChecked:
+    """Compare each step of the device with one of PyTorch: see `check_updates`."""
+    with undisturbed(real=True):
+        return check_updates(request, layout, int8, states, losses)
+
+
 def _planned(
     request: Request, original: nn.Module, name: str, optimizer: Any, options: _Options
 ) -> tuple[DevicePlan, UpdateChoice | None, Int8Step | None]:  # fmt: skip
     """Plan the step, after freezing the parameters that are not the optimizer's or that a search does not choose."""
     rules = update_rules(optimizer, request.model, original, options.gradients)
+    if options.stored.trained == "int8":
+        check_rules(rules)
     train_only(request.model, rules.group_of)
     choice = None
     if options.batches is not None:

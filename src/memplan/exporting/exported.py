@@ -10,6 +10,7 @@ from memplan._display import Displayed
 from memplan._json import Written, named
 from memplan.exporting.device_plan import DevicePlan
 from memplan.exporting.frozen_int8 import Int8Frozen
+from memplan.exporting.int8_training import Int8Trained
 from memplan.exporting.rounding import Rounding
 from memplan.exporting.trials.cortex import CortexRun
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict
@@ -69,6 +70,9 @@ class Exported(Written, Displayed):
     int8: Int8Frozen | None = None
     """The effect of computing the frozen part in eight bits; None without `frozen_layers="int8"`, or where no layer is
     before the first trained one."""
+    int8_trained: Int8Trained | None = None
+    """The effect of training in eight bits; None without `trained_weights="int8"`, or where no trained weight is one of
+    a convolution or a linear layer."""
     verdict: Verdict = NOT_VERIFIED
     core: CortexRun | None = None
     """The run on an emulated core; None without `device`."""
@@ -81,7 +85,7 @@ class Exported(Written, Displayed):
     @classmethod
     def of_plan(
         cls, plan: DevicePlan, given_name: str, folder: Path, budget: int, rounding: Rounding | None = None,
-        choice: UpdateChoice | None = None, int8: Int8Frozen | None = None,
+        choice: UpdateChoice | None = None, int8: Int8Frozen | None = None, int8_trained: Int8Trained | None = None,
     ) -> Exported:  # fmt: skip
         """Return the result of a plan before verification."""
         layout, step = plan.layout, plan.layout.step
@@ -96,7 +100,7 @@ class Exported(Written, Displayed):
             state=layout.state,
             inputs=sum(value.bytes for value in graph.values if value.kind == "input"),
             flash=memory.flash + layout.constants,
-            trained=memory.elements("trained"),
+            trained=memory.elements("trained") + memory.elements("trained_int8"),
             frozen=memory.elements("frozen") + memory.elements("int8") + (0 if int8 is None else int8.weights),
             recomputed=sum(action.recomputed for action in step.schedule.backward),
             fused=len(step.device.fused),
@@ -108,6 +112,7 @@ class Exported(Written, Displayed):
             rounding=rounding,
             choice=choice,
             int8=int8,
+            int8_trained=int8_trained,
         )
 
     def with_verdict(self, verdict: Verdict, core: CortexRun | None = None) -> Exported:
@@ -119,6 +124,7 @@ class Exported(Written, Displayed):
         names = (
             "name", "given_name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget",
             "trained", "frozen", "recomputed", "fused", "folder", "choice", "rounding", "int8",
+            "int8_trained",
         )  # fmt: skip
         return named(self, *names) | {
             "byte_inputs": [{"name": name, "buffer": buffer} for name, buffer in self.byte_inputs],

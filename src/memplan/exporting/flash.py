@@ -42,7 +42,7 @@ def _largest(layout: StepLayout) -> str:
     """Return names and bytes of the largest tensors, as text."""
     memory = layout.memory
     sizes = [(4 * tensor.size, tensor) for tensor in (*memory.trained, *memory.statistics, *memory.frozen)]
-    sizes += [(tensor.size + 4 * tensor.shape[0], tensor) for tensor in memory.int8]
+    sizes += [(tensor.size + 4 * tensor.shape[0], tensor) for tensor in (*memory.int8, *memory.trained_int8)]
     sizes.sort(key=lambda pair: -pair[0])
     named = [f"{tensor.path} {format_bytes(size)}" for size, tensor in sizes[:NAMED]]
     return ", ".join(named) + (f", and {len(sizes) - NAMED} more" if len(sizes) > NAMED else "")

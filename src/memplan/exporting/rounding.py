@@ -40,10 +40,10 @@ def round_frozen(request: Request, memory: Memory) -> Rounding:
     before = _output(request)
     tensors = tensors_of(request)
     with torch.no_grad():
-        for path, quantized in memory.quantized.items():
-            tensors[path].copy_(torch.from_numpy(quantized.floats))
+        for held in memory.int8:
+            tensors[held.path].copy_(torch.from_numpy(memory.quantized[held.path].floats))
     error = float((_output(request) - before).norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
-    weights, scales = memory.elements("int8"), memory.elements("scales")
+    weights, scales = memory.elements("int8"), sum(held.shape[0] for held in memory.int8)
     in_float = tuple(held.path for held in memory.frozen if isinstance(tensors[held.path], nn.Parameter))
     return Rounding(weights, 4 * weights - (weights + 4 * scales), in_float, error)
 

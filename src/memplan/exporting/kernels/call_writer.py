@@ -20,6 +20,24 @@ LOOPS = 4
 """Nested loops of kernels for strided operands."""
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateCall:
+    """How a kernel calls the C function that updates one element of a weight."""
+
+    function: str
+    target: str
+    """C declarations of the arguments that the kernel gets for it."""
+    emit: str
+    """C for the update of element ``k`` by gradient ``g``."""
+    first: str
+    """C for the arguments."""
+
+    @property
+    def macros(self) -> dict[str, str]:
+        """Macros of a kernel that hands on each element."""
+        return {"TARGET": self.target, "EMIT(k, g)": self.emit}
+
+
 @dataclass
 class CallWriter:
     """Kernels and tables of one C file; each is written once, however many calls need it."""
@@ -27,8 +45,8 @@ class CallWriter:
     graph: JointGraph
     place: Callable[[int], str]
     """Return C for a pointer to the first element of a value."""
-    update_calls: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    """By gradient of a fused update: the C function that updates a weight, and its first arguments."""
+    update_calls: Mapping[int, UpdateCall] = field(default_factory=dict)
+    """By gradient of a fused update: how a kernel hands on its elements."""
     kernels: dict[str, str] = field(default_factory=dict)
     """C text by kernel name, each kernel after those that it calls."""
     tables: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Quantize frozen weights to int8, and find those whose ops have kernels that read int8.
+"""Quantize weights to int8, and find those whose ops have kernels that read int8.
 
 Quantization is symmetric, with a scale for each index of the first dimension: an output channel of a linear layer or a
 convolution (an input channel of a transposed convolution), a row of an embedding. Kernels multiply by the scale as they
@@ -61,12 +61,24 @@ def quantized(weight: np.ndarray) -> Quantized:
     return Quantized(numbers.reshape(weight.shape), scales)
 
 
-def readable(graphs: Iterable[JointGraph], frozen: Iterable[str]) -> set[str]:
-    """Return those of the frozen parameters whose reading ops all have kernels for int8 weights."""
-    wanted, allowed, refused = set(frozen), set[str](), set[str]()
+def trainable(weight: np.ndarray) -> Quantized:
+    """Round a weight that is trained to int8. A slice of zeros gets the largest scale of the others: it can grow.
+
+    Example:
+        >>> trainable(np.array([[1.0, -0.5], [0.0, 0.0]], np.float32)).scales.tolist()
+        [0.007874015718698502, 0.007874015718698502]
+    """
+    rounded = quantized(weight)
+    scales = np.where(rounded.scales > 0, rounded.scales, rounded.scales.max(initial=0.0))
+    return Quantized(rounded.numbers, scales.astype(np.float32))
+
+
+def readable(graphs: Iterable[JointGraph], parameters: Iterable[str]) -> set[str]:
+    """Return those of the parameters whose reading ops all have kernels for int8 weights."""
+    wanted, allowed, refused = set(parameters), set[str](), set[str]()
     for graph in graphs:
         for value in graph.values:
-            if value.kind == "parameter" and value.path in wanted:  # `frozen` also names buffers
+            if value.kind == "parameter" and value.path in wanted:  # `parameters` also names buffers
                 (allowed if _readable(graph, value) else refused).add(value.path)
     return allowed - refused
 

@@ -27,10 +27,9 @@ def gradient_kernel(
     gradient, (suffix, of_input, constants) = output_of(op), w.byte_input(op)
     of_input = of_input | dict(macros or {})
     if gradient in w.update_calls:
-        function, first = w.update_calls[gradient]
-        state = first.partition(",")[0].strip()
-        defines = {"TARGET": f"STATE *{state}, int at", "EMIT(k, g)": f"{function}({state}, at + (k), g)"}
-        return w.instance(kernel, f"{kernel}_{function}{suffix}", defines | of_input), first, constants
+        update = w.update_calls[gradient]
+        name = w.instance(kernel, f"{kernel}_{update.function}{suffix}", update.macros | of_input)
+        return name, update.first, constants
     defines = {"TARGET": "float *out", "EMIT(k, g)": "out[k] = (g)"} | of_input
     return w.instance(kernel, f"{kernel}{suffix}", defines), w.pointer(gradient), constants
 

@@ -37,6 +37,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "recurrent": ("dot", "axpy"),
     **{f"{kind}{way}": ("recurrent",) for kind in ("lstm", "gru", "rnn") for way in ("", "_backward")},
     "clip_norm": ("dot",),
+    "update_sgd_int8": ("drawn",),
     "row_norm_statistics": ("sum_of", "moment"),
     "int8_stage": ("int8_rescaled",),
     "int8_four": ("int8_stage",),

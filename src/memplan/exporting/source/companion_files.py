@@ -12,6 +12,7 @@ import numpy as np
 from memplan.exporting.c_text import c_name, comment
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import filled, template
+from memplan.exporting.lowering.device_graph import words
 from memplan.exporting.optimizer_rules import KINDS
 from memplan.exporting.source import saved_state
 from memplan.exporting.source.input_checks import STATUS
@@ -46,8 +47,10 @@ def header_text(layout: StepLayout) -> str:
     """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
     trained, statistics = memory.elements("trained"), memory.elements("statistics")
+    narrow = memory.elements("trained_int8")
     members = [
-        f"    float weights[{trained}];    /* trained parameters, one after another */",
+        *([f"    float weights[{trained}];    /* trained parameters, one after another */"] if trained else []),
+        *([f"    signed char int8[{words(narrow)}];    /* those in eight bits */"] if narrow else []),
         *(f"    float {member}[{trained}];" for member in rules.members),
         *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
         *([f"    float correction[{rules.corrections}];"] if rules.corrections else []),
@@ -64,7 +67,7 @@ def header_text(layout: StepLayout) -> str:
         f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stddef.h>", "#include <stdint.h>", "",
         f"#define {upper}_ARENA_BYTES {layout.arena}",
-        f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
+        f"#define {upper}_WEIGHTS {trained + narrow + statistics}    /* floats that get_weights writes */",
         *saved_state.macros(layout), *_output_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         f"#ifdef {upper}_HOOK",
@@ -197,6 +200,7 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "CHECKED": str(min(4, recorded.output.size)),
         "SAMPLES": _samples(recorded),
         **_weights_file_code(layout),
+        **_steps_file_code(layout),
     }
     return filled("test_program", replacements)
 
@@ -209,6 +213,15 @@ def _weights_file_code(layout: StepLayout) -> dict[str, str]:
         "READ_FLASH": filled("test_flash", {"NAME": layout.name, "UPPER": layout.name.upper()}),
         "IF_UNREAD": template("test_flash_call"),
     }
+
+
+def _steps_file_code(layout: StepLayout) -> dict[str, str]:
+    """Return the C code with which the test writes the weights after each step; empty unless some have eight bits."""
+    if not layout.memory.trained_int8:
+        return {"OPEN_STEPS": "", "WRITE_STEP": ""}
+    return {
+        "OPEN_STEPS": template("test_steps"), "WRITE_STEP": filled("test_steps_written", {"NAME": layout.name}),
+    }  # fmt: skip
 
 
 def _samples(recorded: Recorded) -> str:
@@ -246,6 +259,7 @@ def tensors_text(layout: StepLayout) -> str:
     tensors = [
         {"name": tensor.path, "shape": list(tensor.shape)}
         | ({"group": rules.group_of[tensor.path]} if tensor.path in rules.group_of else {})
+        | ({"scales": layout.memory.quantized[tensor.path].scales.tolist()} if tensor in layout.memory.trained_int8 else {})
         for tensor in layout.memory.weights
     ]
     contents = {

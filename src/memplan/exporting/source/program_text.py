@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from memplan.exporting.c_text import comment
-from memplan.exporting.kernels.call_writer import CallWriter, number
+from memplan.exporting.kernels.call_writer import CallWriter, UpdateCall, number
 from memplan.exporting.kernels.kernel_calls import calls_of
-from memplan.exporting.lowering.device_graph import WRITE, output_of
+from memplan.exporting.kernels.templates import template
+from memplan.exporting.lowering.device_graph import WORD, WRITE, output_of
 from memplan.exporting.source import saved_state
 from memplan.exporting.source.companion_files import init_arguments, init_parameters
 from memplan.exporting.source.input_checks import check_of, check_text
@@ -49,15 +50,18 @@ class _ProgramWriter:
         self.weights = {
             tensor.path: _plus(start, tensor.offset)
             for start, tensors in (
-                ("s->weights", memory.trained), ("s->statistics", memory.statistics),
+                ("s->weights", memory.trained), ("s->int8", memory.trained_int8),
+                ("s->statistics", memory.statistics),
                 (self.flash["frozen"], memory.frozen), (self.flash["int8"], memory.int8),
             )
             for tensor in tensors
         }  # fmt: skip
         """C for a pointer to each parameter and buffer, by name."""
-        # the same of scales, and offsets within the trained weights
+        # the same of scales, and offsets within the trained weights in floats or in eight bits
         self.scales = {tensor.path: _plus(self.flash["scales"], tensor.offset) for tensor in memory.scales}
-        self.offset_of = {tensor.path: tensor.offset for tensor in memory.trained}
+        self.offset_of = {tensor.path: tensor.offset for tensor in (*memory.trained, *memory.trained_int8)}
+        self.int8 = {tensor.path for tensor in memory.trained_int8}
+        """Names of the parameters that are trained in eight bits."""
         self.constants: dict[str, str] = {}
         """Name of each constant array, by its C text with NAME in place of the name."""
         self.kernels: dict[str, str] = {}
@@ -103,9 +107,10 @@ class _ProgramWriter:
         group_of = self.layout.rules.group_of
         for group, tensors in itertools.groupby(self.layout.memory.trained, lambda tensor: group_of[tensor.path]):
             run = list(tensors)
-            update = self._update_all(writer, self._rule_function(group))
+            update = _update_call(self._rule_function(group), run[0].offset)
             gradient = f"s->gradients + {run[0].offset}"
-            lines.append(writer.call(update, "s", run[0].offset, gradient, sum(tensor.size for tensor in run)))
+            count = sum(tensor.size for tensor in run)
+            lines.append(writer.call(self._update_all(writer, update), update.first, gradient, count))
         lines += [writer.call(writer.kernel("fill"), "s->gradients", 0.0, total), "s->calls = 0;"]
         return f"void {self.name}_update({self.name}_state *s)\n{{\n" + _indented(lines) + "}"
 
@@ -216,39 +221,46 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         value = graph.values[action.value]
         if graph.base(action.source) in run.device.fused or value.path not in self.offset_of:
             return []
-        update = self._update_all(writer, self._update_function(value.path))
-        return [writer.call(update, "s", self._first_element(run, value), Ref(action.source), math.prod(value.shape))]
+        update = self._update_of(run, value)
+        kernel = self._update_all(writer, update)
+        return [writer.call(kernel, update.first, Ref(action.source), math.prod(value.shape))]
 
-    def _update_all(self, writer: CallWriter, function: str) -> str:
-        """Add the C function that calls another one for each element of a gradient; return its name."""
-        return writer.instance("update_all", f"{function}_all", {"UPDATE": function})
+    def _update_all(self, writer: CallWriter, update: UpdateCall) -> str:
+        """Add the C function that updates a weight by each element of a gradient; return its name."""
+        return writer.instance("update_all", f"{update.function}_all", update.macros)
 
-    def _first_element(self, run: Pass, parameter: Value) -> int:
-        """Return the index in `s->weights` of the first element of a parameter, or of a part of one."""
-        return self.offset_of[parameter.path] + run.device.offsets.get(parameter.id, 0)
+    def _update_of(self, run: Pass, parameter: Value) -> UpdateCall:
+        """Return the update of a parameter, or of a part of one."""
+        function, path = self._update_function(parameter.path), parameter.path
+        at = run.device.offsets.get(parameter.id, 0)
+        if path not in self.int8:
+            return _update_call(function, self.offset_of[path] + at)
+        return UpdateCall(
+            function,
+            target="STATE *s, signed char *w, const float *scale, int row, int at",
+            emit=f"{function}(s, w, scale[(at + (k)) / row], at + (k), g)",
+            first=f"s, {self.weights[path]}, {self.scales[path]}, {parameter.stride[0]}, {at}",
+        )
 
     def _update_function(self, path: str) -> str:
         """Add the C function that takes one element of a parameter's gradient; return its name."""
         if self.kept:
             return self._writer(self.layout.step).kernel("add_gradient")
-        return self._rule_function(self.layout.rules.group_of[path])
+        return self._rule_function(self.layout.rules.group_of[path], "_int8" if path in self.int8 else "")
 
-    def _rule_function(self, group: int) -> str:
+    def _rule_function(self, group: int, suffix: str = "") -> str:
         """Add the C function that updates one element of a parameter of a group; return its name."""
-        name, rule = f"update_{group}", self.layout.rules.groups[group]
+        name, rule = f"update_{group}{suffix}", self.layout.rules.groups[group]
         writer = self._writer(self.layout.step)
         if self.layout.rules.gradients.clip_value is not None:
             writer.element_function("clip")
-        return writer.instance(rule.template, name, rule.defines)
+        return writer.instance(f"{rule.template}{suffix}", name, rule.defines)
 
-    def _fused_updates(self, run: Pass) -> Mapping[int, tuple[str, str]]:
-        """Return the update function of each fused gradient, and its first arguments."""
+    def _fused_updates(self, run: Pass) -> Mapping[int, UpdateCall]:
+        """Return the update of each fused gradient."""
         graph = run.schedule.graph
         return {
-            graph.base(gradient): (
-                self._update_function(graph.values[param].path),
-                f"s, {self._first_element(run, graph.values[param])}",
-            )
+            graph.base(gradient): self._update_of(run, graph.values[param])
             for param, gradient in graph.gradients
             if graph.base(gradient) in run.device.fused
         }
@@ -321,24 +333,42 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         """Return the C functions that initialize a device, seed it, and read and write its weights."""
         name, memory = self.name, self.layout.memory
         trained, statistics = memory.elements("trained"), memory.elements("statistics")
+        narrow = memory.elements("trained_int8")
         lines = [
             f"void {name}_init({name}_state *s{init_arguments(self.layout)})", "{",
             *(f"{INDENT}s->{parameter} = {parameter};" for _, parameter in init_parameters(self.layout)),
-            f"    for (int k = 0; k < {trained}; k++) {{", f"        s->weights[k] = ({self.flash['trained']})[k];",
-            *(f"        s->{member}[k] = 0;" for member in self.layout.rules.members),
-            "    }",
+            *_copy(trained, f"s->weights[k] = ({self.flash['trained']})[k];"),
+            *(line for member in self.layout.rules.members for line in _copy(trained, f"s->{member}[k] = 0;")),
+            *_copy(narrow, f"s->int8[k] = ({self.flash['trained_int8']})[k];"),
+            *_copy(-narrow % WORD, f"s->int8[{narrow} + k] = 0;"),
             *_copy(statistics, f"s->statistics[k] = ({self.flash['statistics']})[k];"),
             "    s->step = 0;", "    s->rate = 1;", *(["    s->calls = 0;"] if self.kept else []),
             *_copy(self.layout.rules.rates, "s->rates[k] = 1;"), f"    {name}_seed(s, 1);", "}", "",
             f"void {name}_seed({name}_state *s, uint32_t seed)", "{", "    s->random = seed ? seed : 1;", "}", "",
             f"void {name}_get_weights(const {name}_state *s, float *weights)", "{",
-            *_copy(trained, "weights[k] = s->weights[k];"),
-            *_copy(statistics, f"weights[{trained} + k] = s->statistics[k];"), "}", "",
+            *_copy(trained, "weights[k] = s->weights[k];"), *self._each_int8(trained, "read"),
+            *_copy(statistics, f"weights[{trained + narrow} + k] = s->statistics[k];"), "}", "",
             f"void {name}_set_weights({name}_state *s, const float *weights)", "{",
-            *_copy(trained, "s->weights[k] = weights[k];"),
-            *_copy(statistics, f"s->statistics[k] = weights[{trained} + k];"), "}",
+            *_copy(trained, "s->weights[k] = weights[k];"), *self._each_int8(trained, "set"),
+            *_copy(statistics, f"s->statistics[k] = weights[{trained + narrow} + k];"), "}",
         ]  # fmt: skip
+        if narrow:
+            lines = [*(template(f"int8_{way}") for way in ("read", "set")), *lines]
         return "\n".join(lines)
+
+    def _each_int8(self, start: int, way: str) -> list[str]:
+        """Return the calls that read or set the real elements of each weight in eight bits, from `start` on."""
+        lines = list[str]()
+        for tensor in self.layout.memory.trained_int8:
+            row = tensor.size // tensor.shape[0]
+            given = [_plus("weights", start + tensor.offset), self.weights[tensor.path], self.scales[tensor.path]]
+            lines.append(f"{INDENT}int8_{way}({', '.join(given)}, {tensor.size}, {row});")
+        return lines
+
+
+def _update_call(function: str, at: int) -> UpdateCall:
+    """Return the update of weights in floats from element `at` on."""
+    return UpdateCall(function, "STATE *s, int at", f"{function}(s, at + (k), g)", f"s, {at}")
 
 
 def _copy(count: int, line: str) -> list[str]:

@@ -14,7 +14,7 @@ from memplan.exporting.arena.lifetimes import Lifetimes
 from memplan.exporting.arena.offsets import Placement
 from memplan.exporting.kernels.frozen_weights import Quantized
 from memplan.exporting.lowering.byte_inputs import BYTES, buffered
-from memplan.exporting.lowering.device_graph import DeviceGraph
+from memplan.exporting.lowering.device_graph import WORD, DeviceGraph, words
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.planning.request import Request
 from memplan.planning.schedule.scheduler import Schedule
@@ -85,23 +85,25 @@ class Memory:
     """In flash, as int8."""
     scales: tuple[PersistentTensor, ...] = ()
     """The scales of int8 weights under the weights' names: in flash, in float32."""
+    trained_int8: tuple[PersistentTensor, ...] = ()
+    """In RAM, as int8: parameters that are updated."""
     quantized: Mapping[str, Quantized] = field(default_factory=dict)
     """Int8 elements and scales, by name."""
 
     @property
     def weights(self) -> tuple[PersistentTensor, ...]:
         """Tensors that `get_weights` writes, in its order."""
-        return (*self.trained, *self.statistics)
+        return (*self.trained, *self.trained_int8, *self.statistics)
 
     def elements(self, kind: str) -> int:
-        """Return the number of elements of one kind: trained, statistics, frozen, scales or int8."""
+        """Return the number of elements of one kind: trained, trained_int8, statistics, frozen, scales or int8."""
         return sum(tensor.size for tensor in getattr(self, kind))
 
     @property
     def flash(self) -> int:
         """Bytes of initial values and frozen weights."""
         floats = ("trained", "statistics", "frozen", "scales")
-        return 4 * sum(map(self.elements, floats)) + self.elements("int8")
+        return 4 * sum(map(self.elements, floats)) + self.elements("int8") + self.elements("trained_int8")
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def state_members(memory: Memory, rules: UpdateRules) -> tuple[tuple[str, int], 
     trained = memory.elements("trained")
     counts = {
         "weights": trained,
+        "int8": words(memory.elements("trained_int8")) // WORD,
         **dict.fromkeys(rules.members, trained),
         "statistics": memory.elements("statistics"),
         "correction": rules.corrections,

@@ -14,19 +14,27 @@ COLUMNS = 8
 """Numbers on a line of an initializer."""
 KINDS: Mapping[str, str] = {
     "trained": "trained", "statistics": "initial_statistics", "frozen": "frozen", "scales": "scales", "int8": "int8",
+    "trained_int8": "trained_int8",
 }  # fmt: skip
 """The kinds of tensors of `Memory` in the order of NAME.bin, with the array's name in NAME_weights.h."""
+
+INT8 = ("int8", "trained_int8")
+"""Those of them in eight bits, which lie behind all floats."""
 
 
 def pointers(layout: StepLayout) -> dict[str, str]:
     """Return C for a pointer to the first element of each kind; the state is `s`."""
     if not layout.weights_file:
         return {kind: f"{layout.name}_{name}" for kind, name in KINDS.items()}
-    starts, offset = dict[str, str](), 0
+    starts, offset, narrow = dict[str, str](), 0, 0
     for kind in KINDS:
         start = f"s->flash + {offset}" if offset else "s->flash"
-        starts[kind] = f"(const signed char *)({start})" if kind == "int8" else start
-        offset += layout.memory.elements(kind)
+        if kind in INT8:
+            starts[kind] = f"(const signed char *)({start})" + (f" + {narrow}" if narrow else "")
+            narrow += layout.memory.elements(kind)
+        else:
+            starts[kind] = start
+            offset += layout.memory.elements(kind)
     return starts
 
 
@@ -41,7 +49,7 @@ def weights_text(layout: StepLayout) -> str:
     for kind, array in KINDS.items():
         if not memory.elements(kind):
             continue
-        element = "signed char" if kind == "int8" else "float"
+        element = "signed char" if kind in INT8 else "float"
         lines.append(f"{flash} static const {element} {name}_{array}[{memory.elements(kind)}] = {{")
         for path, elements in arrays(memory, kind):
             lines.append(comment(f"{'x'.join(map(str, elements.shape)) or 'a number'}: {path}"))
@@ -53,7 +61,7 @@ def weights_text(layout: StepLayout) -> str:
 def weights_bytes(layout: StepLayout) -> bytes:
     """Return NAME.bin: little-endian floats, then int8 weights."""
     parts = [
-        elements.astype("i1" if kind == "int8" else "<f4").tobytes()
+        elements.astype("i1" if kind in INT8 else "<f4").tobytes()
         for kind in KINDS
         for _, elements in arrays(layout.memory, kind)
     ]
@@ -65,7 +73,7 @@ def arrays(memory: Memory, kind: str) -> Iterable[tuple[str, np.ndarray]]:
     for tensor in getattr(memory, kind):
         if kind == "scales":
             yield tensor.path, memory.quantized[tensor.path].scales
-        elif kind == "int8":
+        elif kind in INT8:
             yield tensor.path, memory.quantized[tensor.path].numbers
         else:
             yield tensor.path, memory.values[tensor.path]

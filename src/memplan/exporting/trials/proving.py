@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +43,8 @@ class Verdict(Printed):
 
 
 NOT_VERIFIED = Verdict("not verified")
+StepsCheck = Callable[[np.ndarray, np.ndarray], Any]
+"""Compares what `get_weights` wrote after each step, and the losses, with PyTorch; its result says so."""
 
 
 def compiler() -> str | None:
@@ -50,7 +54,9 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool) -> Verdict:
+def prove(
+    folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool, check: StepsCheck | None = None
+) -> Verdict:
     """Compile and run the test of an export under sanitizers, and compare all losses, weights and outputs.
 
     Args:
@@ -58,6 +64,7 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
         layout: of the export.
         recorded: PyTorch's results.
         needed: raise UsageError where there is no C compiler; else the verdict says so.
+        check: of each step, where weights are trained in eight bits.
 
     Raises:
         UsageError: there is no C compiler, and one is needed.
@@ -74,12 +81,17 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
         program, results = Path(scratch) / "test", Path(scratch) / "weights"
         folder, name = folder.resolve(), layout.name  # absolute, so that no path looks like an option
         sources = [str(folder / f"test_{name}.c"), str(folder / f"{name}.c")]
-        files = {"WEIGHTS_FILE": results, "FLASH_FILE": folder / f"{name}.bin"}
+        after_steps = Path(scratch) / "steps"
+        files = {"WEIGHTS_FILE": results, "FLASH_FILE": folder / f"{name}.bin", "STEPS_FILE": after_steps}
         defines = [f"-D{macro}={string_literal(file)}" for macro, file in files.items()]
         _run([cc, *STRICT, *SANITIZED, *defines, *sources, "-lm", "-o", str(program)], "does not compile")
         output = _run([str(program)], "differs from PyTorch, or a sanitizer stopped it")
         written = np.fromfile(results, dtype=np.float32).astype(np.float64)
-    return compare_results(output, written, recorded)
+        verdict = compare_results(output, written, recorded)
+        if check is None:
+            return verdict
+        states = np.fromfile(after_steps, dtype=np.float32).reshape(len(recorded.losses), -1)
+        return replace(verdict, words=f"{verdict}; {check(states, np.array(verdict.losses))}")
 
 
 def compare_results(

@@ -10,7 +10,7 @@ loss may be near by chance.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 from memplan import _torch
 from memplan.exporting.frozen_int8 import Int8Pass, Int8Step
+from memplan.exporting.int8_training import Int8Trained, Int8Updates, report
 from memplan.exporting.kernels.kernel_calls import threshold
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout, name_of
@@ -46,6 +47,20 @@ class _Run:
     """The loss in evaluation mode afterwards."""
     output: np.ndarray
     """What the model returns in evaluation mode afterwards."""
+    sums: dict[str, float]
+    """Of `Int8Updates`."""
+
+
+def int8_losses(
+    request: Request, layout: StepLayout, steps: int, frozen: Int8Step | None, before: Mapping[str, torch.Tensor]
+) -> Int8Trained:
+    """Run the steps with weights in eight bits and in float32, and return what the former does.
+
+    ``before``: elements in float32 before they were rounded, by name.
+    """
+    narrow = _run(request, layout, steps, torch.float32, frozen)
+    plain = _run(request, layout, steps, torch.float32, frozen, before=before)
+    return report(layout.memory, before, narrow.weights, narrow.sums, plain.losses, narrow.losses)
 
 
 def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen: Int8Step | None = None) -> Recorded:
@@ -62,7 +77,7 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
     tensors = layout.memory.weights
     weights = np.concatenate([double.weights[tensor.path].reshape(-1) for tensor in tensors])
     bounds = [
-        np.full(tensor.size, _bound(double.weights[tensor.path], [other.weights[tensor.path] for other in others]))
+        np.full(tensor.size, bound_of(double.weights[tensor.path], [other.weights[tensor.path] for other in others]))
         for tensor in tensors
     ]
     graph = layout.step.device.graph
@@ -74,11 +89,11 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
         losses=double.losses.tolist(),
         loss_bounds=np.maximum.accumulate(loss_bounds).tolist(),
         step_output=double.step_output,
-        step_output_bound=_bound(double.step_output, [other.step_output for other in others]),
+        step_output_bound=bound_of(double.step_output, [other.step_output for other in others]),
         output=double.output,
-        output_bound=_bound(double.output, [other.output for other in others]),
+        output_bound=bound_of(double.output, [other.output for other in others]),
         evaluated=float(double.evaluated),
-        evaluated_bound=_bound(double.evaluated, [other.evaluated for other in others]),
+        evaluated_bound=bound_of(double.evaluated, [other.evaluated for other in others]),
         weights=weights,
         weight_bounds=np.concatenate(bounds),
     )
@@ -89,16 +104,29 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return array if array.dtype in (np.uint8, np.int8) else array.astype("f4" if tensor.is_floating_point() else "i4")
 
 
-def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
-    """Return the error bound of a tensor from its float64 elements and those of the other runs."""
+def bound_of(double: np.ndarray, others: Sequence[np.ndarray], floor: float = 1.0) -> float:
+    """Return the error bound of a tensor from its float64 elements and those of the other runs.
+
+    ``floor``: the least magnitude of a largest element that a rounding error is relative to.
+    """
     error = max(float(np.max(np.abs(other - double), initial=0.0)) for other in others)
-    return FAIR * error + ROUNDING * max(float(np.max(np.abs(double), initial=0.0)), 1.0)
+    return FAIR * error + ROUNDING * max(float(np.max(np.abs(double), initial=0.0)), floor)
+
+
+def replacing(
+    run: Int8Pass | None, named: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], dtype: torch.dtype
+) -> AbstractContextManager[None]:
+    """Within this context a step of PyTorch reads what the device computes in eight bits; without such a pass, it is as
+    it was."""
+    return nullcontext() if run is None else run.replacing(named, inputs, dtype)
 
 
 def _run(
-    request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, frozen: Int8Step | None, seed: int = 0
-) -> _Run:
-    """Run training steps of a copy of the model; a seed other than 0 changes the weights a little."""
+    request: Request, layout: StepLayout, steps: int, dtype: torch.dtype, frozen: Int8Step | None, seed: int = 0,
+    before: Mapping[str, torch.Tensor] | None = None,
+) -> _Run:  # fmt: skip
+    """Run training steps of a copy of the model; a seed other than 0 changes the weights a little. With `before`, the
+    weights of these names are trained in floats, from these elements on."""
     step = WithOutputs(copy.deepcopy(device_step(request))).to(dtype)
     model = step.model
     if seed:
@@ -111,21 +139,25 @@ def _run(
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     inputs = [tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in request.call.tensors]
     named = {name_of(path): tensor for path, tensor in (*step.named_parameters(), *step.named_buffers())}
-
-    def replacing(run: Int8Pass | None) -> AbstractContextManager[None]:
-        return nullcontext() if run is None else run.replacing(named, rolled, dtype)
-
-    losses, random, rolled = list[float](), _DeviceRandom(), inputs
+    updates = Int8Updates(layout.memory, layout.rules)
+    if seed:
+        updates.disturb(named, torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for path, elements in (before or {}).items():
+            named[path].copy_(elements)
+    losses, random, rolled = list[float](), DeviceRandom(), inputs
     outputs: Any = []
     for k in range(steps):
         rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in inputs]
         args, kwargs = request.call.rebuild(rolled)
-        within = replacing(None if frozen is None else frozen.step)
+        within = replacing(None if frozen is None else frozen.step, named, rolled, dtype)
         with _torch.DrawsReplaced(random.dropout_mask, dtype), within:
             loss, outputs = step(*args, **kwargs)
         loss.backward()
         if (k + 1) % gradients.accumulate == 0:
             gradients.clip(trained)
+            if before is None:
+                updates.apply(named, random.state, k + 1)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
@@ -133,16 +165,16 @@ def _run(
     step_output = flat_output(outputs)
     model.eval()
     args, kwargs = request.call.rebuild(rolled)
-    within = replacing(None if frozen is None else frozen.infer)
+    within = replacing(None if frozen is None else frozen.infer, named, rolled, dtype)
     with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype), within:
         if layout.evaluates:
             loss, outputs = step(*args, **kwargs)
         else:
             loss, outputs = torch.zeros(()), step.step[0].model_output(*args, **kwargs)
-    return _Run(np.array(losses), weights, step_output, loss.double().numpy(), flat_output(outputs))
+    return _Run(np.array(losses), weights, step_output, loss.double().numpy(), flat_output(outputs), updates.sums)
 
 
-class _DeviceRandom:
+class DeviceRandom:
     """The device's random number generator: Marsaglia's 32-bit xorshift with the seed 1."""
 
     def __init__(self) -> None:

@@ -8,9 +8,12 @@ from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
 from memplan.exporting.exported import Exported
 from memplan.exporting.frozen_int8 import Int8Frozen
+from memplan.exporting.int8_training import Int8Trained
 from memplan.exporting.update_search import UpdateChoice
 from memplan.reports.document import Document, Facts, Field, Line, Part, document, name_field, number_field, table_of
 
+MOST_WEIGHTS = 16
+"""Rows of the table of weights that are trained in eight bits."""
 HOLDERS = 8
 """Rows of the tables of buffers in RAM at the peak and of trained tensors."""
 
@@ -29,6 +32,7 @@ def report(exported: Exported) -> Document:
         [table_of(exported.levers, techniques)],
         [] if exported.choice is None else _choice(exported.choice),
         [] if exported.int8 is None else _int8(exported.int8),
+        [] if exported.int8_trained is None else _int8_trained(exported.int8_trained),
         [table_of(exported.held_by, in_ram, HOLDERS, "all")],
         proof,
     )
@@ -49,6 +53,7 @@ def _facts(exported: Exported) -> dict[str, str]:
         "flash": f"{format_bytes(exported.flash)} of weights, beside the code ({exported.frozen} are frozen)",
         **({} if exported.int8 is None else {"before what is trained": str(exported.int8)}),
         **({} if exported.rounding is None else {"in eight bits": str(exported.rounding)}),
+        **({} if exported.int8_trained is None else {"lossy training": str(exported.int8_trained)}),
         "smallest budget": format_bytes(exported.smallest_budget),
         "in the backward pass": f"{exported.recomputed} results recomputed",
         "updated element by element": f"{exported.fused} parameters",
@@ -64,6 +69,18 @@ def _int8(int8: Int8Frozen) -> Iterator[Part]:
     ]
     yield table_of(sorted(int8.layers, key=lambda row: -row.error), fields, HOLDERS, "all")
     yield from (f"In float32: {reason}" for reason in int8.stays)
+
+
+def _int8_trained(trained: Int8Trained) -> Iterator[Part]:
+    """Yield the weights that are trained in eight bits, in the order of the model."""
+    fields = [
+        name_field("Trained in eight bits", lambda row: row.name, 20),
+        number_field("bytes", lambda row: row.elements),
+        Field("rounded by", lambda row: f"{row.rounding:.2%}", right=True, number=lambda row: row.rounding),
+        Field("update, in steps", lambda row: f"{row.step:.2g}", right=True, number=lambda row: row.step),
+        Field("at its bound", lambda row: f"{row.at_bound:.2%}", right=True, number=lambda row: row.at_bound),
+    ]
+    yield table_of(trained.weights, fields, MOST_WEIGHTS, "all")
 
 
 def _choice(choice: UpdateChoice) -> Iterator[Part]:

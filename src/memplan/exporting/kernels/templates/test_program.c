@@ -44,7 +44,7 @@ int main(void)
     for (int k = 0; k < 64; k++)
         memory.before[k] = memory.after[k] = memory.end[k] = 0xA5;
 @IF_UNREAD@    @NAME@_init(&memory.state@GIVEN@);
-    for (int k = 0; k < @STEPS@; k++) {
+@OPEN_STEPS@    for (int k = 0; k < @STEPS@; k++) {
         @ROLLS@
         uint32_t before = ticks();
         float loss = @NAME@_step_to(&memory.state, @ARGUMENTS@, made);
@@ -52,7 +52,7 @@ int main(void)
         if (spent)
             printf("ticks %lu\n", (unsigned long)spent);
         printf("step %d loss %.9g\n", k, (double)loss);
-        failures += differs("loss", k, loss, losses[k], loss_bounds[k]);
+@WRITE_STEP@        failures += differs("loss", k, loss, losses[k], loss_bounds[k]);
     }
     for (int k = 0; k < @STEP_CHECKED@; k++)
         failures += differs("output of the step", k, made[k], expected_in_step[k], @STEP_OUTPUT_BOUND@);

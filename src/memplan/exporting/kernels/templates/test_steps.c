@@ -1,0 +1,3 @@
+#ifdef STEPS_FILE
+    FILE *steps = fopen(STEPS_FILE, "wb");
+#endif

@@ -1,0 +1,169 @@
+"""Check every update of weights in eight bits, step by step from the device's own weights.
+
+Updates are rounded by chance, so a free run departs from PyTorch's as soon as one number falls on the other side: a
+difference of float32's last bit moves a weight by a whole step, and all that follows. So each step of PyTorch begins with
+the weights that the device had. Then each new integer is known exactly, but for those whose random number is as near to
+the fraction of the update as float32's error.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from memplan import _torch
+from memplan._display import Printed
+from memplan.errors import VerificationError
+from memplan.exporting.frozen_int8 import Int8Step
+from memplan.exporting.int8_training import Change, changes
+from memplan.exporting.source.step_layout import StepLayout, name_of
+from memplan.exporting.step_outputs import WithOutputs, device_step
+from memplan.exporting.trials.reference_steps import (
+    FAIR,
+    FEW_ROUNDINGS,
+    ROLL,
+    ROUNDING,
+    DeviceRandom,
+    bound_of,
+    replacing,
+)
+from memplan.planning.request import Request
+
+DRAWN = 2.0**-22
+"""Error of the device's sum of a random number and an update, which float32 rounds, relative to 1 and the update."""
+
+
+@dataclass(frozen=True)
+class UpdatesChecked(Printed):
+    """The result of the check."""
+
+    updates: int
+    undecided: int
+    """Updates whose rounding float32's error decides."""
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.updates:,} updates in eight bits, each gave the integer of a reference"
+            f" ({self.undecided:,} of them one of two, within float32's error)"
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of PyTorch from given weights."""
+
+    loss: float
+    weights: dict[str, np.ndarray]
+    """Weights in floats and statistics after the step."""
+    changes: dict[str, Change]
+
+
+def check_updates(
+    request: Request, layout: StepLayout, frozen: Int8Step | None, states: np.ndarray, losses: np.ndarray
+) -> UpdatesChecked:
+    """Compare each step of the device with one of PyTorch from the same weights.
+
+    Args:
+        request: of the export; its model has the weights that the device begins with.
+        layout: of the export.
+        frozen: the frozen part in eight bits.
+        states: (steps, floats), what `get_weights` wrote after each step.
+        losses: (steps,), as the device computed them.
+
+    Raises:
+        VerificationError: an update or a loss is not that of PyTorch.
+    """
+    runs = [
+        _Stepper(request, layout, frozen, dtype, seed)
+        for dtype, seed in ((torch.float64, 0), (torch.float32, 0), (torch.float32, 1))
+    ]
+    before, undecided, updates = None, 0, 0
+    for k, (state, loss) in enumerate(zip(states, losses, strict=True)):
+        double, *others = (run.step(k, before) for run in runs)
+        bound = FAIR * max(abs(other.loss - double.loss) for other in others) + ROUNDING * max(abs(double.loss), 1.0)
+        if not abs(loss - double.loss) <= bound:
+            raise _differs(f"the loss of step {k} is {loss:.9g}", f"{double.loss:.9g} within {bound:.2g}")
+        after = _split(layout, state)
+        for name, wanted in double.weights.items():
+            limit = bound_of(wanted, [other.weights[name] for other in others])
+            if not np.abs(after[name] - wanted).max(initial=0.0) <= limit:
+                raise _differs(f"{name} after step {k}", f"PyTorch's within {limit:.2g}")
+        for name, change in double.changes.items():
+            error = _error(change, [other.changes[name] for other in others])
+            least, most = change.after(-error), change.after(error)
+            found = np.rint(after[name] / change.scales).astype(np.int64)
+            wrong = int(((found < least) | (found > most)).sum())
+            if wrong:
+                raise _differs(f"{wrong} of {found.size} integers of {name} after step {k}", "those of the reference")
+            updates, undecided = updates + found.size, undecided + int((least < most).sum())
+        before = after
+    return UpdatesChecked(updates, undecided)
+
+
+def _error(change: Change, others: list[Change]) -> np.ndarray:
+    """Return the error in steps that float32 may make of each change: of the real update of a tensor that of its largest
+    element, as elsewhere."""
+    real = change.change * change.scales
+    error = bound_of(real, [other.change * change.scales for other in others], floor=0.0)
+    return error / change.scales + DRAWN * (1 + np.abs(change.change))
+
+
+def _differs(found: str, expected: str) -> VerificationError:
+    return VerificationError(found, expected=expected, do="Report it: the files are left for a look")
+
+
+def _split(layout: StepLayout, state: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the tensors of what `get_weights` wrote, by name."""
+    tensors = layout.memory.weights
+    ends = np.cumsum([tensor.size for tensor in tensors])
+    parts = np.split(state.astype(np.float64), ends[:-1])
+    return {tensor.path: part.reshape(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)}
+
+
+class _Stepper:
+    """Runs single steps of a copy of the model; a seed other than 0 changes the weights a little."""
+
+    def __init__(
+        self, request: Request, layout: StepLayout, frozen: Int8Step | None, dtype: torch.dtype, seed: int
+    ) -> None:
+        self.request, self.layout, self.frozen, self.dtype, self.seed = request, layout, frozen, dtype, seed
+        self.module = WithOutputs(copy.deepcopy(device_step(request))).to(dtype)
+        named = (*self.module.named_parameters(), *self.module.named_buffers())
+        self.named = {name_of(path): tensor for path, tensor in named}
+        self.optimizer = layout.rules.optimizer(self.module.model)
+        self.random = DeviceRandom()
+        self.inputs = [t.detach().to(dtype) if t.is_floating_point() else t for t in request.call.tensors]
+
+    def step(self, k: int, weights: dict[str, np.ndarray] | None) -> _Step:
+        """Run step `k` from these weights; None: those of the model."""
+        with torch.no_grad():
+            for name, elements in (weights or {}).items():
+                self.named[name].copy_(torch.from_numpy(elements))
+            exact = {held.path: self.named[held.path].clone() for held in self.layout.memory.trained_int8}
+            if self.seed:
+                generator = torch.Generator().manual_seed(self.seed + k)
+                for weight in self.module.model.parameters():
+                    noise = 2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype) - 1
+                    weight.mul_(1 + FEW_ROUNDINGS * noise)
+        rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in self.inputs]
+        args, kwargs = self.request.call.rebuild(rolled)
+        within = replacing(None if self.frozen is None else self.frozen.step, self.named, rolled, self.dtype)
+        self.optimizer.zero_grad()
+        with _torch.DrawsReplaced(self.random.dropout_mask, self.dtype), within:
+            loss, _ = self.module(*args, **kwargs)
+        loss.backward()
+        rules, memory = self.layout.rules, self.layout.memory
+        rules.gradients.clip([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
+        with torch.no_grad():
+            for name, elements in exact.items():
+                self.named[name].copy_(elements)
+        moved = {change.name: change for change in changes(memory, rules, self.named, self.random.state, k + 1)}
+        for name in moved:
+            self.named[name].grad = None
+        self.optimizer.step()
+        rest = (*memory.trained, *memory.statistics)
+        after = {held.path: self.named[held.path].detach().double().numpy().copy() for held in rest}
+        return _Step(loss.item(), after, moved)
