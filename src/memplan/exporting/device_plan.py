@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from memplan._bytes import format_bytes
-from memplan.errors import InputError
-from memplan.errors import BudgetError
+from memplan.errors import BudgetError, InputError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
@@ -32,7 +31,7 @@ from memplan.exporting.source.step_layout import (
     tensors_of,
 )
 from memplan.exporting.step_outputs import CapturedStep
-from memplan.exporting.tiling.tilings import tilings
+from memplan.exporting.tiling.tilings import USUAL, tilings
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
@@ -234,6 +233,8 @@ def _step_within(
     """
     tiles = list[_TiledStep]()
     for tiled in tilings(device, use):
+        if len(tiled.graph.ops) > USUAL and any(tile.fastest is not None for tile in tiles):
+            break
         search = Search(tiled.graph, surroundings, gradients=use, heuristics=QUICK if tiles else None)
         if tiles and search.floor_peak >= tiles[-1].live:
             break

@@ -1,8 +1,8 @@
 """Train in weights of eight bits: which optimizers can, the updates in PyTorch, and what the rounding does.
 
-A weight is ``scale * q`` with integers q from -127 to 127 and a scale for each output channel, which stays as it is. With
-regard to q the loss has the gradient ``scale * g``, where g is that of the real weight. Such a gradient is too small
-beside q: the ratio of their norms is ``scale ** 2`` times that of g and the real weight. So it is divided by
+A weight is ``scale * q`` with integers q from -127 to 127 and a scale for each output channel, which stays as it is.
+With regard to q the loss has the gradient ``scale * g``, where g is that of the real weight. Such a gradient is too
+small beside q: the ratio of their norms is ``scale ** 2`` times that of g and the real weight. So it is divided by
 ``scale ** 2``, which is quantization-aware scaling (Lin et al., On-Device Training Under 256KB Memory, NeurIPS 2022):
 an update of q by ``rate * g / scale`` is the update of the real weight by ``rate * g``.
 

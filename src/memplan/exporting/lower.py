@@ -389,10 +389,12 @@ def _div(low: Lowering, op: GraphOp) -> None:
         _elementwise(low, op)
         return
     small, large = low.values[expand.args[0].value], low.values[x.value].shape
-    if len(large) != 4 or small.shape != (*large[:2], 1, 1) or divisor != large[2] * large[3] or not is_contiguous(small):
+    of_planes = len(large) == 4 and small.shape == (*large[:2], 1, 1) and divisor == large[2] * large[3]
+    if not of_planes or not is_contiguous(small):
         _elementwise(low, op)
         return
-    _shape_only(low, replace(op, target="aten._adaptive_avg_pool2d_backward.default", args=(Ref(small.id), x), kwargs={}))
+    pool = "aten._adaptive_avg_pool2d_backward.default"
+    _shape_only(low, replace(op, target=pool, args=(Ref(small.id), x), kwargs={}))
 
 
 def _shape_only(low: Lowering, op: GraphOp) -> None:

@@ -33,6 +33,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     group: int | None = None
     """Index of its parameter group; None: not trained, such as running statistics."""
+    scales: tuple[float, ...] = ()
+    """Of a tensor that is trained in eight bits: one for each index of the first dimension."""
 
     @property
     def size(self) -> int:
@@ -187,12 +189,14 @@ def _saved_state(file: str | Path, content: bytes, stored: WeightsLayout) -> _Sa
         found = "is damaged" if len(payload) == length else f"holds {len(payload)} bytes of {length}"
         raise InputError(f"{file} {found}", expected="a state as NAME_save wrote it", do="Save it again")
     parts = np.split(np.frombuffer(payload, dtype="<u4"), _ends(member.count for member in stored.state))
+    none = np.zeros(0, np.float32)
     words = {member.name: part for member, part in zip(stored.state, parts, strict=False)}
     floats = {name: part.astype("u4").view(np.float32) for name, part in words.items()}
-    trained, none = _trained(stored), np.zeros(0, np.float32)
+    narrow = _int8_weights(words["int8"], stored) if "int8" in words else none
+    trained = _trained(stored)
     factors = floats.get("rates", np.ones(len(stored.rates), np.float32)) * floats["rate"]
     return _SavedState(
-        weights=np.concatenate([floats["weights"], floats.get("statistics", none)]),
+        weights=np.concatenate([floats.get("weights", none), narrow, floats.get("statistics", none)]),
         arrays={
             key: _split(floats[name], trained)
             for name, key in ARRAYS[stored.optimizer].items()
@@ -202,6 +206,15 @@ def _saved_state(file: str | Path, content: bytes, stored: WeightsLayout) -> _Sa
         step=int(words["step"][0]),
         rates=[rate * float(factor) for rate, factor in zip(stored.rates, factors, strict=True)],
     )  # fmt: skip
+
+
+def _int8_weights(words: np.ndarray, stored: WeightsLayout) -> np.ndarray:
+    """Return the elements in float32 of tensors that are trained in eight bits."""
+    narrow = [tensor for tensor in stored.tensors if tensor.scales]
+    parts = _split(words.astype("<u4").view(np.int8), narrow)
+    scaled = (np.array(tensor.scales, np.float32).reshape(-1, 1) * part.reshape(len(tensor.scales), -1).astype("f4")
+              for tensor, part in zip(narrow, parts, strict=True))  # fmt: skip
+    return np.concatenate([elements.reshape(-1) for elements in scaled])
 
 
 def _needed(file: str | Path, saved: _SavedState | None) -> _SavedState:
@@ -317,7 +330,9 @@ def _is_consistent(stored: WeightsLayout) -> bool:
     """Whether the members of the saved state are those of an export with such tensors and optimizer."""
     counts = {member.name: member.count for member in stored.state}
     groups = [tensor.group for tensor in stored.tensors]
-    trained = sum(tensor.size for tensor in _trained(stored))
+    narrow = [tensor for tensor in stored.tensors if tensor.scales]
+    in_int8 = sum(tensor.size for tensor in narrow)
+    trained = sum(tensor.size for tensor in _trained(stored)) - in_int8
     arrays = {"weights", "gradients", *ARRAYS.get(stored.optimizer, ())} & set(counts)
     return (
         len(counts) == len(stored.state)
@@ -325,10 +340,12 @@ def _is_consistent(stored: WeightsLayout) -> bool:
         and stored.optimizer in ARRAYS
         and groups == sorted(groups, key=lambda group: group is None)
         and all(group is None or group < len(stored.rates) for group in groups)
-        and "weights" in arrays
+        and ("weights" in arrays) == (trained > 0)
+        and counts.get("int8", 0) == -(-in_int8 // 4)
+        and all(tensor.group is not None and (len(tensor.scales),) == tensor.shape[:1] for tensor in narrow)
         and all(counts[name] == trained for name in arrays)
         and ("calls" in counts) == ("gradients" in counts)
-        and counts.get("statistics", 0) == stored.floats - trained
+        and counts.get("statistics", 0) == stored.floats - trained - in_int8
         and counts.get("rate") == counts.get("step") == 1
         and counts.get("rates", len(stored.rates)) == len(stored.rates)
     )

@@ -255,12 +255,13 @@ def readme_text(layout: StepLayout, verified: str) -> str:
 
 def tensors_text(layout: StepLayout) -> str:
     """Return the text of NAME.json, which lists the tensors that `get_weights` writes, and what `save` writes."""
-    rules = layout.rules
+    rules, memory = layout.rules, layout.memory
+    scales = {tensor.path: memory.quantized[tensor.path].scales.tolist() for tensor in memory.trained_int8}
     tensors = [
         {"name": tensor.path, "shape": list(tensor.shape)}
         | ({"group": rules.group_of[tensor.path]} if tensor.path in rules.group_of else {})
-        | ({"scales": layout.memory.quantized[tensor.path].scales.tolist()} if tensor in layout.memory.trained_int8 else {})
-        for tensor in layout.memory.weights
+        | ({"scales": scales[tensor.path]} if tensor.path in scales else {})
+        for tensor in memory.weights
     ]
     contents = {
         "export": layout.name,

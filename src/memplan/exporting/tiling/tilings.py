@@ -18,7 +18,9 @@ STEP = 4
 """Factor by which the size limit of groups shrinks from one tiling to the next."""
 SMALL = 16384
 """Bytes below which a largest value is not split: calls of kernels take memory, too."""
-MOST = 1500
+USUAL = 1500
+"""Ops of a step, at most, where a step of fewer fits the budget: each op more takes the planner's time and flash."""
+MOST = 2600
 """Ops of a step, at most."""
 
 

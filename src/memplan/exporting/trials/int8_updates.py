@@ -1,9 +1,9 @@
 """Check every update of weights in eight bits, step by step from the device's own weights.
 
 Updates are rounded by chance, so a free run departs from PyTorch's as soon as one number falls on the other side: a
-difference of float32's last bit moves a weight by a whole step, and all that follows. So each step of PyTorch begins with
-the weights that the device had. Then each new integer is known exactly, but for those whose random number is as near to
-the fraction of the update as float32's error.
+difference of float32's last bit moves a weight by a whole step, and all that follows. So each step of PyTorch begins
+with the weights that the device had. Then each new integer is known exactly, but for those whose random number is as
+near to the fraction of the update as float32's error.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def check_updates(
 
 
 def _error(change: Change, others: list[Change]) -> np.ndarray:
-    """Return the error in steps that float32 may make of each change: of the real update of a tensor that of its largest
-    element, as elsewhere."""
+    """Return the error in steps that float32 may make of each change: for all elements of a tensor the largest of the
+    real updates' errors, as elsewhere."""
     real = change.change * change.scales
     error = bound_of(real, [other.change * change.scales for other in others], floor=0.0)
     return error / change.scales + DRAWN * (1 + np.abs(change.change))
