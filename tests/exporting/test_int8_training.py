@@ -1,0 +1,315 @@
+"""Training in weights of eight bits."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models.drifting_bars import accuracy, bars, normed, settled_cnn
+from torch import nn
+from truth.c_program import array, floats_of, printed_by
+
+import memplan
+from memplan.errors import InputError, UsageError, VerificationError
+from memplan.exporting import export as exporting
+from memplan.exporting.exported import Exported
+from memplan.exporting.int8_training import drawn
+from memplan.exporting.source.program_text import program_text
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+def exported(model: nn.Module, x: Any, folder: Path, **options: Any) -> Exported:
+    given: dict[str, Any] = {
+        "targets": "2:int64<3", "loss": "cross_entropy", "optimizer": "sgd:lr=0.05", "name": "net",
+        "trained_weights": "int8", "folder": folder, "budget": "1 MiB",
+    } | options  # fmt: skip
+    return memplan.export(model, x, **given)
+
+
+def convolutions() -> nn.Sequential:
+    """A frozen convolution, then trained ones of all kinds: whole, depthwise, transposed; a norm in training mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), *normed(6, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3, 2, 1, groups=8),
+        nn.ReLU(), nn.ConvTranspose2d(8, 5, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2),
+        nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False),
+    )  # fmt: skip
+    model[0].requires_grad_(False)
+    return model
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    some = list(parameters)
+    return torch.optim.SGD([{"params": some[:3], "lr": 0.1}, {"params": some[3:]}], lr=0.03, weight_decay=0.02)
+
+
+def upwards(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, maximize=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": two_groups, "clip_value": 0.05, "frozen_weights": "int8", "weights_file": True},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": upwards, "arena_apart": True, "budget": "20 KiB"}, marks=pytest.mark.slow),
+    ],
+)
+def test_each_update_of_20_steps_is_that_of_a_reference(options: dict[str, Any], tmp_path: Path) -> None:
+    model = convolutions()
+    done = exported(model, "2x2x9x9", tmp_path, **options)
+    assert done.verdict.proven
+    elements = sum(one.numel() for one in model.parameters() if one.requires_grad and one.dim() > 1)
+    said = re.search(r"of ([\d,]+) updates in eight bits, each gave .* \(([\d,]+) of them", str(done.verdict))
+    assert said is not None
+    updates, undecided = (int(number.replace(",", "")) for number in said.groups())
+    assert updates == 20 * elements
+    assert undecided < updates / 100, "the others are known exactly"
+    assert done.int8_trained is not None
+    assert done.int8_trained.elements == elements
+    assert [row.name for row in done.int8_trained.weights] == [
+        path for path, one in model.named_parameters() if one.requires_grad and one.dim() > 1
+    ]
+    floats = sum(one.numel() for one in model.parameters() if one.requires_grad and one.dim() == 1)
+    statistics, counters = 2 * 8, 3 + 2 * ("clip_value" in options)
+    pointers = ("weights_file" in options) + ("arena_apart" in options)
+    assert done.state == 4 * (floats + statistics + counters + pointers) + -(-elements // 4) * 4
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("/ scale;", "/ (1.02f * scale);"),
+        ("(down < 0)", ""),
+        ("* 0x846CA68Bu", "* 0x846CA68Du"),
+        ("next < -127 ? -127", "next < -126 ? -126"),
+    ],
+)
+def test_a_wrong_update_is_found(right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(layout: Any) -> str:
+        whole = program_text(layout)
+        if right == "(down < 0)":  # rounds to the nearest, as if nothing were drawn
+            return re.sub(r"(drawn\(s, .*\)) - change", r"0.5f + 0 * \1 - change", whole)
+        assert right in whole
+        return whole.replace(right, wrong)
+
+    monkeypatch.setattr(exporting, "program_text", text)
+    torch.manual_seed(0)
+    with pytest.raises(VerificationError, match=r"integers of .* after step|loss of step|the C code differs"):
+        exported(
+            nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3)), "2x40", tmp_path, optimizer="sgd:lr=0.5"
+        )
+
+
+@needs_compiler
+def test_20_steps_are_those_of_integers_and_floats_bit_for_bit(tmp_path: Path) -> None:
+    """One sample: no sum of the backward pass has several terms in an order that a compiler could choose."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False))
+    start = {path: one.detach().numpy().copy() for path, one in model.named_parameters()}
+    exported(model, "1x6", tmp_path, targets="1x4", loss="mse_loss", optimizer="sgd:lr=0.125", verify=False)
+    x, y = torch.randn(20, 6), torch.randn(20, 4)
+    text = f"""
+#include "net.h"
+#include <stdio.h>
+static net_state s;
+{array("x", x)}
+{array("y", y)}
+int main(void)
+{{
+    static float weights[NET_WEIGHTS];
+    net_init(&s);
+    net_seed(&s, 77);
+    for (int k = 0; k < 20; k++) {{
+        net_step(&s, x + 6 * k, y + 4 * k);
+        net_get_weights(&s, weights);
+        for (int i = 0; i < NET_WEIGHTS; i++)
+            printf("%.9g\\n", (double)weights[i]);
+    }}
+    return 0;
+}}
+"""
+    found = floats_of(printed_by(tmp_path, text, "-ffp-contract=off")).astype(np.float32).reshape(20, -1)
+    f4, scales, numbers, bias = np.float32, {}, {}, start["0.bias"].copy()
+    for name in ("0.weight", "2.weight"):
+        scales[name] = (np.abs(start[name]).max(1) / 127).astype(f4)
+        numbers[name] = np.rint(start[name] / scales[name][:, None]).astype(int)
+    places = {"0.weight": np.arange(30).reshape(5, 6), "2.weight": 30 + np.arange(20).reshape(4, 5)}
+
+    def product(name: str, row: np.ndarray) -> np.ndarray:
+        sums = np.zeros(len(numbers[name]), f4)
+        for k in range(len(row)):
+            sums = sums + row[k] * numbers[name][:, k].astype(f4)
+        return scales[name] * sums
+
+    def updated(name: str, outer: np.ndarray, inner: np.ndarray, step: int) -> None:
+        for i, j in np.ndindex(numbers[name].shape):
+            key = (77 + step * 0x9E3779B9 + int(places[name][i, j]) * 0x85EBCA6B) % 2**32
+            key = (key ^ key >> 16) * 0x7FEB352D % 2**32
+            key = (key ^ key >> 15) * 0x846CA68B % 2**32
+            chance = f4((key ^ key >> 16) >> 8) / f4(2**24)
+            change = f4(0.125) * (outer[i] * inner[j]) / scales[name][i]
+            moved = numbers[name][i, j] + int(np.floor(chance - change))
+            numbers[name][i, j] = min(max(moved, -127), 127)
+
+    for k in range(20):
+        before = bias + product("0.weight", x[k].numpy())
+        hidden = np.maximum(before, 0)
+        out = product("2.weight", hidden)
+        gradient = f4(2) / f4(4) * (out - y[k].numpy())
+        back = np.zeros(5, f4)
+        for i in range(4):
+            back = back + (gradient[i] * scales["2.weight"][i]) * numbers["2.weight"][i].astype(f4)
+        back = np.where(hidden > 0, back, f4(0))
+        updated("2.weight", gradient, hidden, k + 1)
+        updated("0.weight", back, x[k].numpy(), k + 1)
+        bias = bias - f4(0.125) * back
+        expected = [bias, *((scales[n][:, None] * numbers[n].astype(f4)).reshape(-1) for n in numbers)]
+        assert np.array_equal(found[k], np.concatenate(expected)), f"step {k}"
+
+
+def test_rounding_by_chance_keeps_the_mean() -> None:
+    places = np.arange(100_000)
+    for change in (0.003, 0.4, 1.7):
+        moved = np.concatenate([np.floor(drawn(1, step, places) - change) for step in range(1, 6)])
+        share = change % 1
+        assert abs(moved.mean() + change) < 5 * np.sqrt(share * (1 - share) / moved.size)
+    one, next_step, other_seed = drawn(1, 1, places), drawn(1, 2, places), drawn(2, 1, places)
+    for other in (next_step, other_seed, np.roll(one, 1), np.roll(one, 6)):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(len(places))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_network_learns_in_eight_bits_most_of_what_it_learns_in_floats(tmp_path: Path) -> None:
+    """The roundings are by chance, and each sample is a step: several runs, of which the mean counts."""
+    model = settled_cnn()
+    new, test = bars(200, 2, drifted=True), bars(300, 3, drifted=True)
+    with torch.no_grad():
+        before = (model((test[0].float() - 100) / 50).argmax(1) == test[1]).float().mean().item()
+    reached = {}
+    for kind, seeds in (("float32", (1,)), ("int8", (1, 2, 3, 4, 5))):
+        done = memplan.export(
+            model, "1x1x16x16:uint8<256", targets="1:int64<6", loss="cross_entropy", optimizer="sgd:lr=0.01",
+            normalize=(100.0, 50.0), folder=tmp_path / kind, name="net", trained_weights=kind, verify=False,
+        )  # fmt: skip
+        reached[kind] = float(np.mean([accuracy(tmp_path / kind, new, test, seed) for seed in seeds]))
+    assert before < 0.25
+    assert reached["float32"] > 0.9
+    assert reached["float32"] - 0.05 < reached["int8"] < reached["float32"] + 0.02, "as docs/export.md says"
+    assert done.int8_trained is not None
+    assert abs(done.int8_trained.int8_loss - done.int8_trained.loss) < 0.02
+    assert done.int8_trained.worst < 0.01
+
+
+@needs_compiler
+def test_weights_and_state_come_back(tmp_path: Path) -> None:
+    model = convolutions()
+    exported(model, "2x2x9x9", tmp_path, verify=False)
+    text = """
+#include "net.h"
+#include <stdio.h>
+static net_state s, t;
+static FILE *file;
+static int put(void *context, size_t offset, const void *page, size_t length)
+{
+    (void)context, (void)offset;
+    return fwrite(page, length, 1, file) != 1;
+}
+static int get(void *context, size_t offset, void *page, size_t length)
+{
+    (void)context;
+    return fseek(file, (long)offset, SEEK_SET) || fread(page, length, 1, file) != 1;
+}
+int main(void)
+{
+    static float x[324], weights[NET_WEIGHTS], other[NET_WEIGHTS];
+    static int32_t y[2] = {1, 2};
+    static unsigned char page[64];
+    int wrong = 0;
+    for (int k = 0; k < 324; k++)
+        x[k] = (float)(k % 7) - 3;
+    net_init(&s);
+    for (int k = 0; k < 5; k++)
+        net_step(&s, x, y);
+    file = fopen("FOLDER/state.bin", "wb+");
+    wrong += net_save(&s, page, sizeof page, put, 0);
+    net_init(&t);
+    wrong += net_load(&t, page, sizeof page, get, 0);
+    fclose(file);
+    net_step(&s, x, y);
+    net_step(&t, x, y);
+    net_get_weights(&s, weights);
+    net_get_weights(&t, other);
+    for (int k = 0; k < NET_WEIGHTS; k++)
+        wrong += weights[k] != other[k];
+    net_init(&t);
+    net_set_weights(&t, weights);
+    net_get_weights(&t, other);
+    for (int k = 0; k < NET_WEIGHTS; k++)
+        wrong += weights[k] != other[k];
+    printf("%d\\n", wrong);
+    net_init(&t);
+    file = fopen("FOLDER/state.bin", "rb");
+    net_load(&t, page, sizeof page, get, 0);
+    fclose(file);
+    net_get_weights(&t, weights);
+    file = fopen("FOLDER/weights.bin", "wb");
+    fwrite(weights, sizeof weights, 1, file);
+    fclose(file);
+    return 0;
+}
+"""
+    assert printed_by(tmp_path, text.replace("FOLDER", str(tmp_path))).split() == ["0"], "resumed bit for bit"
+    loaded = [memplan.load_weights(convolutions(), tmp_path / file) for file in ("weights.bin", "state.bin")]
+    states = [one.state_dict() for one in loaded]
+    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(states[0][name], tensor)]
+    assert "12.weight" in changed
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    memplan.load_weights(model, tmp_path / "state.bin", optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "adam"}, "Adam keeps moments in float32"),
+        ({"optimizer": "rmsprop"}, "RMSprop keeps moments in float32"),
+        ({"optimizer": "sgd:lr=0.1,momentum=0.9"}, "momentum is an array in float32"),
+        ({"accumulate": 4}, "accumulate=4 adds gradients up in float32"),
+        ({"clip_norm": 1.0}, "clip_norm needs all gradients"),
+        ({"trained_weights": "int4"}, "trained_weights='int4'"),
+    ],
+)
+def test_what_keeps_floats_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises((InputError, UsageError), match=said):
+        exported(nn.Linear(6, 3), "2x6", tmp_path, verify=False, **options)
+
+
+def test_a_weight_without_a_range_is_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    nn.init.zeros_(model[1].weight)
+    with pytest.raises(InputError, match=r"1\.weight has zeros alone"):
+        exported(model, "2x6", tmp_path, verify=False)
+    nn.init.ones_(model[1].weight[1])
+    done = exported(model, "2x6", tmp_path, verify=False)
+    assert done.int8_trained is not None, "rows of zeros have the range of the others"
+
+
+def test_biases_alone_are_trained_as_without(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    for layer in (model[0], model[2]):
+        layer.weight.requires_grad_(False)
+    done = exported(model, "2x6", tmp_path / "a", verify=False)
+    exported(model, "2x6", tmp_path / "b", verify=False, trained_weights="float32")
+    assert done.int8_trained is None
+    assert (tmp_path / "a" / "net.c").read_text() == (tmp_path / "b" / "net.c").read_text()
