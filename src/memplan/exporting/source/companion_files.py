@@ -200,7 +200,7 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "CHECKED": str(min(4, recorded.output.size)),
         "SAMPLES": _samples(recorded),
         **_weights_file_code(layout),
-        **_steps_file_code(layout),
+        **_steps_file_code(layout, len(recorded.losses)),
     }
     return filled("test_program", replacements)
 
@@ -215,13 +215,12 @@ def _weights_file_code(layout: StepLayout) -> dict[str, str]:
     }
 
 
-def _steps_file_code(layout: StepLayout) -> dict[str, str]:
+def _steps_file_code(layout: StepLayout, steps: int) -> dict[str, str]:
     """Return the C code with which the test writes the weights after each step; empty unless some have eight bits."""
     if not layout.memory.trained_int8:
         return {"OPEN_STEPS": "", "WRITE_STEP": ""}
-    return {
-        "OPEN_STEPS": template("test_steps"), "WRITE_STEP": filled("test_steps_written", {"NAME": layout.name}),
-    }  # fmt: skip
+    written = filled("test_steps_written", {"NAME": layout.name, "STEPS": str(steps)})
+    return {"OPEN_STEPS": template("test_steps"), "WRITE_STEP": written}
 
 
 def _samples(recorded: Recorded) -> str:

@@ -1,5 +1,6 @@
 #ifdef STEPS_FILE
         @NAME@_get_weights(&memory.state, weights);
-        if (!steps || fwrite(weights, sizeof weights, 1, steps) != 1 || (k + 1 == sizeof losses / sizeof *losses && fclose(steps)))
-            failures++;
+        failures += !steps || fwrite(weights, sizeof weights, 1, steps) != 1;
+        if (steps && k + 1 == @STEPS@)
+            failures += fclose(steps) != 0;
 #endif

@@ -1,0 +1,47 @@
+"""Means over whole planes, which are computed for a few channels at a time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import BudgetError
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+class Means(nn.Module):
+    """The mean of each channel, with its dimensions kept or not."""
+
+    def __init__(self, keepdim: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.head = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 128, 1), nn.Linear(128, 3)
+        self.keepdim = keepdim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.last(self.first(x)))
+        return self.head(y.mean((2, 3), keepdim=self.keepdim).reshape(1, 128))
+
+
+@needs_compiler
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_what_a_mean_reads_is_never_whole(keepdim: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, whole = Means(keepdim), 4 * 128 * 8 * 8
+
+    def export(budget: int) -> memplan.Exported:
+        return memplan.export(
+            model, "1x2x8x8", targets="1:int64<3", loss="cross_entropy", optimizer="sgd:lr=0.05", budget=budget,
+            folder=tmp_path, name="net", force=True,
+        )  # fmt: skip
+
+    with pytest.raises(BudgetError) as caught:
+        export(0)
+    done = export(caught.value.smallest_budget or 0)
+    assert done.verdict.proven
+    assert done.arena < whole / 2
