@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from models.drifting_bars import accuracy, bars, normed, settled_cnn
-from models.microcontroller_networks import Inverted
+from models.microcontroller_networks import Inverted, mobilenet_v2
 from torch import nn
 from truth.c_program import array, floats_of, printed_by
 
@@ -294,6 +294,53 @@ int main(void)
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     memplan.load_weights(model, tmp_path / "state.bin", optimizer=optimizer)
+
+
+def settled_mobilenet() -> nn.Sequential:
+    """Frozen, in evaluation mode."""
+    torch.manual_seed(0)
+    model = mobilenet_v2()
+    with torch.no_grad():
+        model(torch.randn(8, 3, 128, 128))
+    assert isinstance(model, nn.Sequential)
+    return model.eval().requires_grad_(False)
+
+
+def of_photos(model: nn.Module, folder: Path, **options: Any) -> Exported:
+    """Export with a photo in bytes as the input, and layers before the first trained one in eight bits."""
+    photos = torch.randint(256, (5, 3, 128, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return exported(
+        model, photos[:1], folder, targets=torch.tensor([1]), normalize=(127.5, 58.0), frozen_layers="int8",
+        calibrate=[(photos[1:], torch.arange(4) % 2)], **options,
+    )  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_last_four_blocks_of_a_mobilenet_are_trained_in_400_kib(tmp_path: Path) -> None:
+    model = settled_mobilenet()
+    for part in list(model)[14:]:
+        part.requires_grad_(True)
+        for norm in part.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.weight.requires_grad_(False)
+    done = of_photos(model, tmp_path, budget="400 KiB")
+    assert done.verdict.proven
+    assert done.inputs >= 3 * 128 * 128
+    assert done.ram <= 400 << 10
+    assert done.trained == sum(one.numel() for one in model.parameters() if one.requires_grad) == 309_290
+    assert done.smallest_budget == 403_116, "as docs/export.md says"
+
+
+@pytest.mark.slow
+def test_biases_and_head_of_a_mobilenet_are_trained_in_300_kb(tmp_path: Path) -> None:
+    model = settled_mobilenet()
+    model[-1].requires_grad_(True)
+    for norm in [one for one in model.modules() if isinstance(one, nn.BatchNorm2d)][-44:]:
+        norm.bias.requires_grad_(True)
+    with pytest.raises(BudgetError) as caught:
+        of_photos(model, tmp_path, budget=0, verify=False, trained_weights="float32")
+    assert caught.value.smallest_budget == 238_556, "as docs/export.md says"
 
 
 @pytest.mark.parametrize(

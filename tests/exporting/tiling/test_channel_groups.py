@@ -31,7 +31,8 @@ class Excited(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layers(x)
-        y = y * torch.sigmoid(self.more(F.relu(self.less(y.mean((2, 3), keepdim=True)))))
+        means = y.mean(3, keepdim=True).mean(2, keepdim=True)  # no mean over planes: it reads all channels as a whole
+        y = y * torch.sigmoid(self.more(F.relu(self.less(means))))
         return self.head(F.silu(self.last(y)).mean((2, 3)))
 
 
