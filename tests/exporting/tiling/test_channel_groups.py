@@ -31,9 +31,9 @@ class Excited(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layers(x)
-        means = y.mean(3, keepdim=True).mean(2, keepdim=True)  # no mean over planes: it reads all channels as a whole
-        y = y * torch.sigmoid(self.more(F.relu(self.less(means))))
-        return self.head(F.silu(self.last(y)).mean((2, 3)))
+        y = y * torch.sigmoid(self.more(F.relu(self.less(y.mean((2, 3), keepdim=True)))))
+        y = F.silu(self.last(y))
+        return self.head(y.mean(3).mean(2))  # no mean over planes: it reads all channels as a whole
 
 
 def exported(model: nn.Module, folder: Path, input: str = "1x3x16x16", **options: Any) -> Exported:
