@@ -95,6 +95,22 @@ def test_a_small_part_is_trained_and_the_rest_is_in_a_file_in_eight_bits(models:
     assert done.output.rstrip().endswith("no sanitizer report")
 
 
+def test_weights_are_trained_in_eight_bits(models: Path) -> None:
+    done = run(*UNPROVEN, "--trained-weights", "int8", "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    whole = json.loads((models / "found.json").read_text())
+    found = whole["int8_trained"]
+    assert [(row["name"], row["elements"]) for row in found["weights"]] == [("0.weight", 54), ("5.weight", 192)]
+    assert found["elements"] == 54 + 192
+    assert whole["state"] == 4 * (6 + 2 * 6 + 4 + 2 * 6 + 3) + 248, "biases, the norm, its statistics, counters"
+    wide = " ".join(done.output.split())
+    assert f"246 weights trained in eight bits, rounded by at most {found['worst']:.2%}" in wide
+    assert "Trained in eight bits bytes rounded by update, in steps at its bound" in wide
+    refused = run(*UNPROVEN, "--trained-weights", "int8", "--optimizer", "adam")
+    assert refused.exit_code == 2
+    assert "Adam keeps moments in float32" in " ".join(refused.output.split())
+
+
 def test_frozen_layers_compute_in_eight_bits(models: Path) -> None:
     options = ("--frozen-layers", "int8", "--calibrate", "models.py:batches", "--json", "found.json")
     done = run("models.py:frozen", *UNPROVEN[1:], *options)
