@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -214,7 +214,8 @@ def test_a_network_learns_in_eight_bits_most_of_what_it_learns_in_floats(tmp_pat
     with torch.no_grad():
         before = (model((test[0].float() - 100) / 50).argmax(1) == test[1]).float().mean().item()
     reached = {}
-    for kind, seeds in (("float32", (1,)), ("int8", (1, 2, 3, 4, 5))):
+    kinds: list[tuple[Literal["float32", "int8"], tuple[int, ...]]] = [("float32", (1,)), ("int8", (1, 2, 3, 4, 5))]
+    for kind, seeds in kinds:
         done = memplan.export(
             model, "1x1x16x16:uint8<256", targets="1:int64<6", loss="cross_entropy", optimizer="sgd:lr=0.01",
             normalize=(100.0, 50.0), folder=tmp_path / kind, name="net", trained_weights=kind, verify=False,
@@ -360,11 +361,12 @@ def test_what_keeps_floats_is_refused(options: dict[str, Any], said: str, tmp_pa
 
 
 def test_a_weight_without_a_range_is_named(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    nn.init.zeros_(model[1].weight)
+    last = nn.Linear(4, 3)
+    model = nn.Sequential(nn.Linear(6, 4), last)
+    nn.init.zeros_(last.weight)
     with pytest.raises(InputError, match=r"1\.weight has zeros alone"):
         exported(model, "2x6", tmp_path, verify=False)
-    nn.init.ones_(model[1].weight[1])
+    nn.init.ones_(last.weight[1])
     done = exported(model, "2x6", tmp_path, verify=False)
     assert done.int8_trained is not None, "rows of zeros have the range of the others"
 

@@ -127,7 +127,7 @@ class Change:
     scales: np.ndarray
     """In float64; it broadcasts with the others."""
 
-    def after(self, error: float = 0.0) -> np.ndarray:
+    def after(self, error: float | np.ndarray = 0.0) -> np.ndarray:
         """Return the integers after the update, where the change is less by `error` in steps."""
         moved = self.before + np.floor(self.drawn - self.change + error).astype(np.int64)
         return np.clip(moved, -LARGEST, LARGEST)
