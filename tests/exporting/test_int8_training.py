@@ -213,7 +213,7 @@ def test_a_network_learns_in_eight_bits_most_of_what_it_learns_in_floats(tmp_pat
     new, test = bars(200, 2, drifted=True), bars(300, 3, drifted=True)
     with torch.no_grad():
         before = (model((test[0].float() - 100) / 50).argmax(1) == test[1]).float().mean().item()
-    reached = {}
+    reached, done = {}, None
     kinds: list[tuple[Literal["float32", "int8"], tuple[int, ...]]] = [("float32", (1,)), ("int8", (1, 2, 3, 4, 5))]
     for kind, seeds in kinds:
         done = memplan.export(
@@ -224,6 +224,7 @@ def test_a_network_learns_in_eight_bits_most_of_what_it_learns_in_floats(tmp_pat
     assert before < 0.25
     assert reached["float32"] > 0.9
     assert reached["float32"] - 0.1 < reached["int8"] < reached["float32"] + 0.02, "docs/export.md says 0.91 and 0.85"
+    assert done is not None
     assert done.int8_trained is not None
     assert abs(done.int8_trained.int8_loss - done.int8_trained.loss) < 0.02
     assert done.int8_trained.worst < 0.01

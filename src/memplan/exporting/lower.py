@@ -384,9 +384,8 @@ def _mean(low: Lowering, op: GraphOp) -> None:
 def _div(low: Lowering, op: GraphOp) -> None:
     """Lower a quotient elementwise; where it is the gradient of a mean over whole planes, to that of a pool."""
     x, divisor = op.args[:2]
-    makers = (made for made in reversed(low.ops) if isinstance(x, Ref) and x.value in made.outputs)
-    expand = next(makers, None)
-    if not isinstance(x, Ref) or expand is None or expand.target != "aten.expand.default" or "rounding_mode" in op.kwargs:
+    expand = next((made for made in reversed(low.ops) if x.value in made.outputs), None)
+    if expand is None or expand.target != "aten.expand.default":
         _elementwise(low, op)
         return
     small, large = low.values[expand.args[0].value], low.values[x.value].shape
