@@ -24,7 +24,7 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from memplan.errors import InputError
-from memplan.kernels.launch import accumulated, block_of, jit, launch, launches, rows_of, tl, warps_of
+from memplan.kernels.launch import accumulated, block_of, jit, launch, launches, rows_of, sigmoid, tl, warps_of
 
 _BLOCK = 1024
 
@@ -171,23 +171,15 @@ def _backward(d_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[T
 
 
 @jit
-def _sigmoid(z):
-    """S(z) and S'(z), by exponentials of negative numbers alone and without a difference of near numbers."""
-    small = tl.exp(-tl.abs(z))
-    nearer = 1.0 / (1.0 + small)
-    return tl.where(z < 0, small * nearer, nearer), small * nearer * nearer
-
-
-@jit
 def _value_and_slope(gate, ACTIVATION: tl.constexpr):
     """a(gate) and a'(gate)."""
     if ACTIVATION == "silu":
-        share, slope = _sigmoid(gate)
+        share, slope = sigmoid(gate)
     elif ACTIVATION == "gelu":
         share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         slope = tl.exp(-0.5 * gate * gate) * 0.3989422804014327
     else:
-        share, slope = _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        share, slope = sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         slope *= 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
     return gate * share, share + gate * slope
 

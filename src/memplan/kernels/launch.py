@@ -38,6 +38,15 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
+@jit
+def sigmoid(z):
+    """S(z) = 1 / (1 + exp(-z)) and its derivative, by exponentials of negative numbers alone and without a difference
+    of near numbers."""
+    small = tl.exp(-tl.abs(z))
+    nearer = 1.0 / (1.0 + small)
+    return tl.where(z < 0, small * nearer, nearer), small * nearer * nearer
+
+
 def interpreted() -> bool:
     """Whether kernels run on the CPU, in Triton's interpreter."""
     return triton is not None and bool(triton.knobs.runtime.interpret)

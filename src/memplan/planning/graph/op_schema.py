@@ -42,7 +42,7 @@ def itemsize(dtype: str) -> int:
 CROSS_ENTROPY = "memplan.cross_entropy_backward.default"
 BATCH_NORM_AGAIN = "memplan.batch_norm_again.default"
 CHUNKED = "memplan.convolution_chunks.default"
-
+CHANNEL_NORM, CHANNEL_NORM_BACKWARD = "memplan.channel_norm.default", "memplan.channel_norm_backward.default"
 ELEMENTWISE = frozenset(
     """
     abs.default acos.default acosh.default add.Scalar add.Tensor addcdiv.default addcmul.default asin.default
@@ -75,6 +75,10 @@ KERNELS: Mapping[str, tuple[str, ...]] = {
     ),
     "memplan.norm.default": ("x", "residual", "weight", "bias", "eps", "centred"),
     "memplan.norm_backward.default": ("d_y", "d_h", "h", "weight", "bias", "mean", "rstd", "wanted"),
+    CHANNEL_NORM: ("x", "residual", "weight", "bias", "groups", "activation", "slope", "eps"),
+    CHANNEL_NORM_BACKWARD: (
+        "d_y", "x", "y", "weight", "bias", "mean", "variance", "groups", "activation", "slope", "eps", "added",
+    ),
     "memplan.gated.default": ("gate", "up", "activation"),
     "memplan.gated_backward.default": ("d_y", "gate", "up", "activation"),
 }  # fmt: skip

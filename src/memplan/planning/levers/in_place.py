@@ -20,6 +20,7 @@ from memplan import _torch
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value, refs
 from memplan.planning.graph.op_schema import (
     BATCH_NORM_AGAIN,
+    CHANNEL_NORM_BACKWARD,
     CROSS_ENTROPY,
     ELEMENTWISE,
     NUMBERS,
@@ -188,6 +189,8 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
         return (PIECEWISE[target].operand,)
     if target == BATCH_NORM_AGAIN:
         return ("self",)
+    if target == CHANNEL_NORM_BACKWARD:
+        return ("d_y",)
     name = target.removeprefix("aten.")
     if name == target or (name not in ELEMENTWISE and name not in IN_ORDER):
         return ()
@@ -206,6 +209,7 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
 _SPECIAL_FORMS = {
     "aten.mul.Scalar": Form("aten.mul.out", "out"),
     BATCH_NORM_AGAIN: Form("memplan.batch_norm_again_.default"),
+    CHANNEL_NORM_BACKWARD: Form("memplan.channel_norm_backward_.default"),
 }
 
 

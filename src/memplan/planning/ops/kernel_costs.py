@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from memplan.planning.graph.joint_graph import Value
-from memplan.planning.graph.op_schema import KERNELS, itemsize
+from memplan.planning.graph.op_schema import CHANNEL_NORM, CHANNEL_NORM_BACKWARD, KERNELS, itemsize
 from memplan.planning.graph.roofline import WORKS, Work
 
 STATISTICS = "memplan.token_statistics.default"
@@ -36,5 +37,25 @@ def _of_logits(hidden: Value, weight: Value, *, products: int, passes: int) -> W
     return Work(flops, operand_bytes + passes * tokens * classes * size, hidden.dtype)
 
 
+def _channel_norm(args: Sequence[Any]) -> Work:
+    """Reads x for the moments, and once more with a residual to write y."""
+    named = dict(zip(KERNELS[CHANNEL_NORM], args, strict=True))
+    return _of_passes(named["x"], passes=3 + (named["residual"] is not None))
+
+
+def _channel_norm_backward(args: Sequence[Any]) -> Work:
+    """Reads the gradient, x and, where it is saved, y for the sums, and once more to write the gradients of x and the
+    residual."""
+    named = dict(zip(KERNELS[CHANNEL_NORM_BACKWARD], args, strict=True))
+    return _of_passes(named["x"], passes=5 + 2 * (named["y"] is not None) + named["added"])
+
+
+def _of_passes(x: Value, *, passes: int) -> Work:
+    """Return the work of passes over a tensor; its arithmetic takes less time than its bytes."""
+    return Work(0, passes * prod(x.shape) * itemsize(x.dtype), x.dtype)
+
+
+WORKS[CHANNEL_NORM] = _channel_norm
+WORKS[CHANNEL_NORM_BACKWARD] = _channel_norm_backward
 WORKS[STATISTICS] = _statistics
 WORKS[STATISTICS_BACKWARD] = _statistics_backward

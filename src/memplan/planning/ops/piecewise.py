@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memplan.kernels.channel_norms import differentiate
 from memplan.planning.levers import chunk_convolutions  # noqa: F401  # pyright: ignore[reportUnusedImport]  # as above
 from memplan.planning.levers import in_place as forms
 from memplan.planning.ops import int8  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops
@@ -437,3 +438,13 @@ for _schema, _op in {
     " float momentum, float eps) -> (Tensor(a!), Tensor, Tensor)": _ATEN._native_batch_norm_legit.no_stats,
 }.items():
     define(_schema, _fake_of(_op))(_by_channels(_op))
+
+
+@define(
+    "channel_norm_backward_(Tensor(a!) d_y, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor mean,"
+    " Tensor variance, int groups, str activation, float slope, float eps, bool added)"
+    " -> (Tensor(a!), Tensor, Tensor, Tensor)",
+    _fake_of(torch.ops.memplan.channel_norm_backward.default),
+)
+def _channel_norm_backward_(d_y: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return differentiate(d_y, d_y, *args)
