@@ -189,18 +189,20 @@ def test_the_op_is_as_torch_wants_it(groups: int) -> None:
 
 
 @kinds
-def test_the_gradient_may_be_written_over_that_of_the_result(kind: str) -> None:
+def test_the_gradient_may_be_written_over_what_it_is_computed_from(kind: str) -> None:
     groups = {"batch": 0, "residual": 0, "group": GROUPS, "instance": 4}[kind]
     x, weight, bias, residual = (one.float() for one in operands("residual", 3, 4, 5, 7))
     added = residual if kind == "residual" else None
     y, mean, variance = channel_norm(x, added, weight, bias, groups, "relu", 0.0, 1e-5)
     d_y = torch.randn(y.shape)
     signs = None if added is None else y
-    of = x, signs, weight, bias, mean, variance, groups, "relu", 0.0, 1e-5, added is not None
-    expected = differentiate(None, d_y.clone(), *of)
-    found = differentiate(d_y, d_y, *of)
-    assert found[0].data_ptr() == d_y.data_ptr()
-    assert all(map(torch.equal, found, expected))
+    of = signs, weight, bias, mean, variance, groups, "relu", 0.0, 1e-5, added is not None
+    expected = differentiate(None, d_y, x, *of)
+    for over in (0, 1):
+        operands_of = d_y.clone(), x.clone()
+        found = differentiate(operands_of[over], *operands_of, *of)
+        assert found[0].data_ptr() == operands_of[over].data_ptr()
+        assert all(map(torch.equal, found, expected))
 
 
 def test_refused() -> None:

@@ -47,7 +47,7 @@ _TILE = 1024
 """Elements that a program takes at a time."""
 _TILES = 16
 """Tiles of a part whose sums a program makes: its second pass over the part reads it from the cache."""
-_LEAST_PIECE = 1 << 15
+_LEAST_PIECE = 1 << 13
 _PIECES = 32
 """The plain form computes so many pieces of a tensor one after the other, of at least `_LEAST_PIECE` elements."""
 
@@ -327,7 +327,7 @@ def differentiate(
     added: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `channel_norm_backward`, with x's gradient written to ``into``, of x's layout: new memory if it is None, or
-    the memory of ``d_y``."""
+    that of ``d_y`` or ``x``."""
     d_x = torch.empty_like(x) if into is None else into
     beside = _empty_beside(x, weight, bias, added)
     run = _backward_in_triton if launches(d_y, x, y, weight, bias) else _backward
@@ -650,7 +650,7 @@ def differentiate_kernel(
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """One program for CHANNELS channels and POSITIONS positions of a sample: reads them all before it writes any, so
-    that d_x may be d_y."""
+    that d_x may be d_y or x."""
     row = tl.program_id(0)
     sample = (row // parts).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,8 +155,10 @@ def run(captured: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> tuple
             memory[value.id] = inputs[int(value.path)]
         if value.kind == "tangent":
             memory[value.id] = torch.ones(value.shape, dtype=getattr(torch, value.dtype))
-        if value.kind in ("parameter", "buffer"):
+        if value.kind == "parameter":
             memory[value.id] = model.get_parameter(value.path).detach()
+        if value.kind == "buffer":
+            memory[value.id] = model.get_buffer(value.path).clone()
     for op in graph.ops:
         args, kwargs = map_refs((op.args, dict(op.kwargs)), memory.__getitem__)
         result = overload(op.target)(*args, **kwargs)
@@ -232,6 +235,146 @@ def test_transformers_own_norms() -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 1))
         captured = capture(model, call_of((tokens()[0],), {}))
         assert [group.kernel for group in captured.groups] == ["rms_norm"], type(norm).__name__
+
+
+# -- norms of channels
+
+
+class Images(nn.Module):
+    """A function of a convolution's result and the module, between two convolutions."""
+
+    def __init__(self, function: Function, dims: int = 2, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        convolution, batch = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)
+        self.first, self.last = convolution(3, 6, 3), convolution(6, 4, 3)
+        self.batch, self.group, self.rectifier = batch(6), nn.GroupNorm(2, 6), nn.ReLU(inplace=True)
+        self.instance = nn.InstanceNorm2d(6) if dims == 2 else nn.InstanceNorm3d(6, affine=True)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.function(self.first(x), self))
+
+
+def batch_relu(x: Tensor, model: Images) -> Tensor:
+    return model.rectifier(model.batch(x))
+
+
+def batch_alone(x: Tensor, model: Images) -> Tensor:
+    """As before a residual."""
+    y = model.batch(x)
+    y += x
+    return F.relu(y)
+
+
+def batch_gelu(x: Tensor, model: Images) -> Tensor:
+    return F.gelu(model.batch(x))
+
+
+def group_silu(x: Tensor, model: Images) -> Tensor:
+    return F.silu(model.group(x))
+
+
+def group_alone(x: Tensor, model: Images) -> Tensor:
+    return F.group_norm(x, 3)
+
+
+def instance_leaky(x: Tensor, model: Images) -> Tensor:
+    return F.leaky_relu_(model.instance(x), 0.2)
+
+
+def instance_dropping_nothing(x: Tensor, model: Images) -> Tensor:
+    """As MONAI's ADN."""
+    return F.leaky_relu(F.dropout(F.dropout3d(model.instance(x), 0.5, False), 0.0), negative_slope=0.1, inplace=True)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize(
+    ("function", "kernel", "activation"),
+    [
+        (batch_relu, "batch_norm_act", "relu"),
+        (batch_alone, "batch_norm_act", "none"),
+        (batch_gelu, "batch_norm_act", "none"),
+        (group_silu, "group_norm_act", "silu"),
+        (group_alone, "group_norm_act", "none"),
+        (instance_leaky, "instance_norm_act", "leaky_relu"),
+        (instance_dropping_nothing, "instance_norm_act", "leaky_relu"),
+    ],
+)
+def test_norms_of_channels(function: Function, kernel: str, activation: str, dims: int) -> None:
+    torch.manual_seed(1)
+    model, x = Images(function, dims), torch.randn(2, 3, *dims * (7,))
+    (group,) = capture(model, call_of((x,), {})).groups
+    assert group.options["activation"] == activation
+    assert_near_float64(model, (x,), kernel)
+
+
+def test_running_statistics_are_those_of_eager_mode() -> None:
+    torch.manual_seed(1)
+    model, x = Images(batch_relu), torch.randn(2, 3, 7, 7)
+    captured = capture(model, call_of((x,), {}), kernels=capture(model, call_of((x,), {})).groups)
+    assert not any("native_batch_norm" in op.target for op in captured.graph.ops)
+    graph, found = captured.graph, dict[str, Tensor]()
+    changed = {new: graph.values[of].path for of, new in graph.mutations}
+    watched = replace(captured, graph=replace(graph, outputs=tuple(changed)))
+    found = dict(zip(changed.values(), run(watched, model, (x,))[0], strict=True))
+    model(x)
+    assert set(found) == {"batch.running_mean", "batch.running_var", "batch.num_batches_tracked"}
+    for name, value in found.items():
+        torch.testing.assert_close(value, model.get_buffer(name))
+
+
+def in_evaluation(x: Tensor, model: Images) -> Tensor:
+    return F.relu(F.batch_norm(x, model.batch.running_mean, model.batch.running_var))
+
+
+def norm_read_too(x: Tensor, model: Images) -> Tensor:
+    y = model.batch(x)
+    return F.relu(y) + y
+
+
+def norm_hooked(x: Tensor, model: Images) -> Tensor:
+    y = model.group(x)
+    y.register_hook(lambda gradient: None)
+    return F.relu(y)
+
+
+def norm_changed(x: Tensor, model: Images) -> Tensor:
+    y, x = model.group(x), x + 0
+    x.mul_(2)
+    return F.relu(y) + x
+
+
+def norm_without_gradient(x: Tensor, model: Images) -> Tensor:
+    with torch.no_grad():
+        y = model.group(x)
+    return F.relu(y) + x
+
+
+def norm_transposed(x: Tensor, model: Images) -> Tensor:
+    return F.relu(model.instance(x.transpose(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (in_evaluation, "batch_norm_act: it has the statistics of other batches"),
+        (norm_without_gradient, "group_norm_act: it has no gradient"),
+        (norm_transposed, "instance_norm_act: its input and result are not contiguous or channels last alike"),
+    ],
+)
+def test_a_norm_that_the_kernel_does_not_take_has_a_reason(function: Function, reason: str) -> None:
+    captured = capture(Images(function), call_of((torch.randn(2, 3, 7, 7),), {}))
+    assert not captured.groups
+    assert reason in [f"{refused.kernel}: {refused.reason}" for refused in captured.refused_groups]
+
+
+@pytest.mark.parametrize("function", [norm_read_too, norm_hooked, norm_changed])
+def test_a_norm_whose_result_something_else_reads_is_replaced_without_the_activation(function: Function) -> None:
+    (group,) = capture(Images(function), call_of((torch.randn(2, 3, 7, 7),), {})).groups
+    assert group.options["activation"] == "none"
+    assert len(group.calls) == 1
 
 
 # -- what no kernel replaces

@@ -32,6 +32,23 @@ def test_cublas_keeps_one_workspace_as_both_passes_of_a_plan_run_in_one_thread(m
     assert libraries(graph, Home()) == 0
 
 
+def test_products_inside_of_a_kernel_take_the_workspace_of_cublas_too() -> None:
+    """A classifier whose only matrix product is in the kernel of its loss."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 100)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(x), labels)
+
+    model, call = Classifier(), call_of((torch.randn(32, 64), torch.randint(100, (32,))), {})
+    captured = capture(model, call, kernels=capture(model, call).groups)
+    assert not any("mm" in op.target for op in captured.graph.ops)
+    assert libraries(captured.graph, Home("cuda:0", find("h100"))) == 32 << 20
+
+
 def test_a_convolution_takes_a_workspace_cudnn_scratch_for_a_while() -> None:
     graph = capture(nn.Conv2d(64, 64, 3, padding=1), call_of((torch.randn(2, 64, 32, 32),), {})).graph
     found = on_card(graph, find("rtx4090"))

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from memplan.planning.graph.joint_graph import Value
+from memplan.planning.graph.op_schema import (
+    CHANNEL_NORM,
+    CHANNEL_NORM_BACKWARD,
+    TOKEN_STATISTICS,
+    TOKEN_STATISTICS_BACKWARD,
+)
 from memplan.planning.graph.roofline import WORKS
-from memplan.planning.ops.kernel_costs import STATISTICS, STATISTICS_BACKWARD
+from memplan.planning.ops import kernel_costs  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fills the table
 
 TOKENS, WIDTH, CLASSES = 96, 64, 3000
 
@@ -21,8 +27,19 @@ def test_work_is_that_of_the_products_and_of_the_logits(trained: bool) -> None:
     gradient over them, then that of hidden, and of a weight that is trained. Each product is read or written once."""
     hidden, weight, rows = tensor(TOKENS, WIDTH), tensor(CLASSES, WIDTH), tensor(TOKENS)
     product, logits, operands = 2 * TOKENS * WIDTH * CLASSES, 4 * TOKENS * CLASSES, 4 * WIDTH * (TOKENS + CLASSES)
-    forward = WORKS[STATISTICS]((hidden, weight, None, rows, 0.0, 1.0, False))
+    forward = WORKS[TOKEN_STATISTICS]((hidden, weight, None, rows, 0.0, 1.0, False))
     assert (forward.flops, forward.bytes) == (product, 2 * logits + operands)
     wanted, products = [True, trained, False], 2 + trained
-    backward = WORKS[STATISTICS_BACKWARD]((rows, rows, rows, hidden, weight, None, rows, rows, 0.0, 1.0, wanted))
+    backward = WORKS[TOKEN_STATISTICS_BACKWARD]((rows, rows, rows, hidden, weight, None, rows, rows, 0.0, 1.0, wanted))
     assert (backward.flops, backward.bytes) == (products * product, (2 + products) * logits + products * operands)
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_norms_of_channels_read_their_input_twice(added: bool) -> None:
+    """By hand, as derived at the top of memplan.kernels.channel_norms."""
+    x, vector = tensor(2, 8, 4, 4), tensor(8)
+    residual, size = x if added else None, 4 * 2 * 8 * 4 * 4
+    forward = WORKS[CHANNEL_NORM]((x, residual, vector, vector, 0, "relu", 0.0, 1e-5))
+    assert (forward.flops, forward.bytes) == (0, (4 if added else 3) * size)
+    of = (x, residual, vector, vector, vector, vector, 0, "relu", 0.0, 1e-5, added)
+    assert WORKS[CHANNEL_NORM_BACKWARD]((x, *of)).bytes == (8 if added else 5) * size

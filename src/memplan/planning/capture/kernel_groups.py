@@ -1,12 +1,14 @@
 """Recognize groups of calls that an op of `memplan.kernels` can replace.
 
 A group is recognized by its last call, and from there along what each call reads: the loss of a linear layer's logits,
-a root-mean-square norm, a gated activation. Spellings differ (``x.pow(2)``, ``x * x``; ``x * rsqrt(...)``,
-``x / sqrt(...)``; casts to float32 and back), the computation must be the kernel's.
+a root-mean-square norm, a gated activation, a norm of channels with or without an activation. Spellings differ
+(``x.pow(2)``, ``x * x``; ``x * rsqrt(...)``, ``x / sqrt(...)``; casts to float32 and back), the
+computation must be the kernel's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,20 @@ _CROSS_ENTROPY = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
 """Arguments of ``F.cross_entropy``."""
+_CHANNEL_NORMS: Mapping[str, tuple[str, ...]] = {
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    "instance_norm": ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+}
+"""Arguments of ``F.batch_norm`` and its like; the functions of the same names under ``torch`` have others."""
+_DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d"))
+_ACTIVATIONS = {
+    "relu": "relu",
+    "relu_": "relu",
+    "leaky_relu": "leaky_relu",
+    "leaky_relu_": "leaky_relu",
+    "silu": "silu",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,8 @@ class _Match:
     """By name: the call that reads the tensor, and the tensor's number."""
     options: dict[str, Any]
     reshapes: tuple[int, ...] = ()
+    in_place: bool = False
+    """Whether the last call writes over what an inner call returned."""
     reason: str = ""
     """Why the kernel does not take it; empty if it may."""
 
@@ -65,7 +83,7 @@ def kernel_groups(log: CallLog) -> tuple[tuple[Group, ...], tuple[Refused, ...]]
     groups, refused, used = list[Group](), list[tuple[_Match, str]](), set[int]()
     for number in sorted(log.calls, reverse=True):  # a cast at the end belongs to the group
         call = log.calls[number]
-        for recognize in (_cross_entropy, _rms_norm, _gated):
+        for recognize in (_cross_entropy, _rms_norm, _gated, _channel_norm):
             match = recognize(log, call)
             if match is None or not used.isdisjoint(inner.number for inner in match.calls):
                 continue
@@ -96,12 +114,12 @@ def _checked(log: CallLog, match: _Match) -> Group:
             others = log.readers[tensor] - numbers
             if others:
                 raise _Unfit(_read_elsewhere(log, call, min(others)))
-    changes = (log.calls[number].in_place for number in range(calls[0].number, last.number + 1) if number in log.calls)
-    if any(changes):
+    until = last.number + (not match.in_place)
+    if any(log.calls[number].in_place for number in range(calls[0].number, until) if number in log.calls):
         raise _Unfit("a call in between changes a tensor in place")
     if not log.tensors[result].requires_grad:
         raise _Unfit("it has no gradient")
-    if not _is_contiguous(log.tensors[result].like):
+    if not _is_contiguous(log.tensors[result].like) and match.kernel not in _LAID_OUT_AS_X:
         raise _Unfit("its result is not contiguous")
     for call in calls[:-1]:
         if any(log.tensors[tensor].requires_grad for tensor in call.reads) and _has_no_gradient(log, call):
@@ -388,6 +406,80 @@ def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], li
             if below is not None and below.name == "sigmoid" and below.reads == (gate,):
                 return "swiglu", gate, {}, [below, made]
     return None
+
+
+# -- norms of channels
+
+
+_LAID_OUT_AS_X = frozenset(f"{name}_act" for name in _CHANNEL_NORMS)
+"""Kernels whose result has the layout of their input."""
+
+
+def _channel_norm(log: CallLog, call: LoggedCall) -> _Match | None:
+    """Recognize a batch, group or instance norm, and the activation of its result."""
+    if len(call.results) != 1:
+        return None
+    if call.name in _CHANNEL_NORMS:
+        return _norm_of_channels(log, call)
+    if call.name not in _ACTIVATIONS or not call.reads:
+        return None
+    between, norm = list[LoggedCall](), log.maker(call.reads[0])
+    while norm is not None and _drops_nothing(norm):
+        between.append(norm)
+        norm = log.maker(norm.reads[0])
+    if norm is None or norm.name not in _CHANNEL_NORMS or len(norm.results) != 1 or len(call.reads) > 1:
+        return None
+    match = _norm_of_channels(log, norm)
+    if match is None:
+        return None
+    activation = _ACTIVATIONS[call.name]
+    match.options["activation"] = activation
+    if activation == "leaky_relu":
+        named = {**dict(zip(("input", "negative_slope"), call.args, strict=False)), **call.kwargs}
+        match.options["slope"] = float(named.get("negative_slope", 0.01))
+    return replace(match, calls=[norm, *between, call], in_place=call.in_place)
+
+
+def _drops_nothing(call: LoggedCall) -> bool:
+    """Return whether a call is a dropout that returns what it is given (MONAI puts those behind each norm)."""
+    if call.name not in _DROPOUTS or call.in_place or len(call.reads) != 1 or len(call.results) != 1:
+        return False
+    named = {**dict(zip(("input", "p", "training"), call.args, strict=False)), **call.kwargs}
+    return named.get("p") == 0 or named.get("training") is False
+
+
+def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
+    """Return a norm as a match, without an activation."""
+    names = _CHANNEL_NORMS[call.name]  # the sixth: whether the statistics are those of the input
+    if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
+        return None
+    named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    x = named.get("input")
+    if not isinstance(x, Ref):
+        return None
+    operands = {"x": (call, x.value)}
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if isinstance(named.get(name), Ref):
+            operands[name] = call, named[name].value
+    match = _Match(f"{call.name}_act", [call], operands, {"activation": "none", "eps": float(named.get("eps", 1e-5))})
+    if call.name == "group_norm":
+        match.options["groups"] = int(named["num_groups"])
+    if call.name != "group_norm" and named.get(names[5], call.name == "instance_norm") is not True:
+        return replace(match, reason="it has the statistics of other batches")
+    if call.name == "batch_norm":
+        match.options["momentum"] = float(named.get("momentum", 0.1))
+    before, after = log.tensors[x.value].like, log.tensors[call.results[0]].like
+    if before.dtype != after.dtype:
+        return replace(match, reason=f"its result is {_name_of(after.dtype)}, of {_name_of(before.dtype)}")
+    if before.stride != after.stride or not _is_dense(before):
+        return replace(match, reason="its input and result are not contiguous or channels last alike")
+    return match
+
+
+def _is_dense(like: Like) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(like.shape), torch.contiguous_format)
+    tensor = torch.empty_strided(like.shape, like.stride, device="meta")
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)
 
 
 # -- parts of the above

@@ -15,6 +15,9 @@ from memplan import _torch
 from memplan.planning.capture.call_log import name_of
 from memplan.planning.ops.kernel_group import Group, Operand
 
+UPDATED = frozenset(("running_mean", "running_var"))
+"""Operands that a kernel changes in place, as the call that it replaces would."""
+
 
 class GroupGone(Exception):
     """The calls of a group are others than when it was recognized; the message says where."""
@@ -58,6 +61,8 @@ class ReplacedCalls:
                 if operand.leaf >= len(leaves):
                     raise GroupGone(f"call {number} reads fewer tensors", group)
                 self._tensors.setdefault(group.last, {})[operand.name] = leaves[operand.leaf]
+                if operand.name in UPDATED:  # by the kernel, once
+                    args, kwargs = _with_copy(leaves[operand.leaf], args, kwargs)
         if number in self._reshapes:
             self._reshape(self._reshapes[number], func, args, kwargs)
         group = self._last.get(number)
@@ -90,3 +95,9 @@ class ReplacedCalls:
                 tensors["hidden"] = func(hidden, *args[1:], **kwargs)
         except Exception as error:
             raise GroupGone(f"{name_of(func)} does not take a linear layer's input: {error}", group) from error
+
+
+def _with_copy(tensor: Tensor, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call with a copy in the place of a tensor, which the call then leaves as it is."""
+    copy = tensor.clone()
+    return _torch.tree_map(lambda leaf: copy if leaf is tensor else leaf, (tuple(args), dict(kwargs)))

@@ -23,6 +23,7 @@ from memplan.devices import Device
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.cost.op_timing import isolated, workspace_on
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
+from memplan.planning.graph.op_schema import KERNELS, TOKEN_STATISTICS, TOKEN_STATISTICS_BACKWARD
 from memplan.planning.graph.placement import Home
 from memplan.planning.levers.chunk_convolutions import meta_tensor
 from memplan.trace.semantics.cuda import table as cuda
@@ -59,7 +60,10 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     """
     library = find_cudnn(None)
     semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
-    temporaries_of_ops = [_temporaries_of(graph, op, semantics.temporaries) for op in graph.ops]
+    temporaries_of_ops = [
+        (_products_of if _declares_scratch(op) else _temporaries_of)(graph, op, semantics.temporaries)
+        for op in graph.ops
+    ]
     all_temporaries = [temporary for temporaries in temporaries_of_ops for temporary in temporaries]
     cudnn_bytes, expected_bytes = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
     persistent = sum(round_to_blocks(temporary.bytes) for temporary in all_temporaries if temporary.permanent)
@@ -162,6 +166,17 @@ def measure(place: str, calls: Iterable[KernelCall]) -> None:
                 continue
             except Exception:  # any error of the kernel: then the formula counts
                 workspaces[call.key] = None
+
+
+def _products_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:
+    """Return the workspaces that libraries keep allocated for the products inside of an op of `memplan.kernels`."""
+    if op.target not in (TOKEN_STATISTICS, TOKEN_STATISTICS_BACKWARD):
+        return ()
+    named = dict(zip(KERNELS[op.target], op.args, strict=True))
+    hidden, weight = (meta_tensor(graph.values[named[name].value]) for name in ("hidden", "weight"))
+    scores = hidden.new_empty(hidden.shape[0], weight.shape[0])
+    temporaries = formulas("aten.mm.default", (hidden, weight.to(hidden.dtype).t()), {}, scores, False)
+    return [temporary for temporary in temporaries if temporary.permanent]
 
 
 def _temporaries_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:

@@ -42,6 +42,8 @@ def itemsize(dtype: str) -> int:
 CROSS_ENTROPY = "memplan.cross_entropy_backward.default"
 BATCH_NORM_AGAIN = "memplan.batch_norm_again.default"
 CHUNKED = "memplan.convolution_chunks.default"
+TOKEN_STATISTICS = "memplan.token_statistics.default"
+TOKEN_STATISTICS_BACKWARD = "memplan.token_statistics_backward.default"
 CHANNEL_NORM, CHANNEL_NORM_BACKWARD = "memplan.channel_norm.default", "memplan.channel_norm_backward.default"
 ELEMENTWISE = frozenset(
     """
@@ -69,8 +71,8 @@ ELEMENTWISE = frozenset(
 
 
 KERNELS: Mapping[str, tuple[str, ...]] = {
-    "memplan.token_statistics.default": ("hidden", "weight", "bias", "ids", "softcap", "scale", "summed"),
-    "memplan.token_statistics_backward.default": (
+    TOKEN_STATISTICS: ("hidden", "weight", "bias", "ids", "softcap", "scale", "summed"),
+    TOKEN_STATISTICS_BACKWARD: (
         "d_lse", "d_picked", "d_total", "hidden", "weight", "bias", "ids", "lse", "softcap", "scale", "wanted",
     ),
     "memplan.norm.default": ("x", "residual", "weight", "bias", "eps", "centred"),

@@ -190,7 +190,7 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
     if target == BATCH_NORM_AGAIN:
         return ("self",)
     if target == CHANNEL_NORM_BACKWARD:
-        return ("d_y",)
+        return ("d_y", "x")
     name = target.removeprefix("aten.")
     if name == target or (name not in ELEMENTWISE and name not in IN_ORDER):
         return ()
@@ -209,7 +209,7 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
 _SPECIAL_FORMS = {
     "aten.mul.Scalar": Form("aten.mul.out", "out"),
     BATCH_NORM_AGAIN: Form("memplan.batch_norm_again_.default"),
-    CHANNEL_NORM_BACKWARD: Form("memplan.channel_norm_backward_.default"),
+    CHANNEL_NORM_BACKWARD: Form("memplan.channel_norm_backward_into.default", "into"),
 }
 
 

@@ -7,23 +7,27 @@ from math import prod
 from typing import Any
 
 from memplan.planning.graph.joint_graph import Value
-from memplan.planning.graph.op_schema import CHANNEL_NORM, CHANNEL_NORM_BACKWARD, KERNELS, itemsize
+from memplan.planning.graph.op_schema import (
+    CHANNEL_NORM,
+    CHANNEL_NORM_BACKWARD,
+    KERNELS,
+    TOKEN_STATISTICS,
+    TOKEN_STATISTICS_BACKWARD,
+    itemsize,
+)
 from memplan.planning.graph.roofline import WORKS, Work
-
-STATISTICS = "memplan.token_statistics.default"
-STATISTICS_BACKWARD = "memplan.token_statistics_backward.default"
 
 
 def _statistics(args: Sequence[Any]) -> Work:
-    """Return the work of the op `STATISTICS`: a product writes the logits, and a kernel reads them."""
-    named = dict(zip(KERNELS[STATISTICS], args, strict=True))
+    """Return the work of the op `TOKEN_STATISTICS`: a product writes the logits, and a kernel reads them."""
+    named = dict(zip(KERNELS[TOKEN_STATISTICS], args, strict=True))
     return _of_logits(named["hidden"], named["weight"], products=1, passes=2)
 
 
 def _statistics_backward(args: Sequence[Any]) -> Work:
-    """Return the work of the op `STATISTICS_BACKWARD`. A product writes the logits again, a kernel writes their
+    """Return the work of the op `TOKEN_STATISTICS_BACKWARD`. A product writes the logits again, a kernel writes their
     gradient over them, and a product computes each of the gradients of hidden states and weight that are wanted."""
-    named = dict(zip(KERNELS[STATISTICS_BACKWARD], args, strict=True))
+    named = dict(zip(KERNELS[TOKEN_STATISTICS_BACKWARD], args, strict=True))
     products = 1 + sum(named["wanted"][:2])
     return _of_logits(named["hidden"], named["weight"], products=products, passes=2 + products)
 
@@ -57,5 +61,5 @@ def _of_passes(x: Value, *, passes: int) -> Work:
 
 WORKS[CHANNEL_NORM] = _channel_norm
 WORKS[CHANNEL_NORM_BACKWARD] = _channel_norm_backward
-WORKS[STATISTICS] = _statistics
-WORKS[STATISTICS_BACKWARD] = _statistics_backward
+WORKS[TOKEN_STATISTICS] = _statistics
+WORKS[TOKEN_STATISTICS_BACKWARD] = _statistics_backward

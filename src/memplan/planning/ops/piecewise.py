@@ -441,10 +441,10 @@ for _schema, _op in {
 
 
 @define(
-    "channel_norm_backward_(Tensor(a!) d_y, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor mean,"
-    " Tensor variance, int groups, str activation, float slope, float eps, bool added)"
+    "channel_norm_backward_into(Tensor d_y, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor mean,"
+    " Tensor variance, int groups, str activation, float slope, float eps, bool added, *, Tensor(a!) into)"
     " -> (Tensor(a!), Tensor, Tensor, Tensor)",
-    _fake_of(torch.ops.memplan.channel_norm_backward.default),
+    lambda *args, into: (into, *torch.ops.memplan.channel_norm_backward(*args)[1:]),
 )
-def _channel_norm_backward_(d_y: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return differentiate(d_y, d_y, *args)
+def _channel_norm_backward_into(*args: Any, into: Tensor) -> tuple[Tensor, ...]:
+    return differentiate(into, *args)
