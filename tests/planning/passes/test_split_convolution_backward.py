@@ -184,6 +184,40 @@ def test_a_convolutions_input_is_read_by_the_weights_derivative_only() -> None:
     assert [first.makes[0] in op.reads for op in parts] == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("place", "last", "groups"), [("cpu", False, 1), ("cuda:0", False, 1), ("cuda:0", True, 1), ("cuda:0", False, 2)]
+)
+def test_on_a_card_the_input_is_not_kept_for_its_own_gradient(
+    place: str, last: bool, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More channels come in than go out, so that no view of the result's gradient has the input's strides. cuDNN's
+    convolutions alone take strides of 0."""
+    monkeypatch.setattr("memplan.planning.passes.pipeline.split", lambda graph: graph)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 2, 3, groups=groups))
+    x = torch.randn(2, 4, 9, 9)
+    if last:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    graph = capture(model, call_of((x,), {})).graph
+    graph = replace(graph, values=tuple(replace(value, place=place) for value in graph.values))
+    derivatives = [op for op in split_convolution_backward.split(graph).ops if "convolution_backward" in op.target]
+    of_input = next(op for op in derivatives if op.args[10][0])
+    split = split_convolution_backward.split(graph)
+    tanh = next(op for op in split.ops if op.target == "aten.tanh.default").makes[0]
+    assert (split.base(of_input.args[1].value) == tanh) == (place == "cpu" or last or groups == 2)
+
+
+def test_the_input_of_a_convolution_may_have_strides_of_0_for_its_own_gradient() -> None:
+    """NaN, of which nothing arrives in the gradient."""
+    x, weight, gradient = torch.randn(2, 8, 7, 7), torch.randn(2, 8, 3, 3), torch.randn(2, 2, 5, 5)
+    sizes = x.new_full((1,), float("nan")).expand(x.shape)
+
+    def of(input: Tensor) -> Tensor:
+        options = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False]
+        return torch.ops.aten.convolution_backward(gradient, input, weight, *options)[0]
+
+    assert torch.equal(of(sizes), of(x))
+
+
 def test_a_pools_input_is_not_kept() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, 1, 1), nn.AvgPool2d(2))
     graph = capture(model, call_of((torch.randn(2, 3, 16, 16),), {})).graph

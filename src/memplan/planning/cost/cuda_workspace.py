@@ -181,7 +181,7 @@ def _products_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temp
 
 def _temporaries_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:
     """Return an op's temporaries, from formulas called with meta tensors; () if no formula applies."""
-    if op.is_view or _declares_scratch(op):
+    if op.is_view:
         return ()
     args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
     kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))

@@ -89,7 +89,8 @@ class _Splitter(Rebuild):
                 input_ = self._shape_argument(op, op.args[0], op.args[1]) if frozen else op.args[1]
                 self._add_part(op, input_, [False, mask[1], mask[2]])  # weight and bias first, then the input
                 if mask[0]:
-                    view = None if frozen else self._view_of_gradient(op, op.args[0], op.args[1], dense=True)
+                    dense = not self._takes_sizes_alone(op)
+                    view = None if frozen else self._view_of_gradient(op, op.args[0], op.args[1], dense=dense)
                     self._add_part(op, view or input_, [True, False, False])
             elif op.target in SHAPE_ONLY:
                 args, index = list(op.args), SHAPE_ONLY[op.target]
@@ -108,6 +109,17 @@ class _Splitter(Rebuild):
             tensors = map_refs(args, lambda value: meta_tensor(self.values[value]))
             scratch = transient_bytes(op.target, tensors, {}, None) + NUMBERS  # each part reorders its own operands
             self.add(op, args=args, outputs=outputs, makes=makes, scratch=scratch)
+
+    def _takes_sizes_alone(self, op: GraphOp) -> bool:
+        """Return whether the input's derivative takes nothing but the sizes of the input, which may then have strides
+        of 0, as torch.nn.grad.conv2d_input has it: on a card, where cuDNN's convolutions make the input contiguous for
+        the weight's derivative only (ConvBackend::Cudnn in aten/src/ATen/native/Convolution.cpp).
+
+        Not of groups, some of which are computed by kernels of torch's own. Strides of 0 are read as contiguous ones,
+        so those of the input must not look like channels last (those of a single channel may).
+        """
+        input_, groups = self.values[op.args[1].value], op.args[9]
+        return self.graph.is_on_card and groups == 1 and is_contiguous(input_)
 
     # -- replacements of arguments
 
