@@ -51,6 +51,11 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
         "geglu": lambda: kernels.geglu(tensor(4, 4096), tensor(4, 4096)),
         "geglu, tanh": lambda: kernels.geglu(tensor(4, 4096), tensor(4, 4096), approximate="tanh"),
     }
+    image = tensor(2, 64, 32, 32)
+    made["batch_norm_act with residual, channels last"] = lambda: kernels.batch_norm_act(
+        image.contiguous(memory_format=torch.channels_last), tensor(64), tensor(64), residual=image
+    )
+    made["instance_norm_act, silu"] = lambda: kernels.instance_norm_act(image, activation="silu")
     for width in (128, 4096, 8192, 16384):
         made[f"rms_norm {width}"] = functools.partial(norm, kernels.rms_norm, width)
         made[f"layer_norm with residual {width}"] = lambda width=width: norm(
