@@ -179,8 +179,8 @@ class Lever(Protocol):
     def forms(self, graph: JointGraph, situation: Situation) -> Iterable[tuple[SavedForm, Value]]:
         """Yield each encoding that a value may be saved in, and the encoded value.
 
-        The registry assigns the ids of encoded values. The seconds of encodings other than host copies are set later,
-        from `works` or from a measurement.
+        The registry assigns the ids of encoded values. The seconds to encode and decode are set later, from `works` or
+        from a measurement; those of a copy to the host follow from the link's bandwidth, and are set here.
         """
         return ()
 

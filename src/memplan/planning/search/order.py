@@ -317,12 +317,16 @@ class _Search:
         return None
 
     def _moves(self, profile: _Profile, at: int, first: int, last: int) -> Iterable[_Move]:
-        """Yield moves that lower a position of a profile, those of the blocks with the largest gain there first.
+        """Yield moves that lower the bytes at a position, the largest reduction there first.
+
+        What is live at the position either was allocated before it, and its op can move behind it, or is read after it,
+        and its readers can move before it. An op moves in a block with the ops between that it depends on, or that
+        depend on it.
 
         Args:
-            profile: bytes under some choices.
+            profile: bytes at each position of the backward pass, under some choices.
             at: the position.
-            first, last: the first and last position above the target.
+            first, last: the first and last position whose bytes exceed the search's target.
         """
         blocks = dict[tuple[bool, frozenset[int]], int]()  # (whether it runs later, ops): bytes that the move gains
         for value in profile.lives_at(at):

@@ -962,7 +962,8 @@ class _Sum(_Step):
         return [self.call[name].value for name in ("target", "weight") if self.call[name] is not None]
 
     def is_due(self, run: _Run) -> bool:
-        """Return whether it is known from a pass before, or pieces compute their parts."""
+        """Return whether the sum runs in this pass over the pieces: only in the last (``sums_up``) if its parts are
+        results of the pieces, to be added up; in each pass if an earlier pass has computed its total."""
         return self.output not in run.tiled.partial or run.sums_up
 
     def run(self, run: _Run) -> None:

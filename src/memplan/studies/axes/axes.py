@@ -195,7 +195,7 @@ class Argument:
 
     @property
     def unit(self) -> str:
-        """Name of the argument."""
+        """Unit of the axis in messages and tables: the argument's own name, as its values have none."""
         return self.name
 
     def at(self, subject: Subject, value: Any) -> Subject:

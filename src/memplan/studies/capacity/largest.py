@@ -157,7 +157,11 @@ class Largest(Written, Displayed):
         return between // self.step * self.step
 
     def largest_parts(self, trial: Tried) -> str:
-        """Return the three largest parts of a recorded value's need: ``1.2 GiB saved activations, ...``."""
+        """Return the three largest parts of a recorded value's need: ``1.2 GiB saved activations, ...``.
+
+        Workspaces count only if the room is that of the highest case. The stitched output of sliding windows
+        (``aggregation``), which is among the temporaries, is a part of its own.
+        """
         if trial.bytes is None:
             return f"{format_bytes(trial.need)} even when planned"
         parts = part_bytes({**trial.bytes.row()})

@@ -84,8 +84,8 @@ def layouts_of(
         losses: values of `Layout.loss_parallel`.
 
     Raises:
-        InputError: the world is no multiple of a machine's ranks, or these none of a layer's; or there are losses of
-            shards, and no layers in shards.
+        InputError: ``world`` is not a multiple of ``per_node``; a degree of ``tensor`` does not divide the ranks of a
+            machine; or ``losses`` contains True, and no degree of ``tensor`` is above 1.
     """
     if True in losses and max(tensor) == 1:
         raise InputError(

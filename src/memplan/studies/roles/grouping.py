@@ -39,7 +39,10 @@ class Grouping:
 
 
 def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: Callable[[int], Hashable]) -> Grouping:
-    """Group ranks by their recordings.
+    """Group ranks that allocate the same, from the recordings of a few.
+
+    A box is a range of ranks in each dimension of the process groups. If its first and last rank are equal, and any that
+    were recorded between, all of it counts as equal (see the module's docstring); else its halves are compared.
 
     Args:
         world: number of ranks.
@@ -48,7 +51,7 @@ def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: 
         key_of: records a rank, and returns a key that is equal for ranks that allocate the same.
 
     Raises:
-        InputError: more than `MOST` ranks can all differ, as they send to single other ranks.
+        InputError: more than `MOST` boxes: pipeline stages, each of which can differ.
     """
     boxes = list(_boxes(world, per_node, groups))
     if len(boxes) > MOST:

@@ -159,8 +159,12 @@ class _Copier:
         }
 
     def copy_attribute(self, value: Any) -> Any:
-        """Return the copy of any other attribute: containers are copied with their elements, and tensors that are
-        copied already or trained. All else is shared."""
+        """Return the copy of any other attribute.
+
+        Containers are copied with their elements. A tensor is copied if it is trained, copied already as a parameter,
+        or if the copies are in float64. Other tensors are shared: `_uncopied` has their version and values, by which a
+        step that changes them is noticed. All else is shared.
+        """
         if isinstance(value, torch.Tensor):
             is_trained = value.is_leaf and value.requires_grad
             if id(value) in self._copies or is_trained or self._float64:

@@ -461,6 +461,9 @@ def _is_opaque(path: str) -> bool:
 def _commit(path: str, copy: str) -> bool:
     """Write a link, file or folder of the script to its real path. Return whether it is a folder, to be descended into.
 
+    Checkpoints of tensors without values (`_is_marked`), and changes of existing files that are not text, are not
+    written: they would replace data by what a recording computes instead.
+
     Raises OSError, also if an entry of another kind is there, which stays.
     """
     kind, before = os.lstat(copy).st_mode, _lstat(path)
