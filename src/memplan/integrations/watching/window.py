@@ -71,7 +71,7 @@ class _ResultResidence:
 
     def __init__(self) -> None:
         self.destination: str | None = HOST
-        """Device of the running op's results; None: that of its tensor arguments."""
+        """Device of the running op's results, set by `follow`."""
 
     def follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the destination from the arguments of an op that is about to run."""

@@ -41,8 +41,8 @@ class Grouping:
 def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: Callable[[int], Hashable]) -> Grouping:
     """Group ranks that allocate the same, from the recordings of a few.
 
-    A box is a range of ranks in each dimension of the process groups. If its first and last rank are equal, and any that
-    were recorded between, all of it counts as equal (see the module's docstring); else its halves are compared.
+    A box is a range of ranks in each dimension of the process groups. If its first and last rank are equal, and any
+    that were recorded between, all of it counts as equal (see the module's docstring); else its halves are compared.
 
     Args:
         world: number of ranks.
