@@ -62,10 +62,10 @@ WAYS: dict[str, tuple[Fit, Callable[[Transformer], Any]]] = {
 }
 
 
-def trained(rank: int, ways: tuple[str, ...], folder: str) -> None:
+def trained(rank: int, ways: tuple[str, ...], folder: str, world: int = 2) -> None:
     """Train both models of each way, and write what `_compared` returns to a file named by way and rank."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for way in ways:
         Path(folder, f"{way}.{rank}").write_text(json.dumps(_compared(rank, way)))
     dist.destroy_process_group()

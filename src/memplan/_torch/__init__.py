@@ -144,7 +144,7 @@ from memplan._torch.joint import (
     view_strides,
 )
 from memplan._torch.library_ops import MADE_OF_TORCH, managed_memory, run_kernel_of_ours
-from memplan._torch.logged_ops import LoggedOp, OpLog, storages_of
+from memplan._torch.logged_ops import COLLECTIVES, LoggedOp, OpLog, storages_of
 from memplan._torch.lone_ranks import unanswered_collectives
 from memplan._torch.mapped_files import files_mapped_without_data
 from memplan._torch.modules import (

@@ -207,15 +207,18 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a tensor-parallel model that `fully_shard` did not wrap, by name: the children, of one
-    class, of the `ModuleList` or `Sequential` whose parameters are most of the model; {} if there is none."""
+    """Return the blocks of a tensor-parallel model that `fully_shard` did not wrap, by name.
+
+    They are the children, of one class, of the `ModuleList`, `ModuleDict` or `Sequential` with most parameters; {} if
+    there is none.
+    """
     stacks = {
         name: stack
         for name, stack in model.named_modules()
-        if isinstance(stack, nn.ModuleList | nn.Sequential)
+        if isinstance(stack, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         and len(stack) > 1
-        and len({type(child) for child in stack}) == 1
-        and all(any(map(is_distributed, child.parameters())) for child in stack)
+        and len({type(child) for child in stack.children()}) == 1
+        and all(any(map(is_distributed, child.parameters())) for child in stack.children())
     }
     if not stacks:
         return {}

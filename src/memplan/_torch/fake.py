@@ -499,7 +499,10 @@ class FakeMode(FakeTensorMode):
         """Return the names of the arguments for which an op computes gradients, if a wrapper subclass, such as
         `DTensor`, runs it on the tensors inside, which require no gradient themselves; else ()."""
         wrapped, names = self._wrapped
-        return names if func is wrapped else ()
+        if func is not wrapped:
+            return ()
+        self._wrapped = None, ()  # a later op of the same name may be on plain tensors
+        return names
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a fake tensor of this mode."""

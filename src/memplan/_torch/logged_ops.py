@@ -18,7 +18,7 @@ from memplan._torch.flops import flop_formula
 from memplan._torch.subclasses import wraps_tensors
 from memplan._torch.tensors import storage_key
 
-_COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor")
+COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d", "_dtensor")
 """Namespaces of ops that communicate."""
 _IGNORED = frozenset({torch.ops.aten.detach.default, torch.ops.prim.device.default})
 """Ops that a selective checkpoint does not ask its policy about (``SAC_IGNORED_OPS``)."""
@@ -57,12 +57,16 @@ class OpLog(TorchDispatchMode):
             return result
         self._alive.append(result)
         storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage() for tensor in _tensors(result)}
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        named |= kwargs or {}
         changed = [
             storage_key(tensor.untyped_storage())
-            for argument, value in zip(func._schema.arguments, args, strict=False)
+            for argument in func._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(value)
+            for tensor in _tensors(named.get(argument.name))
         ]
+        # attention is marked as random also where it drops nothing
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p", 1) != 0
         read = {storage_key(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
         made = tuple((key, storage.nbytes()) for key, storage in storages.items() if key not in self._keys | read)
         self._keys |= storages.keys()
@@ -70,7 +74,7 @@ class OpLog(TorchDispatchMode):
         self.ops.append(LoggedOp(
             str(func), made, tuple(changed), local.bytes_moved, local.flops,
             str(operands[0].dtype).removeprefix("torch.") if operands else "float32",
-            torch.Tag.nondeterministic_seeded in func.tags, local.communicates or func.namespace in _COLLECTIVES,
+            is_random, local.communicates or func.namespace in COLLECTIVES,
         ))  # fmt: skip
         return result
 
@@ -89,7 +93,7 @@ class _LocalOps(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not isinstance(func, torch._ops.OpOverload):
             return result
-        self.communicates |= func.namespace in _COLLECTIVES
+        self.communicates |= func.namespace in COLLECTIVES
         if not any(value.alias_info for value in func._schema.returns) or func._schema.is_mutable:  # no view
             self.bytes_moved += sum(tensor.nbytes for tensor in _tensors((args, kwargs, result)))
         formula = flop_formula(str(func))

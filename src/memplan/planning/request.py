@@ -258,7 +258,8 @@ def _on_fake_tensors(make: Callable[[], _Constructed]) -> _Constructed:
     try:
         return construct(make, choose_target(HOST))
     except StepError as error:
-        raise error.__cause__ or error from None
+        raised = error.__cause__ or error
+    raise raised  # outside of the except block, which would replace its context
 
 
 def _check_data(model: nn.Module, fake: bool) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -95,13 +95,14 @@ class CheckpointedCall:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the ops."""
-        text = repr([(op.name, op.bytes, op.is_saved) for op in self.ops])
+        """Hash of the ops' names, which ranks have in common: their shards can differ in size."""
+        text = repr([op.name for op in self.ops])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def plan(self, held: int) -> CheckpointPlan:
-        """Return the plan that recomputes least among those that hold at most ``held`` bytes between the passes, inputs
-        included, by a greedy choice of seconds a byte; if none does, the plan that holds least."""
+        """Return a plan that holds at most ``held`` bytes between the passes, inputs included: results are saved in the
+        order of the seconds that their ops take for a byte, as long as they fit. If no plan does, the one that holds
+        least."""
         left = held - self.inputs - sum(op.bytes for op in self.ops if op.is_saved)
         chosen = set[int]()
         free = [(op.seconds / max(1, op.bytes), -index) for index, op in enumerate(self.ops) if op.is_saved is None]
@@ -139,24 +140,36 @@ def logged_calls(module: nn.Module, rates: Rates) -> Iterator[list[CheckpointedC
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _torch.OpLog() as ops:
             result = forward(*args, **kwargs)
+        alive.clear()  # the graph refers to `pack`, and would keep its own tensors alive
         saved = sum(size for key, size in packed.items() if key not in weights)
         inputs = sum(_torch.storages_of((args, kwargs)).values())
-        calls.append(_checkpointed_call(ops.ops, saved, inputs, rates))
+        calls.append(_checkpointed_call(ops.ops, packed, saved, inputs, rates))
         return result
 
     with _torch.patched(module, forward=log):
         yield calls
 
 
-def _checkpointed_call(logged: list[_torch.LoggedOp], saved: int, inputs: int, rates: Rates) -> CheckpointedCall:
-    """Decide which ops' results must be saved or recomputed, and find what keeps the call from being checkpointed."""
+def _checkpointed_call(
+    logged: list[_torch.LoggedOp], packed: Mapping[int, int], saved: int, inputs: int, rates: Rates
+) -> CheckpointedCall:
+    """Decide which ops' results must be saved or recomputed, and find what keeps the call from being checkpointed.
+
+    Args:
+        logged: ops of the call.
+        packed: key -> bytes of the storages that autograd saves.
+        saved, inputs: see `CheckpointedCall`.
+        rates: of the device.
+    """
+    reached = max((i for i, op in enumerate(logged) if any(key in packed for key, _ in op.made)), default=-1)
+    """The last op that is recomputed: a checkpoint stops once it has all that backward reads."""
     counts = Counter[str]()
     maker: dict[int, int] = {}
     ops: list[CheckpointOp] = []
     obstacle = ""
     draws_in_place = any(op.is_random and op.changed for op in logged)
     for index, op in enumerate(logged):
-        if op.communicates and op.changed:
+        if op.communicates and (op.changed or op.name.startswith("c10d.")):  # whose schemas name no writes
             obstacle = obstacle or f"{op.name} communicates in place"
         for key in op.changed:
             made_by = maker.get(key)
@@ -173,23 +186,28 @@ def _checkpointed_call(logged: list[_torch.LoggedOp], saved: int, inputs: int, r
         is_saved = None if size else False
         if op.communicates or op.is_random:
             is_saved = op.communicates or not draws_in_place
+        if index > reached:
+            is_saved, seconds = False, 0.0
         ops.append(CheckpointOp(op.name, counts[op.name], size, seconds, is_saved))
         counts[op.name] += 1
     return CheckpointedCall(tuple(ops), saved, inputs, obstacle)
 
 
 class _Policy:
-    """Saves the results of the ops that a plan names. Each call of the module has its own."""
+    """Saves the results of the ops that a plan names, and of collectives that it does not know, as a call with other
+    shapes or branches may have them. Each call of the module has its own."""
 
-    def __init__(self, saved: frozenset[tuple[str, int]]) -> None:
-        self._saved = saved
+    def __init__(self, is_saved: Mapping[tuple[str, int], bool]) -> None:
+        self._is_saved = is_saved
+        """Whether the plan saves the results of an op, by its name and the number of earlier ops of that name."""
         self._counts = Counter[tuple[bool, str]]()
 
     def __call__(self, context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = str(func)
         count = self._counts[context.is_recompute, name]
         self._counts[context.is_recompute, name] += 1
-        return CheckpointPolicy.MUST_SAVE if (name, count) in self._saved else CheckpointPolicy.PREFER_RECOMPUTE
+        saves = self._is_saved.get((name, count), func.namespace in _torch.COLLECTIVES)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_selectively(module: nn.Module, plan: CheckpointPlan, calls: Calls) -> Callable[[], None]:
@@ -197,26 +215,23 @@ def checkpoint_selectively(module: nn.Module, plan: CheckpointPlan, calls: Calls
 
     Hooks on the module run as before, outside of the checkpoint. Returns a function that undoes it.
     """
-    forward, had_own = module.forward, "forward" in vars(module)
-    saved = frozenset((op.name, op.occurrence) for op in plan.ops if op.is_saved)
+    is_saved = {(op.name, op.occurrence): bool(op.is_saved) for op in plan.ops}
 
     def contexts() -> Any:
-        return create_selective_checkpoint_contexts(_Policy(saved))  # pyright: ignore[reportArgumentType]
+        return create_selective_checkpoint_contexts(_Policy(is_saved))  # pyright: ignore[reportArgumentType]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *module.parameters())):
-            calls.without_grad()
-            return forward(*args, **kwargs)
-        calls.planned()
-        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        forward = module.forward
 
-    module.forward = run
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *module.parameters())):
+                calls.without_grad()
+                return forward(*args, **kwargs)
+            calls.planned()
+            return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, context_fn=contexts)
 
-    def undo() -> None:
-        if had_own:
-            module.forward = forward
-        elif vars(module).get("forward") is run:
-            del module.forward
+        with _torch.patched(module, forward=checkpointed):
+            return _torch.original_call(module)(*args, **kwargs)
 
-    return undo
+    return _torch.set_call(module, call)

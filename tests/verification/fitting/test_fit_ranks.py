@@ -29,7 +29,9 @@ QUICK = "DDP", "FSDP of blocks", "FSDP, then fitted", "tensor parallel, then fit
 
 
 def trained_by_two(folder: Path, ways: tuple[str, ...]) -> Path:
-    spawn(trained, (ways, str(folder)), nprocs=2)
+    """Train by two ranks, or four where two dimensions are sharded; the first two are compared."""
+    world = 4 if "tensor parallel and FSDP, then fitted" in ways else 2
+    spawn(trained, (ways, str(folder), world), nprocs=world)
     return folder
 
 

@@ -26,7 +26,8 @@ def installed(launched: Launched) -> Iterator[None]:
     from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        values = [getattr(leaf, "base", leaf) for leaf in _torch.tree_leaves((args, kwargs))]  # of a TensorDescriptor
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         while hasattr(kernel, "fn"):  # an autotuner contains a kernel, and that its function
             kernel = kernel.fn
         launched(f"triton.{kernel.__name__}", tensors)

@@ -139,8 +139,9 @@ class Observer:
         self._events = events
         self._on_assumption = None if events is None else events.result_assumed
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-        self.needs_of_wrapped: Callable[[Any], tuple[str, ...]] = lambda func: ()
         """Returns the fake tensor for a real tensor from outside of the recording."""
+        self.needs_of_wrapped: Callable[[Any], tuple[str, ...]] = lambda func: ()
+        """Returns the names of the arguments for which a wrapper subclass computes gradients by an op."""
         self.most_ops: int | None = None
         """Number of ops after which the recording is given up."""
         self.card: Residence | None = None

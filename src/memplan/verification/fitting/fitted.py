@@ -12,7 +12,6 @@ from memplan._display import Displayed
 from memplan._interrupts import deferred
 from memplan.planning.plan.plan import Plan
 from memplan.rewriting.calls import Calls, CallStats, sum_stats
-from memplan.rewriting.selective_checkpoint import CheckpointPlan
 from memplan.verification.proof.proof import Proof
 
 
@@ -25,8 +24,8 @@ class Fitted(Displayed):
     loss: nn.Module | None
     """``(*inputs, *targets) -> loss``: model and loss as one planned graph, where a loss was given. Plan and proof are
     then about this call, not about the model's own."""
-    plan: Plan | CheckpointPlan
-    """Plan of the call; of a sharded model, that of its largest block."""
+    plan: Plan
+    """Plan of the call; of a sharded model, that of one of its blocks: a `CheckpointPlan` if no block has a graph."""
     proof: Proof
     changed: bool
     """False where the step fits unplanned: then nothing was changed."""

@@ -41,6 +41,7 @@ from memplan.rewriting.calls import Calls
 from memplan.rewriting.install import Installed, install
 from memplan.rewriting.selective_checkpoint import (
     CheckpointedCall,
+    CheckpointOp,
     CheckpointPlan,
     checkpoint_selectively,
     logged_calls,
@@ -198,7 +199,7 @@ class _Fitting:
             plans = [self._plan(kind, int(share * kind.saved)) for kind in kinds]
             checkpoints = [self._checkpoint(kind, int(share * kind.saved)) for kind in checkpointed]
             graph_plans = [block_plan.planned.plan for block_plan in plans]
-            plan = max(graph_plans, key=lambda plan: plan.eager_peak) if graph_plans else checkpoints[0]
+            plan: Any = max(graph_plans, key=lambda plan: plan.eager_peak) if graph_plans else checkpoints[0]
             if less <= 0:
                 self._notes.append("it fits already: nothing is changed")
                 proof = self._proof(reference, reference, unplanned, unplanned, budget)
@@ -332,24 +333,36 @@ class _Fitting:
 
         ``reasons``: why the blocks have no graph, by name.
         """
-        if not reasons:
+        parallel = "DTensor", "AsyncCollectiveTensor"
+        lowered = {name: reason for name, reason in reasons.items() if any(kind in reason for kind in parallel)}
+        # other blocks may do what must not happen twice in a step, such as counting calls
+        self._notes += [
+            f"{name} runs as it is written: {reason}" for name, reason in reasons.items() if name not in lowered
+        ]
+        if not any(_torch.gathered(bool(lowered))):  # the step below is one of all ranks
             return []
+        if "" in lowered and (blocks := _torch.repeated_blocks(self._request.model)):
+            # a checkpoint of the whole model would hold all its activations at once in the backward pass
+            self._blocks |= blocks
+            lowered = dict.fromkeys(blocks, lowered[""])
         card = self._settings.home.card
         with ExitStack() as stack:
             logs = {
                 name: stack.enter_context(logged_calls(self._blocks[name], CPU if card is None else rates_of(card)))
-                for name in reasons
+                for name in lowered
             }
             self._step(measured=False)
-        kinds: dict[str, _CheckpointedKind] = {}
+        kinds: dict[tuple[tuple[CheckpointOp, ...], int], _CheckpointedKind] = {}
         for name, calls in logs.items():
             obstacle = calls[0].obstacle if len(calls) == 1 else f"it is called {len(calls)} times in a step"
             if obstacle:
-                self._notes.append(f"{name} runs as it is written: {reasons[name]}; no checkpoint, as {obstacle}")
+                self._notes.append(f"{name} runs as it is written: {lowered[name]}; no checkpoint, as {obstacle}")
             else:
-                kinds.setdefault(calls[0].fingerprint, _CheckpointedKind(calls[0])).names.append(name)
+                key = calls[0].ops, calls[0].saved
+                kinds.setdefault(key, _CheckpointedKind(calls[0])).names.append(name)
         for kind in kinds.values():
-            self._notes.append(f"{', '.join(kind.names)}: a checkpoint, as there is no graph: {reasons[kind.names[0]]}")
+            names = ", ".join(kind.names)
+            self._notes.append(f"{names}: a checkpoint, as a call that computes with DTensors has no graph")
         return list(kinds.values())
 
     def _checkpoint(self, kind: _CheckpointedKind, less: int) -> CheckpointPlan:
@@ -475,7 +488,7 @@ class _Fitting:
             names = ", ".join(name or "the model" for name in kind.names)
             self._notes.append(f"{names}: plan {plan.fingerprint} on all ranks. {plan.summary}")
 
-    def _hand_over(self, plan: Plan | CheckpointPlan, proof: Proof, calls: list[Calls]) -> Fitted:
+    def _hand_over(self, plan: Plan, proof: Proof, calls: list[Calls]) -> Fitted:
         for counts in calls:
             counts.restart()
         self._handed_over = True
