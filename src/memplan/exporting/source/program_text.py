@@ -160,8 +160,13 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
     def _body(self, run: Pass, begin: int, end: int) -> list[str]:
         """Return the statements of actions of a pass, with a comment where layer, source line or op change."""
         graph = run.schedule.graph
-        scales = {value.id: _plus(self.scales[value.path], run.device.offsets.get(value.id, 0) // value.stride[0])
-                  for value in graph.values if value.kind == "parameter" and value.path in self.scales}  # fmt: skip
+        scales = {
+            value.id: _plus(
+                self.scales[value.path], run.device.offsets.get(value.id, 0) // self._row_elements(value.path)
+            )
+            for value in graph.values
+            if value.kind == "parameter" and value.path in self.scales
+        }
         writer = replace(self._writer(run), update_calls=self._fused_updates(run), scales=scales)
         lines, last_label = list[str](), ""
         actions = (*run.schedule.forward, *run.schedule.backward)
@@ -239,8 +244,12 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
             function,
             target="STATE *s, signed char *w, const float *scale, int row, int at",
             emit=f"{function}(s, w, scale[(at + (k)) / row], at + (k), g)",
-            first=f"s, {self.weights[path]}, {self.scales[path]}, {parameter.stride[0]}, {at}",
+            first=f"s, {self.weights[path]}, {self.scales[path]}, {self._row_elements(path)}, {at}",
         )
+
+    def _row_elements(self, path: str) -> int:
+        """Return the elements of a weight that have one scale: those of an index of its first dimension."""
+        return math.prod(self.layout.memory.values[path].shape[1:])
 
     def _update_function(self, path: str) -> str:
         """Add the C function that takes one element of a parameter's gradient; return its name."""

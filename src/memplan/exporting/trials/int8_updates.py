@@ -36,6 +36,10 @@ DRAWN = 2.0**-22
 """Error of the device's sum of a random number and an update, which float32 rounds, relative to 1 and the update."""
 
 
+MOST_UNDECIDED = 0.02
+"""Largest share of updates for which float32's error allows several integers."""
+
+
 @dataclass(frozen=True)
 class UpdatesChecked(Printed):
     """The result of the check."""
@@ -100,6 +104,11 @@ def check_updates(
                 raise _differs(f"{wrong} of {found.size} integers of {name} after step {k}", "those of the reference")
             updates, undecided = updates + found.size, undecided + int((least < most).sum())
         before = after
+    if undecided > MOST_UNDECIDED * updates:
+        raise _differs(
+            f"{undecided} of {updates} updates are within float32's error of two integers or more",
+            f"at most {MOST_UNDECIDED:.0%}, as otherwise the comparison shows little",
+        )
     return UpdatesChecked(updates, undecided)
 
 
