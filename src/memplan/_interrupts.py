@@ -54,7 +54,8 @@ class _Signals:
         self.queue: deque[int] = deque()
         """Signals that have arrived and whose handlers were not called yet."""
         self.handlers: dict[int, Handler] = {}
-        """The user's, also after a call: whoever has read the handler within one may install it later."""
+        """The user's handlers by signal, also after a call: code that reads `_handler` as the installed handler may
+        install it again later."""
         self.outside: list[Callable[[], AbstractContextManager[Any]]] = []
         """Contexts to enter around a handler; see `outside_of`."""
         self.waits = 0
@@ -75,13 +76,17 @@ class _Signals:
 
     @property
     def is_here(self) -> bool:
-        """Return whether signals of this thread are noted: not in another thread, nor in a process forked meanwhile."""
+        """Return whether a call runs in this thread, which is the main thread of the process that made it: a process
+        forked meanwhile is another."""
         return (
             self._depth > 0 and threading.get_ident() == threading.main_thread().ident and os.getpid() == self._process
         )
 
     def enter(self, entry: FrameType | None, *, span: bool) -> None:
-        """Begin to note signals; a call within a call changes nothing."""
+        """Begin to note signals; within another call, which notes them already, only count.
+
+        ``entry`` is the frame that made the call, ``span`` whether it is the user's code that runs within.
+        """
         if os.getpid() != self._process:  # forked within a call, whose end this process does not see
             self._depth = self._spans = self.waits = 0
             self._polling = False
@@ -89,7 +94,7 @@ class _Signals:
             self._process = os.getpid()
         if self._depth == 0:
             self._entry = entry
-            self._depth = 1  # from now on what is installed notes
+            self._depth = 1  # before `_install`: a handler that is installed notes signals from now on
             try:
                 self._install()
             except BaseException:
@@ -102,11 +107,15 @@ class _Signals:
         self._spans += span
 
     def leave(self, error: BaseException | None, *, span: bool) -> None:
-        """Stop noting signals; where that ends the outermost call, pass on those that wait."""
+        """End a call. At the end of the outermost call put the handlers back and pass on the signals that wait.
+
+        ``error`` is the exception that the call ends with, ``span`` as for `enter`.
+        """
         if os.getpid() != self._process or self._depth == 0:
             return
         self._spans -= span
-        if self._depth > 1 or threading.get_ident() != threading.main_thread().ident:  # which alone sets handlers
+        # only the main thread may set handlers
+        if self._depth > 1 or threading.get_ident() != threading.main_thread().ident:
             self._depth -= 1
             return
         self._restore_handlers()
@@ -116,7 +125,11 @@ class _Signals:
             raise error.error
 
     def deliver(self, frame: FrameType | None) -> None:
-        """Call the handlers of all signals that wait, outside of what is replaced."""
+        """Call the user's handlers of all signals that wait, each within the contexts that undo memplan's changes.
+
+        ``frame`` is passed to them as the interrupted frame. If the call has code of memplan's below the user's, what
+        they raise is wrapped in a BaseException, which no ``except Exception`` on the way catches.
+        """
         if self._delivering:
             return
         self._delivering = True
@@ -138,7 +151,7 @@ class _Signals:
             self._delivering = False
 
     def _install(self) -> None:
-        """Replace every handler that Python calls by one that notes the signal."""
+        """Replace every handler in Python by `_handler`, which notes the signal."""
         for kind in signal.valid_signals():
             handler = signal.getsignal(kind)
             if callable(handler) and handler is not self._handler:
@@ -147,9 +160,10 @@ class _Signals:
                 signal.signal(kind, self._handler)
 
     def _restore_handlers(self) -> None:
-        """Install the handlers that were there, unless the user's code has set others meanwhile.
+        """Install the user's handlers again, except where the user's code has set others meanwhile.
 
-        A signal that comes meanwhile may raise in here: the others are put back all the same.
+        A handler that is back already may be called in here and raise: the other handlers are installed all the same,
+        and then the error is raised.
         """
         raised, tries = None, 0
         while self._installed and tries < _TRIES:
@@ -166,7 +180,8 @@ class _Signals:
             raise raised
 
     def _drain(self) -> None:
-        """Call the handlers of all signals that wait, also of those behind one whose handler raises."""
+        """Call the handlers of all signals that wait. If a handler raises, those of the later signals are called before
+        its error comes out."""
         while self.queue:
             kind = self.queue.popleft()
             try:
@@ -176,11 +191,11 @@ class _Signals:
                 raise
 
     def _on_signal(self, kind: int, frame: FrameType | None) -> None:
-        """Note a signal, and pass it on where that may be done here."""
+        """Handle a signal during a call: note it, and call the user's handler if it may raise in this frame."""
         if not self.is_here:
             self.handlers[kind](kind, frame)
             return
-        if self._woken == kind:  # it stands for one that waits already
+        if self._woken == kind:  # sent by `_poll` for a signal that is in the queue
             self._woken = None
         else:
             if not self.queue:
@@ -193,7 +208,10 @@ class _Signals:
             self.deliver(frame)
 
     def _poll(self) -> None:
-        """Wake the main thread where it waits for something while a signal waits for too long."""
+        """Interrupt a main thread that blocks in C while a signal waits for more than `LONGEST` seconds.
+
+        Runs in a thread of its own. It sends the signal again, so that `_on_signal` runs.
+        """
         main = threading.main_thread().ident
         assert main is not None, "it runs"
         while self._depth:
@@ -210,7 +228,7 @@ class _Signals:
         """Return whether an exception may come out of a frame: in the user's code, while memplan waits for a process,
         or once a signal is overdue; never within an import or a ``__del__``."""
         overdue = time.monotonic() - self._since > LONGEST
-        in_users_code = None
+        in_users_code = None  # until the innermost frame that is not of the standard library
         while frame is not None and frame is not self._entry:
             name = str(frame.f_globals.get("__name__"))
             if name in _IMPORTS or frame.f_code.co_name == "__del__":
@@ -226,10 +244,11 @@ _signals = _Signals()
 
 
 class deferred:
-    """Let signals wait while what is inside runs; see the module. Of the main thread alone.
+    """A context within which the handlers of signals are called at safe points only. It does nothing in other threads
+    than the main thread.
 
     Args:
-        span: what is inside is the user's code, which catches what its own handlers raise.
+        span: whether the user's code runs in the context: it may catch what its own handlers raise.
     """
 
     def __init__(self, *, span: bool = False) -> None:
@@ -237,27 +256,27 @@ class deferred:
         self._here = False
 
     def __enter__(self) -> None:
-        """Begin."""
         self._here = threading.get_ident() == threading.main_thread().ident
         if self._here:
             _signals.enter(sys._getframe().f_back, span=self._span)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Pass on what waits, where that ends the outermost call."""
         if self._here:
             _signals.leave(error, span=self._span)
 
 
 def safe_point() -> None:
-    """Call the handlers of signals that wait. What they raise comes out here."""
+    """Call the handlers of the signals that wait; raises what they raise."""
     if _signals.queue and _signals.is_here:
         _signals.deliver(sys._getframe())
 
 
 @contextmanager
 def outside_of(step_out: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter ``step_out()`` around each handler of the user's that is called in here: it undoes for its time what is
-    replaced in here."""
+    """Within this context, enter ``step_out()`` around each call of a user's signal handler.
+
+    ``step_out()`` undoes what memplan has replaced in torch, so that the handler runs as if memplan did not.
+    """
     here = threading.get_ident() == threading.main_thread().ident
     if here:
         _signals.outside.append(step_out)
@@ -270,8 +289,14 @@ def outside_of(step_out: Callable[[], AbstractContextManager[Any]]) -> Iterator[
 
 @contextmanager
 def in_place_of(replace: Callable[[], None], put_back: Callable[[], None]) -> Iterator[None]:
-    """Replace something of the user's while what is inside runs, but not for the handlers of the user's that are called
-    meanwhile: one that saves a model saves the user's."""
+    """Within this context something of the user's is replaced, except while a signal handler of the user's runs.
+
+    For example, a handler that saves the model has to save the user's tensors.
+
+    Args:
+        replace: called when the context begins, and after each handler.
+        put_back: called before each handler, and when the context ends.
+    """
 
     @contextmanager
     def users_version() -> Iterator[None]:
@@ -291,7 +316,7 @@ def in_place_of(replace: Callable[[], None], put_back: Callable[[], None]) -> It
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Call handlers at once while the program waits for another process in here."""
+    """Within this context, in which memplan waits for another process, call signal handlers at once."""
     here = _signals.is_here
     _signals.waits += here
     try:

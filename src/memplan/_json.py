@@ -65,13 +65,13 @@ class Unreadable(ValueError):
     """Of the value, within what is read."""
 
     def within(self, place: str) -> Unreadable:
-        """Return the same error, of a value that stands at a place of another one: ``[3]``, ``.layers``."""
+        """Add the place of the value in an enclosing value, such as ``[3]`` or ``.layers``, and return this error."""
         self.place = place + self.place
         return self
 
 
 def check_format(plain: Mapping[str, Any], name: str, schema: int = 1) -> None:
-    """Check that parsed JSON says that it is of a format and a schema version. Raises Unreadable."""
+    """Check the keys "format" and "schema" of parsed JSON: the format's name, and its version. Raises Unreadable."""
     if plain.get("format") != name:
         raise Unreadable(f"has the format {shown(plain.get('format'))}, not {name}")
     if plain.get("schema") != schema:
@@ -130,11 +130,15 @@ class Saved(Written):
 
     @classmethod
     def _read(cls, plain: Callable[[], Any], source: str) -> Self:
-        """Return the result that ``plain`` parses. Raises FormatError with its source if it is damaged or of another
-        format."""
+        """Return the result in parsed JSON, which ``plain`` returns.
+
+        Raises FormatError, with the name ``source`` in it, if the JSON is damaged or of another format.
+        """
         try:
             content = plain()
-            return from_plain(cls, {"format": None, **content} if isinstance(content, dict) else content, "it")
+            if isinstance(content, dict):
+                content = {"format": None, **content}  # so that a missing format is an error
+            return from_plain(cls, content, "it")
         except Unreadable as error:
             name = cls.FORMAT.removeprefix("memplan.")
             raise FormatError(
@@ -145,18 +149,19 @@ class Saved(Written):
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return what was read as a mapping of fields. Raises Unreadable."""
+        """Return the fields to construct the dataclass from, given a parsed mapping. A subclass can convert them, and
+        raises Unreadable if it cannot."""
         return plain
 
 
 def to_plain(value: Any, *, rows: bool = False) -> Any:
     """Convert a value for `json.dumps`: dataclasses to mappings by field, tuples to lists, sets to sorted lists.
 
-    Fractions become numbers; numbers that JSON does not have, and values that are no data, become texts.
+    Fractions become numbers. Infinities, NaN and objects of other types become texts.
 
     Args:
         value: anything.
-        rows: dataclasses become lists of their fields' values.
+        rows: whether dataclasses become lists of their fields' values instead of mappings.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -180,25 +185,25 @@ def to_plain(value: Any, *, rows: bool = False) -> Any:
 
 
 def by_field(record: Any) -> dict[str, Any]:
-    """Return plain data for JSON of a dataclass: its fields, and the properties that it derives from them."""
+    """Return a dataclass as a mapping for JSON: its fields, then the properties that its class names in ``DERIVED``."""
     kind: Any = type(record)
-    rows = getattr(kind, "AS_ROWS", False)
-    return {name: to_plain(getattr(record, name), rows=rows) for name in (*_names(kind), *getattr(kind, "DERIVED", ()))}
+    names = (*_names(kind), *getattr(kind, "DERIVED", ()))
+    return {name: to_plain(getattr(record, name), rows=getattr(kind, "AS_ROWS", False)) for name in names}
 
 
 def named(value: Any, *names: str) -> dict[str, Any]:
-    """Return plain data for JSON of some fields and properties, by name."""
+    """Return some attributes of an object as a mapping for JSON, by their names."""
     return {name: to_plain(getattr(value, name)) for name in names}
 
 
 def text_of(plain: Mapping[str, Any]) -> str:
-    """Write a mapping as JSON text: a line for each key, and for each row of a list of rows."""
+    """Write a mapping as JSON text: a line for each key, and for each item of a list of mappings or lists."""
     lines = [f"{compact(key)}:{_rows(value)}" for key, value in plain.items()]
     return "{" + ",\n".join(lines) + "}\n"
 
 
 def _rows(value: Any) -> str:
-    """Write a list of rows with a line for each row, any other value on one line."""
+    """Write a list of mappings or lists with a line for each item, any other value on a single line."""
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
         return "[\n" + ",\n".join(map(compact, value)) + "\n]"
     return compact(value)
@@ -219,7 +224,7 @@ compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=row_o
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read the text of a file that `parse` or a `from_json` takes. Raises OSError, Unreadable: no file, or too long."""
+    """Return the text of a JSON file. Raises OSError, and Unreadable for a device or a file above `LONGEST` bytes."""
     content = read_bytes(path, LONGEST + 1)
     if len(content) > LONGEST:
         raise Unreadable(f"it has more than {LONGEST} bytes, the most that are read")
@@ -227,7 +232,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read a file, or its first ``most`` bytes. Raises OSError, Unreadable: no file."""
+    """Read at most the first ``most`` bytes of a file or pipe. Raises OSError, and Unreadable for a device, which may
+    never end."""
     with open(path, "rb") as file:
         kind = os.fstat(file.fileno()).st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
@@ -240,11 +246,11 @@ def parse(text: str, *, packed: int | None = None, longest: int | None = None) -
 
     Args:
         text: what to parse.
-        packed: bytes of the file, where the text was unpacked.
-        longest: characters that are parsed at most; `LONGEST` by default.
+        packed: bytes of the file if the text was unpacked from it; None if the text is the file.
+        longest: largest number of characters to parse; `LONGEST` by default.
 
     Raises:
-        Unreadable: too long, too much for memory, or not JSON.
+        Unreadable: the text is too long, could take too much memory, or is not JSON.
     """
     most = LONGEST if longest is None else longest
     if len(text) > most:
@@ -256,7 +262,7 @@ def parse(text: str, *, packed: int | None = None, longest: int | None = None) -
         raise Unreadable(f"it is not JSON ({error})") from None
     except RecursionError:
         raise Unreadable("it is nested too deep to be read") from None
-    except ValueError:  # Python refuses to convert so many digits, and its words are of a setting of its own
+    except ValueError:  # Python converts no integer of so many digits; its message advises sys.set_int_max_str_digits
         most = sys.get_int_max_str_digits()
         raise Unreadable(f"it has a number of more than {most} digits; {len(str(_LARGEST))} are read at most") from None
 
@@ -264,8 +270,8 @@ def parse(text: str, *, packed: int | None = None, longest: int | None = None) -
 def memory_of(text: str) -> int:
     """Return a bound on the bytes that JSON text and its parsed value take together.
 
-    Counted are 240 for a mapping, 100 for a list, 100 for a comma (a slot and the number in it), 80 for a text beside
-    its characters. A text is as wide as its widest character: up to 4 bytes for each.
+    That is 240 bytes for each mapping, 100 for each list and each comma (a slot and a number), 80 for each text (two
+    quotes) besides its characters. CPython stores each character of a text with the width of the widest: 1 to 4 bytes.
     """
     wide = 1 if text.isascii() and "\\u" not in text else 4
     containers = 240 * text.count("{") + 100 * text.count("[")
@@ -273,12 +279,12 @@ def memory_of(text: str) -> int:
 
 
 def check_memory(needed: int, unpacked: int, packed: int) -> None:
-    """Check what parsing would take against the size of the file. Raises Unreadable.
+    """Refuse a file that would take far more memory than its size explains. Raises Unreadable.
 
     Args:
-        needed: a bound on the bytes that the parsed value takes.
+        needed: a bound on the bytes of memory that the parsed value takes.
         unpacked: bytes or characters to parse.
-        packed: bytes of the file itself.
+        packed: bytes of the file itself, which may be compressed.
     """
     most = max(_FEW_BYTES, min(_TIMES_FILE * packed, _TIMES_TEXT * unpacked))
     if needed > most:
@@ -286,6 +292,7 @@ def check_memory(needed: int, unpacked: int, packed: int) -> None:
 
 
 def _no_number(name: str) -> None:
+    """Refuse NaN, Infinity and -Infinity, which Python's parser takes for numbers."""
     raise Unreadable(f"{name} is no number")
 
 
@@ -293,13 +300,13 @@ Reader = Callable[[Any, Any], Any]
 
 
 def from_plain(kind: Any, plain: Any, place: str, *, rows: bool = False) -> Any:
-    """Read a value of a type from what `parse` returned.
+    """Convert parsed JSON to a type.
 
     Args:
-        kind: the type, as type hints write it.
+        kind: the type as a type hint, such as ``tuple[int, ...]`` or a dataclass.
         plain: the parsed value.
-        place: how to name the value in an error.
-        rows: dataclasses are lists, as `compact` writes them, not mappings.
+        place: name of the value in an error.
+        rows: whether dataclasses are lists of their fields' values, as `compact` writes them, instead of mappings.
 
     Raises:
         Unreadable: the value does not match the type.
@@ -311,7 +318,8 @@ def from_plain(kind: Any, plain: Any, place: str, *, rows: bool = False) -> Any:
 
 
 def read_part(kind: Any, plain: Any, place: str) -> Any:
-    """Read a value of a type that stands at a place of what is read: ``.names``, ``[3]``. Raises Unreadable."""
+    """Convert parsed JSON to the type ``kind`` while a larger value is read, for errors at its ``place``: ``.names``,
+    ``[3]``. Raises Unreadable."""
     try:
         return _converter(False).structure(plain, kind)
     except Unreadable as error:
@@ -319,7 +327,7 @@ def read_part(kind: Any, plain: Any, place: str) -> Any:
 
 
 def frozen(plain: Any, place: str) -> Json:
-    """Check a value of any JSON type and copy it, with tuples for lists. Raises Unreadable."""
+    """Return a copy of any JSON value, with tuples for lists. Raises Unreadable if it is nested too deep or no JSON."""
     try:
         return _frozen(plain, Json)
     except Unreadable as error:
@@ -330,8 +338,10 @@ def frozen(plain: Any, place: str) -> Json:
 def _converter(rows: bool) -> Converter:
     """Return a strict converter: by default, cattrs would convert a text to a number, and any iterable to a tuple.
 
-    It stops at the first value that does not match: to collect them all, as cattrs does by default, takes a hundred
-    times the memory of the text. ``rows``: dataclasses are lists of values, as `compact` writes them, not mappings.
+    It stops at the first value that does not match: to collect all errors, as cattrs does by default, takes a hundred
+    times the memory of the text. With ``rows``, dataclasses are read from lists of their fields' values.
+
+    Each ``*_reader`` in here takes a type hint, and returns the function that reads a parsed value of that type.
     """
     from cattrs import Converter  # imported late: the command line has to answer --help within 0.3 s
     from cattrs.gen import make_dict_structure_fn, override
@@ -339,10 +349,9 @@ def _converter(rows: bool) -> Converter:
     converter = Converter(detailed_validation=False)
 
     def tuple_reader(kind: Any) -> Reader:
-        *parts, last = get_args(kind) or ((),)
-        if last is ...:
-            return _type_checked(list, "a list", _items_reader(parts[0], converter.get_structure_hook(parts[0])))
         hints = get_args(kind)
+        if hints[1:] == (...,):
+            return _type_checked(list, "a list", _items_reader(hints[0], converter.get_structure_hook(hints[0])))
         hooks = [converter.get_structure_hook(hint) for hint in hints]
         return _type_checked(list, "a list", _parts_reader(hints, hooks), len(hints))
 
@@ -393,8 +402,8 @@ def _converter(rows: bool) -> Converter:
 
 
 def _type_checked(python_type: type, name: str, read: Reader, length: int | None = None) -> Reader:
-    """Return ``read`` behind a check: a value of another type than ``python_type``, or a list of another length, is
-    refused. ``name``: the type in the error."""
+    """Return ``read``, preceded by a check that the value is of type ``python_type``, called ``name`` in the error, and
+    of ``length`` items if that is not None."""
 
     def checked(plain: Any, kind: Any) -> Any:
         if type(plain) is not python_type:
@@ -433,7 +442,7 @@ def _parts_reader(hints: tuple[Any, ...], hooks: Sequence[Reader]) -> Reader:
 
 
 def _last(plain: list[Any], items: Iterator[Any]) -> int:
-    """Return the place of the item that an iterator over a list gave last."""
+    """Return the index of the item of list ``plain`` that the iterator ``items`` over it returned last."""
     return len(plain) - operator.length_hint(items) - 1
 
 
@@ -465,8 +474,10 @@ def _field_reader(place: str, hint: Any, hook: Reader) -> Reader:
 
 
 def _fields_reader(kind: Any, read: Reader) -> Reader:
-    """Return a reader of a dataclass: checks format and version, leaves out derived properties, and calls its
-    ``_check``."""
+    """Return a reader of a dataclass from a mapping, of which ``read`` converts the fields.
+
+    It checks format and version, ignores the properties in ``DERIVED``, and calls the dataclass's ``_check``.
+    """
     from cattrs import ForbiddenExtraKeysError
 
     ignored = frozenset(getattr(kind, "DERIVED", ())) | (_HEAD if issubclass(kind, Saved) else frozenset())
@@ -495,8 +506,8 @@ _HEAD = frozenset({"format", "schema"})
 
 
 def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:
-    """Return a copy with tuples for lists. Raises Unreadable for what JSON does not have, or a value that is nested too
-    deep."""
+    """Return a copy with tuples for lists. Raises Unreadable for a value that JSON does not have, or that is nested in
+    more than ``depth`` levels. ``kind`` is `Json`, or a union of scalars, which allows no mapping."""
     if depth == 0:
         raise Unreadable(f"is nested deeper than {DEEPEST} levels")
     if isinstance(plain, Mapping) and kind in (Any, Json):
@@ -507,14 +518,17 @@ def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:
 
 
 def _one_of(plain: Any, kind: Any) -> Any:
-    """Return a text that is one of a Literal's. Raises Unreadable."""
+    """Return a text that is among those of ``kind``, a Literal. Raises Unreadable."""
     if not isinstance(plain, str) or plain not in get_args(kind):
         raise Unreadable(f"is {shown(plain)}, which is none of {', '.join(map(repr, get_args(kind)))}")
     return plain
 
 
 def _scalar(plain: Any, kind: Any, least: float = 0, most: float = _LARGEST) -> Any:
-    """Return a text, a boolean, or a finite number from ``least`` to below ``most``, whole ones below 2**63."""
+    """Return a text, a boolean, or a number from ``least`` to below ``most``, a whole number below 2**63.
+
+    Raises Unreadable for a value of another type than ``kind``. A float may be written as a whole number.
+    """
     if kind is float and type(plain) is int:
         plain = float(plain) if abs(plain) < _LARGEST else plain
     if type(plain) is not kind or kind not in (str, bool, int, float):
@@ -525,7 +539,7 @@ def _scalar(plain: Any, kind: Any, least: float = 0, most: float = _LARGEST) -> 
 
 
 def _measured(plain: Any, _: Any) -> float:
-    """Return a measured error, which may be written as "nan", "inf" or "-inf"."""
+    """Read a float of type hint `Measured`, which may be written as "nan", "inf" or "-inf"."""
     if plain in ("nan", "inf", "-inf"):
         return float(plain)
     return _scalar(plain, float, -math.inf, math.inf)
@@ -533,7 +547,7 @@ def _measured(plain: Any, _: Any) -> float:
 
 class _ShortRepr(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Return the digits, where Python converts as many."""
+        """Return the digits of ``x``, unless they are more than Python converts to text."""
         return super().repr_int(x, level) if abs(x) < _LARGEST else _MANY_DIGITS
 
 

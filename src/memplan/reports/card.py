@@ -26,18 +26,17 @@ _STYLES: dict[str, Style] = {"fits": "good", "low only": "warning", "does not fi
 
 
 def parts(use: CardUse) -> Iterator[Part]:
-    """Yield the terms of the memory that nvidia-smi would show, as a number or as a low and a high case; the verdict;
-    the other GPUs by verdict; and memory that is not counted."""
+    """Yield a table of the memory that nvidia-smi would show, with a low and a high case; the verdict; the other GPUs
+    by verdict; and memory that is not counted."""
 
     def why_not_one_number(charge: Charge) -> str:
         return _WHY.get(charge.name, "") if charge.low != charge.high else ""
 
-    name = Field("On the card", lambda charge: _LABELS[charge.name])
-    if use.verdict.band is not None:
-        fields = [name, number_field("bytes", lambda charge: charge.low)]
+    fields = [Field("On the card", lambda charge: _LABELS[charge.name])]
+    if use.verdict.band is not None:  # bytes are expected values: low and high are equal
+        fields.append(number_field("bytes", lambda charge: charge.low))
     else:
-        fields = [
-            name,
+        fields += [
             number_field("low", lambda charge: charge.low),
             number_field("high", lambda charge: charge.high),
             Field("why not one number", why_not_one_number, shrinks_to=10, drop=1),

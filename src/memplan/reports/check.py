@@ -33,7 +33,8 @@ def report(title: str, findings: Sequence[Finding], top: int = 12) -> Document:
 
 
 def fixes(trace: Trace, findings: Sequence[Finding]) -> str:
-    """Return a patch or a wrapper for each border-erosion warning, or that there is none to fix."""
+    """Return text with a patch or a wrapper module for each warning of lost borders; a line that says so if there is
+    none."""
     changes = [
         fix_of(finding, trace)
         for finding in findings
@@ -75,7 +76,10 @@ def message_of(finding: Finding) -> str:
 
 
 def _layers(rows: list[dict[str, Any]], top: int) -> Table:
-    """Return a table of the layers of a finding, the largest cost first."""
+    """Return a table of the layers of a finding, the largest cost first.
+
+    Each row has the keys "layer" and "where", and may have "lost", pixels (before, after) by dimension, or "bytes".
+    """
     fields = [name_field("layer", lambda row: row["layer"] or "-", layers=True)]
     if any("lost" in row for row in rows):
         fields.append(Field("lost on each side, in pixels", lambda row: _lost(row["lost"])))
@@ -86,9 +90,10 @@ def _layers(rows: list[dict[str, Any]], top: int) -> Table:
 
 
 def _cost(row: dict[str, Any]) -> float:
+    """Return the bytes of a layer's row; for a row without bytes, all pixels that the layer loses."""
     return row["bytes"] if "bytes" in row else sum(sum(sides) for sides in row.get("lost", ()))
 
 
 def _lost(sides: Sequence[Sequence[float]]) -> str:
-    """Return pixels lost on each side by dimension, such as "1 x 1", or "0+1" if the two sides differ."""
-    return " x ".join(f"{a:g}" if a == b else f"{a:g}+{b:g}" for a, b in sides)
+    """Return pixels lost (before, after) by dimension as text, such as "1 x 1", or "0+1" if the two sides differ."""
+    return " x ".join(f"{before:g}" if before == after else f"{before:g}+{after:g}" for before, after in sides)

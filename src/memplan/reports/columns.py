@@ -25,6 +25,8 @@ def _smallest_width(column: Column) -> int:
 def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[list[Column], int]:
     """Return the columns that fit into ``width``, with texts cut where necessary, and the gap between columns (1 or 2).
 
+    While even the smallest widths are too wide together, the column with the largest ``drop`` is left out.
+
     Example:
         >>> layers = Column("layer", ("encoder.layer.0",), shrinks_to=8, from_left=True)
         >>> fit([layers], 9)[0][0].cells
@@ -70,12 +72,12 @@ def shortened_distinct(texts: Sequence[str], width: int, from_left: bool, ellips
 def _cut_distinct(texts: Sequence[str], width: int, used: Collection[str], ellipsis: str) -> list[str]:
     """Cut the middle of texts so that the results differ from each other and from the ``used`` ones."""
     room = max(1, width - cell_len(ellipsis))
-    for begin in (*range(1, room), room):  # as much of the end as possible
+    for begin in range(1, room + 1):  # a short beginning leaves as much of the end as possible
         tail = room - begin
-        candidates = [
-            chop_cells(text, begin)[0] + ellipsis + (chop_cells(text[::-1], tail)[0][::-1] if tail else "")
-            for text in texts
-        ]
+        candidates = []
+        for text in texts:
+            end = chop_cells(text[::-1], tail)[0][::-1] if tail else ""
+            candidates.append(chop_cells(text, begin)[0] + ellipsis + end)
         if len(set(candidates)) == len(candidates) and not set(candidates) & set(used):
             return candidates
     marks = [f"{ellipsis}{number}" for number in range(1, len(texts) + 1)]

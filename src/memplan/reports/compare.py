@@ -96,7 +96,10 @@ def _figures(comparison: Comparison) -> list[Table]:
 
 
 def _different_decisions(comparison: Comparison, top: int) -> Table:
-    """Return the values to which the two plans apply different memory techniques."""
+    """Return a table of the values to which the plans of A and B apply different memory techniques.
+
+    Rows are pairs (decision of A, decision of B), either of which may be None.
+    """
     fields = [
         name_field("Decided otherwise", lambda pair: (pair[0] or pair[1]).value, from_left=False),
         Field("layer", lambda pair: (pair[0] or pair[1]).layer, shrinks_to=12, from_left=True, drop=1),
@@ -146,23 +149,29 @@ def _by_layer(comparison: Comparison, top: int) -> Iterator[Part]:
 
 
 def _layer_fields(name: str, drop: int) -> list[Field]:
-    """Return columns for a figure of layers: that of A, of B, and the difference."""
-    header = _HEADERS[name]
-    a, b = (lambda pairs, side=side: _total([getattr(pair, side) for pair in pairs], name) for side in "ab")
+    """Return three columns for an attribute of layers in bytes: its value in A, in B, and the difference.
+
+    ``drop`` is that of the difference; the columns of A and B are left out before it. With 0, all of them stay.
+    """
+    header, drop_sides = _HEADERS[name], drop + 2 if drop else 0
+    a: Callable[[Sequence[LayerPair]], str] = lambda pairs: _total([pair.a for pair in pairs], name)  # noqa: E731
+    b: Callable[[Sequence[LayerPair]], str] = lambda pairs: _total([pair.b for pair in pairs], name)  # noqa: E731
     return [
-        Field(f"{header}\nA", lambda pair: a([pair]), a, right=True, drop=drop and drop + 2),
-        Field(f"{header}\nB", lambda pair: b([pair]), b, right=True, drop=drop and drop + 2),
+        Field(f"{header}\nA", lambda pair: a([pair]), a, right=True, drop=drop_sides),
+        Field(f"{header}\nB", lambda pair: b([pair]), b, right=True, drop=drop_sides),
         number_field(f"{header}\nB - A", lambda pair: pair.difference(name), _signed, drop=drop),
     ]
 
 
 def _total(layers: Sequence[object], field: str) -> str:
-    """Return the sum of a figure over layers of A or of B; "none" if that side has none of these layers."""
+    """Return the sum of an attribute in bytes over layers of A or of B as text; "none" if that side has none of them,
+    which are None."""
     present = [layer for layer in layers if layer is not None]
     return size_or_dash(sum(getattr(layer, field) for layer in present)) if present else "none"
 
 
 def _larger(pair: LayerPair, field: str) -> int:
+    """Return an attribute in bytes of a layer, in A or B, whichever is larger. The layer can be missing in one."""
     return max(getattr(pair.a, field, 0), getattr(pair.b, field, 0))
 
 
@@ -175,6 +184,7 @@ def _signed_seconds(number: float) -> str:
 
 
 def _share(a: int, b: int) -> str:
+    """Return the change from ``a`` to ``b`` in percent; "" if there is none, or ``a`` is 0."""
     return f"{100 * (b - a) / a:+.0f} %" if a and b != a else ""
 
 
@@ -197,7 +207,9 @@ def _predicted(row: Peak) -> str:
 
 
 def _off(row: Peak) -> str:
+    """Return the relative error of a prediction, "within" for a measured peak inside the predicted interval."""
     if row.off is None:
         return "-"
-    within = row.low != row.predicted and row.off == 0
-    return "within" if within else "0" if row.off == 0 else f"{100 * row.off:+.3f} %"
+    if row.off:
+        return f"{100 * row.off:+.3f} %"
+    return "0" if row.low == row.predicted else "within"

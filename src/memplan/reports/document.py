@@ -98,6 +98,7 @@ class Document:
         return "" if self.title is None else self.title.text
 
     def __add__(self, other: Document) -> Document:
+        """Return the sections of both documents; the title of ``other`` becomes a line of its first section."""
         first, *others = other.sections
         if other.title is not None:
             first = Section((other.title, *first.parts))
@@ -105,8 +106,11 @@ class Document:
 
 
 def document(title: str | Line | None, *sections: Section | Iterable[Part]) -> Document:
-    """Return a document of the sections that are not empty; its heading is bold if it has no style."""
-    ready = [part if isinstance(part, Section) else Section(tuple(part)) for part in sections]
+    """Return a document of the sections that are not empty; its heading is bold if it has no style.
+
+    The first section stays even if it is empty: it continues the heading, and what follows is separated from it.
+    """
+    ready = [section if isinstance(section, Section) else Section(tuple(section)) for section in sections]
     first, *others = ready or [Section(())]
     heading = Line(title, "bold") if isinstance(title, str) else title
     return Document(heading, (first, *(section for section in others if section.parts)))

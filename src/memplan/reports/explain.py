@@ -93,7 +93,10 @@ def _head(explanation: Explanation) -> Iterator[Part]:
 
 
 def _by_cause(explanation: Explanation) -> Table:
-    """Return the bytes at the peak by cause, largest first; the last row adds up to the peak."""
+    """Return the bytes at the peak by cause, largest first; the last row adds up to the peak.
+
+    Rows are (cause, bytes at the peak, largest bytes at any time).
+    """
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
     rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
@@ -120,9 +123,9 @@ def _holders_table(explanation: Explanation, top: int) -> Table:
 
 
 def _holder_name(row: OwnerRow) -> str:
-    """Return "layer: storage x count"; only the name for parameters, which begins with the layer's."""
-    qualified = row.layer and row.name.startswith(f"{row.layer}.")
-    name = row.name if qualified or not row.layer else f"{row.layer}: {row.name}"
+    """Return "layer: storage x count"; a parameter's name alone, as it begins with the layer's."""
+    with_layer = row.layer and not row.name.startswith(f"{row.layer}.")
+    name = f"{row.layer}: {row.name}" if with_layer else row.name
     return (name or "-") + (f" x {row.count}" if row.count > 1 else "")
 
 
@@ -153,7 +156,7 @@ def _needs(row: LayerRow) -> str:
 
 def _shared(row: LayerRow) -> str:
     """Return the first other layer that saves the same tensors, as "name +N" if N more do."""
-    layers = dict.fromkeys(other.rsplit("'s ", 1)[0] for other in row.shared_with)
+    layers = dict.fromkeys(other.rsplit("'s ", 1)[0] for other in row.shared_with)  # of "block.0's input"
     others = [layer for layer in layers if layer != row.name]
     if not others:
         return "-"
@@ -161,6 +164,7 @@ def _shared(row: LayerRow) -> str:
 
 
 def _bytes_field(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> Field:
+    """Return a column of the bytes in attribute ``name`` of a layer, with "-" for 0 unless ``cell`` gives the text."""
     cell = cell or (lambda row: size_or_dash(getattr(row, name)))
     return number_field(header, lambda row: getattr(row, name), cell=cell, drop=drop)
 
@@ -199,7 +203,8 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[Part]:
     rows.sort(key=_sort_key(True), reverse=True)
     groups: dict[tuple[object, ...], list[LayerRow]] = {}
     for row in rows:
-        groups.setdefault((row.kind, row.saved_bytes, _NUMBER.sub("#", "\n".join(row.why))), []).append(row)
+        why = _NUMBER.sub("#", "\n".join(row.why))  # reasons of like layers differ in the numbers of their names
+        groups.setdefault((row.kind, row.saved_bytes, why), []).append(row)
     for first, *others in list(groups.values())[: min(top, _REASONS) if top else None]:
         where = f" ({first.where})" if first.where else ""
         like = f", and {len(others)} layer{'s' if len(others) > 1 else ''} like it" if others else ""
@@ -211,6 +216,7 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[Part]:
 
 
 def _remarks(explanation: Explanation) -> Iterator[Part]:
+    """Yield the assumptions that do not stand at the head of the report, and the notes."""
     at_head = loud(explanation.assumptions)
     yield from (_assumption_line(assumption) for assumption in explanation.assumptions if assumption not in at_head)
     yield from (f"note: {note}" for note in explanation.notes)

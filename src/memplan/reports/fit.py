@@ -24,14 +24,15 @@ _LAYERS = 8
 def report(outcome: Outcome, top: int = 12) -> Document:
     """Return verdict, figures, proof, plan and frontier; tables with ``top`` rows, 0 for all."""
     plan, proof = outcome.plan, outcome.proof
-    shows_plan = plan is not None and outcome.changed
-    remarks = outcome.notes if plan is None or outcome.changed else (*plan.notes, *outcome.notes)
+    applied = plan if outcome.changed else None
+    # the sections of an applied plan include its notes
+    remarks = outcome.notes if plan is None or applied is not None else (*plan.notes, *outcome.notes)
     return document(
         _verdict(outcome),
         [] if outcome.shortfall is None else _shortfall_sentences(outcome.shortfall),
         [] if plan is None else [_figures(plan, proof, changed=outcome.changed)],
         _proof_section(proof) if proof is not None and (outcome.changed or not proof.ok) else [],
-        *(plans.sections(plan, top) if shows_plan and plan is not None else []),
+        *([] if applied is None else plans.sections(applied, top)),
         notes(remarks),
         *([] if outcome.frontier is None else frontiers.parts(outcome.frontier)),
     )
@@ -72,6 +73,7 @@ def fitted_report(fitted: Fitted, top: int = 12) -> Document:
 
 
 def _proof_section(proof: Proof) -> Section:
+    """Return the proof's sentences, and the table of errors of a lossy step."""
     verdict: list[Part] = [Line(line, "" if proof.ok else "bad") for line in str(proof).splitlines()]
     return Section((*verdict, *([_errors(proof)] if proof.grade == "lossy" else [])), "Proof")
 
@@ -104,7 +106,8 @@ def _verdict(outcome: Outcome) -> Line:
 
 
 def _errors(proof: Proof) -> Table:
-    """Return relative L2 errors of a lossy step: of all outputs and gradients, then of the layers with the largest."""
+    """Return relative L2 errors of a lossy step: of all outputs, gradients and updates, then of the layers with the
+    largest. Rows are (label, error)."""
     labels = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
     totals = [overall(proof.rounded, kind) for kind in labels]
     layers = sorted((layer for layer in proof.layers if layer.kind != "outputs"), key=lambda layer: -layer.relative)
@@ -142,17 +145,24 @@ def _figures(plan: Plan, proof: Proof | None, *, changed: bool) -> Table:
 
 
 def _measured_peak(proof: Proof) -> list[tuple[str, str, str, str]]:
+    """Return the row (label, before, after, change) of the measured peak; [] if it was not measured.
+
+    A proof on a cut batch has no measured peak of the whole step before planning.
+    """
     if proof.cut is None:
         return [_bytes_row("measured peak", proof.reference_peak, proof.peak)]
     return [("measured peak", "", format_bytes(proof.peak), "")] if proof.measured else []
 
 
 def _bytes_row(label: str, before: int, after: int) -> tuple[str, str, str, str]:
+    """Return (label, before, after, change in percent) as texts."""
     return label, format_bytes(before), format_bytes(after), _change(after / before) if before else ""
 
 
 def _seconds_row(label: str, before: float, after: float, ratio: float | None = None) -> tuple[str, str, str, str]:
-    ratio = after / before if ratio is None and before else ratio
+    """Return (label, before, after, change in percent) as texts; ``ratio`` is after / before if it is known better."""
+    if ratio is None and before:
+        ratio = after / before
     return label, format_seconds(before), format_seconds(after), "" if ratio is None else _change(ratio)
 
 
@@ -171,11 +181,11 @@ def script_report(fitting: Fitting, top: int = 12) -> Document:
         heading = Line(f"{title} does not fit {budget}. The smallest budget with a plan is {least}.", "bad")
     else:
         heading = Line(f"{title} can be made to fit {budget}; nothing was run.", "good")
-    facts: list[Part] = [Facts(_script_facts(fitting))]
+    facts = Facts(_script_facts(fitting))
     return document(
         heading,
         [],
-        [*facts, Line(_BESIDE, "dim")] if fitting.beside else facts,
+        [facts, Line(_BESIDE, "dim")] if fitting.beside else [facts],
         *([] if fitting.lines is None else _lines_to_add(fitting.lines)),
         *([] if fitting.plan is None else plans.sections(fitting.plan, top)),
     )

@@ -33,11 +33,11 @@ def parts(frontier: Frontier) -> list[list[Part]]:
 def _plans(frontier: Frontier) -> Table:
     """Return a row for each plan: peak and added time; the first within the budget and the floor are marked."""
     points, eager_peak = frontier.points, frontier.eager_peak
-    fitting = next((p for p in points if frontier.budget is not None and p.peak <= frontier.budget), None)
+    within = [] if frontier.budget is None else [point for point in points if point.peak <= frontier.budget]
 
-    def name(point: Point) -> str:
-        marks = ("the first in the budget" * (point is fitting), "the floor" * (point is points[-1]))
-        return ", ".join(filter(None, marks))
+    def marks(point: Point) -> str:
+        first = ["the first in the budget"] if within and point is within[0] else []
+        return ", ".join(first + (["the floor"] if point is points[-1] else []))
 
     fields = [
         number_field("Frontier", lambda p: p.peak),
@@ -48,12 +48,12 @@ def _plans(frontier: Frontier) -> Table:
         fields.append(Field("of the step", lambda p: f"{100 * p.seconds / step:.1f} %", right=True, drop=1))
     if any(point.lost for point in points):
         fields.append(Field("lossy by", lambda p: p.lost))
-    return table_of(points, [*fields, Field("", name, drop=3)])
+    return table_of(points, [*fields, Field("", marks, drop=3)])
 
 
 def _peers(peers: Sequence[PeerResult]) -> Table:
     """Return a row for each baseline: measured peak, time compared with eager mode, and whether its gradients are
-    right."""
+    right. Eager mode comes first."""
     eager_peak = next((result.peak for result in peers if result.failed is None), 0)
 
     def of_eager(result: PeerResult) -> str:
@@ -115,11 +115,15 @@ def draw(frontier: Frontier) -> Figure:
 
 
 def _kind(result: PeerResult) -> str:
+    """Return the group of a baseline in the chart's legend, a key of ``_LOOKS``."""
     return "wrong gradients" if result.wrong else result.peer.group
 
 
 def _height(result: PeerResult, base: float) -> float:
-    """Return the y position in seconds: the predicted eager time, times the measured ratio to eager mode. Without a
-    predicted time, the measured seconds added."""
+    """Return the y position of a measured baseline in seconds.
+
+    That is the predicted eager time ``base`` times the measured ratio to eager mode; if ``base`` is 0, since no time
+    was predicted, the measured seconds in addition to eager mode.
+    """
     assert result.times is not None, "only those that ran are shown"
     return base + (result.times.ratio - 1) * (base or result.times.before)

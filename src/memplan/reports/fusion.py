@@ -24,6 +24,7 @@ def sections(fusion: Fusion, top: int = 12) -> Iterator[Section]:
 
 
 def _intensity(groups: Sequence[Group]) -> str:
+    """Return the FLOPs for each byte that these kernels move together; "-" if they have none."""
     size, flops = sum(group.bytes for group in groups), sum(group.flops for group in groups)
     return f"{flops / size:.1f}" if flops and size else "-"
 

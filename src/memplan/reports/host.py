@@ -29,12 +29,16 @@ _DOCKER_SHM = 64 << 20
 def parts(explanation: Explanation) -> Iterator[Part]:
     """Yield the host's memory at its peak by cause, whether it fits the budget, and settings that it needs."""
     need = explanation.host
-    if need is None or (need.budget is None and need.use.peak.bytes - need.use.peak.terms.get("python", 0) <= _SMALL):
+    if need is None:
         return
-    terms = sorted(need.use.peak.terms.items(), key=lambda term: -term[1])
+    peak = need.use.peak
+    if need.budget is None and peak.bytes - peak.terms.get("python", 0) <= _SMALL:
+        return
+    terms = sorted(peak.terms.items(), key=lambda term: -term[1])
     fields = [Field("On the host", lambda term: _LABELS[term[0]]), number_field("bytes", lambda term: term[1])]
     yield table_of(terms, fields, total="at its peak")
-    yield Line(host_sentence(need, explanation.device), "" if need.budget is None else "good" if need.fits else "bad")
+    verdict = "good" if need.fits else "bad"
+    yield Line(host_sentence(need, explanation.device), "" if need.budget is None else verdict)
     yield from _advice(need)
 
 

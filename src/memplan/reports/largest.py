@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from memplan._bytes import format_bytes
-from memplan._text import format_seconds
+from memplan._text import counted, format_seconds
 from memplan.reports.document import Document, Field, Section, Table, document, notes, table_of
 from memplan.studies.capacity.largest import Largest, Tried
 
@@ -20,7 +20,7 @@ def report(result: Largest) -> Document:
     if result.planned is not None:
         added = "" if result.planned.answer is None else _added_time(result.planned.answer)
         cost = f"; it adds {added} to a step, estimated" if added else ""
-        lines = [*_failures(result.planned)]
+        lines = list(_failures(result.planned))
         if result.room.target.card is not None:
             lines.append("Plans count allocated bytes, with the CPU's kernels.")
         planned = (Section((_table(result.planned), *lines), f"Planned: {_answer(result.planned)}{cost}"),)
@@ -30,14 +30,13 @@ def report(result: Largest) -> Document:
 
 
 def _answer(result: Largest) -> str:
-    """Return the answer as a sentence: the largest value that fits, the next one and why it does not, the number of
-    tries."""
+    """Return the answer as a sentence: the largest value that fits, the next value and why it does not, the number of
+    recordings or plans. ``result.value`` is 0 if nothing fits."""
     room = f"in {result.room.title}"
     if result.value == 0:
         return f"not even {result.axis} {result.least.value} fits {room}: {result.largest_parts(result.least)}"
     sizes = f" ({'x'.join(map(str, result.sizes))})" if result.sizes else ""
-    count = f"{len(result.tried)} {'plan' if result.answer and result.answer.plan else 'recording'}"
-    count += "s" * (len(result.tried) > 1)
+    count = counted(len(result.tried), "plan" if result.answer and result.answer.plan else "recording")
     count += f", of which {len(result.failed)} failed" if result.failed else ""
     next_trial = result.following
     if next_trial is None:
@@ -90,7 +89,8 @@ def fit_at_upper_end(axis: str, value: int, likely: int, most: int) -> str:
 
 
 def beyond_the_limit(axis: str, value: int, band: tuple[int, int] | None) -> str:
-    """Return the sentence on an answer that reserves more than the limit. ``band``: of its need, if any."""
+    """Return the sentence on an answer that reserves more than the limit. ``band`` is the 95 % band of its need in
+    bytes, None for a need that is known exactly."""
     text = f"At {axis} {value} torch gives cached segments back to keep the limit: it fits"
     if band is None:
         return f"{text}."
@@ -98,7 +98,7 @@ def beyond_the_limit(axis: str, value: int, band: tuple[int, int] | None) -> str
 
 
 def _failures(result: Largest) -> Iterator[str]:
-    """Yield why values failed, grouped by reason; first the reason of the value after the answer."""
+    """Yield why values failed, grouped by reason; first the reason of ``result.end``, the value after the answer."""
     if any(trial.value % result.step for trial in result.failed):
         yield f"Values between the multiples of {result.step} fail, so only these were looked at."
     by_reason: dict[str, list[Tried]] = {}
@@ -117,19 +117,20 @@ def _failures(result: Largest) -> Iterator[str]:
 def _table(result: Largest) -> Table:
     """Return a row for each value tried, smallest first: its need, and whether it fits."""
     fields = [Field(result.axis, lambda trial: str(trial.value), right=True, number=lambda trial: trial.value)]
+    recorded = [trial.bytes for trial in result.tried if trial.bytes is not None]
     if any(trial.plan is not None for trial in result.tried):
         fields += [Field("least budget", _need, right=True), Field("added time", _added_time, right=True)]
     else:
         fields.append(_bytes_field("peak", "peak"))
-    if result.room.target.card is not None and len(fields) == 2:
-        if any(trial.bytes is not None and trial.bytes.peak_high != trial.bytes.peak for trial in result.tried):
-            fields.append(_bytes_field("with workspaces", "peak_high"))
-        fields.append(Field("reserved, with context", _need, right=True))
+        if result.room.target.card is not None:
+            if any(sizes.peak_high != sizes.peak for sizes in recorded):
+                fields.append(_bytes_field("with workspaces", "peak_high"))
+            fields.append(Field("reserved, with context", _need, right=True))
     return table_of(sorted(result.tried, key=lambda trial: trial.value), [*fields, Field("", _verdict)])
 
 
 def _bytes_field(header: str, name: str) -> Field:
-    """Return a column of a recorded figure in bytes, empty for values that could not be recorded."""
+    """Return a column of attribute ``name`` of the recorded bytes, empty for values that could not be recorded."""
     size = lambda trial: 0 if trial.bytes is None else getattr(trial.bytes, name)  # noqa: E731
     return Field(
         header, lambda trial: "" if trial.bytes is None else format_bytes(size(trial)), right=True, number=size
@@ -137,6 +138,7 @@ def _bytes_field(header: str, name: str) -> Field:
 
 
 def _need(trial: Tried) -> str:
+    """Return the bytes to compare with the limit as text; "" for a value that could not be recorded."""
     return "" if trial.reason else format_bytes(trial.need)
 
 

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 from memplan._bytes import format_bytes
 from memplan._text import counted, format_seconds
-from memplan.reports.document import Document, Field, Part, document, name_field, notes, number_field, table_of
+from memplan.reports.document import (
+    Document,
+    Field,
+    Part,
+    document,
+    name_field,
+    notes,
+    number_field,
+    size_or_dash,
+    table_of,
+)
 from memplan.studies.layouts.layouts import LayoutBytes, Layouts
 
 _BOUNDS = (
@@ -20,7 +30,7 @@ def report(result: Layouts, top: int = 0) -> Document:
     fields = [
         name_field("Layout", lambda row: row.layout.title, 28),
         number_field("batch", lambda row: row.layout.micro_batch, str),
-        number_field("allocated", lambda row: row.allocated, _bytes),
+        number_field("allocated", lambda row: row.allocated, size_or_dash),
         number_field("needs", lambda row: row.needs, format_bytes),
         Field("fits", lambda row: "yes" if row.fits else "no"),
         Field("a step", _step),
@@ -70,15 +80,12 @@ def _reasons(rows: tuple[LayoutBytes, ...]) -> Iterator[Part]:
 
 
 def _links(result: Layouts) -> str:
+    """Return a sentence on the bandwidth of links within a machine and between machines."""
     within, between = (f"{rate / 1e9:,.4g} GB/s" for rate in result.links)
     text = f"Links: {within} of a card to others of its machine"
     return f"{text}, {between} to other machines." if result.world > result.per_node else f"{text}."
 
 
-def _bytes(size: int) -> str:
-    return format_bytes(size) if size else "-"
-
-
 def _step(row: LayoutBytes) -> str:
-    """Return the least time of a step, and what it is spent on."""
-    return f"{format_seconds(row.seconds)} {'sent' if row.sending > row.compute else ''}".rstrip()
+    """Return the least time of a step, with "sent" if communication takes longer than the kernels."""
+    return format_seconds(row.seconds) + (" sent" if row.sending > row.compute else "")

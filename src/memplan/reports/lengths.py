@@ -42,9 +42,11 @@ def _sentences(lengths: Lengths) -> Iterator[Part]:
         f"{format_bytes(lengths.fragments)} of it fragments."
     )
     share = f"{lengths.ran_out} of {lengths.epochs} epochs of {lengths.epoch} batches"
-    verdict = "No epoch runs" if not lengths.ran_out else f"{share} run"
-    of = f" ({share})" if not lengths.ran_out else ""
-    yield f"{verdict} out of the card's {format_bytes(lengths.capacity)}{of}."
+    capacity = format_bytes(lengths.capacity)
+    if lengths.ran_out:
+        yield f"{share} run out of the card's {capacity}."
+    else:
+        yield f"No epoch runs out of the card's {capacity} ({share})."
 
 
 def _lengths(lengths: Lengths, top: int) -> Table:
@@ -63,7 +65,7 @@ def _lengths(lengths: Lengths, top: int) -> Table:
 
 
 def _moments(lengths: Lengths) -> Table:
-    """Return the table of the peak reserved bytes up to the end of a few batches of the sequence."""
+    """Return the table of the peak reserved bytes so far after a few batches: rows are (batch, bytes)."""
     return table_of(
         lengths.moments,
         [name_field("After batch", lambda row: str(row[0])), number_field("reserved", lambda row: row[1])],

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memplan._bytes import format_bytes
 from memplan.explanation.line_profile import LineProfile, LineRow
-from memplan.reports.document import Document, Field, Line, Section, document, notes, table_of
+from memplan.reports.document import Document, Field, Line, Section, document, notes, size_or_dash, table_of
 
 _LEGEND = (
     "held: allocated after the line. added, freed: what it leaves, and what it ends, of that. peak: the most while it "
@@ -23,13 +22,14 @@ def report(profiles: Sequence[LineProfile]) -> Document:
 
 
 def _ran(show: Callable[[LineRow], str]) -> Callable[[LineRow], str]:
-    """Leave the cell of a line that never ran empty."""
+    """Return ``show`` with an empty text for lines that never ran."""
     return lambda row: show(row) if row.hits or row.peak else ""
 
 
 def _size_field(name: str) -> Field:
+    """Return a column of the bytes in attribute ``name`` of a line."""
     size = lambda row: getattr(row, name)  # noqa: E731
-    return Field(name, _ran(lambda row: format_bytes(size(row)) if size(row) else "-"), right=True, number=size)
+    return Field(name, _ran(lambda row: size_or_dash(size(row))), right=True, number=size)
 
 
 _FIELDS = (

@@ -58,10 +58,8 @@ def _table(table: Table) -> str:
     sum."""
     columns = [column for column in table.columns if not column.bars]
     sides = ["right" if column.right else "left" for column in columns]
-    head = "".join(
-        f'<th align="{side}">{"<br>".join(map(escape, map(printable, column.header.split(chr(10)))))}</th>'
-        for column, side in zip(columns, sides, strict=True)
-    )
+    headers = [escape(printable_lines(column.header)).replace("\n", "<br>") for column in columns]
+    head = "".join(f'<th align="{side}">{header}</th>' for header, side in zip(headers, sides, strict=True))
     rows = list(zip(*(column.cells for column in columns), strict=True))
     sums_from = len(rows) if table.sums_from is None else table.sums_from
     body: list[str] = []
@@ -70,7 +68,7 @@ def _table(table: Table) -> str:
         if index < len(table.below) and table.below[index]:
             body.append(f"<tr>{_cell(table.below[index], span=len(columns))}</tr>")
     if len(rows) > _ROWS:
-        body[-1:] = [
+        body[-1:] = [  # in the place of the last row within the limit
             f'<tr><td colspan="{len(columns)}">... {len(rows) - _ROWS} more rows</td></tr>',
             _row(rows[-1], sides, bold=sums_from < len(rows)),
         ]
@@ -84,4 +82,5 @@ def _row(cells: Sequence[str], sides: Sequence[str], *, bold: bool) -> str:
 def _cell(text: str, side: str = "left", *, bold: bool = False, span: int = 1) -> str:
     body = escape(shortened(printable(text), _CELL, from_left=False)).replace("  ", "&nbsp; ")
     body = f"<b>{body}</b>" if bold else body
-    return f'<td align="{side}"{f" colspan={chr(34)}{span}{chr(34)}" if span > 1 else ""}>{body}</td>'
+    colspan = f' colspan="{span}"' if span > 1 else ""
+    return f'<td align="{side}"{colspan}>{body}</td>'

@@ -9,7 +9,7 @@ from memplan.studies.capacity.on_cards import CardRow, OnCards
 
 
 def report(result: OnCards) -> Document:
-    """Return a row for each card, the smallest first."""
+    """Return a row for each card, the smallest first: whether the step fits it, or the largest value that does."""
     fields = [
         name_field("card", lambda row: row.name),
         number_field("memory", lambda row: row.capacity),
@@ -46,6 +46,7 @@ def _value(row: CardRow) -> str:
 
 
 def _next(row: CardRow) -> str:
+    """Return the value after the answer, which does not fit, with its peak, or that it failed."""
     if row.end is None:
         return "the last to try" if row.fits else ""
     return f"{row.end}: {'failed' if row.end_peak is None else format_bytes(row.end_peak)}"

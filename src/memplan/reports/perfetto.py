@@ -39,6 +39,7 @@ def dumps(trace: Trace, explanation: Explanation, settings: str | None = None) -
 
 
 def _metadata(explanation: Explanation) -> Iterator[dict[str, Any]]:
+    """Yield the events that name the process, after the step, and its only thread."""
     title = f"{explanation.title} on {explanation.device} (1 us is one allocation or free)"
     yield _event("M", 0, "process_name") | {"args": {"name": title}}
     yield _event("M", 0, "thread_name") | {"args": {"name": "ops"}}
@@ -75,16 +76,18 @@ def _path(op: Op) -> list[str]:
 
 def _counters(trace: Trace, explanation: Explanation, settings: str | None) -> Iterator[dict[str, Any]]:
     """Yield the bytes by category wherever they change, and the reserved bytes."""
-    course = memory_timeline_of(at_least(trace), explanation.timeline, settings, moments=_EVERY)
+    timeline = memory_timeline_of(at_least(trace), explanation.timeline, settings, moments=_EVERY)
     last: dict[str, int] = {}
-    for moment, tick in enumerate(course.ticks):
-        causes = {LABELS[cause]: column[moment] for cause, column in course.causes.items()}
+    for moment, tick in enumerate(timeline.ticks):
+        causes = {LABELS[cause]: column[moment] for cause, column in timeline.causes.items()}
         if causes != last:
             yield _event("C", tick, "memory by cause, bytes") | {"args": causes}
             last = causes
-        if course.reserved != course.allocated:
-            yield _event("C", tick, "reserved, bytes") | {"args": {"reserved": course.reserved[moment]}}
+        if timeline.reserved != timeline.allocated:
+            yield _event("C", tick, "reserved, bytes") | {"args": {"reserved": timeline.reserved[moment]}}
 
 
 def _event(kind: str, tick: int, name: str) -> dict[str, Any]:
+    """Return an event of the trace format; ``kind`` is its letter: B begins and E ends a slice, C is a counter, M names
+    a thread."""
     return {"ph": kind, "ts": tick, "pid": _PID, "tid": _TID, "name": name}

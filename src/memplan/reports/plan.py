@@ -39,6 +39,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     """Return the figures of the whole step: budget, peak, floor, added time and further bounds."""
     reduction = plan.eager_peak - plan.peak
     share = f", {100 * reduction / plan.eager_peak:.0f} % less" if reduction > 0 and plan.eager_peak else ""
+    # base_seconds: the step before the plan, where the plan's other choices change its time
     base = plan.step_seconds if plan.base_seconds is None else plan.base_seconds
     of = f" of {format_seconds(base)} ({100 * plan.seconds / base:.1f} %)" if base else ""
     facts = {
@@ -76,8 +77,9 @@ def _table(decisions: Sequence[Decision], top: int) -> Table:
     step = [decision for decision in decisions if decision.scope.kind == "step"]
     others = [decision for decision in decisions if decision.scope.kind != "step"]
     others.sort(key=lambda decision: -decision.bytes)  # stable: of the same size in the order of the step
-    shown, hidden = [*step, *others[: top or None]], others[top or len(others) :]
-    groups = [(f"... {len(group)} more", group) for group in _by_lever(hidden)]
+    listed = others[:top] if top else others
+    shown = [*step, *listed]
+    groups = [(f"... {len(group)} more", group) for group in _by_lever(others[len(listed) :])]
     totals = [(f"all {len(group)}", group) for group in _by_lever(others)]
     table = table_of([("", [decision]) for decision in shown] + groups + totals, _FIELDS)
     return replace(table, sums_from=len(shown) + len(groups), below=tuple(decision.reason for decision in shown))
@@ -104,8 +106,10 @@ def _seconds(row: _Row) -> float:
 
 
 def _lever(row: _Row) -> str:
-    label, (decision, *_) = row
-    return decision.lever if label or decision.grade == "exact" else f"{decision.lever}, {decision.grade}"
+    """Return the memory technique of a row; for a single decision that changes the result, also its grade."""
+    label, decisions = row
+    first = decisions[0]
+    return first.lever if label or first.grade == "exact" else f"{first.lever}, {first.grade}"
 
 
 _FIELDS = (

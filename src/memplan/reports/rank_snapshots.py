@@ -18,8 +18,8 @@ from memplan.reports.document import (
     number_field,
     table_of,
 )
+from memplan.reports.replay import frame_line
 from memplan.simulation.replays.ranks import RankRow, RankSnapshots
-from memplan.simulation.snapshots.read import Frame
 from memplan.simulation.snapshots.safe_pickle import shown
 
 
@@ -34,23 +34,20 @@ def report(result: RankSnapshots, top: int = 10) -> Document:
         number_field("events", lambda row: row.events, "{:,}".format, drop=1),
         Field("file", lambda row: shown(row.source), shrinks_to=12, from_left=True, drop=2),
     ]
-    lines = [
-        document(None, [], [_owners(row, top)]) for row in result.odd if any(owner.beyond > 0 for owner in row.owners)
-    ]
     text = document(f"Snapshots of {counted(len(result.rows), 'rank')}", _head(result))
-    for owners in lines:
-        text += owners
+    for row in result.odd:
+        if any(owner.beyond > 0 for owner in row.owners):
+            text += document(None, [], [_owners(row, top)])
     return text + document(None, [], [table_of(result.rows, fields, top)], notes(result.notes))
 
 
 def finding(row: RankRow) -> str:
     """Return a sentence on a rank above the median, with the source line that exceeds its median most."""
     text = f"rank {row.rank} holds {format_bytes_as_torch(row.beyond)} more than the others"
-    more = [owner for owner in row.owners if owner.beyond > 0]
-    if not more:
-        return text
-    first = more[0]
-    return f"{text}: {format_bytes_as_torch(first.beyond)} of it from {_place(first.frame)}"
+    for owner in row.owners:  # the largest excess first
+        if owner.beyond > 0:
+            return f"{text}: {format_bytes_as_torch(owner.beyond)} of it from {frame_line(owner.frame)}"
+    return text
 
 
 def _head(result: RankSnapshots) -> Iterator[Part]:
@@ -63,8 +60,9 @@ def _head(result: RankSnapshots) -> Iterator[Part]:
 
 
 def _owners(row: RankRow, top: int) -> Table:
+    """Return a table of the source lines that hold a rank's memory, with their excess over the median of the ranks."""
     fields = [
-        name_field(f"Rank {row.rank} beyond the median", lambda owner: _place(owner.frame)),
+        name_field(f"Rank {row.rank} beyond the median", lambda owner: frame_line(owner.frame)),
         number_field("more", lambda owner: owner.beyond, _change),
         number_field("bytes", lambda owner: owner.bytes, format_bytes_as_torch),
     ]
@@ -73,10 +71,3 @@ def _owners(row: RankRow, top: int) -> Table:
 
 def _change(size: int) -> str:
     return signed(size, format_bytes_as_torch)
-
-
-def _place(frame: Frame | None) -> str:
-    if frame is None:
-        return "(no stack recorded)"
-    place = f"{frame.filename}:{frame.line} " if frame.filename else ""
-    return shown(f"{place}{frame.name}", 300)

@@ -93,7 +93,7 @@ def _cases_table(cases: Cases) -> Table:
 def _outcome(case: Replay, cases: Cases) -> str:
     """Return whether, and when, memory runs out in a case; "not known" without a capacity to compare with."""
     if case.ooms:
-        event = case.ooms[-1].index
+        event = case.ooms[-1].index  # -1: before the first event
         return "out at the start" if event < 0 else f"out at event {event}"
     if cases.replay.ooms and case.capacity is None:
         return "not known"
@@ -130,13 +130,10 @@ def _oom_sections(cases: Cases, why: OomExplanation, top: int) -> Iterator[Secti
 def _oom_lines(why: OomExplanation) -> Iterator[str]:
     """Yield the requested bytes, the card's free bytes, and the allocator's reserved and allocated bytes."""
     oom = why.oom
-    kind = ", ".join(part for part in (_pool_name(oom.pool), f"stream {oom.stream}" if oom.stream else "") if part)
-    frame = why.frame
-    yield (
-        f"asked for: {format_bytes_as_torch(oom.requested)}"
-        + (f" ({kind})" if kind else "")
-        + (f", {_frame_line(frame)}" if frame is not None else "")
-    )
+    stream = f"stream {oom.stream}" if oom.stream else ""
+    kind = ", ".join(filter(None, (_pool_name(oom.pool), stream)))
+    where = "" if why.frame is None else f", {frame_line(why.frame)}"
+    yield f"asked for: {format_bytes_as_torch(oom.requested)}" + (f" ({kind})" if kind else "") + where
     left = "" if oom.free is None else f"; the card had {format_bytes_as_torch(oom.free)} left"
     if why.capacity is not None and not why.capacity.is_card:
         left += ", but the process was held to less (a memory fraction)"
@@ -174,7 +171,7 @@ def _owners_table(title: str, rows: Sequence[Holder], top: int) -> Table:
     """Return the lines of code whose blocks hold memory, with count and bytes."""
     total = sum(row.bytes for row in rows)
     fields = [
-        name_field(title, lambda row: _frame_line(row.frame)),
+        name_field(title, lambda row: frame_line(row.frame)),
         number_field("blocks", lambda row: row.count, str),
         _size_field("bytes", lambda row: row.bytes),
         number_field("share", lambda row: row.bytes, lambda size: f"{100 * size / max(total, 1):.0f} %"),
@@ -193,7 +190,7 @@ def _remedies(cases: Cases, why: OomExplanation) -> Iterator[Part]:
         for remedy in why.remedies:
             line = f"{remedy.settings}: peak {format_bytes_as_torch(remedy.peak_reserved)} reserved"
             yield Line(line, indent=2)
-        helpful = {parse_settings(text) for text in why.tried} & {remedy.settings for remedy in why.remedies}
+        helpful = {remedy.settings for remedy in why.remedies}
         others = [text for text in why.tried if parse_settings(text) not in helpful]
         if others:
             yield "Tried, and of no help:"
@@ -225,9 +222,9 @@ def _segments_table(cases: Cases) -> Table:
 
 
 def _block_kind(small: bool, stream: int, pool: Pool, more: str) -> str:
-    """Return a label such as "large, stream 7, pool 0.1"; the default stream and pool are left out."""
-    parts = ["small" if small else "large", f"stream {stream}" if stream else "", _pool_name(pool), more]
-    return ", ".join(part for part in parts if part)
+    """Return a label such as "large, stream 7, pool 0.1", then ``more``; the default stream and pool are left out."""
+    parts = ("small" if small else "large", f"stream {stream}" if stream else "", _pool_name(pool), more)
+    return ", ".join(filter(None, parts))
 
 
 def _pool_name(pool: Pool) -> str:
@@ -235,10 +232,12 @@ def _pool_name(pool: Pool) -> str:
 
 
 def _size_class(least: int) -> str:
+    """Return the range of sizes that begins at ``least`` bytes, as text."""
     return _CLASSES.get(least >> 20, "over 500 MiB")
 
 
-def _frame_line(frame: Frame | None) -> str:
+def frame_line(frame: Frame | None) -> str:
+    """Return "file:line function" of a stack frame of a snapshot, printable and at most 300 characters long."""
     if frame is None:
         return "(no stack recorded)"
     location = f"{frame.filename}:{frame.line} " if frame.filename else ""
@@ -283,7 +282,7 @@ def dumps(cases: Cases) -> str:
 
 def _over_time(timeline: Timeline) -> dict[str, list[int]]:
     """Return columns of event indices and the bytes allocated and reserved after them, thinned but with each peak."""
-    columns = np.array(timeline.events, np.int64).reshape(-1, 3).T
+    columns = np.array(timeline.events, np.int64).reshape(-1, 3).T  # reshaped: there may be no events
     moments = selected_moments(columns[1], [columns[2]], [], MOMENTS)
     return dict(zip(("events", "allocated", "reserved"), columns[:, moments].tolist(), strict=True))
 
@@ -298,6 +297,7 @@ def _segment_dict(segment: Segment) -> dict[str, Any]:
 
 
 def _case_dict(case: Replay) -> dict[str, Any]:
+    """Return the replay under one setting for JSON."""
     ooms = [named(oom, *_OOM) for oom in case.ooms]
     return {"settings": str(case.settings), **named(case, *_CASE), "out_of_memory": ooms}
 

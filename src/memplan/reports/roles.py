@@ -17,7 +17,8 @@ _DIFFERENCES = 3
 
 
 def report(result: Roles, top: int = 12, fullest: Document | None = None) -> Document:
-    """Report each group of equal ranks, the explanation of the fullest rank, and the causes of the others.
+    """Report each role, which is a group of ranks with equal steps, the explanation of the fullest rank, and the causes
+    of the others.
 
     Args:
         result: the ranks.
@@ -33,6 +34,7 @@ def report(result: Roles, top: int = 12, fullest: Document | None = None) -> Doc
 def summary(result: Roles) -> Document:
     """Return a row for each group of equal ranks, the highest peak first, and the ranks that were recorded."""
     first, on_card = result.fullest, result.fullest.explanation.card is not None
+    # without the word "ranks", which the header has
     fields = [name_field("Ranks", lambda role: ranks_text(role.ranks).partition(" ")[2], 8, from_left=False)]
     if any(role.stages for role in result.roles):
         fields.append(Field("stages", lambda role: ", ".join(map(str, role.stages)) or "-"))
@@ -77,6 +79,7 @@ def _head(result: Roles) -> Iterator[Part]:
 
 
 def _largest(role: Role) -> str:
+    """Return the cause with the most bytes at the peak of a role's ranks, and these bytes."""
     return f"{LABELS[role.largest]}, {_gib(role.explanation.by_cause[role.largest])}"
 
 

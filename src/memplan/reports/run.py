@@ -122,9 +122,8 @@ def _batch_line(batch: Batch, *, follows_phases: bool) -> str:
 
 def _short_name(row: Held) -> str:
     """Return the name of a sandboxed effect; paths in the working directory are relative."""
-    path = row.what
-    if row.kind not in ("network", "process") and os.path.isabs(path):
-        relative = os.path.relpath(path)
-        path = relative if not relative.startswith("..") else path
-        path += os.sep if row.what.endswith(os.sep) else ""
-    return path
+    if row.kind in ("network", "process") or not os.path.isabs(row.what):
+        return row.what
+    relative = os.path.relpath(row.what)
+    path = row.what.rstrip(os.sep) if relative.startswith("..") else relative
+    return path + (os.sep if row.what.endswith(os.sep) else "")

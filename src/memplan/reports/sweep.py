@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ def _failures(sweep: Sweep, most: int) -> Iterator[Part]:
 def _table(sweep: Sweep) -> Table:
     """Return a row for each point: axis values, peak, reserved bytes, the peak by category, and fragmentation."""
     fields = [_axis_field(sweep, name) for name in sweep.axes]
+    # failed points have no bytes; they sort below all others
     fields.append(Field("peak", _peak, right=True, number=lambda row: row.get("peak", -1)))
     if sweep.device != "cpu":
         fields.append(
@@ -78,7 +80,7 @@ def _table(sweep: Sweep) -> Table:
             )
         )
     for part, causes in PARTS.items():
-        if part == "workspace":
+        if part == "workspace":  # which has a low and a high case
             cell, number = _workspace, lambda row: row.get("workspace", 0)
         else:
             cell, number = partial(_sum, causes=causes), partial(_bytes, causes=causes)
@@ -90,6 +92,7 @@ def _table(sweep: Sweep) -> Table:
 
 
 def _axis_field(sweep: Sweep, name: str) -> Field:
+    """Return a column of an axis's values, sorted as numbers if all of them are."""
     numeric = all(isinstance(value, (int, float)) for value in sweep.axes[name])
     return Field(
         _header(name), lambda row: shown(row[name]), right=True, number=(lambda row: row[name]) if numeric else None
@@ -101,6 +104,7 @@ def _bytes(row: Mapping[str, Any], causes: Sequence[str]) -> int:
 
 
 def _workspace(row: Mapping[str, Any]) -> str:
+    """Return the bytes of workspaces of a point, from the low to the high case."""
     return _interval({**row, "workspace": row.get("workspace_low", 0)}, "workspace")
 
 
@@ -113,23 +117,26 @@ def _sum(row: Mapping[str, Any], causes: Sequence[str]) -> str:
 
 
 def _interval(row: Mapping[str, Any], name: str) -> str:
-    """Return "1.5-3.0 MiB" from ``row[name]`` and its high case, or a single size if they print the same."""
+    """Return "1.5-3.0 MiB" from ``row[name]`` and its high case, or a single size if they print the same; "" for a
+    failed point."""
     if row["status"] != "ok":
         return ""
     low, high = format_bytes(row[name]), format_bytes(row[f"{name}_high"])
     if low == high:
         return low
-    (number, unit), (_, other) = low.split(), high.split()
-    return f"{number if unit == other or row[name] == 0 else low}-{high}"
+    number, unit = low.split()
+    same_unit = high.endswith(f" {unit}") or row[name] == 0
+    return f"{number if same_unit else low}-{high}"
 
 
 def _header(name: str) -> str:
-    """Return the column header of an axis; "layers.attribute" is split into two lines."""
+    """Return the column header of an axis; "layers.attribute", a varied attribute, is split into two lines."""
     pattern, dot, attribute = name.rpartition(".")
     return f"{pattern}\n{dot}{attribute}" if dot else attribute
 
 
 def _point(sweep: Sweep, row: Mapping[str, Any]) -> str:
+    """Return the values of a point on all axes, such as "batch 8, layers 4"."""
     return ", ".join(f"{name} {shown(row[name])}" for name in sweep.axes)
 
 
@@ -145,23 +152,31 @@ def draw(sweep: Sweep) -> Figure:
     largest = max((row["peak_high"] for _, rows in panels for row in rows), default=1)
     unit, unit_name = unit_of(largest)
     columns = min(3, max(1, len(panels)))
-    lines = -(-max(1, len(panels)) // columns)
+    lines = max(1, math.ceil(len(panels) / columns))
     figure = Figure(figsize=(4 * columns + 2, 3.2 * lines + 0.6), dpi=120, layout="constrained")
-    subplots = figure.subplots(lines, columns, squeeze=False, sharey=True).flat
+    subplots = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     handles: dict[str, Any] = {}
-    for subplot, panel in zip(subplots, [*panels, *[None] * (lines * columns - len(panels))], strict=True):
-        if panel is None:
-            subplot.set_visible(False)
-            continue
-        _bars(subplot, axis, *panel, unit, handles)
+    for subplot, (fixed, rows) in zip(subplots, panels, strict=False):
+        _bars(subplot, axis, fixed, rows, unit, handles)
         subplot.set_ylabel(f"predicted peak ({unit_name})")
+    for unused in subplots[len(panels) :]:
+        unused.set_visible(False)
     figure.suptitle(plain(f"{sweep.title} on {sweep.device}"))
     figure.legend(handles.values(), handles.keys(), loc="outside right upper")
     return figure
 
 
 def _bars(subplot: Any, axis: str, fixed: dict[str, Any], rows: list[Row], unit: int, handles: dict[str, Any]) -> None:
-    """Draw a panel of the chart; ``handles`` collects a bar of each category for the figure's legend."""
+    """Draw a panel of the chart: a stacked bar for each row, with axis ``axis`` as x.
+
+    Args:
+        subplot: matplotlib's axes.
+        axis: name of the x axis.
+        fixed: the panel's values of the other axes.
+        rows: the panel's points.
+        unit: bytes of a unit of the y axis.
+        handles: receives a bar of each category, for the figure's legend.
+    """
     bottom = [0.0] * len(rows)
     for number, (part, causes) in enumerate(PARTS.items()):
         heights = [sum(row[cause] for cause in causes) / unit for row in rows]

@@ -31,8 +31,10 @@ _BOUND = "\ue000"  # rich breaks lines at every kind of space, a no-break space 
 
 
 def show(document: Document, file: TextIO | None = None) -> None:
-    """Print a document to a file, stdout by default: as wide as it is and in colours if that is a terminal, else as
-    `text_of` writes it, in the file's encoding."""
+    """Print a document to a file, stdout by default, in the file's encoding.
+
+    On a terminal it is as wide as that and in colours, elsewhere as `text_of` writes it.
+    """
     console = _console(file=file)
     ascii_only = not console.encoding.lower().startswith("utf")
     if console.is_terminal:
@@ -102,7 +104,7 @@ class _Drawing:
 
     def paragraph(self, text: str, width: int, style: str = "") -> Iterator[Text]:
         """Yield the lines of a text, with no line break between a number and its unit."""
-        bound = Text(_UNIT.sub(_BOUND, printable(text)), style)
+        bound = Text(_UNIT.sub(_BOUND, printable(text)), style)  # a character instead of the space between them
         for line in bound.wrap(_console(file=io.StringIO()), max(1, width)):
             yield Text(line.plain.replace(_BOUND, " "), style)
 
@@ -126,7 +128,7 @@ class _Drawing:
         return "..." if self.ascii_only else "…"
 
     def column(self, column: Column) -> Column:
-        """Return the column with printable texts, and with bars as texts."""
+        """Return the column with printable texts, and with bars as texts. Totals below the rows have no bar."""
         cells = tuple(map(printable, column.cells))
         if column.bars:
             block = "#" if self.ascii_only else "█"
@@ -135,7 +137,7 @@ class _Drawing:
         return replace(column, header=printable_lines(column.header), cells=cells)
 
     def interleaved(self, table: Table) -> Iterator[RenderableType]:
-        """Draw a table with the texts below its rows, which are as wide as the page."""
+        """Draw a table with the texts of ``below`` after its rows, as wide as the page: rich has no such rows."""
         console = _console(file=io.StringIO(), width=self.width, color_system=None)
         with console.capture() as capture:
             console.print(self.table(table))

@@ -53,7 +53,7 @@ class Annotation:
         path, _, line = (self.where or "").rpartition(":")
         if path and (number := whole_number(line)):
             return with_forward_slashes(path).removeprefix("./"), number
-        path = self.target.rpartition(":")[0]
+        path = self.target.rpartition(":")[0]  # of "file.py:name"
         return (with_forward_slashes(path).removeprefix("./"), 1) if path.endswith(".py") else None
 
 
@@ -66,9 +66,9 @@ def annotations_of_findings(target: str, findings: Sequence[Finding], failing: S
     """Return an annotation for each finding; those whose severity is in ``failing`` are errors."""
     annotations = []
     for finding in findings:
-        level: Level = (
-            "error" if finding.severity in failing else "warning" if finding.severity == "warning" else "note"
-        )
+        level: Level = "warning" if finding.severity == "warning" else "note"
+        if finding.severity in failing:
+            level = "error"
         place = (finding.layer, finding.where, target)
         annotations.append(Annotation(finding.id, level, message_of(finding), *place, finding.bytes, finding.advice))
     return annotations

@@ -68,6 +68,7 @@ def _facts(fit: BoardFit) -> dict[str, str]:
 
 
 def _flash(part: TrainedPart) -> str:
+    """Return the flash of a trained part as text: bytes of weights and tables, plus bytes of code if they are known."""
     if part.flash is None:
         return "-"
     return format_bytes(part.flash) + ("" if part.code is None else f" + {format_bytes(part.code)}")
@@ -80,10 +81,10 @@ def _advice(fit: BoardFit, best: TrainedPart) -> list[str]:
         if what != "reserve" or fit.reserve:
             by_bank.setdefault(bank, []).append(what)
     where = "; ".join(f"{', '.join(arrays)} in {bank}" for bank, arrays in by_bank.items())
-    apart = "" if best.in_one_bank else " --arena-apart"
+    separate = "" if best.in_one_bank else " --arena-apart"
     frozen = "" if best is fit.parts[0] else ", with requires_grad=False for all other parameters"
     code = "" if best.code is not None else "; code is not counted: there is no cross compiler for the core"
     return [
         f"{best.what[0].upper()}{best.what[1:]}: {where}{code}.",
-        f"Export: memplan export --budget {best.ram}{apart}{frozen}.",
+        f"Export: memplan export --budget {best.ram}{separate}{frozen}.",
     ]

@@ -59,13 +59,19 @@ def of_step(explanation: Explanation, capacity: int | None) -> Iterator[Chart]:
 def over_time(
     timelines: list[tuple[str, MemoryTimeline]], capacity: int | None = None, budget: int | None = None
 ) -> Chart:
-    """Chart memory over time. Of several named timelines only the last is split by category, the others are lines."""
+    """Chart memory over time.
+
+    Args:
+        timelines: (name, timeline); only the last is split by category, the others are lines.
+        capacity: bytes of the card, drawn as a line if they are known.
+        budget: bytes, also drawn as a line.
+    """
     series = [
         {
             "name": name,
             "ticks": course.ticks,
             "allocated": course.allocated,
-            "reserved": course.reserved if course.reserved != course.allocated else [],
+            "reserved": course.reserved if course.reserved != course.allocated else [],  # not drawn twice
             "causes": course.causes,
             "ops": course.ops,
             "opRows": [[op.name, op.layer, op.where or "", op.phase, op.step] for op in course.op_rows],
@@ -86,7 +92,7 @@ def over_time(
 
 
 def _layers(explanation: Explanation) -> Chart:
-    """Chart the layers as a tree, by saved bytes and by bytes live at the peak."""
+    """Chart the layers as a tree, by saved bytes and by bytes live at the peak; in inference by the latter alone."""
     at_peak: dict[str, int] = {}
     for owner in explanation.holders:
         at_peak[owner.layer] = at_peak.get(owner.layer, 0) + owner.bytes
@@ -100,9 +106,10 @@ def _layers(explanation: Explanation) -> Chart:
 def _tree(saved: dict[str, int], at_peak: dict[str, int]) -> list[list[Any]]:
     """Return a node for each layer and each enclosing module: [path, label, parent's path, saved, at peak].
 
-    The bytes include those of the submodules. The root has path "" and parent None.
+    ``saved`` and ``at_peak`` are bytes by layer, those outside of layers by "". The bytes of a node include those of
+    its submodules. The root has path "" and parent None.
     """
-    totals: dict[tuple[str, ...], list[int]] = {(): [0, 0]}
+    totals: dict[tuple[str, ...], list[int]] = {(): [0, 0]}  # parts of the path -> [saved, at peak]
     for name in saved | at_peak:
         parts = tuple(name.split(".", _DEEPEST)) if name else ("(outside of layers)",)
         for depth in range(len(parts) + 1):
@@ -138,26 +145,28 @@ def _segment_data(segment: PeakSegment, alive: tuple[LiveStorage, ...], merge_be
 
     Adjacent blocks of a category of at most ``merge_below`` bytes are merged.
     """
-    blocks: list[list[Any]] = []  # with a fifth entry: the number of small blocks merged into it
+    blocks: list[list[Any]] = []
+    merged = 0  # small blocks in the last row; 0 if it is a larger block
     for block in segment.blocks:
         cause = "" if block.state == "inactive" else block.cause
         small = block.size <= merge_below
-        if small and blocks and blocks[-1][2] == cause and blocks[-1][4]:
+        if small and merged and blocks[-1][2] == cause:
+            merged += 1
             blocks[-1][1] += block.size
-            blocks[-1][4] += 1
-            blocks[-1][3] = f"{blocks[-1][4]} small blocks"
+            blocks[-1][3] = f"{merged} small blocks"
         else:
-            blocks.append([block.offset, block.size, cause, _block_text(block, alive), int(small)])
+            merged = int(small)
+            blocks.append([block.offset, block.size, cause, _block_text(block, alive)])
     pool = "small requests" if segment.small else "large requests"
     stream = f", stream {segment.stream}" if segment.stream else ""
-    return {"size": segment.size, "name": f"{pool}{stream}", "blocks": [block[:4] for block in blocks]}
+    return {"size": segment.size, "name": f"{pool}{stream}", "blocks": blocks}
 
 
 def _block_text(block: PeakBlock, alive: tuple[LiveStorage, ...]) -> str:
     """Return the content of a block as text: "free", or its storage and layer."""
     if block.state == "inactive":
         return "free"
-    if block.alive < 0:
+    if block.alive < 0:  # not an index of a storage
         return "waits for a stream" if block.state == "active_pending_free" else ""
     storage = alive[block.alive]
     layer = f" of {storage.layer}" if storage.layer and not storage.name.startswith(storage.layer) else ""
@@ -166,16 +175,17 @@ def _block_text(block: PeakBlock, alive: tuple[LiveStorage, ...]) -> str:
 
 
 def of_plan(plan: Plan) -> Iterator[Chart]:
-    """Yield the chart of memory over time before and after a plan, if the file has that."""
+    """Yield the chart of memory over time before and after a plan, if the plan's file has timelines."""
     if plan.course is not None:
         before = [("before", _from_first_op(plan.eager_course))] if plan.eager_course is not None else []
         yield over_time([*before, ("after", plan.course)], budget=plan.budget)
 
 
 def _from_first_op(course: MemoryTimeline) -> MemoryTimeline:
-    """Cut off the frees before the first op of a step, which belong to the previous step."""
+    """Return a timeline that begins at its step's first op, without the frees before it that end the previous step."""
     step = course.spans[0].step if course.spans else 0
-    first = next((index for index, op in enumerate(course.ops) if op >= 0 and course.op_rows[op].step == step), 0)
+    of_step = (index for index, op in enumerate(course.ops) if op >= 0 and course.op_rows[op].step == step)
+    first = next(of_step, 0)
     columns = {name: getattr(course, name)[first:] for name in ("ticks", "allocated", "reserved", "ops")}
     causes = {name: column[first:] for name, column in course.causes.items()}
     spans = (replace(course.spans[0], start=columns["ticks"][0]), *course.spans[1:]) if first else course.spans
@@ -183,7 +193,10 @@ def _from_first_op(course: MemoryTimeline) -> MemoryTimeline:
 
 
 def of_frontier(frontier: Frontier, peers: Sequence[Fields], plan: Plan | None) -> Chart:
-    """Chart plans and measured baselines, the latter as saved, by peak and time."""
+    """Chart plans and measured baselines by peak and by seconds in addition to the predicted step.
+
+    ``peers`` are the baselines' rows of the saved JSON, ``plan`` is marked as the plan of the page.
+    """
     base = frontier.step_seconds or 0.0
     points = [
         {
@@ -250,6 +263,7 @@ def parts_of(row: dict[str, Any]) -> dict[str, int]:
 
 
 def _capacity(device: str) -> int | None:
+    """Return the usable bytes of a card of the catalogue; None for another device."""
     try:
         return find(device).usable("low")
     except DeviceError:
@@ -276,6 +290,7 @@ def of_replay(data: Fields) -> Iterator[Chart]:
     over_time = data.inner("over_time")
     if over_time is not None:
         columns = {key: list(over_time.get(key, tuple[int, ...])) for key in ("events", "allocated", "reserved")}
+        # columns of unequal lengths are of a damaged file
         if columns["events"] and len({len(column) for column in columns.values()}) == 1:
             series = {
                 "name": "", "ticks": columns["events"], "allocated": columns["allocated"],

@@ -151,13 +151,14 @@ def _sortable_rows(table: Table) -> int:
 
 
 def _kind(part: Part) -> str:
+    """Return the kind by which the template draws a part of a report: text, line, facts, code or table."""
     return "text" if isinstance(part, str) else type(part).__name__.lower()
 
 
 def _json_in_script(value: Any) -> str:
     """Return compact JSON that is safe inside a script element."""
     plain = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=dict)
-    if "\\u" in plain or not plain.isprintable():
+    if "\\u" in plain or not plain.isprintable():  # rare: a copy of all values takes long
         plain = json.dumps(_printable(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return "".join(_UNSAFE.get(char, char) for char in plain) if any(char in plain for char in _UNSAFE) else plain
 

@@ -154,7 +154,7 @@ def _program(plan: Plan) -> Document:
 
 
 def _peaks(plan: Plan | None) -> dict[str, Any]:
-    """Return the peak of a plan and the bytes by category then, for a page that compares several results."""
+    """Return the fields ``peak`` and ``causes`` of a plan's `Result`: its peak, and the bytes by category then."""
     if plan is None or plan.course is None:
         return {"peak": None if plan is None else plan.peak}
     top = plan.course.allocated.index(max(plan.course.allocated))
@@ -178,8 +178,8 @@ def _proof(plain: Any, source: str) -> Result:
 
 def _fit(data: Fields) -> Result:
     """Return the page content of `memplan fit`, from the parts of its file: there is no class for the whole file."""
-    plan, proof = _saved_plan(data), _saved_proof(data)
-    drawn, frontier, saved = [], None, data.inner("frontier")
+    plan, proof, saved = _saved_plan(data), _saved_proof(data), data.inner("frontier")
+    drawn, frontier = [], None
     if saved is not None:
         points = (
             Point(row.get("peak", int), row.get("seconds", float), row.maybe("lost", str) or "")
@@ -203,8 +203,10 @@ def _fit(data: Fields) -> Result:
 
 
 def _script_fit(data: Fields) -> Result:
-    """Return the page content of `memplan fit` for a script; the file has the sum of all that the smallest budget
-    covers."""
+    """Return the page content of `memplan fit` for a script.
+
+    The smallest budget in the file is the whole script's; that of the model's step is without the memory beside it.
+    """
     plan, least, lines = _saved_plan(data), data.maybe("smallest_budget", int), data.inner("lines")
     unplanned, surplus = data.get("beside", int), data.get("surplus", int)
     shortfall = None if least is None else BudgetError("", smallest_budget=max(0, least - surplus - unplanned))
@@ -259,12 +261,6 @@ def _compare(plain: Any, source: str) -> Result:
     return Result("comparison", f"{a.title} and {b.title}", verdict, "plain", compare.report(comparison, 0), drawn)
 
 
-def _read(kind: Any, plain: Mapping[str, Any], place: str) -> Any:
-    """Read a dataclass from a mapping that also has figures that its properties compute, which are left out."""
-    fields = {field.name for field in dataclasses.fields(kind)}
-    return _json.from_plain(kind, {key: value for key, value in plain.items() if key in fields}, place)
-
-
 def _guard(plain: Any, source: str) -> Result:
     """Return the page content of a step compared with its baseline."""
     outcome = Outcome.from_dict(plain, source)
@@ -303,10 +299,11 @@ def _devices(data: Fields) -> Result:
 
 def _device(row: Fields) -> Device:
     """Return a GPU from its saved figures, without the figures that `Device` computes."""
-    context, flops = row.part("context").sizes_of(("low", "high")), row.sizes("flops")
-    computed = ("usable", "context", "flops")
-    stored = {key: value for key, value in row.plain.items() if key not in computed}
-    return _read(Device, {**stored, "context": [*context.values()], "rates": [*map(list, flops.items())]}, row.place)
+    names = {field.name for field in dataclasses.fields(Device)}
+    figures = {key: value for key, value in row.plain.items() if key in names}
+    figures["context"] = [*row.part("context").sizes_of(("low", "high")).values()]
+    figures["rates"] = [*map(list, row.sizes("flops").items())]
+    return _json.from_plain(Device, figures, row.place)
 
 
 def _cache(data: Fields) -> Result:
@@ -345,6 +342,7 @@ def _trial_charts(data: Fields, axis: str) -> list[charts.Chart]:
 
 
 def _tried(data: Fields) -> list[Fields]:
+    """Return the rows of the values tried, smallest value first."""
     return sorted(data.rows("tried"), key=lambda row: row.get("value", int))
 
 
@@ -369,7 +367,7 @@ def _layouts(plain: Any, source: str) -> Result:
 def _trials(data: Fields, axis: str) -> list[Part]:
     """Return a table of all values tried, and a remark if the answer reserved more than the limit."""
     rows, limit, answer = _tried(data), data.maybe("limit", int), data.maybe("value", int)
-    recorded = any(row.maybe("peak", int) is not None for row in rows)
+    recorded = any(row.maybe("peak", int) is not None for row in rows)  # else they were planned
     on_card = recorded and data.maybe("device", str) != "cpu"
     planned = any(row.maybe("least_budget", int) for row in rows)
     fields = [number_field(axis, lambda row: row.get("value", int), str)]
@@ -379,19 +377,20 @@ def _trials(data: Fields, axis: str) -> list[Part]:
     fields.append(_size_field("reserved, with context" if on_card else "least budget" if planned else "needs", "need"))
     fields += [Field("", _answer), Field("why", lambda row: row.maybe("reason", str) or "")]
     parts: list[Part] = [table_of(rows, fields)]
-    for row in rows:
-        if not answer or not limit or row.get("value", int) != answer:
-            continue
-        likely, band = data.maybe("likely", int), row.maybe("needs_band", tuple[int, int])
+    chosen = next((row for row in rows if row.get("value", int) == answer), None)
+    if chosen is not None and answer and limit:
+        likely, band = data.maybe("likely", int), chosen.maybe("needs_band", tuple[int, int])
         if likely is not None and band is not None:
             parts.append(fit_at_upper_end(axis, answer, likely, band[1]))
-        if (row.maybe("need", int) or 0) > limit:
+        if (chosen.maybe("need", int) or 0) > limit:
             parts.append(beyond_the_limit(axis, answer, band))
     return parts
 
 
 def _answer(row: Fields) -> str:
-    return "failed" if row.maybe("reason", str) else "fits" if row.get("fits", bool) else "does not fit"
+    if row.maybe("reason", str):
+        return "failed"
+    return "fits" if row.get("fits", bool) else "does not fit"
 
 
 def _size_field(header: str, key: str) -> Field:
@@ -486,6 +485,7 @@ def _post_mortem(data: Fields) -> Result:
 
 
 def _sizes_table(title: str, sizes: Mapping[str, int]) -> Table:
+    """Return a table of bytes by category or name; the title is the header of the names."""
     fields = [name_field(title, lambda row: str(LABELS.get(row[0], row[0]))), number_field("bytes", lambda row: row[1])]
     return table_of(list(sizes.items()), fields)
 
@@ -522,6 +522,7 @@ def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
 
     def read(plain: Any, source: str) -> Result:
         try:
+            # some formats had no schema version at first
             _json.check_format({"schema": schema, **plain}, plain["format"], schema)
         except Unreadable as error:
             raise Unreadable(f"it {error}") from None
@@ -555,7 +556,7 @@ def _roles(plain: Any, source: str) -> Result:
     saved = Roles.from_dict(plain, source)
     text = roles.summary(saved)
     bad = any(role.explanation.card and role.explanation.card.verdict.answer == "does not fit" for role in saved.roles)
-    verdict = next(str(part) for part in text.sections[0].parts)
+    verdict = str(text.sections[0].parts[0])
     return Result("ranks", text.heading, verdict, "bad" if bad else "plain", text)
 
 
