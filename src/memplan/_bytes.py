@@ -71,7 +71,7 @@ def _parse_text(text: str) -> int:
 
 
 def _not_bytes(value: object) -> UnitError:
-    """Return the error for a value that names no number of bytes; for bits, with the advice to divide."""
+    """Return the error for a value that is no number of bytes. For a number of bits it advises to divide by 8."""
     if isinstance(value, str) and _BITS.search(value):
         return UnitError(
             f"{value!r} is a number of bits",
@@ -100,12 +100,12 @@ def format_bytes(number: int) -> str:
     sign, size = ("-" if number < 0 else ""), abs(number)
     if size < 1024:
         return f"{sign}{size} B"
-    tenths, name = 0, ""
+    tenths, name = 0, ""  # tenths of the unit ``name``
     for power, prefix in enumerate(_PREFIXES, start=1):
         unit = 1024**power
-        # In integers, half up: exact at any size, and what rounds to 1024.0 goes on to the next unit.
+        # integer division that rounds half up: exact at any size
         tenths, name = (20 * size + unit) // (2 * unit), f"{prefix}iB"
-        if tenths < 10240:
+        if tenths < 10240:  # a size that rounds to 1024.0 is written in the next unit
             break
     return f"{sign}{tenths // 10}.{tenths % 10} {name}"
 

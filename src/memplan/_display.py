@@ -31,7 +31,7 @@ _reports: Callable[[], Reports]
 
 
 def draw_with(reports: Callable[[], Reports]) -> None:
-    """Set what imports the reports, which is called when a result is first shown."""
+    """Set the function that imports the module of the reports. It is called when a result is shown."""
     global _reports
     _reports = reports
 
@@ -50,7 +50,7 @@ class Printed:
 
 
 def _cleaned(write: Callable[[Any], str], most: int | None) -> Callable[[Any], str]:
-    """Return ``write`` with its text made printable and cut to ``most`` characters."""
+    """Wrap a ``__str__`` or ``__repr__``: its text becomes printable, and at most ``most`` characters long."""
 
     @functools.wraps(write)
     def write_printable(value: Any) -> str:

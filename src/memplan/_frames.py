@@ -8,8 +8,8 @@ from types import FrameType
 
 
 def callers() -> Iterator[FrameType]:
-    """Yield the frames that called the function that iterates over this, innermost first."""
-    frame = sys._getframe(1).f_back
+    """Yield the frames of the callers of the function that iterates over this generator, innermost first."""
+    frame = sys._getframe(1).f_back  # frame 0 is this generator, frame 1 the function that iterates
     while frame is not None:
         yield frame
         frame = frame.f_back

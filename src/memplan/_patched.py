@@ -8,22 +8,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 ABSENT = object()
-"""In the place of an attribute that is not there."""
+"""Value of an attribute that does not exist."""
 Patch = tuple[Any, dict[str, Any], dict[str, Any]]
-"""Owner, its attributes before, its attributes meanwhile."""
+"""The owner, its original attributes by name, and their replacements."""
 
 _originals: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""What each function or class replaces, or replaced."""
+"""Replacement (function or class) -> what it replaces; it stays when the replacement ends."""
 _tracked: list[list[Patch]] = []
-"""Patches at work of each `tracked` context, the innermost last."""
+"""Active patches of each `tracked` context, the innermost context last."""
 
 
 @contextlib.contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a class, module or object for a while, or take them away (`ABSENT`)."""
+    """Within this context, replace attributes of a class, module or object; the value `ABSENT` deletes an attribute."""
     patch = owner, {name: owner.__dict__.get(name, ABSENT) for name in attributes}, attributes
     with patched_throughout(owner, **attributes):
-        if not _tracked:  # a patch that lasts as long as an object must not keep it alive
+        if not _tracked:  # do not keep ``patch``, which refers to the owner
             yield
             return
         patches = _tracked[-1]
@@ -31,16 +31,17 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            patches[:] = [active for active in patches if active is not patch]  # the last, or of another thread
+            # by identity: another thread may have added a patch after it
+            patches[:] = [active for active in patches if active is not patch]
 
 
 @contextlib.contextmanager
 def patched_throughout(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes as `patched` does, also within `unpatched`."""
+    """Replace attributes as `patched` does; `unpatched` does not restore these."""
     before = {name: owner.__dict__.get(name, ABSENT) for name in attributes}
     for name, value in attributes.items():
         if callable(value) and before[name] is not ABSENT:
-            with contextlib.suppress(TypeError):  # nothing can refer to it weakly
+            with contextlib.suppress(TypeError):  # of a value without weak references
                 _originals[value] = before[name]
     try:
         _put(owner, attributes)
@@ -50,14 +51,15 @@ def patched_throughout(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def original_of(value: Any) -> Any:
-    """Return what a function or class replaces, the original of several replacements; any other ``value`` itself."""
-    with contextlib.suppress(TypeError):  # nothing can refer to it weakly
+    """Return the function or class that ``value`` replaces, through all replacements; ``value`` if it replaces none."""
+    with contextlib.suppress(TypeError):  # of a value without weak references
         while value in _originals:
             value = _originals[value]
     return value
 
 
 def _put(owner: Any, attributes: dict[str, Any]) -> None:
+    """Set attributes of ``owner`` by name; delete those whose value is `ABSENT`."""
     for name, value in attributes.items():
         if value is ABSENT:
             delattr(owner, name)
@@ -67,7 +69,7 @@ def _put(owner: Any, attributes: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def tracked() -> Iterator[list[Patch]]:
-    """Note what `patched` replaces within this context, for `unpatched`."""
+    """Collect the patches that `patched` makes within this context; returns the list of the active ones."""
     patches: list[Patch] = []
     _tracked.append(patches)
     try:
@@ -78,8 +80,8 @@ def tracked() -> Iterator[list[Patch]]:
 
 @contextlib.contextmanager
 def unpatched(patches: list[Patch]) -> Iterator[list[Patch]]:
-    """Put back for a while what was replaced since `tracked`, which returned ``patches``. Returns what was put back."""
-    undone, patches[:] = patches[:], []
+    """Within this context, undo the active patches of a `tracked` context, ``patches``. Returns the undone ones."""
+    undone, patches[:] = patches[:], []  # emptied in place: `patched` goes on to append to this list
     try:
         for owner, before, _ in reversed(undone):
             _put(owner, before)
@@ -92,7 +94,7 @@ def unpatched(patches: list[Patch]) -> Iterator[list[Patch]]:
 
 @contextlib.contextmanager
 def repatched(patches: list[Patch], undone: list[Patch]) -> Iterator[None]:
-    """Within `unpatched`, which returned ``undone``, replace for a while what it put back."""
+    """Within this context inside `unpatched`, which returned ``undone``, apply those patches again."""
     try:
         for owner, _, attributes in undone:
             _put(owner, attributes)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
-    """Return a text without what would steer a terminal: such characters become question marks.
+    """Return a text with question marks for characters that are not printable, which could steer a terminal.
 
     Example:
         >>> printable("layer \x1b[31mred")
@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return what `printable` does, with the line breaks kept.
+    """Return a text made `printable`, with its line breaks.
 
     Example:
         >>> printable_lines("one\\ntwo\x1b[2J")
@@ -30,8 +30,9 @@ def printable_lines(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return what `printable` does, with line breaks and the spaces around them as one space; a long
-    text is cut in its middle.
+    """Return a text made `printable` on a single line: each line break, with the spaces around it, becomes a space.
+
+    A text of more than 1,000 characters is cut in its middle.
 
     Example:
         >>> one_line("one\\n  two\\x1b[2J")
@@ -47,8 +48,9 @@ _BREAKS = re.compile(r"\s*[\r\n]\s*")
 
 
 def inert(line: str) -> str:
-    """Return a line of a report without what GitHub Actions would take for a command in a log: it reads ``::`` at the
-    beginning of a line, after spaces, and ``##[`` anywhere.
+    """Return a line of a log that GitHub Actions takes for no command, by a space in each mark of a command.
+
+    The marks are ``::`` at the beginning of a line, also after spaces, and ``##[`` anywhere.
 
     Example:
         >>> inert("  ::stop-commands::x"), inert("a::b")
@@ -61,8 +63,9 @@ def inert(line: str) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that digits name, below 10**18; None for other texts. `int` refuses some thousand digits in its
-    own words, and takes digits of other scripts.
+    """Return the number that a text of ASCII digits names, below 10**18; None for any other text.
+
+    `int` alone accepts digits of other scripts, and raises its own error for some thousand digits.
 
     Example:
         >>> whole_number("128"), whole_number("-1"), whole_number("²"), whole_number("9" * 5000)
@@ -96,13 +99,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     step = ranks[1] - ranks[0]
     if len(ranks) > 2 and step > 1 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, step)):
         return f"ranks {ranks[0]}-{ranks[-1]} by {step}"
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # [first, last] of consecutive ranks
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return "ranks " + ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return "ranks " + ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def format_share(part: float, whole: float) -> str:
@@ -128,18 +131,21 @@ def format_seconds(seconds: float) -> str:
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1000 * seconds, "ms")
     if number == 0:
         return "0 ms"
-    digits = 0 if number >= 9.95 else 1 if number >= 0.995 else 2 if number >= 0.0995 else 3
-    return f"{number:.{digits}f} {unit}" if number >= 0.0005 else f"under 0.001 {unit}"
+    if number < 0.0005:
+        return f"under 0.001 {unit}"
+    # two significant digits, at most three decimals; the limits are those from which rounding carries to a new digit
+    decimals = sum(number < limit for limit in (9.95, 0.995, 0.0995))
+    return f"{number:.{decimals}f} {unit}"
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file, text as UTF-8, and move it into place once complete: a failed run leaves the old file.
 
-    The file that a link leads to is written; mode and owner of one that is replaced stay. A device or a pipe is
-    written to directly.
+    Of a symbolic link, its target is replaced. The new file has the old file's mode and owner. A device or a pipe is
+    written to directly, and so is a file whose owner the user may not set.
 
     Raises:
-        OSError: it cannot be written; names the path.
+        OSError: the file cannot be written; the error names ``path``.
     """
     data = content.encode() if isinstance(content, str) else content
     target = os.path.realpath(path)
@@ -154,7 +160,11 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def _replace_file(target: str, data: bytes, old: os.stat_result | None) -> bool:
-    """Write a temporary file and rename it to ``target``. Return False, without a change, if the owner would change."""
+    """Write a temporary file and rename it to ``target``.
+
+    ``old`` is the stat of the file there, None if there is none. Return False, without a change, if the new file cannot
+    have its owner.
+    """
     temporary = os.path.join(os.path.dirname(target), f".memplan-{secrets.token_hex(8)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -61,7 +61,7 @@ class MemplanError(Exception):
         self.do = do
 
     def about(self, what: str) -> Self:
-        """Return the same error, which begins with what it is about: ``b.json: The file is empty. Expected ...``."""
+        """Return this error with a subject before its text: ``b.json: The file is empty. Expected ...``."""
         what = one_line(what)
         return _restore(type(self), (f"{what}: {self}",), self.__dict__ | {"found": f"{what}: {self.found}"})
 
@@ -72,6 +72,7 @@ class MemplanError(Exception):
 
 
 def _restore(kind: type[_Error], args: tuple[Any, ...], state: dict[str, Any]) -> _Error:
+    """Return an error of a class with these ``args`` and attributes, without its ``__init__``."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -118,11 +119,11 @@ class BudgetError(UsageError):
 
     Args:
         found: as in MemplanError, and so are `expected` and `do`.
-        smallest_budget: the least that this step can be given, in bytes.
-        timeline: bytes over time of the step in that budget, where it is known (a Timeline).
-        held_by: what is live at its peak, the largest first (planning.plan.budget_error.PeakStorage).
-        lower_by: what would lower it, and to how much (planning.plan.budget_error.Way).
-        precision: of the plan that takes the least, where lossy ones were allowed (planning.precision.Precision).
+        smallest_budget: bytes of the smallest budget that the step fits.
+        timeline: bytes over time of the step in that budget, None if it is unknown (a Timeline).
+        held_by: storages live at its peak, the largest first (planning.plan.budget_error.PeakStorage).
+        lower_by: changes that lower the smallest budget, with their results (planning.plan.budget_error.Way).
+        precision: of the plan with the smallest budget, if lossy plans were allowed (planning.precision.Precision).
 
     Example:
         >>> BudgetError("The budget is 1.0 GiB", smallest_budget=2 << 30).smallest_budget
@@ -149,7 +150,7 @@ class BudgetError(UsageError):
         self.lower_by = lower_by
 
     def but(self, **changes: Any) -> BudgetError:
-        """Return this error with other values for some of its arguments."""
+        """Return a copy of this error in which ``changes`` replace arguments of the constructor."""
         names = "found", "expected", "do", "smallest_budget", "timeline", "held_by", "lower_by", "precision"
         return BudgetError(**{name: getattr(self, name) for name in names} | changes)
 

@@ -144,8 +144,11 @@ def _of_tokens(
     scale: float,
     summed: bool,
 ) -> tuple[Tensor, ...]:
-    """lse, picked and total of each token, in the shape of `ids`; total is empty unless `summed`. Arguments as for
-    `token_statistics`, but for a `softcap` of None."""
+    """Check the arguments of a loss, and return three numbers of each token in the shape of `ids`.
+
+    These are the log-sum-exp of its logits, the logit of its class in `ids`, and the sum of its logits, which is empty
+    unless `summed`. `softcap` is None for none, `scale` a factor of the logits after it.
+    """
     if weight.dim() != 2 or hidden.shape != (*ids.shape, weight.shape[1]):
         shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(ids.shape)}"
         raise InputError(f"The shapes are {shapes}", expected="(..., D), (V, D) and (...)")
@@ -176,14 +179,18 @@ def _of_tokens(
 def token_statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, softcap: float, scale: float, summed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute lse, picked and total of N tokens, as at the top of this file: N numbers each.
+    """Compute what a loss needs of the logits of N tokens, a part of the vocabulary at a time.
 
     Args:
         hidden, weight, bias: of the linear layer: N x D, V x D, and V or None.
         ids: class index of each token.
         softcap: bound of the logits; 0 for none.
         scale: factor of the logits, the inverse of the temperature.
-        summed: whether total is wanted; else it is empty.
+        summed: whether to compute total; else it is empty.
+
+    Returns:
+        lse, the log-sum-exp of each token's logits; picked, the logit of its class, NaN for a class that does not
+        exist; total, the sum of its logits. N numbers each.
     """
     lse, picked, total = _empty_statistics(hidden, summed)
     lse.fill_(float("-inf"))
@@ -202,6 +209,7 @@ def _(hidden, weight, bias, ids, softcap, scale, summed):
 
 
 def _empty_statistics(hidden: Tensor, summed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for lse, picked and total of each token of `hidden`; total has no elements unless `summed`."""
     tokens, dtype = hidden.shape[0], accumulated(hidden.dtype)
     lse, picked = hidden.new_empty(tokens, dtype=dtype), hidden.new_empty(tokens, dtype=dtype)
     return lse, picked, hidden.new_empty(tokens if summed else 0, dtype=dtype)
@@ -221,7 +229,13 @@ def token_statistics_backward(
     scale: float,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias; empty where not wanted."""
+    """Gradients of hidden, weight and bias; empty where `wanted` is False, which has these three in order.
+
+    Args:
+        d_lse, d_picked, d_total: gradients of the results of `token_statistics`.
+        lse: log-sum-exp of each token's logits, saved from the forward pass.
+        hidden, weight, bias, ids, softcap, scale: arguments of `token_statistics`.
+    """
     d_hidden, d_weight, d_bias = _empty_gradients(hidden, weight, bias, wanted)
     d_lse, d_picked, d_total = d_lse.contiguous(), d_picked.contiguous(), d_total.contiguous()
     sums = hidden.new_zeros(d_hidden.shape, dtype=accumulated(hidden.dtype))
@@ -250,6 +264,7 @@ def _(d_lse, d_picked, d_total, hidden, weight, bias, ids, lse, softcap, scale, 
 def _empty_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of hidden, weight and bias, without elements where `wanted` is False."""
     operands = hidden, weight, hidden if bias is None else bias
     d_hidden, d_weight, d_bias = (
         x.new_empty(x.shape if want else (0,)) for x, want in zip(operands, wanted, strict=True)
@@ -284,9 +299,10 @@ def _(info, in_dims, *args):
 
 
 def _parts_of_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Parts of the vocabulary: which classes, their weight in hidden's dtype, and their logits, N x width.
+    """Yield for each part of the vocabulary its classes as a slice, their rows of weight in hidden's dtype, and the
+    tokens' logits of these classes, N x width.
 
-    All logits lie in the same memory, and may be overwritten.
+    All parts' logits lie in the same buffer. The caller may overwrite them.
     """
     tokens, features = hidden.shape
     classes = weight.shape[0]
@@ -325,7 +341,12 @@ def _absorb(
     scale: float,
     summed: bool,
 ) -> None:
-    """Add a part of the vocabulary to the statistics of each token; `ids` count from the part's first class."""
+    """Add the logits of a part of the vocabulary to the statistics of each token, in place.
+
+    These are `lse`, the log-sum-exp of its logits, `picked`, the logit of its class, and, if `summed`, `total`, their
+    sum. Class indices in `ids` count from the part's first class. Of the logits, `softcap` is a bound (0: none) and
+    `scale` a factor.
+    """
     values = logits.to(lse.dtype)
     if softcap:
         values = (values / softcap).tanh_().mul_(softcap)
@@ -348,7 +369,12 @@ def _differentiate(
     softcap: float,
     scale: float,
 ) -> None:
-    """Replace a part's logits by their gradient."""
+    """Overwrite the logits of a part of the vocabulary with their gradient.
+
+    `lse` is the log-sum-exp of each token's logits. `d_lse`, `d_picked` and `d_total` are gradients of it, of the logit
+    of the token's class, and of the sum of its logits (empty if nothing reads it). Class indices in `ids` count from
+    the part's first class.
+    """
     values = logits.to(lse.dtype)
     slopes = scale
     if softcap:
@@ -364,7 +390,8 @@ def _differentiate(
 
 
 def _column_of(ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each token's class, as an N x 1 index, and whether the class is in this part; else any column."""
+    """The column of each token's class in this part's logits, N x 1, and whether the class is in this part, N. If it is
+    not, the column is any valid one."""
     last = logits.shape[1] - 1
     return ids.clamp(0, last)[:, None], (ids >= 0) & (ids <= last)
 
@@ -374,7 +401,7 @@ def _column_of(ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @jit
 def _capped(logits, softcap):
-    """softcap · tanh(logits / softcap), by exponentials of negative numbers alone."""
+    """softcap · tanh(logits / softcap), with exponentials of negative numbers only, which cannot overflow."""
     small = tl.exp(-2.0 * tl.abs(logits) / softcap)
     size = softcap * (1.0 - small) / (1.0 + small)
     return tl.where(logits < 0, -size, size)
@@ -385,10 +412,13 @@ def absorb_kernel(
     logits, ids, lse, picked, total, width, softcap, scale,
     CAPPED: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a token: goes once over its logits of this part."""
+    """Update lse, picked and total of a token by its logits of a part of the vocabulary, which are read once.
+
+    One program for each token, a row of `width` logits. `ids` count from the part's first class.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
-    largest = tl.load(lse + row)  # what came before counts as one logit of that size
+    largest = tl.load(lse + row)  # log-sum-exp of the parts before: the same as a single logit of that size
     sum_of_exps = 1.0
     sum_of_values = 0.0
     for first in range(0, width, BLOCK):
@@ -421,7 +451,8 @@ def differentiate_kernel(
     logits, ids, lse, d_lse, d_picked, d_total, width, softcap, scale,
     CAPPED: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK logits of a token: writes their gradient over them."""
+    """Overwrite BLOCK logits of a token with their gradient. A program for each token, a row of `width` logits, and
+    each block of them; `ids` count from the first class of the row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -78,7 +78,8 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 @custom_op("memplan::gated", mutates_args=())
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """y of rows (N, D); activation is silu, gelu or tanh."""
+    """activation(gate) · up of rows (N, D), a new tensor. Activations: "silu", "gelu", and "tanh" for gelu's tanh
+    form."""
     if not launches(gate, up):
         return _activated(gate.to(accumulated(gate.dtype)), activation).mul_(up).to(gate.dtype)
     y = gate.new_empty(gate.shape)
@@ -99,7 +100,7 @@ def _(gate, up, activation):
 
 @custom_op("memplan::gated_backward", mutates_args=())
 def gated_backward(d_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
+    """Gradients of `gate` and `up` from that of the result, all of shape (N, D)."""
     if not launches(d_y, gate, up):
         return _backward(d_y, gate, up, activation)
     d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
@@ -139,7 +140,7 @@ def _(info, in_dims, *args):
 
 
 def _grid(x: Tensor) -> tuple[tuple[int, int], int]:
-    """A program for each row and block of columns, and the block."""
+    """Return ((rows, blocks of a row), columns of a block): the grid of programs, one for each block of each row."""
     rows, columns = x.shape
     block = block_of(columns, _BLOCK)
     return (rows, -(-columns // block)), block
@@ -172,7 +173,7 @@ def _backward(d_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[T
 
 @jit
 def _value_and_slope(gate, ACTIVATION: tl.constexpr):
-    """a(gate) and a'(gate)."""
+    """The activation of gate and its derivative. Each activation is gate · share(gate); slope is share's derivative."""
     if ACTIVATION == "silu":
         share, slope = sigmoid(gate)
     elif ACTIVATION == "gelu":
@@ -188,7 +189,7 @@ def _value_and_slope(gate, ACTIVATION: tl.constexpr):
 def gated_kernel(
     gate, up, y, columns, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program for BLOCK elements of a row."""
+    """Write activation(gate) · up of BLOCK elements of a row to y, which is contiguous; a program for each block."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -203,7 +204,7 @@ def gated_backward_kernel(
     d_y, gate, up, d_gate, d_up, columns, d_y_stride, gate_stride, up_stride,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK elements of a row."""
+    """Write the gradients of gate and up for BLOCK elements of a row, both contiguous; a program for each block."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Return a kernel for Triton; without Triton, the function itself, which nothing calls then."""
+    """Compile a function as a Triton kernel. Without Triton, return the function itself, which is never called."""
     return function if triton is None else triton.jit(function)
 
 
@@ -110,7 +110,11 @@ def launches(*tensors: Tensor | None) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a kernel on the device of its tensors; within `without_data`, only note it."""
+    """Run a Triton kernel with one program for each point of ``grid``, on the device of its first tensor argument.
+
+    Within `without_data` it does not run, but is reported to the callback ``launched``. ``constants`` are the kernel's
+    compile-time arguments, also ``num_warps``.
+    """
     if (simulated := _without_data.get()) is not None:
         if simulated.launched is not None:
             simulated.launched(Launch(kernel, args, constants))
@@ -133,20 +137,20 @@ def programs(device: torch.device) -> int:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Rows (N, D) whose elements lie side by side; the rows themselves may lie anywhere."""
+    """Return x, of shape (N, D), or a copy if the elements of a row are not adjacent; rows may have any stride."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def block_of(columns: int, largest: int) -> int:
-    """The power of two that holds this many columns, at most `largest`, at least 16."""
+    """Return the smallest power of two from `columns` on, at least 16 and at most `largest`."""
     return max(16, min(largest, 1 << (columns - 1).bit_length()))
 
 
 def warps_of(block: int) -> int:
-    """Warps of a program that goes over a block of this many elements: about 8 elements a thread."""
+    """Return the number of warps for a program over `block` elements, 1 to 16: about 8 elements for each thread."""
     return max(1, min(16, block // 256))
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are kept: float32, or float64 for float64."""
+    """Return the dtype in which sums of elements of `dtype` are accumulated: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

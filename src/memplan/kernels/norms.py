@@ -101,6 +101,8 @@ def layer_norm(
 def _norm_of(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, centred: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """Check the arguments and return the norm over the last dimension: layer norm if `centred`, else RMS norm. With a
+    residual, return (norm of x + residual, x + residual)."""
     if residual is not None and residual.shape != x.shape:
         raise InputError(f"residual has the shape {tuple(residual.shape)}", expected=f"x's, {tuple(x.shape)}")
     for name, operand in (("weight", weight), ("bias", bias)):
@@ -119,7 +121,12 @@ def _norm_of(
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, h, m and r of rows (N, D); h is empty without a residual, m unless `centred`."""
+    """Normalize rows (N, D): layer norm if `centred`, else RMS norm.
+
+    Returns:
+        y, the norm of h = x + residual, (N, D); h itself, empty without a residual; the mean of each row, (N,), empty
+        unless `centred`; and the inverse of its standard deviation, or of its root mean square, (N,).
+    """
     results = _empty_results(x, residual, weight, bias, eps, centred)
     run = _norm_in_triton if x.shape[1] <= LARGEST_ROW and launches(x, residual, weight, bias) else _norm
     y, h, mean, rstd = results
@@ -149,7 +156,17 @@ def norm_backward(
     rstd: Tensor,
     wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (and the residual), weight and bias; the latter two are empty unless `wanted`."""
+    """Gradients of h (that of x and of the residual), weight and bias; the latter two are empty unless `wanted`.
+
+    Args:
+        d_y: gradient of the norm, (N, D).
+        d_h: gradient of h = x + residual from its other readers, (N, D), or None.
+        h: the normalized rows, (N, D).
+        weight, bias: (D,); bias may be None.
+        mean: of each row of h, (N,), empty for RMS norm.
+        rstd: inverse of each row's standard deviation or root mean square, (N,).
+        wanted: whether to compute the gradients of weight and bias.
+    """
     run = _backward_in_triton if h.shape[1] <= LARGEST_ROW and launches(d_y, d_h, h, weight) else _backward
     return run(d_y, d_h, h, weight, bias, mean, rstd, wanted)
 
@@ -255,7 +272,11 @@ def norm_kernel(
     x, residual, weight, bias, y, h, mean, rstd, rows, columns, x_stride, residual_stride, eps,
     RESIDUAL: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for ROWS rows."""
+    """Normalize ROWS rows of x, or of x + residual, which is then written to h: layer norm if CENTRED, else RMS norm.
+
+    Writes y and, for the backward pass, rstd and (if CENTRED) mean of each row. BLOCK is a power of two from `columns`
+    on. One program for each ROWS rows.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     present = row < rows
@@ -288,8 +309,12 @@ def norm_backward_kernel(
     SUM: tl.constexpr, CENTRED: tl.constexpr, WEIGHTS: tl.constexpr, BIASES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write d_x, and in row i of d_weights and d_biases what the rows of program i add to these gradients: of n
-    programs, each goes over every n-th tile of ROWS rows."""
+    """Write the gradient d_x of the normalized rows h, and parts of the gradients of weight and bias.
+
+    Of n programs, each takes every n-th tile of ROWS rows. Row i of d_weights and of d_biases is the sum over the rows
+    of program i: the caller adds the rows up. d_h is a further gradient of h, added if SUM. BLOCK is a power of two
+    from `columns` on.
+    """
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     d_weight = tl.zeros((BLOCK,), tl.float32)
@@ -324,6 +349,7 @@ def norm_backward_kernel(
 
 
 def _tile(columns: int) -> dict[str, int]:
+    """Compile-time arguments of the kernels for rows of this length: rows and columns of a tile, and warps."""
     block = block_of(columns, LARGEST_ROW)
     rows = max(1, _TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps_of(rows * block)}
