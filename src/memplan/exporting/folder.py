@@ -63,6 +63,7 @@ def prepared_folder(folder: Path, name: str, force: bool) -> Path:
 
 
 def _is_export(folder: Path, name: str) -> bool:
+    """Return whether a folder has the C file of an export, and its NAME.md with memplan's mark."""
     readme = folder / f"{name}.md"
     is_complete = readme.is_file() and (folder / f"{name}.c").is_file()
     return is_complete and MARK in readme.read_text(encoding="utf-8", errors="replace")
@@ -91,7 +92,7 @@ def replace_files(folder: Path, name: str, contents: Mapping[str, str | bytes]) 
                 os.replace(new / file, folder / file)
         except BaseException:  # an interrupt, too
             for file in contents:
-                if not (new / file).exists():
+                if not (new / file).exists():  # it was moved to the folder already
                     (folder / file).unlink(missing_ok=True)
             for file in old.iterdir():
                 os.replace(file, folder / file.name)

@@ -22,7 +22,10 @@ ELEMENT_BY_ELEMENT = (WEIGHT_GRADIENT, "aten.mm.default")
 
 
 def fusible(graph: JointGraph) -> dict[int, GraphOp]:
-    """Return the parameters whose updates can be fused, each with the op that computes its gradient."""
+    """Return the parameters whose updates can be fused, each with the op that computes its gradient.
+
+    Only the update may read the gradient, and the gradient has the parameter's strides.
+    """
     bases = [graph.base(gradient) for _, gradient in graph.gradients]
     read = {base for op in graph.ops if not op.is_view for base in op.reads}
     outputs = {graph.base(value) for value in graph.outputs}
@@ -46,9 +49,11 @@ def worth_fusing(graph: JointGraph, use: GradientUse) -> frozenset[int]:
 
 
 def _cost_of_later_update(graph: JointGraph, parameter: int, maker: GraphOp) -> int:
-    """Return the bytes that are live longer if a parameter's update is fused. The update comes after the last read of
-    the weight, so the activation that the gradient needs is live together with the gradient of the input. Without
-    fusion the second could have the place of the first: the smaller of both is the cost."""
+    """Return the bytes that are live longer if a parameter's update is fused.
+
+    A fused update comes after the last read of the weight. So the activation that the weight's gradient reads is live
+    together with the input's gradient. Without fusion these could share memory: the smaller of both is the cost.
+    """
     operands = [graph.values[base] for base in maker.reads]
     activations = [v for v in operands if v.op is None or graph.ops[v.op].phase == "forward"]
     saved = [0 if v.kind in RESIDENT else v.bytes for v in activations]
@@ -57,13 +62,16 @@ def _cost_of_later_update(graph: JointGraph, parameter: int, maker: GraphOp) -> 
 
 
 def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: GradientUse) -> DeviceGraph:
-    """Fuse the use of the gradients of these parameters where possible: an update comes after the last op that reads
-    the weight."""
+    """Fuse the updates of these parameters, where possible, into the ops that compute their gradients.
+
+    These ops move to after the last op that reads the weight. Where gradients are only added up (``use.adds``), the
+    weight does not change, and they stay.
+    """
     graph = device.graph
     makers = {parameter: op for parameter, op in fusible(graph).items() if parameter in parameters}
     if not makers:
         return device
-    with_views = {
+    with_views = {  # the op that computes the gradient, and the views of the gradient, which move with it
         parameter: [maker, *(op for op in graph.ops if op.is_view and maker.makes[0] in op.reads)]
         for parameter, maker in makers.items()
     }
@@ -74,7 +82,7 @@ def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: Gr
         after_op.setdefault(max(last, group[0].index), []).extend(group)
     moved = {op.index for group in with_views.values() for op in group}
     rebuild = Rebuild(graph)
-    bases = frozenset(op.makes[0] for op in makers.values())
+    bases = frozenset(op.makes[0] for op in makers.values())  # these gradients are never stored
     rebuild.values = [replace(v, bytes=0) if v.id in bases else v for v in rebuild.values]
     for op in graph.ops:
         if op.index not in moved:
@@ -85,7 +93,7 @@ def with_fused_updates(device: DeviceGraph, parameters: Collection[int], use: Gr
 
 
 def _with_encodings(reordered: JointGraph, before: JointGraph) -> JointGraph:
-    """Return the graph with the encodings of the graph before, whose readers have new indices."""
+    """Return the reordered graph with the encodings of saved values of `before`, whose readers have new indices."""
     index = {op.outputs: op.index for op in reordered.ops}
     forms = tuple(
         replace(form, direct=tuple(index[before.ops[reader].outputs] for reader in form.direct))

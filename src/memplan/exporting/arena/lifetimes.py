@@ -36,7 +36,7 @@ class Lifetimes:
     @property
     def peak(self) -> int:
         """Most bytes that are live at once: no arena can be smaller."""
-        change = dict[int, int]()
+        change = dict[int, int]()  # action -> bytes allocated in it minus bytes freed before it
         for buffer in self.buffers:
             change[buffer.first] = change.get(buffer.first, 0) + buffer.bytes
             change[buffer.last + 1] = change.get(buffer.last + 1, 0) - buffer.bytes
@@ -55,14 +55,16 @@ class _LifetimeTracker:
         self.graph = graph
         self.buffers: list[Buffer] = []
         self.buffer_of: dict[int, int] = {v.id: -1 for v in graph.values if v.kind in RESIDENT or v.kind == "tangent"}
-        """Buffer of each live value; -1: memory outside of the arena."""
+        """Live value -> index of its buffer; -1: memory outside of the arena."""
         self.first_action: dict[int, int] = {}
-        """First action of each live buffer."""
+        """Index of a live buffer -> its first action."""
         self.sizes: list[int] = []
+        """Bytes of each buffer."""
 
     def follow(self, actions: Sequence[Action]) -> Lifetimes:
         """Return the buffers of a schedule; an action's index is the time."""
-        by_action, spans = list[Mapping[int, int]](), dict[int, tuple[int, int]]()
+        by_action = list[Mapping[int, int]]()
+        spans = dict[int, tuple[int, int]]()  # index of a buffer -> its first and last action
         for time, action in enumerate(actions):
             unread = self._allocate(time, action)
             by_action.append(dict(self.buffer_of))
@@ -77,7 +79,8 @@ class _LifetimeTracker:
         return Lifetimes(buffers, tuple(by_action))
 
     def _allocate(self, time: int, action: Action) -> list[int]:
-        """Allocate the results of an action; return those that nothing reads, which are live during it alone."""
+        """Allocate the results of an action. Return its op's results that nothing reads: they are live only during this
+        action."""
         values = self.graph.values
         for position, value in enumerate(action.makes):
             if value in self.buffer_of:
@@ -94,7 +97,7 @@ class _LifetimeTracker:
         return unread
 
     def _open(self, size: int, time: int) -> int:
-        """Return the index of a new buffer; -1 for no bytes."""
+        """Add a buffer of `size` bytes that begins at action `time`, and return its index; -1 for no bytes."""
         if not size:
             return -1
         self.sizes.append(words(size))

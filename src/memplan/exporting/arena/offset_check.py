@@ -16,7 +16,7 @@ def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int], size: int) 
     """
     for time in sorted({buffer.first for buffer in buffers}):
         live = [(offsets[n], offsets[n] + b.bytes, n) for n, b in enumerate(buffers) if b.first <= time <= b.last]
-        end = 0
+        end = 0  # of the buffer before
         for begin, stop, number in sorted(live):
             if begin < end or stop > size or begin % 4:
                 raise ScheduleError(

@@ -46,6 +46,7 @@ def choose_offsets(
         >>> choose_offsets([Buffer(8, 0, 1), Buffer(4, 1, 2), Buffer(8, 2, 3)], least=12).bytes
         12
     """
+    # for each buffer, the indices of the others that are live at the same time
     conflicts = [[k for k, other in enumerate(buffers) if k != n and b.meets(other)] for n, b in enumerate(buffers)]
     best: tuple[Placement, list[int]] | None = None
     for key in _ORDERS:
@@ -69,7 +70,10 @@ _ORDERS: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
 
 
 def _greedy(buffers: Sequence[Buffer], conflicts: Sequence[Sequence[int]], order: Sequence[int]) -> Placement:
-    """Place the buffers in an order, each at the lowest free offset; `conflicts` are the buffers live with each."""
+    """Place the buffers in the order of the indices `order`, each at the lowest free offset.
+
+    `conflicts` has for each buffer the indices of those that are live at the same time.
+    """
     offsets = [-1] * len(buffers)
     end = 0
     for number in order:
@@ -93,7 +97,12 @@ def _local_search(
     buffers: Sequence[Buffer], conflicts: Sequence[Sequence[int]], best: Placement, order: list[int], least: int,
     seconds: float | None, rounds: int,
 ) -> Placement:  # fmt: skip
-    """Local search: place a buffer earlier, often one at the arena's end, or swap two. Accept equal orders."""
+    """Improve a placement by random changes to the order `order`, from which greedy placement led to `best`.
+
+    A change places a buffer earlier, often one at the arena's end, or swaps two. It stays if the arena does not grow.
+    The search ends at an arena of `least` bytes, after `seconds` of processor time, or after `rounds` changes in which
+    the arena did not shrink.
+    """
     rng, idle, deadline = random.Random(0), 0, None if seconds is None else time.process_time() + seconds
     current, best_order = best, order
     while current.bytes > least and len(order) > 1 and idle < rounds:
@@ -116,12 +125,16 @@ def _local_search(
 
 
 def _search_by_stacking(buffers: Sequence[Buffer], best: Placement, least: int, seconds: float | None) -> Placement:
-    """Search for smaller arenas by stacking, with a target that nears the best arena with every failure."""
-    deadline, tries, share, last_rank = None if seconds is None else time.process_time() + seconds, 0, 0.5, None
-    stacking = Stacking.from_buffers(buffers) if best.bytes > least else None
-    while stacking is not None and best.bytes > least:
-        if (deadline is None and tries >= TRIES) or (deadline is not None and time.process_time() > deadline):
-            break
+    """Search for smaller arenas by stacking, with random orders of the buffers.
+
+    The target lies between `least` and the best arena, closer to the latter after each failure. The search ends after
+    `seconds` of processor time, or after `TRIES` orders if that is None.
+    """
+    if best.bytes <= least:
+        return best
+    stacking, tries, share, last_rank = Stacking.from_buffers(buffers), 0, 0.5, None
+    deadline = None if seconds is None else time.process_time() + seconds
+    while best.bytes > least and (tries < TRIES if deadline is None else time.process_time() <= deadline):
         tries += 1
         target = min(least + int((best.bytes - least) * share), best.bytes - 1)
         rank = stacking.random_rank(tries, last_rank)

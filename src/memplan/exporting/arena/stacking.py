@@ -79,7 +79,7 @@ class Stacking:
         """Return offsets within an arena of `target` bytes; None if this order does not lead to any."""
         offsets, steps = np.zeros_like(self.sizes), STEPS_PER_BUFFER * len(self.sizes)
         lowest, pending = np.zeros_like(self.sizes), self.sizes @ self.live
-        # a partial order: candidates still to try, lowest offset of each buffer, bytes to place in each section
+        # for each buffer placed: candidates still to try, lowest offset of each buffer, bytes to place in each section
         trail = [(self._candidates(lowest, rank), lowest, pending)]
         while trail and steps and pending.max() <= target:
             candidates, lowest, pending = trail[-1]
@@ -102,6 +102,10 @@ class Stacking:
         return None
 
     def _candidates(self, lowest: np.ndarray, rank: np.ndarray) -> list[int]:
-        """Return the buffers that can be placed next, the best last."""
+        """Return the indices of the buffers that can be placed next, the best last.
+
+        Those are the buffers whose lowest offset is below every buffer's lowest end. A low offset is best, then a low
+        rank.
+        """
         possible = np.flatnonzero(lowest < (lowest + self.sizes).min())
         return cast("list[int]", possible[np.lexsort((rank[possible], lowest[possible]))][::-1].tolist())

@@ -27,10 +27,12 @@ class Elementwise:
 
 
 def _unary(function: str, *numbers: tuple[str, float]) -> tuple[Elementwise, ...]:
+    """Return the C function of an op with an operand, and numbers of (name in the schema, default)."""
     return (Elementwise(function, ("self",), numbers),)
 
 
 def _gradient(function: str, *numbers: tuple[str, float], of: str = "self") -> tuple[Elementwise, ...]:
+    """Return the C function of an activation's gradient, which also reads the activation's operand `of`."""
     return (Elementwise(function, ("grad_output", of), numbers),)
 
 

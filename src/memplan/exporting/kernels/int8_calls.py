@@ -23,7 +23,7 @@ from memplan.planning.graph.joint_graph import GraphOp, Ref
 
 
 def _each(kernel: str) -> Emit:
-    """Call a kernel with the result, the op's arguments, and the number of elements."""
+    """Return the function that writes the call of a kernel with the op's result, arguments and number of elements."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         output = Ref(output_of(op))
@@ -33,7 +33,7 @@ def _each(kernel: str) -> Emit:
 
 
 def _pool(kernel: str) -> Emit:
-    """Call the kernel of a pool."""
+    """Return the function that writes the call of an integer pool's kernel."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         x, sizes, *numbers = op.args
@@ -43,11 +43,14 @@ def _pool(kernel: str) -> Emit:
 
 
 def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
-    """Call the kernel of a linear layer, or that of convolutions one behind another."""
+    """Call the kernel of a linear layer, or that of a chain of convolutions.
+
+    The op's second output is the memory for the rows between the convolutions, None for a single one.
+    """
     x, *stages = op.args
     output, rings = (None if value is None else Ref(value) for value in op.outputs)
-    read = C_BYTES[w.value(x).dtype]
-    suffix, define = ("_of_uint8", {"INPUT": read}) if read.startswith("unsigned") else ("", {"INPUT": read})
+    define = {"INPUT": C_BYTES[w.value(x).dtype]}
+    suffix = "_of_uint8" if define["INPUT"].startswith("unsigned") else ""
     rows = [_row(w, *stage) for stage in stages]
     first: Stage = stages[0][-1]
     batch = math.prod(w.shape(x)) // (first.channels * first.height * first.width)
@@ -61,7 +64,10 @@ def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _row_kernel(w: CallWriter, suffix: str, define: dict[str, str]) -> str:
-    """Add the kernel that computes a row of a convolution; return its name."""
+    """Add the kernel that computes a row of a convolution, and those for four elements and for one that it calls.
+
+    Return its C name. `define` has the macros for the type of the input, `suffix` tells the variants apart.
+    """
     parts = {
         part: w.instance(f"int8_{part.lower()}", f"int8_{part.lower()}{suffix}", define) for part in ("FOUR", "ONE")
     }
@@ -69,7 +75,7 @@ def _row_kernel(w: CallWriter, suffix: str, define: dict[str, str]) -> str:
 
 
 def _row(w: CallWriter, weight: Ref, rescale: Ref, zeros: Ref | None, table: Ref | None, stage: Stage) -> list[Any]:
-    """Return the elements of the C struct of a stage."""
+    """Return the members of the C struct of a convolution in a chain: pointers to its constants, and its sizes."""
     groups = stage.groups
     return [
         *map(w.pointer, (weight, rescale, zeros, table)), stage.channels // groups, stage.height, stage.width,

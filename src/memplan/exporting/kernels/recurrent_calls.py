@@ -14,7 +14,8 @@ _MACROS = {
 
 
 def _kernel(w: CallWriter, kind: str, suffix: str = "") -> str:
-    """Add the kernel of a kind of layer; return its name."""
+    """Add the kernel of a kind of layer ("lstm", "gru", "rnn_tanh", "rnn_relu") to the program; return its C name.
+    The suffix "_backward" selects the gradient's kernel."""
     if kind in _MACROS:
         return w.instance(f"rnn{suffix}", f"{kind}{suffix}", _MACROS[kind])
     w.element_function("sigmoid")
@@ -29,7 +30,8 @@ def _forward(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _backward(w: CallWriter, op: GraphOp) -> list[str]:
-    """Call the kernel of its gradient, with what that of the kind reads."""
+    """Call the kernel of the gradient of one direction of a layer. Each kind reads other results of the forward
+    pass."""
     kind, (act, states, kept, weight, g, g_cells, backwards) = BACKWARD[op.target], op.args
     read = {"lstm": (act, kept, weight, g, g_cells), "gru": (act, states, kept, weight, g)}.get(kind, (act, weight, g))
     results = [Ref(output) for output in op.outputs if output is not None]

@@ -51,15 +51,17 @@ def normalization(low: Lowering, op: GraphOp) -> bool:
 
 
 def _cast(low: Lowering, op: GraphOp) -> Affine | None:
-    """Return the affine form of a byte input that is cast to float32."""
+    """Return the affine form of the result if the op casts a byte input to float32, else None."""
     x = low.values[op.args[0].value]
-    casts = op.target == "aten._to_copy.default" and low.dtypes[output_of(op)] == "float32"
+    if op.target != "aten._to_copy.default" or low.dtypes[output_of(op)] != "float32":
+        return None
     one = torch.ones((), dtype=torch.float64)
-    return Affine(x.id, one, 0 * one) if casts and x.kind == "input" and x.dtype in BYTES else None
+    return Affine(x.id, one, 0 * one) if x.kind == "input" and x.dtype in BYTES else None
 
 
 def _changed(low: Lowering, op: GraphOp) -> Affine | None:
-    """Return the affine form of a sum, difference, product or quotient of one and a constant."""
+    """Return the affine form of the result if the op adds, subtracts, multiplies or divides by a constant and its first
+    operand has an affine form; else None."""
     before, name = low.affine.get(op.args[0].value), short(op.target)
     if before is None or name not in ("add", "sub", "mul", "div"):
         return None
@@ -71,11 +73,14 @@ def _changed(low: Lowering, op: GraphOp) -> Affine | None:
         factor = number if name == "mul" else 1 / number
         return Affine(before.x, before.factor * factor, before.addend * factor)
     shift = number * arguments.get("alpha", 1) * (1 if name == "add" else -1)
-    return Affine(before.x, before.factor + 0 * shift, before.addend + shift)
+    return Affine(before.x, before.factor + 0 * shift, before.addend + shift)  # both of the same shape
 
 
 def _constant(low: Lowering, other: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return a number as a scalar, a constant of one number for each channel as (C, 1, ...), else None."""
+    """Return an operand as a tensor in float64, of one number, or of a number for each channel as (C, 1, ...).
+
+    None if the operand is neither a number nor such a constant. `shape` is that of the other operand, (N, C, ...).
+    """
     if not isinstance(other, Ref):
         return torch.tensor(float(other), dtype=torch.float64)
     tensor = low.known.get(other.value)
@@ -89,7 +94,7 @@ def _constant(low: Lowering, other: Any, shape: tuple[int, ...]) -> torch.Tensor
 
 
 def with_direct_reads(graph: JointGraph, low: Lowering) -> JointGraph:
-    """Let the kernels that can read bytes of inputs themselves in place of normalized buffers."""
+    """Let kernels that can normalize bytes as they read them read the inputs, in place of normalized buffers."""
     normalized = {output_of(op): op for op in graph.ops if op.target == NORMALIZE}
     if not normalized:
         return graph
@@ -102,7 +107,7 @@ def with_direct_reads(graph: JointGraph, low: Lowering) -> JointGraph:
             rebuild.add(op)
             continue
         x, constants = source.args[0], source.args[1:]
-        if read.is_view:
+        if read.is_view:  # the kernel gets the same view of the bytes
             part = rebuild.value(read.name, read, base=x.value, dtype=graph.values[x.value].dtype, op=None)
             low.offsets.update({part: low.offsets[read.id]} if read.id in low.offsets else {})
             rebuild.add(

@@ -50,17 +50,15 @@ def convolution_backward(low: Lowering, op: GraphOp) -> None:
 
 
 def _check(low: Lowering, op: GraphOp, x: Ref) -> None:
+    """Raise RecordingError for a convolution over other than one or two dimensions."""
     if len(low.shape(x)) not in (3, 4):
         raise refusal(op, f" over {len(low.shape(x)) - 2} dimensions", near="convolutions over one or two dimensions")
 
 
 def _geometry(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> tuple[Any, ...]:
     """Return stride, padding and dilation as pairs: a one-dimensional convolution is one over planes of height 1."""
-    of_height = (1, 0, 1)
-    return tuple(
-        (height, sizes[0]) if len(sizes) == 1 else tuple(sizes)
-        for height, sizes in zip(of_height, (stride, padding, dilation), strict=True)
-    )
+    pairs = ((1, stride), (0, padding), (1, dilation))  # with the value for a height of 1
+    return tuple((height, sizes[0]) if len(sizes) == 1 else tuple(sizes) for height, sizes in pairs)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,13 +19,13 @@ Lower = Callable[[Lowering, GraphOp], None]
 
 
 def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str], bool]) -> bool:
-    """Lower the calls of torch's decomposition of an op in its place.
+    """Lower an op without a rule by lowering the ops of torch's decomposition of it.
 
     Args:
-        low: what is built.
-        op: an op that has no rule.
-        lower: lowers one call.
-        is_kept: whether a target is lowered as it is.
+        low: the device's graph that is built.
+        op: the op.
+        lower: function that lowers an op of the decomposition.
+        is_kept: whether an op of this name is not to be decomposed further.
 
     Returns:
         Whether torch has a decomposition.
@@ -45,6 +45,7 @@ def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str]
     )
     if found is None:
         return False
+    # node of the decomposition -> value of the graph
     number_of: dict[Any, int] = dict(zip(found.inputs, operands, strict=True))
     for node, tensor in found.constants.items():
         number_of[node] = low.value("constant", low.values[operands[0]], shape=tuple(tensor.shape))
@@ -65,17 +66,20 @@ def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str]
 
 
 def _meta(low: Lowering, number: int) -> torch.Tensor:
+    """Return a meta tensor with shape, strides and PyTorch's dtype of a value."""
     value = low.values[number]
     dtype = getattr(torch, low.dtypes[number])
     return torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
 
 
 def _call(op: GraphOp, tensors: dict[int, Any]) -> tuple[Any, Any]:
+    """Return (args, kwargs) of an op with tensors, by value, in place of its operands."""
     return map_refs(op.args, tensors.__getitem__), map_refs(op.kwargs, tensors.__getitem__)
 
 
 def _add(low: Lowering, op: GraphOp, call: decompositions.CoreCall, number_of: dict[Any, int], lower: Lower) -> None:
-    """Lower one call of a decomposition."""
+    """Lower a call of op's decomposition. `number_of` has the graph's value of each node of the decomposition so far;
+    those of the call's results are added to it."""
     args, kwargs = (decompositions.mapped(part, lambda node: Ref(number_of[node])) for part in (call.args, call.kwargs))
     reads = list(refs((args, kwargs)))
     base = low.values[reads[0]].base if call.is_view else None
@@ -102,10 +106,10 @@ def _add(low: Lowering, op: GraphOp, call: decompositions.CoreCall, number_of: d
     lower(low, part)
 
 
-def _same(low: Lowering, op: GraphOp, number: int, as_: int) -> None:
-    """Make a result the same value as another."""
-    if as_ in low.known:
-        low.make_constant(number, low.known[as_])
+def _same(low: Lowering, op: GraphOp, number: int, of: int) -> None:
+    """Make value `number`, a result of the op, a constant or an alias with the elements of value `of`."""
+    if of in low.known:
+        low.make_constant(number, low.known[of])
     else:
-        low.change(number, stride=low.values[as_].stride, dtype=low.values[as_].dtype)
-        low.alias(op, number, Ref(as_))
+        low.change(number, stride=low.values[of].stride, dtype=low.values[of].dtype)
+        low.alias(op, number, Ref(of))

@@ -119,7 +119,7 @@ class Lowering(Rebuild):
         self.values[number] = replace(self.values[number], **changes)
 
     def make_constant(self, number: int, tensor: torch.Tensor) -> None:
-        """Make a value a constant."""
+        """Make a value a constant with these elements: it takes no memory in the arena."""
         self.known[number] = tensor.contiguous()
         self.dtypes[number] = str(tensor.dtype).removeprefix("torch.")
         stride = tuple(self.known[number].stride())
@@ -190,7 +190,7 @@ class Lowering(Rebuild):
         if value.dtype != "int32":
             raise refusal(op, f" of {value.dtype}", near="the same in float32")
         number = self.buffer(f"{value.name}_float", value, value.shape)
-        if not is_contiguous(value):  # the whole that it looks into is converted, and looked into in the same way
+        if not is_contiguous(value):  # convert its whole base, and return the same view of the result
             base = self.values[value.base]
             number = self.buffer(f"{base.name}_float", base, base.shape)
             self.call(op, TO_FLOAT, (Ref(base.id),), (number,), once=False)
@@ -203,7 +203,7 @@ class Lowering(Rebuild):
         return Ref(number)
 
     def becomes_float(self, number: int) -> None:
-        """Make a computed value of flags or integers one of floats."""
+        """Change a computed value of flags or integers to float32, in which kernels compute."""
         value = self.values[number]
         if value.dtype != "float32":
             self.change(number, dtype="float32", bytes=words(math.prod(value.shape) * WORD) if value.bytes else 0)
@@ -230,6 +230,7 @@ class Lowering(Rebuild):
 
         def meta(value: int) -> torch.Tensor:
             of = self.values[value]
+            # of any size: meta tensors have no memory
             storage = torch.empty(1 << 40, dtype=getattr(torch, of.dtype), device="meta")
             return storage.as_strided(of.shape, of.stride, self.offsets.get(value, 0))
 
@@ -246,13 +247,10 @@ class Lowering(Rebuild):
         self.call(op, op.target, op.args, op.outputs, kwargs=op.kwargs)
 
     def fold(self, op: GraphOp) -> bool:
-        """Compute an op whose operands are all constants at export; return whether it was."""
-        if (
-            op.random
-            or op.once
-            or not op.outputs
-            or any(value not in self.known for value in refs((op.args, op.kwargs)))
-        ):
+        """Compute an op at export if all its operands are constants; return whether they are."""
+        if op.random or op.once or not op.outputs:
+            return False
+        if any(value not in self.known for value in refs((op.args, op.kwargs))):
             return False
         args, kwargs = map_refs(op.args, self.known.__getitem__), map_refs(op.kwargs, self.known.__getitem__)
         results = overload(op.target)(*args, **kwargs)

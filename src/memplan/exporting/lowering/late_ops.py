@@ -15,19 +15,20 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
 
     The gradient of a residual connection, for example, is not read before that of the other branch is computed.
     """
-    gradients = {graph.base(gradient) for _, gradient in graph.gradients}
+    gradients = {graph.base(gradient) for _, gradient in graph.gradients}  # whose ops stay: updates follow them
     order = list(graph.ops)
     for op in reversed(graph.backward_ops):
         if op.random or op.once or gradients.intersection(op.makes):
             continue
         position = next(p for p, other in enumerate(order) if other.index == op.index)
         results = set(op.makes)
-        following = range(position + 1, len(order))
-        reader = next((p for p in following if not results.isdisjoint((*order[p].reads, *order[p].outputs))), None)
-        if reader is None or reader == position + 1:
+        readers = [
+            p for p in range(position + 1, len(order)) if not results.isdisjoint((*order[p].reads, *order[p].outputs))
+        ]
+        if not readers or readers[0] == position + 1:
             continue
-        if _bytes_kept_longer(graph, order, position, reader) < sum(graph.values[v].bytes for v in op.makes):
-            order.insert(reader - 1, order.pop(position))
+        if _bytes_kept_longer(graph, order, position, readers[0]) < sum(graph.values[v].bytes for v in op.makes):
+            order.insert(readers[0] - 1, order.pop(position))
     rebuild = Rebuild(graph)
     for op in order:
         rebuild.add(op)
@@ -35,7 +36,8 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
 
 
 def with_early_writes(graph: JointGraph) -> JointGraph:
-    """Move each write of an output to right after the op that computes it, before anything overwrites the output."""
+    """Move each op that copies a value to the caller's memory to right after the op that computes the value, before any
+    op overwrites it."""
     source: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target in ALIASES}
     order = [op for op in graph.ops if op.target != WRITE]
     for op in graph.ops:
@@ -43,8 +45,8 @@ def with_early_writes(graph: JointGraph) -> JointGraph:
             value: int = op.args[0].value
             while value in source:
                 value = source[value]
-            known = [at for at, other in enumerate(order) if value in other.outputs]
-            order.insert(known[-1] + 1 if known else 0, replace(op, args=(Ref(value), *op.args[1:])))
+            computed = [at for at, other in enumerate(order) if value in other.outputs]  # empty for an input
+            order.insert(computed[-1] + 1 if computed else 0, replace(op, args=(Ref(value), *op.args[1:])))
     rebuild = Rebuild(graph)
     for op in order:
         rebuild.add(op)
@@ -52,7 +54,8 @@ def with_early_writes(graph: JointGraph) -> JointGraph:
 
 
 def _bytes_kept_longer(graph: JointGraph, order: Sequence[GraphOp], position: int, reader: int) -> int:
-    """Return the bytes of operands that would live longer if the op at a position moved to just before its reader."""
+    """Return the bytes of operands that would live longer if the op at index `position` of `order` moved to just before
+    the op at index `reader`."""
     read_anyway = {base for other in order[reader:] for base in other.reads}
     operands = [graph.values[base] for base in order[position].reads if base not in read_anyway]
     return sum(value.bytes for value in operands if value.kind not in RESIDENT)

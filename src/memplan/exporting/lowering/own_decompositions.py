@@ -14,9 +14,9 @@ from memplan.planning.graph.op_schema import overload
 
 def _var(x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
     dims = [d % x.dim() for d in dim] if dim else list(range(x.dim()))
-    rest = math.prod(x.shape[d] for d in dims) - (1 if correction is None else correction)
+    degrees_of_freedom = math.prod(x.shape[d] for d in dims) - (1 if correction is None else correction)
     difference = x - x.mean(dims, keepdim=True)
-    return (difference * difference).sum(dims, keepdim=keepdim) / max(rest, 0)
+    return (difference * difference).sum(dims, keepdim=keepdim) / max(degrees_of_freedom, 0)
 
 
 def _std(x: Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
@@ -24,9 +24,9 @@ def _std(x: Tensor, dim: list[int] | None = None, *, correction: float | None = 
 
 
 def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
-    most = x.amax(dim, keepdim=True)
-    most = torch.where(most.abs() == torch.inf, 0.0, most)
-    total = (x - most).exp().sum(dim, keepdim=True).log() + most
+    largest = x.amax(dim, keepdim=True)
+    largest = torch.where(largest.abs() == torch.inf, 0.0, largest)  # inf - inf would be NaN
+    total = (x - largest).exp().sum(dim, keepdim=True).log() + largest
     return total if keepdim else total.squeeze([d % x.dim() for d in dim])
 
 
@@ -62,6 +62,7 @@ def _trilinear(
     a: Tensor, b: Tensor, c: Tensor, expand_a: Sequence[int], expand_b: Sequence[int], expand_c: Sequence[int],
     summed: Sequence[int], unroll: int = 1,
 ) -> Tensor:  # fmt: skip
+    """Insert dimensions of size 1 into each operand, and return their product, summed over the dimensions `summed`."""
     for dim in expand_a:
         a = a.unsqueeze(dim)
     for dim in expand_b:
@@ -72,7 +73,7 @@ def _trilinear(
 
 
 def _weight_norm_backward(g: Tensor, v: Tensor, scale: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Salimans, Kingma, 2016, equation 3."""
+    """Return the gradients of v and of scale for w = scale * v / norms, given w's (Salimans, Kingma, 2016, eq. 3)."""
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
     along = (g * v).sum(others, keepdim=True) / norms
     return scale / norms * (g - v * (along / norms)), along
@@ -87,6 +88,7 @@ def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
 
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
     shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    # a dimension of size 1 before each dimension is expanded to the number of repeats, and both are then merged
     pairs = [size for pair in zip(repeats, shape, strict=True) for size in pair]
     expanded = x.reshape([size for length in shape for size in (1, length)]).expand(pairs)
     return expanded.clone(memory_format=torch.contiguous_format).view(
@@ -95,7 +97,8 @@ def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
 
 
 def own_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return functions of the ops' arguments that call other ops, by op."""
+    """Return by op a function that computes it, from the op's own arguments, by other ops. A function may return
+    NotImplemented for arguments that it does not cover."""
     functions: dict[str, Callable[..., Any]] = {
         "var.correction": _var, "std.correction": _std, "logsumexp.default": _logsumexp, "roll.default": _roll,
         "copy.default": _copy, "slice_scatter.default": _slice_scatter, "mv.default": _mv,

@@ -36,6 +36,7 @@ class Kind:
 
 
 def _lstm(x: Tensor, h: Tensor, state: State) -> tuple[Tensor, State, tuple[Tensor, ...]]:
+    """A step of an LSTM, a `Cell`: x and h are the input's and the state's part of the gates, state is (h, c)."""
     i, f, g, o = (x + h).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cell = f * state[1] + i * g
@@ -43,6 +44,7 @@ def _lstm(x: Tensor, h: Tensor, state: State) -> tuple[Tensor, State, tuple[Tens
 
 
 def _gru(x: Tensor, h: Tensor, state: State) -> tuple[Tensor, State, tuple[Tensor, ...]]:
+    """A step of a GRU, a `Cell`: x and h are the input's and the state's part of the gates (reset, update, new)."""
     (xr, xz, xn), (hr, hz, hn) = x.chunk(3, 1), h.chunk(3, 1)
     r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
     n = (xn + r * hn).tanh()
@@ -71,6 +73,19 @@ state...[, of the state's part of the new gate])``."""
 
 
 def _forward(name: str, gates: Tensor, weight: Tensor, bias: Tensor | None, backwards: bool, *state: Tensor) -> State:
+    """Run a direction of a layer over all time steps: the op's implementation in PyTorch.
+
+    Args:
+        name: kind of the layer, a key of `KINDS`.
+        gates: the input's part of the gates, (steps, batch, gates * hidden).
+        weight, bias: of the product with the state.
+        backwards: whether time runs from the last step to the first.
+        state: the first state: h, and c of an LSTM.
+
+    Returns:
+        The activated gates; the states, with the first state before (with `backwards` after) the others; and, if the
+        kind keeps more for its gradient, that: an LSTM's cells likewise, a GRU's state's part of the new gate.
+    """
     steps, kind = gates.shape[0], KINDS[name]
     activated, states, kept = torch.empty_like(gates), *_stores(name, gates, state)
     order = range(steps - 1, -1, -1) if backwards else range(steps)
@@ -87,7 +102,8 @@ def _forward(name: str, gates: Tensor, weight: Tensor, bias: Tensor | None, back
 
 
 def _stores(name: str, gates: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return memory for the states, and for what else the gradient reads."""
+    """Return memory for the states of all steps and the first one, and for the third result of the op, which an LSTM
+    also has of the first state."""
     steps, size = gates.shape[0], tuple(state[0].shape)
     return gates.new_empty((steps + 1, *size)), gates.new_empty((steps + (name == "lstm"), *size))
 
@@ -166,7 +182,11 @@ def _layers(
     name: str, x: Tensor, state: Any, weights: Sequence[Tensor], bias: bool, layers: int, dropout: float,
     training: bool, both: bool, batch_first: bool,
 ) -> Any:  # fmt: skip
-    """Return the outputs, and the last state: NotImplemented for an LSTM with projections."""
+    """Run a recurrent module: return the outputs of its last layer, and the last state (h, and c of an LSTM).
+
+    Arguments are those of ``torch._VF``'s functions, `both` for bidirectional. NotImplemented for an LSTM with
+    projections, whose number of weights differs.
+    """
     each, first = 2 + 2 * bias, tuple(state) if name == "lstm" else (state,)
     if len(weights) != layers * (1 + both) * each:
         return NotImplemented
@@ -183,9 +203,9 @@ def _layers(
             steps, batch = x.shape[:2]
             gates = F.linear(x.reshape(steps * batch, -1), w_input, b_input).view(steps, batch, -1)
             begin = [part[at] for part in first]
-            found: State = _Recurrence.apply(name, bool(direction), gates, w_state, b_state, *begin)
-            outputs.append(found[0])
-            last.append(tuple(store[0 if direction else -1] for store in found))
+            states: State = _Recurrence.apply(name, bool(direction), gates, w_state, b_state, *begin)
+            outputs.append(states[0])
+            last.append(tuple(store[0 if direction else -1] for store in states))  # the second direction ends at step 0
         x = torch.cat(outputs, 2) if both else outputs[0]
-    ends = tuple(torch.stack([one[k] for one in last]) for k in range(len(first)))
+    ends = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
     return (x.transpose(0, 1) if batch_first else x, *ends)

@@ -14,7 +14,7 @@ STATUS = (("NOT_A_NUMBER", "an input has an element that is not a number"), ("BA
 
 
 def check_text(layout: StepLayout) -> str:
-    """Return the C function NAME_check, with the arguments of NAME_step."""
+    """Return the C function NAME_check, with the arguments of NAME_step. A null pointer is not checked."""
     graph, upper, lines = layout.step.device.graph, layout.name.upper(), list[str]()
     for value, name in layout.step.inputs.items():
         dtype = graph.values[value].dtype
@@ -37,13 +37,14 @@ def check_text(layout: StepLayout) -> str:
 
 
 def check_of(layout: StepLayout, run: Pass) -> str:
-    """Return the C expression that checks the inputs of a pass."""
-    given = set(run.inputs.values())
-    return f"{layout.name}_check({', '.join(name if name in given else '0' for name in layout.step.inputs.values())})"
+    """Return the C call that checks the inputs of a pass; the step's other inputs are null pointers in it."""
+    names = set(run.inputs.values())
+    arguments = (name if name in names else "0" for name in layout.step.inputs.values())
+    return f"{layout.name}_check({', '.join(arguments)})"
 
 
 def _bounds(graph: JointGraph, value: int) -> Iterator[tuple[int, int | None]]:
-    """Yield the number of classes or rows that each op has for an input, and the number that stands for none."""
+    """Yield (number of classes or rows, index that an op leaves out or None) of each op that indexes by this input."""
     for op in graph.ops:
         index, count, ignored = _indexing(graph, op)
         if isinstance(index, Ref) and graph.base(index.value) == value:
@@ -51,7 +52,10 @@ def _bounds(graph: JointGraph, value: int) -> Iterator[tuple[int, int | None]]:
 
 
 def _indexing(graph: JointGraph, op: GraphOp) -> tuple[object, int, int | None]:
-    """Return the argument of an op that holds indices, the end of their range, and the index that is left out."""
+    """Return the argument of an op that holds indices, the end of their range, and the index that the op leaves out.
+
+    (None, 0, None) for an op without indices; the index is None if the op leaves none out.
+    """
     if not op.target.startswith("aten."):
         return None, 0, None
     named = arguments_of(op.target, op.args, op.kwargs)

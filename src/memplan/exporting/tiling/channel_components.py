@@ -90,7 +90,8 @@ def weight_of(op: GraphOp) -> int | None:
 
 
 def connected_values(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
-    """Return all values of an op that works channel by channel, which puts them into one component; else None."""
+    """Return all operands and results of an op that computes each channel from the same channel of its operands: they
+    belong to the same component. None for another op."""
     numbers = tuple(dict.fromkeys((*refs((op.args, op.kwargs)), *(v for v in op.outputs if v is not None))))
     values = [graph.values[number] for number in numbers]
     if op.target in ELEMENTWISE:
@@ -107,6 +108,7 @@ def connected_values(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
 def components(graph: JointGraph) -> list[Component]:
     """Return the components that can be split, that with the largest activation first. A component is bounded by
     convolutions over all channels; what other ops read or compute stays whole."""
+    # whole: values that cannot be split; ends: activations at convolutions over all channels
     connections, whole, ends = _DisjointSets(), set(graph.outputs), set[int]()
     for op in graph.ops:
         connected, sides = connected_values(graph, op), sides_of(op)
@@ -114,7 +116,8 @@ def components(graph: JointGraph) -> list[Component]:
             connections.add(connected)
         elif sides is not None and graph.values[sides.wide].shape[0] == graph.values[sides.narrow].shape[0] == 1:
             for side in (sides.wide, sides.narrow):
-                connections.add((side,) if sides.bias is None or side not in op.outputs else (side, sides.bias))
+                bias = sides.bias if side in op.outputs else None
+                connections.add((side,) if bias is None else (side, bias))
             ends |= {sides.wide, sides.narrow}
         else:
             whole |= {value for value in (*refs((op.args, op.kwargs)), *op.outputs) if value is not None}
@@ -142,9 +145,10 @@ class _DisjointSets:
 
 
 def _component(graph: JointGraph, values: frozenset[int], whole: set[int]) -> Component | None:
-    """Return the component of these values.
+    """Return the component of these values, of which those in `whole` cannot be split themselves.
 
-    None if it has a single channel or a constant, or if an op needs one of its weights or their gradients as a whole.
+    None if their numbers of channels differ or are 1, if one is a constant, or if an op needs one of their parameters,
+    buffers or gradients as a whole.
     """
     weights = {weight for op in graph.ops if (weight := weight_of(op)) is not None}
     axes = {v: 1 if len(graph.values[v].shape) >= 3 and v not in weights else 0 for v in values}

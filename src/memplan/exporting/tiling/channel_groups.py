@@ -125,7 +125,8 @@ class Groups(Rebuild):
     # -- parts
 
     def part(self, value: int, group: int, op: GraphOp) -> int:
-        """Return a group's part of a value; where the value was computed as a whole, the part is a new view."""
+        """Return the value that is a group's part of `value`; of a value that is whole in memory, it is a new view, for
+        which a slice is added before `op`."""
         if (value, group) not in self.parts:
             low, high = self.bounds[self.component[value]][group]
             whole, axis = self.values[value], self.axis[value]
@@ -204,7 +205,10 @@ class Groups(Rebuild):
                     yield operand.id
 
     def _accumulate(self, op: GraphOp, args: tuple[Any, ...], whole: int, last: bool) -> None:
-        """Add a convolution that adds a group's contribution to the result; the first one adds the bias."""
+        """Add a convolution for one group of its operand's channels, which adds their part of the sum to `whole`.
+
+        Only the first group's convolution, with nothing before it, adds the bias.
+        """
         before, output = self._next_version(whole, last)
         if before is not None:
             args, overwrites = (*args[:2], None, *args[3:], Ref(before)), (before,)
@@ -221,12 +225,14 @@ class Groups(Rebuild):
         self.add(_call(op, INSERT, args, (output,), makes=(output,), overwrites=overwrites))
 
     def _next_version(self, whole: int, last: bool) -> tuple[int | None, int]:
-        """Return the current version of a whole value, None at first, and the next; the last is the value itself."""
+        """Return (version of a whole value with the groups so far, None before the first; new version with the next
+        group). The version with the last group is the value itself."""
         before, of = self.partial.get(whole), self.values[whole]
-        self.partial[whole] = whole if last else self.value(
-            of.name, of, shape=of.shape, stride=of.stride, bytes=of.bytes, op=None
-        )  # fmt: skip
-        return before, self.partial[whole]
+        after = whole
+        if not last:
+            after = self.value(of.name, of, shape=of.shape, stride=of.stride, bytes=of.bytes, op=None)
+        self.partial[whole] = after
+        return before, after
 
     # -- the graph
 
@@ -241,7 +247,7 @@ class Groups(Rebuild):
         return replace(device, graph=graph, offsets=self.offsets, strided=strided)
 
     def _gradients(self, of: int, gradient: int) -> list[tuple[int, int]]:
-        """Return parameter and gradient, or those of each group where the parameter is split."""
+        """Return [(parameter, gradient)], or such pairs of the parts of each group if the parameter is split."""
         if (of, 0) not in self.parts:
             return [(of, gradient)]
         count = len(self.bounds[self.component[of]])
@@ -270,5 +276,5 @@ def in_groups(device: DeviceGraph, limit: int) -> DeviceGraph | None:
             for run in runs:
                 groups.run(run)
             return groups.grouped(device)
-        plan = replace(plan, components=plan.components[:-1])
+        plan = replace(plan, components=plan.components[:-1])  # without that of the smallest values
     return None

@@ -33,6 +33,7 @@ def runs_by_component(
         value_components: component of each value that is split.
     """
     stages = _stages(graph, op_components, value_components)
+    # ops with the same key form a run; an op outside of components is a run of its own
     key = {
         op.index: (op.phase, op_components[op.index], stages[op.index]) if op.index in op_components else op.index
         for op in graph.ops
@@ -53,7 +54,10 @@ def runs_by_component(
 
 
 def _topological(dependencies: Mapping[object, set[object]], first: Mapping[object, int]) -> list[object]:
-    """Return names in topological order, ties by the index of their first op. Names on a cycle are missing."""
+    """Return names in topological order: Kahn's algorithm. Names on a cycle are missing.
+
+    `dependencies` has for each name those that come before it. Ties are broken by `first`, a distinct number of each.
+    """
     after, left = defaultdict[object, list[object]](list), {name: len(others) for name, others in dependencies.items()}
     for name, others in dependencies.items():
         for other in others:
@@ -97,11 +101,9 @@ def _stages(graph: JointGraph, op_components: Mapping[int, int], value_component
                 continue
             source = writer[value].index
             for component, stage in next_stage[source].items():
-                # a split value is read group by group, in the stage of its writer
-                by_group = (
-                    component == component_of_op == op_components.get(source)
-                    and value_components.get(value) == component
-                )
+                # a split value is read group by group, in the stage of its writer, which is the one before
+                within_component = component == component_of_op == op_components.get(source)
+                by_group = within_component and value_components.get(value) == component
                 reached[component] = max(reached[component], stage - by_group)
         if component_of_op is not None:
             stages[op.index] = reached[component_of_op]
