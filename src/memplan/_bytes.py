@@ -74,9 +74,7 @@ def _not_bytes(value: object) -> UnitError:
     """Return the error for a value that is no number of bytes. For a number of bits it advises to divide by 8."""
     if isinstance(value, str) and _BITS.search(value):
         return UnitError(
-            f"{value!r} is a number of bits",
-            expected="a number of bytes",
-            do="Divide it by 8 and write it like '1 GB'",
+            f"{value!r} is a number of bits", expected="a number of bytes", do="Divide it by 8 and write it like '1 GB'"
         )
     return UnitError(
         f"{value!r} is not a number of bytes",

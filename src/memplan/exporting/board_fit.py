@@ -127,7 +127,8 @@ def fit_on_board(
 
 
 def arena_room(banks: Sequence[Bank], sizes: Collection[int]) -> int:
-    """Return the most bytes that an arena can have in one bank beside other arrays; -1 where these do not fit.
+    """Return the largest size in bytes of an arena in one bank, after arrays of these sizes were put into the banks; -1
+    if the arrays do not fit.
 
     Example:
         >>> arena_room([Bank("A", 100), Bank("B", 50)], [40, 20])
@@ -137,18 +138,22 @@ def arena_room(banks: Sequence[Bank], sizes: Collection[int]) -> int:
 
 
 def placed(banks: Sequence[Bank], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the bank of each array, in as few banks as there can be; nothing where they do not fit.
+    """Return the name of the bank of each array, by the array's name, with as few banks as possible; {} if the arrays
+    do not fit. ``sizes`` has bytes by name.
 
     Example:
         >>> placed([Bank("A", 100), Bank("B", 50)], {"arena": 80, "state": 30, "inputs": 10})
         {'arena': 'A', 'state': 'B', 'inputs': 'A'}
     """
-    fewest = min((chosen for chosen, _ in _placings(banks, sizes.values())), key=lambda it: len(set(it)), default=())
-    return {name: banks[at].name for name, at in zip(sizes, fewest, strict=False)}
+    choices = [chosen for chosen, _ in _placings(banks, sizes.values())]
+    if not choices:
+        return {}
+    fewest = min(choices, key=lambda chosen: len(set(chosen)))
+    return {name: banks[index].name for name, index in zip(sizes, fewest, strict=True)}
 
 
 def _placings(banks: Sequence[Bank], sizes: Collection[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield each way to put arrays into banks: the bank of each, and the bytes that are left in every bank."""
+    """Yield each assignment of arrays to banks that fits: (index of each array's bank, bytes left in each bank)."""
     for chosen in itertools.product(range(len(banks)), repeat=len(sizes)):
         left = [bank.bytes for bank in banks]
         for at, size in zip(chosen, sizes, strict=True):
@@ -229,4 +234,5 @@ class _Study:
 
 
 def _within(paths: Collection[str], layers: Collection[str]) -> list[str]:
+    """Return those of the parameters' names that belong to these layers themselves."""
     return [path for path in paths if path.rpartition(".")[0] in layers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -186,11 +186,15 @@ def int8_step(request: Request, passes: tuple[CapturedStep, CapturedStep], batch
 
 
 def _changed(graph: JointGraph) -> set[str]:
+    """Return the names of the buffers that a step changes."""
     return {graph.values[target].path for target, _ in graph.mutations}
 
 
 def _samples(request: Request, batches: Any) -> list[tuple[torch.Tensor, ...]]:
-    """Return tensors of the step's call for each part of a batch that is as large as the step's."""
+    """Return the tensors of a call of the step for each sample of the calibration data.
+
+    A batch may have a multiple of the step's number of samples in each tensor: it is split into several calls.
+    """
     if isinstance(batches, (torch.Tensor, nn.Module, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise UsageError(
             f"calibrate=a {type(batches).__name__}", expected="an iterable of batches, each a tuple of inputs and "
@@ -224,7 +228,7 @@ def _samples(request: Request, batches: Any) -> list[tuple[torch.Tensor, ...]]:
 
 
 def _is_incomplete(given: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    """Return whether a batch has shapes of the step but for the number of samples."""
+    """Return whether a batch differs from the step's inputs in the number of samples only."""
     return len(given) == len(wanted) and all(
         x.dim() == like.dim() and x.shape[1:] == like.shape[1:] for x, like in zip(given, wanted, strict=True)
     )
@@ -255,7 +259,8 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype, at: int) -> torch.Tenso
 
 
 def _part(request: Request, captured: CapturedStep, unfrozen: set[str], among: Any) -> FrozenPart:
-    """Find the frozen part of a captured pass."""
+    """Find the frozen part of a captured pass. Parameters and buffers named in `unfrozen` change during training; with
+    `among`, the (layer, op) of another pass's frozen part, no other ops belong to it."""
     tensors, graph = tensors_of(request), captured.graph
     frozen = {v.id: tensors[v.path] for v in graph.values
               if v.kind in ("parameter", "buffer") and v.path not in unfrozen}  # fmt: skip
@@ -332,9 +337,4 @@ def _losses(request: Request, step: Int8Pass, data: Sequence[tuple[torch.Tensor,
                     total += float(module(*args, **kwargs))
         return total / len(data)
 
-    return mean(lambda named, inputs: _nothing()), mean(lambda n, inputs: step.replacing(n, inputs, torch.float32))
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    return mean(lambda named, inputs: nullcontext()), mean(lambda n, inputs: step.replacing(n, inputs, torch.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,9 +174,7 @@ def update_rules(
     for at, group in enumerate(instance.param_groups):
         shared = _shared(group, f" * s->rates[{at}]" if several else "", gradients.clip_value)
         decoupled = group.get("decoupled_weight_decay", isinstance(instance, torch.optim.AdamW))
-        rule = (
-            _sgd(group) if kind == "sgd" else _rmsprop(group) if kind == "rmsprop" else _adam(group, at, decoupled)
-        )  # fmt: skip
+        rule = {"sgd": _sgd, "rmsprop": _rmsprop, "adam": partial(_adam, at=at, decoupled=decoupled)}[kind](group)
         groups.append(replace(rule, defines={**shared, **rule.defines}))
         group_of |= {names[id(parameter)]: at for parameter in group["params"] if id(parameter) in names}
     used = {name for group in instance.param_groups for name in arrays_of(kind, group)}
@@ -214,7 +213,8 @@ def _rmsprop(group: Mapping[str, Any]) -> UpdateRule:
 
 
 def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
-    """Return the rule of group `at` of Adam; `decoupled`: weights decay by themselves, as in AdamW."""
+    """Return the rule of parameter group number `at` of Adam. With `decoupled`, weight decay does not go through the
+    gradient, as in AdamW."""
     betas = [float(beta) for beta in group["betas"]]
     defines = {
         "GROUP": str(at), "DECOUPLED": str(int(decoupled)), "AMSGRAD": str(int(group["amsgrad"])),
@@ -225,7 +225,10 @@ def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
 
 
 def _shared(group: Mapping[str, Any], rate: str, bound: float | None) -> dict[str, str]:
-    """Return the macros of all rules: the gradient as the rule reads it, clipped to a bound, and the learning rate."""
+    """Return the macros that all update rules read: gradient, weight decay and learning rate, in C.
+
+    `rate` is C to multiply the learning rate by, and the gradient is clipped to `bound` unless that is None.
+    """
     clipped = "(g)" if bound is None else f"clip(g, {number(-bound)}, {number(bound)})"
     return {
         "GRADIENT(g)": f"-{clipped}" if group.get("maximize") else clipped,

@@ -93,9 +93,11 @@ class DeviceStep(WithLoss):
     def model_output(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns for the arguments of a step."""
         inputs, dtype = args[: len(args) - self.targets], next(self.model.parameters()).dtype
-        bytes_seen = lambda x: isinstance(x, torch.Tensor) and x.dtype in (torch.uint8, torch.int8)  # noqa: E731
-        seen = self.normalization
-        return self.model(*(x if seen is None or not bytes_seen(x) else seen(x, dtype) for x in inputs), **kwargs)
+        if self.normalization is not None:
+            is_bytes = [isinstance(x, torch.Tensor) and x.dtype in (torch.uint8, torch.int8) for x in inputs]
+            pairs = zip(inputs, is_bytes, strict=True)
+            inputs = tuple(self.normalization(x, dtype) if normalize else x for x, normalize in pairs)
+        return self.model(*inputs, **kwargs)
 
     def loss_of(self, output: Any, args: Sequence[Any]) -> torch.Tensor:
         """Return the loss of what the model returned for these arguments."""
@@ -103,8 +105,8 @@ class DeviceStep(WithLoss):
 
 
 def device_step(request: Request) -> DeviceStep:
-    """Return the step of an export's request."""
-    assert isinstance(request.step, DeviceStep), "an export makes it so"
+    """Return the step of an export's request, which an export has set to a `DeviceStep`."""
+    assert isinstance(request.step, DeviceStep), "an export sets it"
     return request.step
 
 
@@ -185,8 +187,9 @@ def capture_step(step: DeviceStep, call: Call) -> CapturedStep:
         UsageError, RecordingError: as of `capture`.
     """
     captured = capture(WithOutputs(step), call)
-    made, recipe = captured.graph.outputs, captured.returned
-    loss, returned = recipe.structure.rebuild(made[position] for position in recipe.order)
+    results, recipe = captured.graph.outputs, captured.returned
+    # what `WithOutputs` returns, with values of the graph in the place of tensors
+    loss, returned = recipe.structure.rebuild(results[position] for position in recipe.order)
     values = captured.graph.values
     named = tuple(replace(v, path=name_of(v.path)) if v.kind in ("parameter", "buffer") else v for v in values)
     graph = replace(captured.graph, values=named, outputs=(loss,))

@@ -106,7 +106,7 @@ def chosen_update(request: Request, rules: UpdateRules, batches: Iterable[Any], 
 def squared_norms(request: Request, paths: Collection[str], batches: Iterable[Any]) -> tuple[dict[str, float], int]:
     """Return the mean over batches of each parameter's squared gradient norm, and the number of batches."""
     step = copy.deepcopy(request.step)
-    prefix = "" if request.step is request.model else "model."
+    prefix = "" if request.step is request.model else "model."  # of the model's parameters in the step
     named = {name: parameter for name, parameter in step.named_parameters() if parameter.requires_grad}
     parameters = {path: named[prefix + path] for path, _ in request.model.named_parameters() if path in paths}
     totals, count = dict.fromkeys(parameters, 0.0), 0
@@ -140,7 +140,7 @@ def _batches(batches: Any) -> Iterable[Any]:
 
 
 def _loss(step: Any, batch: Any, at: int) -> torch.Tensor:
-    """Return the loss of batch `at`. Raises InputError if the step does not take it."""
+    """Return the loss of a step on a batch, whose number is `at`. Raises InputError if the step fails on it."""
     arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
     try:
         return default_loss(step(*arguments))
@@ -197,7 +197,8 @@ class _Search:
         }  # fmt: skip
 
     def _filled(self, order: Sequence[str]) -> frozenset[str]:
-        """Return the longest prefix of an order that fits, with all others added that then fit, by gain per byte."""
+        """Return the longest prefix of an order that fits the budget, found by bisection, and then any other parameters
+        that still fit, by gain per byte."""
         low, high, self.left = 0, len(order), MOST
         while low < high:
             middle = (low + high + 1) // 2
@@ -218,8 +219,11 @@ class _Search:
         return chosen
 
     def _fits(self, paths: Iterable[str]) -> bool:
-        """Return whether a set fits the budget: without memory techniques, which is quick to tell, or in a plan with
-        all of them, of which each order may make a few."""
+        """Return whether training a set of parameters fits the budget.
+
+        It is first planned without memory techniques, which is fast. If that does not fit, it is planned with all of
+        them, up to `MOST` times for each order; beyond that it counts as not fitting.
+        """
         chosen = frozenset(paths)
         if chosen not in self.known:
             if self.peak(chosen, False) <= self.budget:

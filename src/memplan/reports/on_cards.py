@@ -10,10 +10,7 @@ from memplan.studies.capacity.on_cards import CardRow, OnCards
 
 def report(result: OnCards) -> Document:
     """Return a row for each card, the smallest first: whether the step fits it, or the largest value that does."""
-    fields = [
-        name_field("card", lambda row: row.name),
-        number_field("memory", lambda row: row.capacity),
-    ]
+    fields = [name_field("card", lambda row: row.name), number_field("memory", lambda row: row.capacity)]
     peak = number_field("peak", lambda row: row.peak)
     recordings = counted(result.recordings, "recording")
     if not result.axis:

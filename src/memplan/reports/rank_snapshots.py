@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from memplan._bytes import format_bytes_as_torch, signed
 from memplan._text import counted
@@ -21,6 +22,8 @@ from memplan.reports.document import (
 from memplan.reports.replay import frame_line
 from memplan.simulation.replays.ranks import RankRow, RankSnapshots
 from memplan.simulation.snapshots.safe_pickle import shown
+
+_change = partial(signed, show=format_bytes_as_torch)
 
 
 def report(result: RankSnapshots, top: int = 10) -> Document:
@@ -67,7 +70,3 @@ def _owners(row: RankRow, top: int) -> Table:
         number_field("bytes", lambda owner: owner.bytes, format_bytes_as_torch),
     ]
     return table_of(row.owners, fields, top)
-
-
-def _change(size: int) -> str:
-    return signed(size, format_bytes_as_torch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from memplan.checks.finding import Finding
 from memplan.explanation.line_profile import LineProfile
 from memplan.explanation.model import Explanation
@@ -45,50 +48,35 @@ from memplan.studies.sweeps.sweep import Sweep
 from memplan.studies.watched.watched import WatchedRanks
 from memplan.verification.fitting.fitted import Fitted
 
+_REPORTS: dict[type, Callable[[Any], Document]] = {
+    Explanation: explain.report,
+    LineProfile: lambda profile: line_tables.report([profile]),
+    Comparison: compare.report,
+    Plan: plan.report,
+    Fitted: fit.fitted_report,
+    Sweep: sweep.report,
+    Largest: largest.report,
+    Layouts: layouts.report,
+    Roles: roles.report,
+    Lengths: lengths.report,
+    Quantized: quantize.report,
+    WholeRun: whole_run.report,
+    Replay: lambda result: replay.report(replay.Cases(result, result, (), None)),
+    RankSnapshots: rank_snapshots.report,
+    WatchedRanks: watched.report,
+    Why: why.report,
+    RankReasons: why.ranks_report,
+    Exported: export.report,
+    Finding: lambda finding: check.report(finding.layer or "step", [finding]),
+}
+
 
 def document_of(result: object) -> Document:
     """Return the report of a result; for a kind without a report, the lines of its ``str``."""
-    match result:
-        case Explanation():
-            return explain.report(result)
-        case LineProfile():
-            return line_tables.report([result])
-        case Comparison():
-            return compare.report(result)
-        case Plan():
-            return plan.report(result)
-        case Fitted():
-            return fit.fitted_report(result)
-        case Sweep():
-            return sweep.report(result)
-        case Largest():
-            return largest.report(result)
-        case Layouts():
-            return layouts.report(result)
-        case Roles():
-            return roles.report(result)
-        case Lengths():
-            return lengths.report(result)
-        case Quantized():
-            return quantize.report(result)
-        case WholeRun():
-            return whole_run.report(result)
-        case Replay():
-            return replay.report(replay.Cases(result, result, (), None))
-        case RankSnapshots():
-            return rank_snapshots.report(result)
-        case WatchedRanks():
-            return watched.report(result)
-        case Why():
-            return why.report(result)
-        case RankReasons():
-            return why.ranks_report(result)
-        case Exported():
-            return export.report(result)
-        case Finding():
-            return check.report(result.layer or "step", [result])
-        case _:
-            return document(None, str(result).splitlines())
+    for kind, report in _REPORTS.items():
+        if isinstance(result, kind):
+            return report(result)
+    return document(None, str(result).splitlines())
 
 
 def text_of(result: object) -> str:

@@ -25,11 +25,7 @@ _DROP = {"rounding": 8, "inputs": 7, "temporaries": 6, "optimizer": 5, "weights"
 def report(sweep: Sweep, most: int = _SHOWN) -> Document:
     """Return a table of the points, failures, fitted growth and largest categories; of each but the points at most
     ``most`` lines, 0 for all."""
-    sections = {
-        "Fixed part and slope": sweep.fits,
-        "Largest part": sweep.crossings,
-        "Engines": sweep.engine_changes,
-    }
+    sections = {"Fixed part and slope": sweep.fits, "Largest part": sweep.crossings, "Engines": sweep.engine_changes}
     return document(
         f"{sweep.title} on {sweep.device}: {len(sweep.rows)} points of {', '.join(sweep.axes)}",
         [_table(sweep), *_failures(sweep, most)],

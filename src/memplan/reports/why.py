@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from memplan._bytes import format_bytes_as_torch, signed
 from memplan._text import counted
 from memplan.explanation.why import Why, headline
@@ -17,6 +19,8 @@ from memplan.reports.document import (
     size_or_dash,
     table_of,
 )
+
+_beyond = partial(signed, show=format_bytes_as_torch)
 
 
 def report(why: Why) -> Document:
@@ -57,7 +61,3 @@ def ranks_report(reasons: RankReasons) -> Document:
 
 def _size(size: int | None) -> str:
     return "?" if size is None else format_bytes_as_torch(size)
-
-
-def _beyond(size: int) -> str:
-    return signed(size, format_bytes_as_torch)

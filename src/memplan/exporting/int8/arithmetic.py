@@ -38,12 +38,12 @@ class Affine:
         return np.clip(np.rint(real / self.scale) + self.zero, LOWEST, HIGHEST).astype(np.int8)
 
     def bound(self, real: float) -> int:
-        """Return the integer of a bound, which may be infinite."""
+        """Return the integer that stands for a real number, the lowest or highest for one outside of the range."""
         return int(np.clip(np.rint(real / self.scale) + self.zero, LOWEST, HIGHEST))
 
     def rounded_inputs(self, floats: np.ndarray) -> np.ndarray:
-        """Return inputs in float32 as int8, as the device computes it: times the reciprocal scale, rounded half
-        away from 0."""
+        """Return inputs in float32 as int8, bit for bit as the device's kernel does: it multiplies by the reciprocal of
+        the scale and rounds half away from 0."""
         scaled = np.clip(floats.astype(np.float32) * self.reciprocal, LOWEST - self.zero, HIGHEST - self.zero)
         whole = np.trunc(scaled)
         rest = scaled - whole

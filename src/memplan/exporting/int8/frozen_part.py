@@ -11,17 +11,7 @@ import numpy as np
 import torch
 
 from memplan._display import Printed
-from memplan.exporting.int8.layers import (
-    Activation,
-    Add,
-    Average,
-    Bytes,
-    Convolution,
-    Largest,
-    Layer,
-    Multiply,
-    View,
-)
+from memplan.exporting.int8.layers import Activation, Add, Average, Bytes, Convolution, Largest, Layer, Multiply, View
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, map_refs, refs
 from memplan.planning.graph.op_schema import ELEMENTWISE, arguments_of, is_contiguous, overload, short
 
@@ -73,7 +63,7 @@ def frozen_part(
         written: values that are copied to the caller's memory.
         among: `calls` of another graph's frozen part: other ops stay in float32. None: no bound.
     """
-    return _Finder(graph, frozen, inputs, written, among).found()
+    return _Finder(graph, frozen, inputs, written, among).frozen_part()
 
 
 class _Refused(Exception):
@@ -104,7 +94,8 @@ class _Finder:
         for value in kept:
             self.readers[value] = self.readers.get(value, 0) + 1
 
-    def found(self) -> FrozenPart:
+    def frozen_part(self) -> FrozenPart:
+        """Follow the forward pass and return the layers that integer kernels compute, with the values at their ends."""
         for op in self.graph.ops:
             if op.phase == "forward":
                 self._op(op)
@@ -119,22 +110,26 @@ class _Finder:
         return FrozenPart(self.graph, tuple(layers), borders, tuple(read), stops)
 
     def _connected(self) -> list[Layer]:
-        """Return the layers before or behind a convolution: others are not worth a rounding."""
-        of = {layer.out: layer for layer in self.layers}
-        behind = set[int]()
+        """Return the layers before or after a convolution, also through other layers: elsewhere rounding to eight bits
+        is not worth its error."""
+        after = set[int]()  # results of convolutions, and of layers that depend on them
         for layer in self.layers:
-            if isinstance(layer, Convolution) or any(v in of and id(of[v]) in behind for v in layer.reads):
-                behind.add(id(layer))
-        wanted = set[int]()
+            if isinstance(layer, Convolution) or not after.isdisjoint(layer.reads):
+                after.add(layer.out)
+        before = set[int]()  # operands and results of convolutions, and what these depend on
         for layer in reversed(self.layers):
-            if isinstance(layer, Convolution) or layer.out in wanted:
-                wanted |= set(layer.reads) | {layer.out}
-        return [layer for layer in self.layers if id(layer) in behind or layer.out in wanted]
+            if isinstance(layer, Convolution) or layer.out in before:
+                before |= {*layer.reads, layer.out}
+        connected = after | before
+        return [layer for layer in self.layers if layer.out in connected]
 
     # -- ops
 
     def _op(self, op: GraphOp) -> None:
-        """Take an op into the frozen part, or note why it is not."""
+        """Add a layer for an op of the forward pass, or compute the op if all its operands are constants.
+
+        An op that reads a layer but has no integer kernel is noted with the reason, in ``stops``.
+        """
         data = [value for value in dict.fromkeys(refs((op.args, op.kwargs))) if value not in self.known]
         if not data or op.random or op.once:
             if any(value in self.maker for value in data):
@@ -161,10 +156,11 @@ class _Finder:
             return
 
     def _is_running(self, value: int) -> bool:
+        """Return whether a value is a buffer that the step changes, such as running statistics."""
         return self.graph.values[value].kind == "buffer"
 
     def _fold(self, op: GraphOp) -> None:
-        """Compute an op of constants."""
+        """Compute an op whose operands are all constants; its results are constants, too."""
         if not op.outputs or not op.target.startswith("aten."):
             return
         args, kwargs = (map_refs(part, self.known.__getitem__) for part in (op.args, op.kwargs))
@@ -174,7 +170,10 @@ class _Finder:
                 self.known[number] = tensor
 
     def _add(self, op: GraphOp, data: list[int]) -> None:
-        """Add what an op computes. Raises _Refused if no integer kernel computes it."""
+        """Add an op to the layers, as a layer or to the one before. `data` are its operands that are no constants.
+
+        Raises _Refused if no integer kernel computes it.
+        """
         if op.outputs[0] is None or any(output is not None for output in op.outputs[1:]):
             raise _Refused("several results are read")
         if any(not is_contiguous(self.graph.values[v]) for v in (*data, op.outputs[0])):
@@ -195,7 +194,8 @@ class _Finder:
     # -- inputs of eight bits
 
     def _of_bytes(self, op: GraphOp, x: int) -> bool:
-        """Note a cast, sum or product of an input of eight bits; return whether it is one."""
+        """If an op casts an input of eight bits to float32, or then adds or multiplies a constant, note its factor and
+        addend in ``bytes``. Return whether it does. `x` is its only operand that is no constant."""
         output = op.outputs[0]
         assert output is not None, "checked by the caller"
         if x in self.byte_inputs:
@@ -212,8 +212,8 @@ class _Finder:
         return True
 
     def _affine(self, op: GraphOp, x: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return factor and addend of an op that multiplies by constants or adds them: a number, or one for each
-        channel; else None."""
+        """Return (factor, addend) if an op's result is ``factor * x + addend`` with constants, else None. Each is
+        a number, or a vector of a number for each channel."""
         name, arguments = short(op.target), arguments_of(op.target, op.args, op.kwargs)
         if name not in ("add", "sub", "mul", "div") or arguments.get("rounding_mode") is not None:
             return None
@@ -237,7 +237,10 @@ class _Finder:
         return unit, alpha * other * (1 if name == "add" else -1)
 
     def _by_channel(self, other: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Return a number as a scalar, a constant of one number for each channel as a vector; else None."""
+        """Return an operand as a tensor in float64: a scalar, or a vector of a number for each channel.
+
+        None if it is neither a number nor such a constant. `shape` is that of the other operand, (N, C, ...).
+        """
         if not isinstance(other, Ref):
             return torch.tensor(float(other), dtype=torch.float64)
         tensor = self.known.get(other.value)
@@ -250,7 +253,8 @@ class _Finder:
         return tensor.double().reshape(-1) if by_channel else None
 
     def _source(self, op: GraphOp, x: int) -> int:
-        """Return a value in eight bits that is `x`; of an input in bytes it is computed by a kernel of its own."""
+        """Return `x`, an operand of a layer. If it is computed from bytes of an input, add a depthwise 1x1 convolution
+        that computes it: only convolutions read such bytes."""
         if x not in self.bytes:
             if x in self.byte_inputs:
                 raise _Refused("it reads the bytes of an input as integers")
@@ -266,6 +270,7 @@ class _Finder:
         return x
 
     def _bytes_of(self, x: int, channels: int) -> Bytes:
+        """Return how a convolution computes `x` from the bytes of an input: a factor and an addend for each channel."""
         source, factor, addend = self.bytes[x]
         each = (np.broadcast_to(t.reshape(-1).numpy(), (channels,)).astype(np.float64) for t in (factor, addend))
         return Bytes(self.graph.values[source].dtype, *each)
@@ -277,7 +282,8 @@ class _Finder:
         self.maker[layer.out] = layer
 
     def _convolve(self, op: GraphOp, x: int, **fields: Any) -> None:
-        """Add a convolution, which reads an input of eight bits itself."""
+        """Add a convolution of `x` with these ``fields``. If `x` is computed from the bytes of an input, it reads
+        the bytes."""
         assert op.outputs[0] is not None, "checked by the caller"
         channels = fields["weight"].shape[1] * fields.get("groups", 1)
         if x in self.bytes:
@@ -292,8 +298,9 @@ class _Finder:
         layer = self.maker.get(x)
         return layer if layer is not None and self.readers.get(x) == 1 else None
 
-    def _change(self, op: GraphOp, x: int, change: Callable[[Layer], None]) -> None:
-        """Let the layer that computes `x` compute the op, too."""
+    def _change(self, x: int, change: Callable[[Layer], None]) -> None:
+        """Merge an op into the layer that computes its operand `x`: ``change(layer)`` sets ``layer.out`` to the op's
+        result."""
         layer = self.maker.pop(x)
         change(layer)
         self.maker[layer.out] = layer
@@ -309,35 +316,37 @@ class _Finder:
         self._append(View([op], (self._source(op, x),), output))
 
     def _activation(self, op: GraphOp, x: int) -> None:
-        """Add a function of each element: bounds and tables go into the layer before, where that is possible."""
+        """Add an elementwise function of `x`. If nothing else reads `x`, its layer applies bounds such as ReLU's, and a
+        convolution any other function, too, by a table."""
         assert op.outputs[0] is not None, "checked by the caller"
         if any(self.known[v].numel() != 1 for v in refs((op.args, op.kwargs)) if v in self.known):
             raise _Refused("it reads a tensor of constants")
         layer, bounds = self._absorbing(x), _bounds(op)
         if layer is not None and bounds is not None and layer.can_bound:
-            self._change(op, x, lambda layer: layer.bound(op, *bounds))
+            self._change(x, lambda layer: layer.bound(op, *bounds))
         elif isinstance(layer, Convolution) and layer.before is None:
-
-            def by_table(layer: Layer) -> None:
-                assert isinstance(layer, Convolution), "checked by the caller"
-                layer.before = layer.out
-                layer.absorb(op)
-
-            self._change(op, x, by_table)
+            layer.before = layer.out
+            self._change(x, lambda layer: layer.absorb(op))
         else:
             self._append(Activation([op], (self._source(op, x),), op.outputs[0]))
 
     def _scaled(self, op: GraphOp, x: int) -> bool:
-        """Fold a product or sum with constants into the convolution before; return whether that is possible."""
+        """Add an op that multiplies `x` by constants or adds them; return whether it does.
+
+        It is folded into the convolution that computes `x`, or else, with a constant for each channel, becomes a
+        depthwise convolution. With a single constant and no such convolution, return False.
+        """
         change, layer = self._affine(op, x), self._absorbing(x)
-        if change is None or not isinstance(layer, Convolution) or not layer.scalable:
-            if change is not None and any(t.dim() for t in change):
-                self._by_channel_alone(op, x, *change)
-                return True
+        if change is None:
             return False
+        if not isinstance(layer, Convolution) or not layer.scalable:
+            if all(t.dim() == 0 for t in change):
+                return False
+            self._by_channel_alone(op, x, *change)
+            return True
         wide = len(layer.bias)
         factor, addend = (np.broadcast_to(t.reshape(-1).numpy(), (wide,)) for t in change)
-        self._change(op, x, lambda layer: layer.scale(op, factor, addend) if isinstance(layer, Convolution) else None)
+        self._change(x, lambda _: layer.scale(op, factor, addend))
         return True
 
     def _by_channel_alone(self, op: GraphOp, x: int, factor: torch.Tensor, addend: torch.Tensor) -> None:
@@ -397,9 +406,7 @@ class _Finder:
         addend = (0.0 if read["bias"] is None else read["bias"]) - mean * factor
         layer = self._absorbing(x)
         if isinstance(layer, Convolution) and layer.scalable:
-            self._change(
-                op, x, lambda layer: layer.scale(op, factor, addend) if isinstance(layer, Convolution) else None
-            )
+            self._change(x, lambda _: layer.scale(op, factor, addend))
         else:
             self._by_channel_alone(op, x, torch.from_numpy(factor), torch.from_numpy(addend))
 
@@ -439,10 +446,10 @@ class _Finder:
     # -- pools
 
     def _window(self, op: GraphOp, kernel: Any, stride: Any, padding: Any, dilation: Any) -> dict[str, Any]:
-        """Return what both kinds of pools have."""
+        """Return the fields of `Window` for a pool op, whose sizes are lists as in PyTorch or None."""
         x, output = op.args[0].value, op.outputs[0]
         assert output is not None, "checked by the caller"
-        plane, result = (_last_two(self.graph.values[v].shape) for v in (x, output))
+        plane, result = (self.graph.values[v].shape[-2:] for v in (x, output))
         window = _pair(kernel, 1)
         return {
             "ops": [op], "reads": (self._source(op, x),), "out": output,
@@ -452,7 +459,7 @@ class _Finder:
         }  # fmt: skip
 
     def largest(self, op: GraphOp) -> None:
-        kernel, stride, padding, dilation = (*op.args[1:5], *[None] * 4)[:4]
+        kernel, stride, padding, dilation = (*op.args[1:5], *[None] * 4)[:4]  # trailing defaults are left out of args
         self._append(Largest(**self._window(op, kernel, stride, padding, dilation)))
 
     def average(self, op: GraphOp) -> None:
@@ -467,7 +474,7 @@ class _Finder:
     def adaptive_average(self, op: GraphOp) -> None:
         output = op.outputs[0]
         assert output is not None, "checked by the caller"
-        plane, result = (_last_two(self.graph.values[v].shape) for v in (op.args[0].value, output))
+        plane, result = (self.graph.values[v].shape[-2:] for v in (op.args[0].value, output))
         if any(size % count for size, count in zip(plane, result, strict=True)):
             raise _Refused("its windows are of several sizes")
         kernel = [size // count for size, count in zip(plane, result, strict=True)]
@@ -519,20 +526,15 @@ def _bounds(op: GraphOp) -> tuple[float, float] | None:
 
 
 def _pair(sizes: Any, default: int) -> tuple[int, int]:
-    """Return sizes of height and width; over one dimension the height is 1."""
+    """Return (height, width) from PyTorch's list of a size for each dimension; `default` where it has none."""
     if sizes is None or len(sizes) == 0:
         return default, default
     return (default, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
 
 
 def _plane(shape: Sequence[int]) -> tuple[int, int]:
-    """Return height and width of (N, C, ...)."""
-    sizes = tuple(shape[2:])
-    return (1, 1) if not sizes else (1, sizes[0]) if len(sizes) == 1 else (math.prod(sizes[:-1]), sizes[-1])
-
-
-def _last_two(shape: Sequence[int]) -> tuple[int, int]:
-    return shape[-2], shape[-1]
+    """Return height and width of (N, C, ...): 1 for missing dimensions, and all but the last merged to the height."""
+    return math.prod(shape[2:-1]), math.prod(shape[2:][-1:])
 
 
 def float_values(
@@ -562,7 +564,7 @@ def float_values(
         return values[value]
 
     for op in reversed(needed):
-        args, kwargs = (map_refs(given, element) for given in (op.args, op.kwargs))
+        args, kwargs = (map_refs(part, element) for part in (op.args, op.kwargs))
         if op.target == "aten._to_copy.default" and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": floats}
         results = overload(op.target)(*args, **kwargs)

@@ -12,17 +12,7 @@ from torch.nn import functional as F
 
 from memplan.errors import InputError
 from memplan.exporting.int8.arithmetic import HIGHEST, LARGEST_WEIGHT, LOWEST, Affine, multiplier, shifted
-from memplan.exporting.int8.layers import (
-    Activation,
-    Add,
-    Average,
-    Convolution,
-    Largest,
-    Layer,
-    Multiply,
-    View,
-    Window,
-)
+from memplan.exporting.int8.layers import Activation, Add, Average, Convolution, Largest, Layer, Multiply, View, Window
 from memplan.planning.graph.joint_graph import GraphOp, map_refs
 from memplan.planning.graph.op_schema import overload
 
@@ -94,6 +84,7 @@ def integer_layers(
 
 
 def _unfit(layer: Layer, found: str, expected: str) -> InputError:
+    """Return the error for a layer whose results on the calibration data do not suit eight bits."""
     return InputError(
         f"{layer.ops[-1].layer or 'the model'}: {found} on the data of calibrate", expected=expected,
         do="Give data as the device will see it, or leave out frozen_layers='int8'",
@@ -121,7 +112,11 @@ def _integers(layer: Layer, type_of: Callable[[int], Affine], known: Mapping[int
 
 
 def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:
-    """Return the integers of a convolution. The sums of products and the bias stay below 2 ** 31."""
+    """Return the integers of a convolution.
+
+    Steps, the real numbers that weights of 1 stand for by output channel, double until the sum of products and bias
+    stays below 2 ** 31 for any input.
+    """
     reads = None if layer.bytes else type_of(layer.reads[0])
     if reads is None:
         weight, bias, zeros, scale = _of_bytes(layer)
@@ -150,10 +145,10 @@ def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Ma
 
 
 def _of_bytes(layer: Convolution) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return weight, bias, zeros and scale of a convolution that reads an input of eight bits.
+    """Return (weight, bias, zeros, scale) of a convolution that reads bytes q as ``factor * q + addend`` by channel.
 
-    The factors of the channels go into the weight, and what a zero differs from an integer by into the bias: that is
-    exact but for windows that reach into the padding.
+    The convolution reads ``scale * (q - zero)``: the weight contains the factors relative to the scale. `zeros` are
+    rounded to integers, and the bias corrects for that, exactly except for windows that reach into the padding.
     """
     assert layer.bytes is not None
     factor, addend, wide = layer.bytes.factor, layer.bytes.addend, len(layer.weight)
@@ -170,7 +165,10 @@ def _of_bytes(layer: Convolution) -> tuple[np.ndarray, np.ndarray, np.ndarray, f
 
 
 def _table(op: GraphOp, x: int, of: Affine, result: Affine, known: Mapping[int, torch.Tensor]) -> np.ndarray:
-    """Return an activation's results for the integers from -128 on."""
+    """Return the result in int8 of an activation `op` for each int8 operand from -128 to 127.
+
+    `x` is the operand's value in the graph, `of` its type, and `known` the op's constants by value.
+    """
     real = torch.from_numpy(of.scale * (np.arange(LOWEST, HIGHEST + 1) - of.zero).astype(np.float64))
     args, kwargs = (
         map_refs(given, lambda v: real if v == x else known[v].double().reshape(())) for given in (op.args, op.kwargs)
@@ -204,6 +202,7 @@ def integer_values(
 
 
 def _computed(integers: Integers, read: list[np.ndarray]) -> np.ndarray:
+    """Compute a layer from its operands in int8 (or bytes of an input); return int8."""
     layer = integers.layer
     if isinstance(layer, Convolution):
         return _convolved(integers, layer, read[0])
@@ -228,18 +227,15 @@ def _computed(integers: Integers, read: list[np.ndarray]) -> np.ndarray:
 
 
 def _convolved(integers: Integers, layer: Convolution, x: np.ndarray) -> np.ndarray:
-    """Convolve in float64, which holds all sums exactly."""
+    """Compute an integer convolution of int8 or bytes; the sums are exact in float64."""
     assert integers.weight is not None, "a convolution has one"
     assert integers.rescale is not None, "a convolution has them"
     channels = integers.weight.shape[1] * layer.groups
     planes = x.reshape(-1, channels, *layer.plane).astype(np.float64)
-    planes -= (
-        integers.zeros.reshape(-1, 1, 1)
-        if integers.zeros is not None
-        else integers.reads[0].zero
-        if integers.reads[0]
-        else 0
-    )
+    if integers.zeros is not None:  # of the channels of an input of eight bits
+        planes -= integers.zeros.reshape(-1, 1, 1)
+    elif integers.reads[0] is not None:
+        planes -= integers.reads[0].zero
     weight = torch.from_numpy(integers.weight.astype(np.float64))
     sums = F.conv2d(
         torch.from_numpy(planes), weight, None, layer.stride, layer.padding, layer.dilation, layer.groups
@@ -251,7 +247,7 @@ def _convolved(integers: Integers, layer: Convolution, x: np.ndarray) -> np.ndar
 
 
 def _windows(layer: Window, x: np.ndarray, padding: int) -> np.ndarray:
-    """Return (elements of a window, planes, rows, columns)."""
+    """Return the elements of all windows of a pool, as (elements of a window, planes, rows, columns)."""
     (height, width), (top, left) = layer.plane, layer.padding
     sizes = zip(layer.result, layer.stride, layer.kernel, layer.dilation, strict=True)
     ends = [(count - 1) * stride + (size - 1) * step + 1 for count, stride, size, step in sizes]

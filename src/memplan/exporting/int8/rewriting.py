@@ -18,16 +18,7 @@ from memplan.exporting.int8 import int8_ops as ops
 from memplan.exporting.int8.frozen_part import FrozenPart
 from memplan.exporting.int8.int8_ops import Stage
 from memplan.exporting.int8.integer_layers import Integers
-from memplan.exporting.int8.layers import (
-    Activation,
-    Add,
-    Average,
-    Convolution,
-    Largest,
-    Multiply,
-    View,
-    Window,
-)
+from memplan.exporting.int8.layers import Activation, Add, Average, Convolution, Largest, Multiply, View, Window
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs
 
@@ -60,14 +51,13 @@ class _Rewriting(Rebuild):
                 self.read_by.setdefault(value, []).append(integers)
 
     def done(self) -> tuple[JointGraph, dict[int, torch.Tensor]]:
+        """Return the graph with integer kernels, and its constants. A layer's kernel takes the place of its last op."""
         pipelines = {id(chain[-1]): chain for chain in self._pipelines()}
         inside = {op.index for integers in self.layers for op in integers.layer.ops}
-        last = {
-            (integers.layer.ops[-1].index if integers.layer.ops else self._before(integers)): []
-            for integers in self.layers
-        }
+        last: dict[int, list[Integers]] = {}
         for integers in self.layers:
-            last[integers.layer.ops[-1].index if integers.layer.ops else self._before(integers)].append(integers)
+            index = integers.layer.ops[-1].index if integers.layer.ops else self._before(integers)
+            last.setdefault(index, []).append(integers)
         for op in self.graph.ops:
             if op.index not in inside:
                 known = op.gradient_of is None or op.gradient_of not in inside
@@ -82,7 +72,8 @@ class _Rewriting(Rebuild):
         return self.finished(), self.constants
 
     def _dequantize(self, op: GraphOp, integers: Integers) -> None:
-        """Add the op that computes the floats of a layer's result, or a view of them where they are there already."""
+        """Add the op that converts a layer's result to floats. If another view of the integers was converted, add a
+        view of those floats instead."""
         out, read = self.values[integers.layer.out], self.integers[integers.layer.out]
         if read.value in self.floats:
             base = self.values[self.floats[read.value]].base
@@ -94,25 +85,28 @@ class _Rewriting(Rebuild):
         self.floats[read.value] = out.id
 
     def _before(self, integers: Integers) -> int:
-        """Return the op behind which a layer without ops of its own is computed: that whose value it is."""
+        """Return the index of the op that computes in float32 what a layer without ops of its own computes."""
         return next(op.index for op in self.graph.ops if integers.layer.out in op.outputs)
 
     # -- pipelines
 
     def _pipelines(self) -> Iterator[list[Integers]]:
-        """Yield convolutions one behind another: each but the last is large, and read by the next one alone."""
-        taken = set[int]()
+        """Yield chains of convolutions: the result of each but the last is large, and only the next one reads it."""
+        in_chains = set[int]()
         for integers in self.layers:
-            if not isinstance(integers.layer, Convolution) or id(integers) in taken:
+            if not isinstance(integers.layer, Convolution) or id(integers) in in_chains:
                 continue
             chain = [integers]
             while len(chain) < MOST_STAGES and (behind := self._next(chain[-1])) is not None:
                 chain.append(behind)
-            taken |= set(map(id, chain))
+            in_chains |= set(map(id, chain))
             yield chain
 
     def _next(self, integers: Integers) -> Integers | None:
-        """Return the convolution that reads the result of one row by row; None without one."""
+        """Return the convolution that reads the result of this one row by row.
+
+        None if there is none, if other layers read the result, or if it is small or not much higher than a window.
+        """
         layer, readers = integers.layer, self.read_by.get(integers.layer.out, [])
         if len(readers) != 1 or layer.out in self.part.borders or not isinstance(layer, Convolution):
             return None
@@ -132,7 +126,7 @@ class _Rewriting(Rebuild):
             assert integers.weight is not None, "it has one"
             assert integers.rescale is not None, "it has them"
             stage = _stage(integers, layer)
-            if len(chain) == 1 and _is_pointwise(layer):  # one long row
+            if len(chain) == 1 and _is_pointwise(layer):  # as a single long row, which has the longest inner loop
                 size = math.prod(layer.plane)
                 stage = replace(stage, height=1, width=size, rows=1, columns=size)
             if k + 1 < len(chain):
@@ -208,10 +202,11 @@ class _Rewriting(Rebuild):
         return self.integers[value]
 
     def _result(self, op: GraphOp, like: int) -> int:
+        """Add a contiguous int8 value with shape and name of a value of the graph."""
         return self._buffer(op, self.values[like].shape, like)
 
     def _buffer(self, op: GraphOp, shape: tuple[int, ...], like: int | None = None) -> int:
-        """Add a contiguous value of int8."""
+        """Add a contiguous int8 value, named after value `like`, by default the result of the op."""
         of = self.values[op.outputs[0] or 0 if like is None else like]
         stride = tuple(torch.empty(shape, device="meta").stride())
         size = math.prod(shape)
@@ -252,7 +247,8 @@ def _stage(integers: Integers, layer: Convolution) -> Stage:
 
 
 def _folded(integers: Integers, layer: Convolution) -> np.ndarray:
-    """Return bias, multiplier and shift. The products of all weights with the zero of what they read are in it."""
+    """Return bias, multiplier and shift of each output channel, for kernels that multiply operands without subtracting
+    their zero: the bias contains the products of all weights with it."""
     assert integers.weight is not None, "a convolution has one"
     assert integers.rescale is not None, "a convolution has them"
     wide, narrow = integers.weight.shape[:2]

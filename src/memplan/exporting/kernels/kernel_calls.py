@@ -36,13 +36,14 @@ def calls_of(writer: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _output_refs(values: Sequence[int | None]) -> list[Ref | None]:
+    """Return outputs as arguments of a C call: None, a result that nothing reads, becomes a null pointer."""
     return [None if value is None else Ref(value) for value in values]
 
 
 def _direct(kernel: str, outputs: int = 1, *, by_channel: bool = False) -> Emit:
-    """Call a kernel with the op's first `outputs` outputs and then its arguments.
+    """Return the function that writes the call of a kernel with the op's first `outputs` outputs and its arguments.
 
-    With `by_channel`, the (N, C, H*W) of the first argument follow.
+    With `by_channel`, the sizes (N, C, H*W) of the first argument follow.
     """
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
@@ -53,7 +54,7 @@ def _direct(kernel: str, outputs: int = 1, *, by_channel: bool = False) -> Emit:
 
 
 def _channels(w: CallWriter, x: Ref) -> tuple[int, int, int]:
-    """Return (N, C, H*W)."""
+    """Return the sizes (N, C, H*W) of a tensor of shape (N, C, ...)."""
     shape = w.shape(x)
     return shape[0], shape[1], math.prod(shape[2:])
 
@@ -80,13 +81,19 @@ def _convolution_table(
 
 
 def _plane(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return height and width of (N, C, H, W), or of (N, C, L), whose height is 1."""
     return (1, shape[2]) if len(shape) == 3 else (shape[2], shape[3])
 
 
 def _tiled_table(
     w: CallWriter, result: Ref, source: Ref, weight: Value, geometry: Sequence[Any], *, transposed: bool
 ) -> str:
-    """Return C for the sizes of a convolution in tiles, which computes `result` from `source`."""
+    """Return C for the sizes of a convolution in tiles, which computes `result` from `source`.
+
+    `geometry` has strides, padding and dilation as pairs, and the number of groups. A row of `source` is read at
+    ``row * step + pad + kernel row * dilation``, divided by the last of the steps; a transposed convolution divides by
+    the stride and walks the kernel backwards.
+    """
     strides, pads, dilations, groups = geometry
     batch, outer = w.shape(result)[:2]
     inner, outer = w.shape(source)[1] // groups, outer // groups
@@ -102,6 +109,7 @@ def _tiled_table(
 
 
 def _kernel(weight: Value) -> tuple[int, ...]:
+    """Return height and width of a convolution's kernel; over one dimension the height is 1."""
     return tuple(weight.shape[2:]) if len(weight.shape) == 4 else (1, weight.shape[2])
 
 
@@ -230,9 +238,10 @@ def _mirror_pad(w: CallWriter, op: GraphOp) -> list[str]:
     output, backward = Ref(output_of(op)), "backward" in op.target
     pads = op.args[-1]
     small, large = (output, op.args[0]) if backward else (op.args[0], output)
-    inner = w.shape(small) if len(pads) == 4 else (*w.shape(small)[:-1], 1, w.shape(small)[-1])
-    outer = w.shape(large) if len(pads) == 4 else (*w.shape(large)[:-1], 1, w.shape(large)[-1])
+    inner, outer = w.shape(small), w.shape(large)
     left, top = pads[0], pads[2] if len(pads) == 4 else 0
+    if len(pads) == 2:  # over one dimension: planes of height 1
+        inner, outer = ((*shape[:-1], 1, shape[-1]) for shape in (inner, outer))
     table = w.table("pool", math.prod(inner[:-2]), *inner[-2:], *outer[-2:], 1, 1, 1, 1, top, left, 1, 1)
     pointers = [f"(float *){w.pointer(ref)}" for ref in (large, small)]
     return [w.call(w.kernel("pad_mirror"), *pointers, table, "reflection" in op.target, backward)]
@@ -242,8 +251,8 @@ def _mirror_pad(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _sizes_around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
-    """Return the number of elements before a dimension, its size, and the number of elements behind it."""
-    dim %= max(len(shape), 1)
+    """Return (product of the sizes before a dimension, its size, product of the sizes after it)."""
+    dim %= max(len(shape), 1)  # a scalar has a dimension 0, too
     size = shape[dim] if shape else 1
     return math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :])
 
@@ -269,7 +278,7 @@ def _softmax_gradient(kernel: str) -> Emit:
 
 
 def _is_mean(op: GraphOp, reduction: int) -> bool:
-    """Return whether a loss is a mean; False: a sum. Raises RecordingError: it has no reduction."""
+    """Return whether a loss is a mean, torch's reduction 1, or else a sum, 2. Raises RecordingError for none, 0."""
     if reduction == 0:
         raise refusal(op, " without a reduction", near="reduction='mean'")
     return reduction == 1
@@ -325,7 +334,8 @@ def _reduction_table(w: CallWriter, op: GraphOp) -> str:
 
 
 def _reduced(shape: Sequence[int], dims: Sequence[int] | None) -> list[int]:
-    return [*(range(len(shape)) if not dims else {dim % max(len(shape), 1) for dim in dims})]
+    """Return the non-negative dimensions that a reduction over `dims` reduces: all of them for None or []."""
+    return list({dim % max(len(shape), 1) for dim in dims} if dims else range(len(shape)))
 
 
 def _sum(w: CallWriter, op: GraphOp) -> list[str]:
@@ -365,14 +375,17 @@ def _scatter(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _by_index(w: CallWriter, kernel: str, index: Ref) -> str:
-    """Return the kernel that reads indices as integers, or as the floats that computed ones are."""
+    """Return the C name of a kernel's variant for the indices' dtype: indices that the step computes are floats."""
     if w.value(index).dtype == "float32":
         return w.instance(kernel, f"{kernel}_by_float", {"INDEX": "float"})
     return w.instance(kernel, kernel, {"INDEX": "int32_t"})
 
 
 def _sizes_by_index(w: CallWriter, op: GraphOp, x: Ref, dim: int, index: Ref) -> tuple[int, ...]:
-    """Return the elements before a dimension, the dimension's size, that of the index, and the elements behind it."""
+    """Return (product of the sizes before a dimension, its size in x, its size in the index, product of those after).
+
+    Raises RecordingError if the index is smaller than x in another dimension.
+    """
     outer, size, inner = _sizes_around(w.shape(x), dim)
     of_index = _sizes_around(w.shape(index), dim)
     if (of_index[0], of_index[2]) != (outer, inner):
@@ -400,7 +413,10 @@ def _resize(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _scale(small: int, large: int, given: float | None, corners: bool) -> float:
-    """Return how far the place in the input moves for each element of the output, as torch's `area_pixel` does."""
+    """Return the step in the input for each element of the output, as torch's `area_pixel_compute_scale` does.
+
+    `given` is the scale factor that the user passed, if any; `corners` is align_corners.
+    """
     if corners:
         return (small - 1) / (large - 1) if large > 1 else 0.0
     return 1 / given if given else small / large
@@ -456,9 +472,10 @@ def _constant_pad(w: CallWriter, op: GraphOp) -> list[str]:
     before = [0] * len(output.shape)
     for k in range(len(pads) // 2):  # pads begin with the last dimension
         before[-1 - k] = pads[2 * k]
-    to = [max(pad, 0) for pad in before]
-    cut = [max(-pad, 0) for pad in before]
-    shape = tuple(min(o - t, s - c) for o, t, s, c in zip(output.shape, to, source.shape, cut, strict=True))
+    to = [max(pad, 0) for pad in before]  # where the input begins in the output
+    cut = [max(-pad, 0) for pad in before]  # where what is copied begins in the input
+    sizes = zip(output.shape, to, source.shape, cut, strict=True)
+    shape = tuple(min(out_size - offset, in_size - skipped) for out_size, offset, in_size, skipped in sizes)
     start = sum(pad * step for pad, step in zip(to, output.stride, strict=True))
     skip = sum(pad * step for pad, step in zip(cut, source.stride, strict=True))
     fill = w.call(w.kernel("fill"), Ref(output.id), float(value), math.prod(output.shape))
@@ -534,6 +551,7 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _mask(w: CallWriter, op: GraphOp) -> list[str]:
+    """Call the kernel that draws a dropout mask; it drops an element where a random integer is below a threshold."""
     x, p = op.args
     count = math.prod(w.shape(x))
     return [w.call(w.kernel("dropout_mask"), Ref(output_of(op)), "&s->random", f"{threshold(p)}u", count)]
