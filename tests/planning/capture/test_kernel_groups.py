@@ -356,9 +356,21 @@ def norm_transposed(x: Tensor, model: Images) -> Tensor:
     return F.relu(model.instance(x.transpose(2, 3)))
 
 
+def statistics_read_between(x: Tensor, model: Images) -> Tensor:
+    y = model.batch(x)
+    z = F.batch_norm(x, model.batch.running_mean, model.batch.running_var)
+    return F.relu(y) + z
+
+
+def one_element(x: Tensor, model: Images) -> Tensor:
+    x = x.mean((2, 3), keepdim=True)
+    return F.relu(F.group_norm(x, x.shape[1])).expand(-1, -1, 5, 5)
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
+        (one_element, "group_norm_act: each mean is of one element"),
         (in_evaluation, "batch_norm_act: it has the statistics of other batches"),
         (norm_without_gradient, "group_norm_act: it has no gradient"),
         (norm_transposed, "instance_norm_act: its input and result are not contiguous or channels last alike"),
@@ -370,7 +382,7 @@ def test_a_norm_that_the_kernel_does_not_take_has_a_reason(function: Function, r
     assert reason in [f"{refused.kernel}: {refused.reason}" for refused in captured.refused_groups]
 
 
-@pytest.mark.parametrize("function", [norm_read_too, norm_hooked, norm_changed])
+@pytest.mark.parametrize("function", [norm_read_too, norm_hooked, norm_changed, statistics_read_between])
 def test_a_norm_whose_result_something_else_reads_is_replaced_without_the_activation(function: Function) -> None:
     (group,) = capture(Images(function), call_of((torch.randn(2, 3, 7, 7),), {})).groups
     assert group.options["activation"] == "none"

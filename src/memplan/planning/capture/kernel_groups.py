@@ -8,6 +8,7 @@ computation must be the kernel's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from memplan._display import Printed
 from memplan.kernels.launch import DTYPES
 from memplan.planning.capture.call_log import OUTPUT, CallLog, LoggedCall
+from memplan.planning.capture.replaced_calls import UPDATED
 from memplan.planning.graph.joint_graph import Ref
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.kernel_group import Group, Operand
@@ -117,6 +119,10 @@ def _checked(log: CallLog, match: _Match) -> Group:
     until = last.number + (not match.in_place)
     if any(log.calls[number].in_place for number in range(calls[0].number, until) if number in log.calls):
         raise _Unfit("a call in between changes a tensor in place")
+    updated = {tensor for name, (_, tensor) in match.operands.items() if name in UPDATED}
+    between = [log.calls[n] for n in range(calls[0].number, last.number) if n in log.calls and n not in numbers]
+    if any(updated.intersection(call.reads) for call in between):
+        raise _Unfit("a call in between reads the running statistics, which the kernel updates at its last call")
     if not log.tensors[result].requires_grad:
         raise _Unfit("it has no gradient")
     if not _is_contiguous(log.tensors[result].like) and match.kernel not in _LAID_OUT_AS_X:
@@ -469,6 +475,12 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
     if call.name == "batch_norm":
         match.options["momentum"] = float(named.get("momentum", 0.1))
     before, after = log.tensors[x.value].like, log.tensors[call.results[0]].like
+    elements = math.prod(before.shape[2:])
+    elements *= {"batch_norm": before.shape[0], "instance_norm": 1}.get(
+        call.name, before.shape[1] // match.options.get("groups", 1)
+    )
+    if elements == 1:
+        return replace(match, reason="each mean is of one element")
     if before.dtype != after.dtype:
         return replace(match, reason=f"its result is {_name_of(after.dtype)}, of {_name_of(before.dtype)}")
     if before.stride != after.stride or not _is_dense(before):
