@@ -46,7 +46,7 @@ def _count(rank: int, world: int, ways: list[str], library: str, folder: str) ->
         getattr(counter, name).restype = ctypes.c_int64
     counter.start_counting()
     for number, way in enumerate(ways):
-        store = dist.FileStore(str(Path(folder, f"store.{world}.{number}")), world)
+        store = dist.FileStore(str(Path(folder, f"store.{world}.{number}")), world)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group = partial(_INIT, store=store, rank=rank, world_size=world)
         gc.collect()
         before = counter.live_bytes()

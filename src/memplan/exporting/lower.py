@@ -388,7 +388,8 @@ def _div(low: Lowering, op: GraphOp) -> None:
     if expand is None or expand.target != "aten.expand.default":
         _elementwise(low, op)
         return
-    small, large = low.values[expand.args[0].value], low.values[x.value].shape
+    source: Any = expand.args[0]
+    small, large = low.values[source.value], low.values[x.value].shape
     of_planes = len(large) == 4 and small.shape == (*large[:2], 1, 1) and divisor == large[2] * large[3]
     if not of_planes or not is_contiguous(small):
         _elementwise(low, op)

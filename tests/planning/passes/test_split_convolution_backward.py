@@ -196,7 +196,8 @@ def test_on_a_card_the_input_is_not_kept_for_its_own_gradient(
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 2, 3, groups=groups))
     x = torch.randn(2, 4, 9, 9)
     if last:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # its stub lacks it
+        x = x.to(memory_format=torch.channels_last)
     graph = capture(model, call_of((x,), {})).graph
     graph = replace(graph, values=tuple(replace(value, place=place) for value in graph.values))
     derivatives = [op for op in split_convolution_backward.split(graph).ops if "convolution_backward" in op.target]
