@@ -384,12 +384,14 @@ def _mean(low: Lowering, op: GraphOp) -> None:
 def _div(low: Lowering, op: GraphOp) -> None:
     """Lower a quotient elementwise; where it is the gradient of a mean over whole planes, to that of a pool."""
     x, divisor = op.args[:2]
-    expand = next((made for made in reversed(low.ops) if x.value in made.outputs), None)
+    dividend: int = x.value
+    expand = next((made for made in reversed(low.ops) if dividend in made.outputs), None)
     if expand is None or expand.target != "aten.expand.default":
         _elementwise(low, op)
         return
-    source: Any = expand.args[0]
-    small, large = low.values[source.value], low.values[x.value].shape
+    source = expand.args[0]
+    assert isinstance(source, Ref), "the tensor that is expanded"
+    small, large = low.values[source.value], low.values[dividend].shape
     of_planes = len(large) == 4 and small.shape == (*large[:2], 1, 1) and divisor == large[2] * large[3]
     if not of_planes or not is_contiguous(small):
         _elementwise(low, op)
