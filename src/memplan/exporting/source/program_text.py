@@ -124,6 +124,7 @@ class _ProgramWriter:
             lines = [*check, *self._body(run, 0, end), "return 0;"]
             head = f"int {name}_infer({name}_state *s, {run.model_parameters}, float *output)"
             return f"{head}\n{{\n{_indented(lines)}}}"
+        # the model ends where its output is written to the caller's memory; the loss follows
         model = 1 + max(at for at, action in enumerate(run.schedule.forward) if self._is_write(run, action))
         loss = self._pointer(run, end - 1, run.schedule.graph.outputs[0])
         lines = [

@@ -17,7 +17,8 @@ GROUP = 256
 
 
 def most(place: str = HOST) -> int:
-    """Return the largest piece in elements. ``place``: torch's name of the device."""
+    """Return the largest piece, in elements, in which memplan's in-place ops run, so that a kernel's temporaries are
+    of a piece and not of the whole tensor. ``place``: torch's name of the device."""
     return PIECE if place == HOST else CARD_PIECE
 
 

@@ -116,7 +116,8 @@ class Recorder:
         return any(_torch.viewed(tensor) is _torch.viewed(source) for source in self.sources.values())
 
     def share_memory(self, results: Sequence[Tensor]) -> bool:
-        """Return whether any results share memory with each other or with tensors from outside."""
+        """Return whether any results share memory with each other or with tensors from outside of the recording, which
+        `_replacements` stand for."""
         keys = [_torch.storage_key(t.untyped_storage()) for t in (*results, *self._replacements.values())]
         return len(set(keys)) < len(keys)
 

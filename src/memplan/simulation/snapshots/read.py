@@ -368,12 +368,12 @@ class _Reader:
         if action == "oom":
             address = self.number(row, "device_free", default=-1, minimum=-1)
         else:
-            address = self.number(row, "addr", 1)
+            address = self.number(row, "addr", minimum=1)
         pool = row.get("pool_id")
         return Entry(
             action,
             address,
-            self.number(row, "size", 0 if action == "oom" else 1),
+            self.number(row, "size", minimum=0 if action == "oom" else 1),
             self.stream(row),
             None if pool is None else self.pool(pool),
             self.stack(row.get("frames")),

@@ -275,7 +275,8 @@ class Place:
                 self.on_result(id(module), result)
 
     def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Enter an optimizer's step, as a pre-hook of all optimizers."""
+        """Enter an optimizer's step, as a pre-hook of all optimizers. `on_update` gets the optimizer; `before_update`
+        registers parameters and gradients."""
         if threading.get_ident() != self._thread:
             return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
