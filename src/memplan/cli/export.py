@@ -68,7 +68,7 @@ operation without a C kernel.
     type=click.Choice(["float32", "int8"]),
     default="float32",
     show_default=True,
-    help="How weights lie in flash that are not trained. int8: a scale for each output channel.",
+    help="Precision of the weights in flash, which are not trained. int8: with a scale for each output channel.",
 )
 @click.option(
     "--frozen-layers",
@@ -82,7 +82,7 @@ operation without a C kernel.
     type=click.Choice(["float32", "int8"]),
     default="float32",
     show_default=True,
-    help="How weights lie in RAM that are trained. int8: SGD without momentum; lossy, the report says how much.",
+    help="Precision of the trained weights, in RAM. int8: SGD without momentum; lossy, the report says how much.",
 )
 @click.option(
     "--calibrate", "calibration", metavar="TARGET",

@@ -34,8 +34,6 @@ from memplan.planning.request import Request
 
 DRAWN = 2.0**-22
 """Error of the device's sum of a random number and an update, which float32 rounds, relative to 1 and the update."""
-
-
 MOST_UNDECIDED = 0.02
 """Largest share of updates for which float32's error allows several integers."""
 
@@ -50,8 +48,8 @@ class UpdatesChecked(Printed):
 
     def __str__(self) -> str:
         return (
-            f"of {self.updates:,} updates in eight bits, each gave the integer of a reference"
-            f" ({self.undecided:,} of them one of two, within float32's error)"
+            f"all {self.updates:,} updates in eight bits are the reference's, integer by integer (for {self.undecided:,} "
+            "of them float32's error allows another)"
         )
 
 
