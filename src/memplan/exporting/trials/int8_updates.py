@@ -48,8 +48,8 @@ class UpdatesChecked(Printed):
 
     def __str__(self) -> str:
         return (
-            f"all {self.updates:,} updates in eight bits are the reference's, integer by integer (for {self.undecided:,} "
-            "of them float32's error allows another)"
+            f"all {self.updates:,} updates in eight bits are the reference's, integer by integer "
+            f"(for {self.undecided:,} of them float32's error allows another)"
         )
 
 
