@@ -69,7 +69,7 @@ def test_each_update_of_20_steps_is_that_of_a_reference(options: dict[str, Any],
     done = exported(model, "2x2x9x9", tmp_path, **options)
     assert done.verdict.proven
     elements = sum(one.numel() for one in model.parameters() if one.requires_grad and one.dim() > 1)
-    said = re.search(r"of ([\d,]+) updates in eight bits, each gave .* \(([\d,]+) of them", str(done.verdict))
+    said = re.search(r"all ([\d,]+) updates in eight bits .* \(for ([\d,]+) of them", str(done.verdict))
     assert said is not None
     updates, undecided = (int(number.replace(",", "")) for number in said.groups())
     assert updates == 20 * elements

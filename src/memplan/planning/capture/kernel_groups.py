@@ -476,9 +476,10 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
         match.options["momentum"] = float(named.get("momentum", 0.1))
     before, after = log.tensors[x.value].like, log.tensors[call.results[0]].like
     elements = math.prod(before.shape[2:])
-    elements *= {"batch_norm": before.shape[0], "instance_norm": 1}.get(
-        call.name, before.shape[1] // match.options.get("groups", 1)
-    )
+    if call.name == "batch_norm":
+        elements *= before.shape[0]
+    elif call.name == "group_norm":
+        elements *= before.shape[1] // int(named["num_groups"])
     if elements == 1:
         return replace(match, reason="each mean is of one element")
     if before.dtype != after.dtype:

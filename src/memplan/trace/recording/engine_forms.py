@@ -45,8 +45,9 @@ class EngineForms:
         if entry is None or entry.op is None or notes[entry.op].name not in _ZEROS:
             return False
         later = notes[entry.op + 1 :]
-        is_read = any(entry.id == storage for note in later for _, storage in note.reads)
-        return len(later) <= _MAX_OPS_BETWEEN and not is_read and _torch.called_by_engine()
+        if len(later) > _MAX_OPS_BETWEEN or any(entry.id == storage for note in later for _, storage in note.reads):
+            return False
+        return _torch.called_by_engine()
 
     def in_place_variant(self, op: Any, args: tuple[Any, ...], notes: Sequence[Note]) -> Any:
         """Return the in-place variant of an op if a derivative formula applies it to its own temporary, or None."""
@@ -90,8 +91,9 @@ class EngineForms:
         gradient, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or gradient.shape != other.shape or gradient.dtype != other.dtype:
             return False
-        is_buffered = _torch.use_counts(gradient) == self._buffered_use_counts
-        if _torch.is_sparse(gradient) or not is_buffered or not is_dense(gradient):
+        if _torch.is_sparse(gradient):  # it has no storage of its own
+            return False
+        if _torch.use_counts(gradient) != self._buffered_use_counts or not is_dense(gradient):
             return False
         node = _torch.backward_node()  # the node that ran last
         by_node = node is not None and self._is_result_of(node, gradient, notes)

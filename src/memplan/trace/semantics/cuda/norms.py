@@ -92,9 +92,9 @@ def group_norm_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Ar
     per_channel, per_group = (batch * count * _accumulated(x.dtype) for count in (channels, groups))
     sizes += per_channel, per_channel
     if needs_input:
-        sizes += per_group, per_group
         if weight is not None and positions != 1:
             sizes.append(per_channel)
+        sizes += per_group, per_group
     return nonzero(*sizes)
 
 
