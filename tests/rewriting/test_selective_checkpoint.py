@@ -147,6 +147,25 @@ def test_a_call_that_changes_a_buffer_is_told() -> None:
     assert "aten.add_" in logged(Counting(), torch.ones(2, 4)).obstacle
 
 
+class AddingLate(nn.Module):
+    """Adds a random result in place to one that is allocated before, and saved after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.add_(torch.native_dropout(x, 0.5, True)[0]).square()
+
+
+def test_what_is_added_to_a_saved_result_is_needed() -> None:
+    block, x = AddingLate(), torch.randn(4, 8)
+    call = logged(block, x)
+    (dropout,) = [op for op in call.ops if op.name == "aten.native_dropout.default"]
+    assert dropout.is_saved
+
+
 def test_results_that_are_changed_in_place_are_recomputed() -> None:
     block = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
     call = logged(block, torch.ones(2, 4))

@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -110,10 +110,7 @@ class CheckpointedCall:
             if self.ops[-negative].bytes <= left:
                 chosen.add(-negative)
                 left -= self.ops[-negative].bytes
-        decided = (
-            CheckpointOp(op.name, op.occurrence, op.bytes, op.seconds, bool(op.is_saved) or index in chosen)
-            for index, op in enumerate(self.ops)
-        )
+        decided = (replace(op, is_saved=bool(op.is_saved) or index in chosen) for index, op in enumerate(self.ops))
         return CheckpointPlan(tuple(decided))
 
 
@@ -161,7 +158,10 @@ def _checkpointed_call(
         saved, inputs: see `CheckpointedCall`.
         rates: of the device.
     """
-    reached = max((i for i, op in enumerate(logged) if any(key in packed for key, _ in op.made)), default=-1)
+    reached = -1
+    for index, op in enumerate(logged):
+        if any(key in packed for key in (*op.changed, *(key for key, _ in op.made))):
+            reached = index
     """The last op that is recomputed: a checkpoint stops once it has all that backward reads."""
     counts = Counter[str]()
     maker: dict[int, int] = {}
@@ -178,7 +178,7 @@ def _checkpointed_call(
             elif ops[made_by].is_saved:
                 obstacle = obstacle or f"{op.name} changes the result of {ops[made_by].name}, which must be saved"
             else:
-                ops[made_by] = CheckpointOp(**{**vars(ops[made_by]), "is_saved": False})
+                ops[made_by] = replace(ops[made_by], is_saved=False)
         maker.update((key, index) for key, _ in op.made)
         size = sum(size for _, size in op.made)
         work = Work(op.flops, op.bytes_moved, op.dtype, foreign=op.name.partition(".")[0] not in OWN)
