@@ -390,8 +390,8 @@ def _norm(
     scales = _vectors(sets, mean.dtype, weight, bias)
     statistics = mean.view(_statistics_shape(sets)), variance.view(_statistics_shape(sets))
     for piece in _pieces(sets):
-        values, added, out = (None if one is None else one[piece] for one in whole)
-        m, v = (_part(one, piece) for one in statistics)
+        values, added, out = (None if tensor is None else tensor[piece] for tensor in whole)
+        m, v = (_part(tensor, piece) for tensor in statistics)
         assert values is not None
         assert out is not None
         m.copy_(values.mean(sets.dims, keepdim=True, dtype=torch.float64))
@@ -428,7 +428,7 @@ def _backward(
         mean.new_zeros(sets.shape[1:3], dtype=torch.float64) if of.numel() else None for of in (d_weight, d_bias)
     )  # fmt: skip
     for piece in _pieces(sets):
-        given, values, result, out, out_residual = (None if one is None else one[piece] for one in whole)
+        given, values, result, out, out_residual = (None if tensor is None else tensor[piece] for tensor in whole)
         assert given is not None
         assert values is not None
         assert out is not None
@@ -460,8 +460,10 @@ def _backward(
 def _by_sets(sets: _Sets, *tensors: Tensor | None) -> list[Tensor | None]:
     """Views of tensors as (N, groups, channels of a group, positions)."""
     return [
-        None if one is None else (one.flatten(2) if one.dim() > 2 else one[:, :, None]).unflatten(1, sets.shape[1:3])
-        for one in tensors
+        None
+        if tensor is None
+        else (tensor.flatten(2) if tensor.dim() > 2 else tensor[:, :, None]).unflatten(1, sets.shape[1:3])
+        for tensor in tensors
     ]
 
 
@@ -471,7 +473,7 @@ def _statistics_shape(sets: _Sets) -> tuple[int, int, int, int]:
 
 def _vectors(sets: _Sets, dtype: torch.dtype, *vectors: Tensor | None) -> list[Tensor | None]:
     """Weight and bias as (1, groups, channels of a group, 1)."""
-    return [None if one is None else one.to(dtype).view(1, *sets.shape[1:3], 1) for one in vectors]
+    return [None if tensor is None else tensor.to(dtype).view(1, *sets.shape[1:3], 1) for tensor in vectors]
 
 
 def _pieces(sets: _Sets) -> Iterator[tuple[slice, slice]]:
