@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from memplan._torch.deepspeed import deepspeed_refused
 from memplan._torch.eager import no_modes
 from memplan._torch.lone_ranks import OBJECT_COLLECTIVES, OneRankStore, forget_ranks
+from memplan._torch.parameter_chunks import chunks_on_demand
 from memplan._torch.patches import only_in_this_thread, patched
 from memplan._torch.pipelines import stages_without_neighbours
 from memplan.errors import StepError
@@ -125,6 +126,7 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
             stack.enter_context(_fake_groups())
         if world is not None:  # the modules to patch take a second to import; scripts of one process need not wait
             stack.enter_context(_flat_parameters_without_card())
+            stack.enter_context(chunks_on_demand())
             stack.enter_context(stages_without_neighbours(_note_stage))
             stack.enter_context(_messages_noted())
         try:
