@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from models.sharded_steps import step_of
-from truth.counted_ranks import counted_peaks
+from truth.counted_ranks import SHARD, counted_collectives, counted_peaks
 
 import memplan
 from memplan.simulation.simulate import simulate
+from memplan.trace.recording.collectives import gloo_copies
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,8 +38,16 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], l
 @pytest.mark.parametrize(("way", "world"), [*WAYS, *LOWER])
 def test_a_rank_takes_what_is_predicted(way: str, world: int, counted: dict[tuple[str, int], list[int]]) -> None:
     peaks = counted[way, world]
-    predicted = [simulate(memplan.record(step_of(way), world=world, rank=r)).peak_allocated for r in range(world)]
-    assert all(low * (1 - 3e-4) <= peak < 1.05 * low for low, peak in zip(predicted, peaks, strict=True))
-    if (way, world) in WAYS:  # gloo's own copies of bfloat16 come on top
+    traces = [memplan.record(step_of(way), world=world, rank=r) for r in range(world)]
+    predicted = [simulate(trace).peak_allocated for trace in traces]
+    most = [low + gloo_copies(trace.ops, trace.storages) for low, trace in zip(predicted, traces, strict=True)]
+    assert all(low * (1 - 3e-4) <= peak <= high for low, peak, high in zip(predicted, peaks, most, strict=True))
+    if (way, world) in WAYS:  # with bfloat16 the copies of gloo lie at the peak
         # a thread of gloo may free a tensor late: that rank takes more
         assert min(peaks) == pytest.approx(min(predicted), rel=3e-4)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gloo_copies_what_it_gathers_and_reduces(world: int, tmp_path: Path) -> None:
+    taken = {name: round(size / SHARD, 2) for name, size in counted_collectives(world, tmp_path).items()}
+    assert taken == {"all_gather": world, "reduce_scatter": world, "all_reduce": 0, "broadcast": 0, "all_to_all": 0}

@@ -133,7 +133,7 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
         if target.world is None:
             return trace
         groups = tuple(RankGroup(*group) for group in _torch.rank_groups())
-        notes = (*trace.notes, rank_note(target.world, target.rank, len(groups)))
+        notes = (*trace.notes, rank_note(target.world, target.rank, len(groups), trace))
         return replace(trace, notes=notes, groups=groups)
 
 

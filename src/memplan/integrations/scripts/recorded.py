@@ -87,7 +87,7 @@ def _trace_of(script: Script, request: Request) -> Trace:
         trace = measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
         if request.world is None:
             return trace
-        note = rank_note(request.world, request.rank, len(_torch.rank_groups()))
+        note = rank_note(request.world, request.rank, len(_torch.rank_groups()), trace)
         return replace(trace, notes=(*trace.notes, note))
     return record(
         script, device=request.device, steps=request.steps, assume=dict(request.assume), cudnn=request.cudnn,

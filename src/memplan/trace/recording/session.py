@@ -31,12 +31,14 @@ from memplan.errors import DataDependentError, MemplanError, StepError, UsageErr
 from memplan.trace.own_streams import own_streams
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
+from memplan.trace.recording.collectives import gloo_copies
 from memplan.trace.recording.followed.line_watch import unwatched
 from memplan.trace.recording.loading import LoaderWatch
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
 from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
+from memplan.trace.trace import Trace
 
 RUNS = "a step that runs"
 """``expected`` of the StepError for an exception of the user's own code."""
@@ -105,15 +107,18 @@ def choose_target(
     return replace(target, assumed=checked_shares(assumed), cudnn=library, world=world, rank=rank)
 
 
-def rank_note(world: int, rank: int, groups: int) -> str:
+def rank_note(world: int, rank: int, groups: int, trace: Trace) -> str:
     """Return the note on a rank that is recorded without peers, and is in ``groups`` process groups.
 
     Sources: NVIDIA/nccl#964 (544 MB for a communicator of two A100 with NVLink, 688 MB of four), NVIDIA/nccl#864
-    (1.6 GB for one communicator, 6 GB for three and more).
+    (1.6 GB for one communicator, 6 GB for three and more); for gloo `gloo_copies`.
     """
     text = f"rank {rank} of {world}, alone in a fake process group"
     if not groups:
         return text
+    if trace.device == HOST:
+        copies = gloo_copies(trace.ops, trace.storages)
+        return f"{text}; gloo's own copies can add up to {format_bytes(copies)} to the peak" if copies else text
     count = "one communicator" if groups == 1 else f"each of up to {groups} communicators"
     return f"{text}; NCCL's own memory is not counted: 0.5 to 1.6 GB for {count}, as users reported"
 
