@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from environment import slow
 from models.steps import STEPS, mlp, plain
 from torch._subclasses.fake_tensor import FakeTensorMode
 from truth.cpu_allocator import allocations, measured_peak, peak_of
+from truth.fresh_process import run_fresh
 
 import memplan
 from memplan.trace.recording.boundaries import Boundaries
@@ -359,7 +358,8 @@ assert os.environ.get("KINETO_LOG_LEVEL") is None, "what the user's own processe
 
 def test_the_profiler_says_nothing() -> None:
     """In a process of its own: how much it says is settled once."""
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", QUIET], capture_output=True, text=True, check=True)
+    ran = run_fresh(QUIET)
+    assert ran.returncode == 0, ran.stderr
     assert "profiler" not in ran.stderr
 
 

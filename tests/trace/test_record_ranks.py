@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from truth.fresh_process import run_fresh
 from truth.rank_peak import measured_peak_of_rank
 
 import memplan
@@ -237,10 +235,7 @@ def test_a_rank_leaves_factories_as_they_were() -> None:
         "memplan.record(step_of('fsdp'), world=2)\n"
         "memplan.record(lambda: lambda: torch.tensor([0.0] * 7, device='cuda'), device='h100')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_fresh(code)
     assert done.returncode == 0, done.stderr
 
 

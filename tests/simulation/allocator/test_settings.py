@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from truth.fresh_process import run_fresh
 
 from memplan.errors import UsageError
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings, settings_of_snapshot
@@ -203,9 +203,8 @@ def written(number: random.Random) -> str:
 def test_as_torch_reads_them() -> None:
     number = random.Random(7)
     texts = [written(number) for _ in range(3000)]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], input=json.dumps(texts), capture_output=True, text=True, check=True
-    )
+    done = run_fresh(CHILD, json.dumps(texts))
+    assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     if answers is None:
         pytest.skip("this torch keeps its settings elsewhere")

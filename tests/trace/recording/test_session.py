@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from truth.cpu_allocator import measured_peak
+from truth.fresh_process import run_fresh
 
 import memplan
 from memplan.errors import StepError
@@ -118,7 +117,7 @@ print(memplan.record(lambda: lambda: torch.nn.Linear(4, 4)(torch.randn(2, 4)).su
 
 
 def test_switches_that_may_not_be_set_are_not() -> None:
-    ran = subprocess.run([sys.executable, "-c", FROZEN_FLAGS], capture_output=True, text=True, check=False)
+    ran = run_fresh(FROZEN_FLAGS)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from truth.fresh_process import run_fresh
 from truth.torch_state import kept
 
 import memplan
@@ -133,7 +132,7 @@ finally:
 
 def test_a_thread_that_trains_beside_it_is_left_alone() -> None:
     """In a process of its own, which this once ended by a segmentation fault."""
-    ran = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, check=False)
+    ran = run_fresh(BESIDE)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
 
