@@ -24,7 +24,7 @@ def step(build: Build) -> Build:
     return build
 
 
-def mlp(width: int = 512, layers: int = 4) -> nn.Sequential:
+def mlp(width: int = 192, layers: int = 4) -> nn.Sequential:
     """Linear and ReLU in turns."""
     return nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())])
 
@@ -45,20 +45,20 @@ def plain(model: nn.Module, x: torch.Tensor, optimizer: Any = None) -> Callable[
 @step
 def in_place() -> Any:
     model = nn.Sequential(
-        nn.Linear(512, 512), nn.ReLU(True), nn.Linear(512, 512), nn.SiLU(True), nn.Linear(512, 512), nn.Hardswish(True),
-        nn.Linear(512, 512), nn.LeakyReLU(0.1, True), nn.Linear(512, 512), nn.Dropout(0.1, True),
+        nn.Linear(192, 192), nn.ReLU(True), nn.Linear(192, 192), nn.SiLU(True), nn.Linear(192, 192), nn.Hardswish(True),
+        nn.Linear(192, 192), nn.LeakyReLU(0.1, True), nn.Linear(192, 192), nn.Dropout(0.1, True),
     )  # fmt: skip
-    return plain(model, torch.randn(1024, 512))
+    return plain(model, torch.randn(384, 192))
 
 
 @step
 def views_and_detach() -> Any:
-    model, x = mlp(), torch.randn(512, 512)
+    model, x = mlp(), torch.randn(192, 192)
 
     def run() -> None:
         model.zero_grad()
         h = model(x)
-        a = h[:, :256].transpose(0, 1).contiguous()
+        a = h[:, :96].transpose(0, 1).contiguous()
         b, c = h.view(-1)[::2].clone(), h.detach() * 2
         with torch.no_grad():
             d = (h * 3).sum()
@@ -69,8 +69,8 @@ def views_and_detach() -> Any:
 
 @step
 def checkpoint_reentrant() -> Any:
-    blocks = nn.ModuleList([mlp(512, 3) for _ in range(4)])
-    x = torch.randn(2048, 512, requires_grad=True)
+    blocks = nn.ModuleList([mlp(192, 3) for _ in range(4)])
+    x = torch.randn(512, 192, requires_grad=True)
 
     def run() -> None:
         blocks.zero_grad()
@@ -84,8 +84,8 @@ def checkpoint_reentrant() -> Any:
 
 @step
 def checkpoint_of_a_function() -> Any:
-    weights = [nn.Parameter(torch.randn(512, 512)) for _ in range(4)]
-    x = torch.randn(2048, 512)
+    weights = [nn.Parameter(torch.randn(192, 192)) for _ in range(4)]
+    x = torch.randn(512, 192)
 
     def block(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.tanh(torch.sigmoid(h @ weight) * h)
@@ -106,7 +106,7 @@ def checkpoint_of_a_function() -> Any:
 
 @step
 def checkpoint_in_segments() -> Any:
-    model, x = mlp(512, 8), torch.randn(2048, 512, requires_grad=True)
+    model, x = mlp(192, 8), torch.randn(512, 192, requires_grad=True)
 
     def run() -> None:
         model.zero_grad()
@@ -119,9 +119,9 @@ def checkpoint_in_segments() -> Any:
 def autocast() -> Any:
     model = nn.Sequential(
         nn.Conv2d(8, 32, 3, padding=1), nn.BatchNorm2d(32), nn.GELU(), nn.Conv2d(32, 32, 3, padding=1), nn.Flatten(),
-        nn.Linear(32 * 32 * 32, 64),
+        nn.Linear(32 * 16 * 16, 64),
     )  # fmt: skip
-    x, optimizer = torch.randn(16, 8, 32, 32), torch.optim.AdamW(model.parameters())
+    x, optimizer = torch.randn(8, 8, 16, 16), torch.optim.AdamW(model.parameters())
 
     def run() -> None:
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ def autocast() -> Any:
 
 @step
 def grad_scaler_and_clipping() -> Any:
-    model, x = mlp(), torch.randn(1024, 512)
+    model, x = mlp(), torch.randn(384, 192)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
 
     def run() -> None:
@@ -151,8 +151,8 @@ def grad_scaler_and_clipping() -> Any:
 
 @step
 def accumulation_and_two_losses() -> Any:
-    model, one, two = mlp(), nn.Linear(512, 10), nn.Linear(512, 20)
-    x = torch.randn(512, 512)
+    model, one, two = mlp(), nn.Linear(192, 10), nn.Linear(192, 20)
+    x = torch.randn(192, 192)
     optimizer = torch.optim.Adam([*model.parameters(), *one.parameters(), *two.parameters()])
 
     def run() -> None:
@@ -167,7 +167,7 @@ def accumulation_and_two_losses() -> Any:
 
 @step
 def retained_graph() -> Any:
-    model, x = mlp(), torch.randn(512, 512)
+    model, x = mlp(), torch.randn(192, 192)
 
     def run() -> None:
         model.zero_grad()
@@ -180,10 +180,10 @@ def retained_graph() -> Any:
 
 @step
 def frozen_and_tied() -> Any:
-    embedding, body, head = nn.Embedding(5000, 256), mlp(256), nn.Linear(256, 5000, bias=False)
+    embedding, body, head = nn.Embedding(1000, 256), mlp(256), nn.Linear(256, 1000, bias=False)
     body.requires_grad_(False)
     head.weight = embedding.weight
-    return plain(nn.Sequential(embedding, body, head), torch.randint(0, 5000, (8, 64)), torch.optim.AdamW)
+    return plain(nn.Sequential(embedding, body, head), torch.randint(0, 1000, (8, 64)), torch.optim.AdamW)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -197,21 +197,21 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": torch.optim.Adafactor,
 }
 for _name, _optimizer in OPTIMIZERS.items():
-    STEPS[f"optimizer_{_name}"] = lambda o=_optimizer: plain(mlp(), torch.randn(64, 512), o)
+    STEPS[f"optimizer_{_name}"] = lambda o=_optimizer: plain(mlp(), torch.randn(64, 192), o)
 
 
 @step
 def to_dtype_and_device() -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = mlp().to(torch.float64).float().to(device)
-    return plain(model, torch.randn(512, 512).to(device), torch.optim.SGD)
+    return plain(model, torch.randn(192, 192).to(device), torch.optim.SGD)
 
 
 @step
 def skipped_init() -> Any:
-    model = torch.nn.utils.skip_init(nn.Linear, 512, 512)
+    model = torch.nn.utils.skip_init(nn.Linear, 192, 192)
     nn.init.zeros_(model.get_parameter("weight"))
-    return plain(model, torch.randn(256, 512), torch.optim.SGD)
+    return plain(model, torch.randn(256, 192), torch.optim.SGD)
 
 
 @step
@@ -227,7 +227,7 @@ def gru() -> Any:
 
 @step
 def lstm() -> Any:
-    model, head, x = nn.LSTM(64, 96, 2, batch_first=True), nn.Linear(96, 10), torch.randn(16, 50, 64)
+    model, head, x = nn.LSTM(64, 96, 2, batch_first=True), nn.Linear(96, 10), torch.randn(16, 20, 64)
 
     def run() -> None:
         model.zero_grad()
@@ -244,7 +244,7 @@ def convolutions_3d() -> Any:
         nn.InstanceNorm3d(16, affine=True), nn.Conv3d(16, 32, 3, groups=4, padding=1), nn.PReLU(32), nn.MaxPool3d(2),
         nn.Upsample(scale_factor=2, mode="trilinear"), nn.Conv3d(32, 1, 1),
     )  # fmt: skip
-    return plain(model, torch.randn(2, 2, 24, 24, 24), torch.optim.SGD)
+    return plain(model, torch.randn(2, 2, 16, 16, 16), torch.optim.SGD)
 
 
 @step
@@ -255,7 +255,7 @@ def convolutions_1d_and_2d() -> Any:
         nn.Conv2d(8, 16, 3, padding=1), nn.ConvTranspose2d(16, 8, (1, 4), stride=(1, 2), padding=(0, 1)),
         nn.PixelShuffle(2), nn.AdaptiveAvgPool2d((2, 16)),
     )  # fmt: skip
-    return plain(model, torch.randn(32, 8, 1024), torch.optim.SGD)
+    return plain(model, torch.randn(32, 8, 384), torch.optim.SGD)
 
 
 def _attention(mask: torch.Tensor | None, dropout: float, causal: bool) -> Any:
@@ -304,7 +304,7 @@ class Square(torch.autograd.Function):
 
 @step
 def custom_function() -> Any:
-    model, x = mlp(), torch.randn(512, 512)
+    model, x = mlp(), torch.randn(192, 192)
 
     def run() -> None:
         model.zero_grad()
@@ -327,7 +327,7 @@ def double_backward() -> Any:
 
 @step
 def hooks_that_keep_activations() -> Any:
-    model, x, kept = mlp(), torch.randn(512, 512), []
+    model, x, kept = mlp(), torch.randn(192, 192), []
 
     def run() -> None:
         kept.clear()
@@ -342,7 +342,7 @@ def hooks_that_keep_activations() -> Any:
 
 @step
 def update_inside_backward() -> Any:
-    model, x = mlp(1024), torch.randn(64, 1024)
+    model, x = mlp(384), torch.randn(64, 384)
     updaters = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
 
     def update(parameter: Any) -> None:
@@ -379,7 +379,7 @@ def data_and_logging_in_the_step() -> Any:
 
 @step
 def moving_average_and_functional_call() -> Any:
-    model, x = mlp(), torch.randn(256, 512)
+    model, x = mlp(), torch.randn(256, 192)
     average, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), 0.1)
 
     def run() -> None:
@@ -408,7 +408,7 @@ def dimensions_from_arange() -> Any:
 
 @step
 def losses() -> Any:
-    model, x, target = nn.Linear(64, 1000), torch.randn(512, 64), torch.randint(0, 1000, (512,))
+    model, x, target = nn.Linear(64, 1000), torch.randn(192, 64), torch.randint(0, 1000, (192,))
 
     def run() -> None:
         model.zero_grad()
@@ -425,7 +425,7 @@ def losses() -> Any:
 
 @step
 def mse_reduced_by_sum() -> Any:
-    model, x = mlp(), torch.randn(2048, 512)
+    model, x = mlp(), torch.randn(512, 192)
 
     def run() -> None:
         model.zero_grad()
@@ -436,11 +436,11 @@ def mse_reduced_by_sum() -> Any:
 
 @step
 def truncated_normal_initialization() -> Any:
-    model = mlp(512, 2)
+    model = mlp(192, 2)
     for parameter in model.parameters():
         nn.init.trunc_normal_(parameter, std=0.02)
     nn.init.trunc_normal_(model.get_parameter("0.weight"), std=1.0)
-    return plain(model, torch.randn(16, 512))
+    return plain(model, torch.randn(16, 192))
 
 
 @step

@@ -26,6 +26,11 @@ def build() -> Callable[[], None]:
     return step
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _older_objects_frozen(older_objects_frozen: None) -> None:
+    """The collector tracks what the tests make, not what thousands of files imported."""
+
+
 def objects_more(call: Callable[[], Any], times: int) -> int:
     """Return how many more objects the collector tracks after calls than before, which come after a first few."""
     for _ in range(3):

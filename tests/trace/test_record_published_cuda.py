@@ -39,7 +39,11 @@ def _ends() -> list[Any]:
 def _params() -> list[Any]:
     off = [row for row in figures.rows() if row.name in figures.KNOWN]
     rows = [row for row in _ends() if row not in off]
-    near = [pytest.param(row, id=f"{row.name} on {row.series.card}") for row in rows]
+    largest = [row.series for row in rows[1:]] + [None]
+    near = [
+        pytest.param(row, id=f"{row.name} on {row.series.card}", marks=[pytest.mark.slow] * (row.series is after))
+        for row, after in zip(rows, largest, strict=True)
+    ]
     return near + [
         pytest.param(row, id=row.name, marks=pytest.mark.xfail(reason=figures.KNOWN[row.name], strict=True))
         for row in off

@@ -56,14 +56,6 @@ def test_a_rank_is_what_it_is_with_real_tensors(way: str, world: int) -> None:
     assert predicted == pytest.approx(measured_peak_of_rank(step_of(way), world), rel=1e-3)
 
 
-def test_a_larger_world_shards_more_and_a_replica_does_not() -> None:
-    def peak(way: str, world: int) -> int:
-        return simulate(memplan.record(step_of(way), world=world)).peak_allocated
-
-    assert peak("fsdp", 8) < peak("fsdp", 2)
-    assert peak("ddp", 8) == peak("ddp", 2)
-
-
 def test_environment_and_groups_are_as_before() -> None:
     before = dict(os.environ)
 
@@ -102,9 +94,14 @@ def test_ranks_that_there_are_not_are_refused(world: int | None, rank: int) -> N
         memplan.record(lambda: lambda: None, world=world, rank=rank)
 
 
-def _by_cause(way: str, world: int) -> dict[str, int]:
+@functools.cache
+def recorded(way: str, world: int, steps: int = 1) -> memplan.Trace:
+    return memplan.record(step_of(way), world=world, steps=steps)
+
+
+def _by_cause(way: str, world: int, steps: int = 1) -> dict[str, int]:
     """Most bytes of each cause at any time."""
-    return dict(memplan.explain(step_of(way), world=world).by_cause_most)
+    return dict(memplan.explain(recorded(way, world, steps)).by_cause_most)
 
 
 PARAMETERS = sum(p.numel() * p.element_size() for p in Transformer().parameters())
@@ -121,14 +118,14 @@ def test_weights_that_are_gathered_are_no_shards() -> None:
 
 def test_the_gradient_of_a_whole_embedding_is_a_gradient() -> None:
     """Sharded by its vocabulary, an embedding gets a gradient of the whole table, which is reduced to a shard."""
-    trace = memplan.record(step_of("two dimensions bf16, twice"), world=4)
+    trace = recorded("two dimensions bf16, twice", 4)
     whole = [s for s in trace.storages if s.shape == (VOCABULARY, WIDTH) and trace.ops[s.op or 0].phase == "backward"]
     assert {s.dtype for s in whole} == {"bfloat16", "float32"}
     assert {s.cause for s in whole} == {"parameter_gradient"}
 
 
 def test_tensor_parallel_layers_save_what_their_gradients_read() -> None:
-    trace = memplan.record(step_of("tensor"), world=2)
+    trace = recorded("tensor", 2)
     saving = {row.name: row for row in memplan.explain(trace).layers if row.kind == "Linear" and row.saved_bytes}
     assert all("weight_gradient" in row.needed_for for row in saving.values())
     assert "blocks.0.mlp.down" in saving
@@ -137,7 +134,7 @@ def test_tensor_parallel_layers_save_what_their_gradients_read() -> None:
 
 def test_gradients_are_sent_in_buckets_unless_they_are_views_of_them() -> None:
     """Torch's documentation of `DistributedDataParallel`: views save as much memory as all gradients take."""
-    copied, views = (_by_cause(way, 2) for way in ("ddp", "ddp views"))
+    copied, views = (_by_cause(way, 2, steps=2) for way in ("ddp", "ddp views"))
     assert (copied["communication"], copied["parameter_gradient"]) == (PARAMETERS, PARAMETERS)
     assert (views["communication"], views["parameter_gradient"]) == (0, PARAMETERS)
     assert copied["gathered_weight"] == 0
@@ -163,7 +160,7 @@ def test_activations_that_are_gathered_are_sent_and_are_no_weights() -> None:
 
 @pytest.mark.parametrize(("way", "world", "groups"), [("fsdp", 2, "one"), ("hsdp", 4, "up to 3"), ("fsdp", 1, "")])
 def test_the_memory_of_communicators_is_noted(way: str, world: int, groups: str) -> None:
-    note = next(note for note in memplan.record(step_of(way), world=world).notes if note.startswith("rank 0 of"))
+    note = next(note for note in recorded(way, world).notes if note.startswith("rank 0 of"))
     assert groups in note
     assert ("NCCL" in note) == bool(groups)
 
@@ -196,6 +193,7 @@ def test_flat_parameters_lie_on_the_card_of_an_index_or_on_the_host() -> None:
     assert host.get("weight", 0) == host.get("optimizer_state", 0) == 0
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_a_rank_and_its_limit() -> None:
     """A rank that shards its weights has room for more samples than one that copies them."""
 

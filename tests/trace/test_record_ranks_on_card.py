@@ -37,12 +37,12 @@ def test_a_rank_keeps_its_part_of_sequences_and_gets_keys_and_values_of_the_othe
     """What flash attention reads beside its queries comes from another rank: keys and values, of the same size."""
 
     by_world: dict[int, dict[str, int]] = {}
-    for world in (1, 2, 4):
+    for world in (1, 2):
         build = functools.partial(step_of, "context", world, "alltoall", "FLASH_ATTENTION")
-        by_world[world] = dict(memplan.explain(build, device="h100", world=world).by_cause_most)
+        trace = memplan.record(build, device="h100", world=world, steps=1)
+        by_world[world] = dict(memplan.explain(trace).by_cause_most)
     layers, activation = 3, 4 * LENGTH * WIDTH * 2
-    for world in (2, 4):
-        # merged results are contiguous by head, so that each layer's are saved once more for the product behind
-        expected = (by_world[1]["saved"] + layers * activation) / world
-        assert by_world[world]["saved"] == pytest.approx(expected, rel=1e-4)
-        assert by_world[world]["communication"] >= 2 * activation // world
+    # merged results are contiguous by head, so that each layer's are saved once more for the product behind
+    expected = (by_world[1]["saved"] + layers * activation) / 2
+    assert by_world[2]["saved"] == pytest.approx(expected, rel=1e-4)
+    assert by_world[2]["communication"] >= activation
