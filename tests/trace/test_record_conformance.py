@@ -58,12 +58,6 @@ def assert_holds(rows: Sequence[dict[str, Any]]) -> None:
     assert len(off) <= NOT_COUNTED * len(rows)
 
 
-def test_of_every_twentieth_operator_most_are_predicted_to_the_byte(tmp_path: Path) -> None:
-    rows = cases(tmp_path / "rows.jsonl", "record", "--every", "20", "--samples", "1")
-    assert len(rows) > 22
-    assert_holds(rows)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "fewest"), [("record", 450), ("inplace", 100), ("modules", 400)])
 def test_of_operators_and_modules_most_are_predicted_to_the_byte(part: str, fewest: int, tmp_path: Path) -> None:

@@ -39,6 +39,15 @@ def gpt() -> nn.Module:
     return with_loss(SmallGPT(layers=1), token_loss)
 
 
+@pytest.fixture(scope="module")
+def of_gpt(gpt: nn.Module) -> Shapes:
+    """Of sizes that differ in both dimensions, traced with symbols for them."""
+    shapes = shapes_of(gpt)
+    shapes.known(tokens(4, 24))
+    shapes.captured(tokens(3, 19))
+    return shapes
+
+
 class Counted:
     """How often a call was captured by itself, and with symbols."""
 
@@ -66,15 +75,11 @@ def content(captured: Captured) -> Any:
 
 
 @needs_sizes_as_symbols
-def test_a_transformers_graph_is_the_captured_one(gpt: nn.Module, monkeypatch: Any) -> None:
-    shapes = shapes_of(gpt)
-    shapes.known(tokens(4, 24))
-    shapes.captured(tokens(3, 19))
+def test_a_transformers_graph_is_the_captured_one(gpt: nn.Module, of_gpt: Shapes, monkeypatch: Any) -> None:
     count = Counted(monkeypatch)
-    for sizes in ((2, 2), (6, 40)):
-        found, alone = shapes.captured(tokens(*sizes)), capture(gpt, tokens(*sizes))
-        assert content(found) == content(alone)
-        assert (found.returned.order, found.differentiable) == (alone.returned.order, alone.differentiable)
+    found, alone = of_gpt.captured(tokens(2, 2)), capture(gpt, tokens(2, 2))
+    assert content(found) == content(alone)
+    assert (found.returned.order, found.differentiable) == (alone.returned.order, alone.differentiable)
     assert count.alone == count.symbolic == 0
 
 
@@ -90,9 +95,9 @@ def test_a_convolutional_networks_graph_is_the_captured_one(monkeypatch: Any) ->
     assert content(found) == content(capture(model, call))
 
 
-@needs_sizes_as_symbols
-def test_one_size_first_then_another(gpt: nn.Module, monkeypatch: Any) -> None:
-    shapes, count = shapes_of(gpt), Counted(monkeypatch)
+def test_one_size_first_then_another(monkeypatch: Any) -> None:
+    by_token = with_loss(nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40)), token_loss)
+    shapes, count = shapes_of(by_token), Counted(monkeypatch)
     shapes.known(tokens(4, 24))
     for sizes, alone, symbolic in (((4, 23), 0, 1), ((4, 9), 0, 1), ((3, 9), 0, 2), ((2, 11), 0, 2), ((4, 24), 0, 2)):
         shapes.captured(tokens(*sizes))
@@ -100,14 +105,13 @@ def test_one_size_first_then_another(gpt: nn.Module, monkeypatch: Any) -> None:
 
 
 @needs_sizes_as_symbols
-def test_sizes_that_torch_takes_for_numbers_are_captured_alone(gpt: nn.Module, monkeypatch: Any) -> None:
-    shapes, count = shapes_of(gpt), Counted(monkeypatch)
-    shapes.known(tokens(4, 24))
-    shapes.captured(tokens(3, 19))
-    call = tokens(1, 8)
-    assert content(shapes.captured(call)) == content(capture(gpt, call))
+def test_sizes_that_torch_takes_for_numbers_are_captured_alone(
+    gpt: nn.Module, of_gpt: Shapes, monkeypatch: Any
+) -> None:
+    count, call = Counted(monkeypatch), tokens(1, 8)
+    assert content(of_gpt.captured(call)) == content(capture(gpt, call))
     assert count.alone == 1
-    shapes.captured(tokens(2, 8))
+    of_gpt.captured(tokens(2, 8))
     assert count.alone == 1, "and the graph for the others stays"
 
 
@@ -183,15 +187,14 @@ def test_a_module_is_as_it_was_when_its_trace_with_symbols_fails() -> None:
 
 
 def test_layouts_and_states_are_kinds_of_their_own() -> None:
-    model = SmallGPT(layers=1).eval()
-    step = with_loss(model, token_loss)
-    shapes = Shapes(step, lambda _: model.training)
-    shapes.known(tokens(4, 24))
-    shapes.captured(tokens(3, 19))
-    transposed = call_of((tokens(9, 3).tensors[0].t(), tokens(3, 9).tensors[1]), {})
-    assert content(shapes.captured(transposed)) == content(capture(step, transposed))
-    step.train()
-    assert content(shapes.captured(tokens(3, 9))) == content(capture(step, tokens(3, 9)))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
+    shapes = shapes_of(model)
+    shapes.known(rows(30))
+    shapes.captured(rows(25))
+    transposed = call_of((torch.randn(8, 9).t(),), {})
+    assert content(shapes.captured(transposed)) == content(capture(model, transposed))
+    model.train()
+    assert content(shapes.captured(rows(9))) == content(capture(model, rows(9)))
 
 
 # -- decisions

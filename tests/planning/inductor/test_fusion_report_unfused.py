@@ -58,14 +58,14 @@ def told(plan: memplan.Plan) -> list[str]:
 
 def of_a_library() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(lambda x: swirl(x)) for _ in range(4))), torch.randn(64, 32)
+    return nn.Sequential(*(Layer(lambda x: swirl(x)) for _ in range(2))), torch.randn(64, 32)
 
 
 def test_an_op_of_a_library_is_named() -> None:
     plan = planned(*of_a_library(), loss=torch.sum)
     assert told(plan) == [
-        "runs as its own kernel, not fused: memplan_tests::swirl_backward, 4 calls, in layers 3, 2, 1 and 1 more",
-        "runs as its own kernel, not fused: memplan_tests::swirl, 4 calls, in layers 0, 1, 2 and 1 more",
+        "runs as its own kernel, not fused: memplan_tests::swirl_backward, 2 calls, in layers 1, 0",
+        "runs as its own kernel, not fused: memplan_tests::swirl, 2 calls, in layers 0, 1",
     ]
     printed = " ".join(str(plan).split())
     for note in told(plan):
@@ -85,6 +85,7 @@ def sorted_and_summed(x: Tensor) -> Tensor:
     return torch.sort(x, 1).values + torch.cumsum(x, 1)
 
 
+@pytest.mark.slow
 def test_an_op_that_inductor_has_no_code_for_is_named() -> None:
     notes = told(planned(Layer(sorted_and_summed), torch.randn(16, 32), loss=torch.sum))
     assert "runs as its own kernel, not fused: aten::sort, 1 call" in notes
@@ -108,15 +109,11 @@ class Plain(nn.Module):
         return self.out(h + self.attend(h, h, h, need_weights=False)[0])
 
 
+@pytest.mark.slow
 def test_of_torchs_own_products_nothing_is_told() -> None:
     plan = planned(Plain(), torch.randn(4, 8, 32), loss=torch.sum)
     assert plan.fusion is not None
     assert not all(group.fused for group in plan.fusion.groups)
-    assert told(plan) == []
-
-
-def test_nor_with_the_engine_graph() -> None:
-    plan = memplan.plan(Layer(lambda x: swirl(x)), torch.randn(16, 32), loss=torch.sum, budget="1GB", costs="roofline")
     assert told(plan) == []
 
 

@@ -104,7 +104,8 @@ def calls(run: Callable[[], Any]) -> int:
     return sum(event.name == "aten::convolution_backward" for event in seen.events() or ())
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one != "volumes")) for one in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_with_one_call_for_each_derivative(name: str) -> None:
     make, shape, convolutions = MODELS[name]
     torch.manual_seed(0)

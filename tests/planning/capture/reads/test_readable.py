@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rewriting.cells import installed
@@ -494,31 +494,8 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b or bool(torch.equal(*pair)) for pair in zip(one, other, strict=True) for a, b in [pair])
 
 
-KIN = (
-    *(
-        "an import in the function",
-        "a class's table",
-        "bytes",
-        "ChainMap",
-        "getenv",
-        "the length of a list",
-        "in slots",
-    ),
-    *("in slots", "computed names", "a helper's", "an event", "a property by a getter", "a member's table"),
-    *("map of an alias", "a getter that it holds", "an attrgetter it makes", "a partial getattr it makes"),
-    *(
-        "getattr of an element",
-        "getattr of *arguments",
-        "getmembers",
-        "a decimal that it holds",
-        "an unregistered module's",
-    ),
-)
-"""Cases that another is like."""
-
-
 @pytest.mark.parametrize("worth", [1, *slow(1 << 30)], ids=["by a tree", "by Python"])
-@pytest.mark.parametrize("name", [*(name for name in cases() if name not in KIN), *slow(*KIN)])
+@pytest.mark.parametrize("name", thinned(cases(), 3))
 def test_a_planned_call_is_eager_modes_after_any_change(name: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan._torch.guards._CHECKS_BEFORE_TREE", worth)
     holder, read, change = cases()[name]
