@@ -272,7 +272,8 @@ def smallest(planner: Planner, call: Call, settings: Settings, budget: int) -> i
     return caught.value.smallest_budget
 
 
-@pytest.mark.parametrize("save", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["bfloat16", "int8"])
 def test_fused_kernels_save_in_fewer_bits(save: Save) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(2048, 32)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from environment import slow
+from environment import thinned
 from models.networks import SmallGPT, SmallResNet, token_loss
 from planning.agreement import difference
 from torch import Tensor, nn
@@ -70,22 +70,6 @@ def transformer_in_half() -> Case:
     return *transformer(), {}, bf16
 
 
-@case
-def norms_in_half() -> Case:
-    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(288, 4), nn.LayerNorm(4)
-    return nn.Sequential(*layers), (torch.randn(2, 3, 8, 8),), {}, bf16
-
-
-@case
-def one_layer_three_times_in_half() -> Case:
-    def run(parts: Any, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = F.gelu(parts[0](x))
-        return parts[1](x).float()
-
-    return Calls(run, linear(), linear()), (torch.randn(3, 4),), {}, bf16
-
-
 def one_weight(run: Callable[[nn.Linear, Tensor], Tensor]) -> Case:
     return Calls(lambda parts, x: run(parts[0], x).float(), nn.Linear(16, 16, bias=False)), (torch.randn(8, 16),)
 
@@ -101,14 +85,6 @@ def casts_of_the_users_own() -> Case:
 
 
 @case
-def casts_of_the_users_own_in_half() -> Case:
-    def run(layer: nn.Linear, x: Tensor) -> Tensor:
-        return layer(layer(F.linear(x, layer.weight.to(torch.bfloat16))))
-
-    return *one_weight(run), {}, bf16
-
-
-@case
 def regions_of_autocast() -> Case:
     def run(layer: nn.Linear, x: Tensor) -> Tensor:
         for _ in range(3):
@@ -120,11 +96,6 @@ def regions_of_autocast() -> Case:
 
 
 @case
-def regions_within_one() -> Case:
-    return *regions_of_autocast(), {}, bf16
-
-
-@case
 def casts_between_other_uses() -> Case:
     def run(layer: nn.Linear, x: Tensor) -> Tensor:
         x = layer(x) @ layer.weight.bfloat16()
@@ -133,15 +104,6 @@ def casts_between_other_uses() -> Case:
         return layer(layer(x)) + layer.weight[0]
 
     return *one_weight(run), {}, bf16
-
-
-@case
-def no_cache_of_casts() -> Case:
-    def run(layer: nn.Linear, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            return layer(layer(layer(x)))
-
-    return one_weight(run)
 
 
 @case
@@ -262,25 +224,10 @@ def buffers() -> Case:
     return Buffers(), (torch.randn(3, 4),)
 
 
-class Before(Buffers):
-    """What is returned of buffers is what they were when forward() put others in their place, or swapped them."""
-
-    def forward(self, x: Tensor) -> Any:
-        old, part, cut = self.mean, self.mean[1:], self.mean[1:].detach()
-        h = self.linear(x) + self.mean
-        self.mean, self.kept = (0.9 * self.mean + h.mean(0)).detach(), self.mean
-        return h, old, part, cut, self.kept, self.mean
-
-
 class Swapped(Buffers):
     def forward(self, x: Tensor) -> Tensor:
         self.mean, self.kept = self.kept, self.mean * 2
         return self.linear(x) * self.kept
-
-
-@case
-def buffers_that_are_returned() -> Case:
-    return Before(), (torch.randn(3, 4),)
 
 
 @case
@@ -424,18 +371,6 @@ def losses() -> Case:
 
 
 @case
-def batches_of_one() -> Case:
-    """Strides of dimensions of size 1 tell kernels which layout is meant."""
-
-    def run(parts: Any, x: Tensor) -> Tensor:
-        h = x.flatten(2).transpose(1, 2)
-        h = parts[0](h).transpose(1, 2).reshape(x.shape) + x
-        return parts[1](h)
-
-    return Calls(run, nn.Linear(16, 16), nn.GroupNorm(4, 16)), (torch.randn(1, 16, 8, 8),)
-
-
-@case
 def unused_parameters() -> Case:
     return Calls(lambda parts, x: parts[0](x), linear(), linear()), (torch.randn(3, 4),)
 
@@ -448,15 +383,8 @@ def recurrent() -> Case:
     return Calls(run, nn.LSTM(4, 8, 2, dropout=0.2, bidirectional=True), nn.GRU(16, 4)), (torch.randn(5, 3, 4),)
 
 
-KIN = (
-    *("transformer", "norms_in_half", "one_layer_three_times_in_half", "casts_of_the_users_own_in_half"),
-    *("no_cache_of_casts", "regions_within_one", "buffers_that_are_returned", "batches_of_one"),
-)
-"""Cases that another is like."""
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, as it compiles
-@pytest.mark.parametrize("name", [*(name for name in CASES if name not in KIN), *slow(*KIN)])
+@pytest.mark.parametrize("name", thinned(CASES, 2))
 def test_a_graph_computes_what_the_model_does(name: str) -> None:
     torch.manual_seed(0)
     _, differences = difference(*CASES[name]())
@@ -473,7 +401,7 @@ def contents(model: nn.Module) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[::4], *slow(*(name for at, name in enumerate(CASES) if at % 4))])
+@pytest.mark.parametrize("name", thinned(CASES, 4))
 def test_a_capture_leaves_everything_as_it_was(name: str) -> None:
     torch.manual_seed(0)
     model, args, *rest = CASES[name]()
