@@ -29,7 +29,8 @@ from memplan.planning.study import Study
 from memplan.trace.step import StepOptions
 
 WIDTH, CLASSES, TOKENS = 64, 3000, 256
-QUICK: dict[str, Any] = {"heuristics": Heuristics(shakes=0, rounds=4), "costs": "roofline"}
+HEURISTICS = Heuristics(shakes=0, rounds=4)
+QUICK: dict[str, Any] = {"heuristics": HEURISTICS, "costs": "roofline"}
 
 
 class Block(nn.Module):
@@ -93,7 +94,7 @@ def test_a_step_fits_in_less_and_takes_what_was_predicted(tmp_path: Path) -> Non
     exact, floor = floor_of(), floor_of("reordered")
     assert floor < 0.9 * exact
     model, ids = Decoder(), tokens()
-    fitted = memplan.fit(model, ids, budget=floor, allow="reordered", pairs=0, **QUICK)
+    fitted = memplan.fit(model, ids, budget=floor, allow="reordered", pairs=0, heuristics=HEURISTICS)
     plan = fitted.plan
     assert fitted.proof.ok
     assert plan.grade == "reordered"
@@ -143,7 +144,7 @@ def test_norms_of_channels_fit_in_less_and_take_what_was_predicted() -> None:
         floors[allow] = caught.value.smallest_budget
     assert floors["reordered"] < 0.9 * floors["exact"]
     model = Images()
-    fitted = memplan.fit(model, x, budget=floors["reordered"], allow="reordered", pairs=0, **QUICK)
+    fitted = memplan.fit(model, x, budget=floors["reordered"], allow="reordered", pairs=0, heuristics=HEURISTICS)
     assert fitted.proof.ok
     assert [group.kernel for group in fitted.plan.kernels] == 3 * ["batch_norm_act"]
     profile = _torch.memory_profile()
@@ -181,7 +182,7 @@ def test_segments_in_pieces_come_first() -> None:
 
 
 def study_on(card: str | None) -> tuple[Planner, Study, Any, Any]:
-    options = PlanOptions(budget=1, allow="reordered", costs="roofline", heuristics=QUICK["heuristics"])
+    options = PlanOptions(budget=1, allow="reordered", costs="roofline", heuristics=HEURISTICS)
     checked = request(Decoder(), StepOptions((tokens(),), {}, (), None, None, None), options, fake=False)
     planner, settings = Planner(checked.step), checked.settings
     study = planner.study(checked.call, settings, key=0)

@@ -71,7 +71,7 @@ def room(search: Search) -> float:
     return candidate_search._CLOSE_TO_BUDGET * (search.save_all.peak - search.lower_bound)  # pyright: ignore[reportPrivateUsage]
 
 
-GRAPHS = {"residual": lambda: fusible(residual(4)), "transformer": lambda: fusible(transformer(2))}
+GRAPHS = {"residual": lambda: fusible(residual(6)), "transformer": lambda: fusible(transformer(3))}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
 
 def test_one_where_nothing_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code takes a fifth less, but what is made again costs next to nothing."""
-    cheap = fusible(residual(4))
+    cheap = fusible(residual(6))
     again = tuple(replace(op, seconds=op.seconds if op.phase == "backward" else 1e-6 * op.seconds) for op in cheap.ops)
     whole = Search(replace(cheap, ops=again))
     off = (whole.save_all.peak - whole.floor_peak) // 5
@@ -106,7 +106,7 @@ def test_one_where_nothing_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_another_budget_came_to_is_where_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Search(fusible(transformer(2)))
+    whole = Search(fusible(transformer(3)))
     off = (whole.save_all.peak - whole.floor_peak) // 5
     search, fused, lowering = fusing_of(monkeypatch, whole.graph, lambda _: off)
     assert fused.within(middle(search) + off) is not None
@@ -119,7 +119,7 @@ def test_what_another_budget_came_to_is_where_the_next_begins(monkeypatch: pytes
 
 
 def test_what_keeps_everything_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    search, fused, lowering = fusing_of(monkeypatch, fusible(residual(4)), lambda _: 0)
+    search, fused, lowering = fusing_of(monkeypatch, fusible(residual(6)), lambda _: 0)
     found = fused.within(2 * search.save_all.peak)
     assert found is not None
     assert not found.schedule.choices.recompute
@@ -128,7 +128,7 @@ def test_what_keeps_everything_is_looked_at_once(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_under_what_the_floor_comes_to_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    search, fused, _ = fusing_of(monkeypatch, fusible(residual(4)), lambda _: 1000)
+    search, fused, _ = fusing_of(monkeypatch, fusible(residual(6)), lambda _: 1000)
     assert fused.within(search.floor_peak + 999) is None
     found = fused.within(search.floor_peak + 1000)
     assert found is not None
@@ -137,7 +137,7 @@ def test_under_what_the_floor_comes_to_there_is_none(monkeypatch: pytest.MonkeyP
 
 def test_room_above_a_floor_that_takes_less_than_it_says_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Op by op nothing keeps the budget; the code of the floor takes half of it."""
-    whole = Search(fusible(transformer(2)))
+    whole = Search(fusible(transformer(3)))
     half = whole.floor_peak // 2
     search, fused, _ = fusing_of(monkeypatch, whole.graph, lambda _: -half)
     budget = whole.floor_peak - 1000
@@ -164,7 +164,7 @@ def hidden_by_one(graph: JointGraph) -> tuple[Search, Search, Callable[[Schedule
 
 
 @pytest.mark.parametrize(
-    "graph", [fusible(transformer(2)), *slow(fusible(residual(4)))], ids=["transformer", "residual"]
+    "graph", [fusible(transformer(3)), *slow(fusible(residual(6)))], ids=["transformer", "residual"]
 )
 def test_where_one_op_hides_what_the_others_take_these_are_lowered(
     monkeypatch: pytest.MonkeyPatch, graph: JointGraph
@@ -196,7 +196,7 @@ def test_where_code_takes_more_here_and_there_the_highest_are_lowered(
         return Made(made, max(found.peak, *more))
 
     monkeypatch.setattr(candidate_search, "lower_and_predict", judged)
-    search = Search(fusible(residual(4)))
+    search = Search(fusible(residual(6)))
     floor = judged(schedule(search.graph, search.floor().choices), search.outside_memory)
     assert Fusing(search).lowest.peak == search.floor_peak < floor.peak
 
@@ -204,7 +204,7 @@ def test_where_code_takes_more_here_and_there_the_highest_are_lowered(
 def test_the_frontier_goes_from_all_kept_to_the_least_and_has_only_what_nothing_beats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, hidden, judged = hidden_by_one(fusible(transformer(2)))
+    plain, hidden, judged = hidden_by_one(fusible(transformer(3)))
     monkeypatch.setattr(candidate_search, "lower_and_predict", judged)
     fused = Fusing(hidden)
     found, least = fused.frontier(5), Fusing(hidden).lowest
@@ -222,8 +222,8 @@ def test_the_frontier_goes_from_all_kept_to_the_least_and_has_only_what_nothing_
 
 
 def test_what_is_known_to_keep_a_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, fused, lowering = fusing_of(monkeypatch, fusible(transformer(2)), lambda peak: peak % 977)
-    found = fused.within(middle(Search(fusible(transformer(2)))))
+    _, fused, lowering = fusing_of(monkeypatch, fusible(transformer(3)), lambda peak: peak % 977)
+    found = fused.within(middle(Search(fusible(transformer(3)))))
     assert found is not None
     before = len(lowering.made)
     assert fused.within(found.peak) is found
