@@ -76,8 +76,6 @@ def test_a_segment_that_the_trace_refuses_is_left_out_and_named() -> None:
     images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
     with pytest.raises(BudgetError) as exact:
         memplan.plan(Asking(), images, targets=labels, budget=1, loss=F.cross_entropy, costs="roofline")
-    plan = memplan.plan(Asking(), images, targets=labels, budget=int(0.9 * exact.value.smallest_budget), **STEP)
-    assert plan.tiles
     with pytest.raises(BudgetError, match=r"first\.0: requires_grad of a tensor of the segment") as caught:
         memplan.plan(Asking(), images, targets=labels, budget=int(0.5 * exact.value.smallest_budget), **STEP)
     assert caught.value.smallest_budget < exact.value.smallest_budget

@@ -198,7 +198,7 @@ def by_schema(name: str) -> Callable[[Draw, list[int]], tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", STRIDES)
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(data=st.data(), shape=shapes().filter(lambda shape: max([shape[0], *shape[2:]]) > 1))
 def test_an_op_gives_its_result_the_strides_of_its_kernel(name: str, data: st.DataObject, shape: list[int]) -> None:
     def draw(sizes: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_an_op_gives_its_result_the_strides_of_its_kernel(name: str, data: st.Da
 
 
 @pytest.mark.parametrize("name", ["mul", "add", "sub", "div", "ge", "eq"])
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(data=st.data(), shape=shapes())
 def test_a_number_beside_a_tensor(name: str, data: st.DataObject, shape: list[int]) -> None:
     hold(f"aten.{name}.Tensor", laid_out(shape, data.draw(strides(shape))), torch.ones(()))
