@@ -72,7 +72,7 @@ def test_what_fits_is_not_moved_and_what_does_not_is_moved_before_anything_is_re
     assert free.floor < 0.95 * as_captured.floor
     assert "order of ops" not in {decision.lever for decision in free.decisions}
     model, x, given = step()
-    budgets = (free.peak - share * (free.peak - free.floor) // 40 for share in range(1, 40))
+    budgets = (free.peak - share * (free.peak - free.floor) // 10 for share in range(1, 10))
     moved = next(made for budget in budgets if (made := plan(model, x, budget=budget, **given)).choices.order)
     assert moved.seconds == 0
     assert not moved.choices.recompute
