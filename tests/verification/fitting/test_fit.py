@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from environment import slow
-from models.networks import SmallGPT, SmallResNet, token_loss
+from models.networks import SmallGPT, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from truth.cpu_allocator import allocations, peak_of
@@ -26,9 +27,16 @@ from memplan.verification.fitting.fit import Fitted
 GPT_INPUTS = torch.arange(96).reshape(4, 24) % 40, torch.arange(96).reshape(4, 24) * 7 % 40
 
 
-def resnet() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Any]]:
+def convolutions() -> nn.Module:
+    """Two, with running statistics, a change in place and dropout."""
+    first = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+    second = (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*first, *second, nn.Dropout(0.2), nn.Linear(8, 5))
+
+
+def images() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Any]]:
     torch.manual_seed(0)
-    return SmallResNet(), torch.randn(6, 3, 24, 24), torch.arange(6) % 5, F.cross_entropy
+    return convolutions(), torch.randn(6, 3, 24, 24), torch.arange(6) % 5, F.cross_entropy
 
 
 def gpt() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Any]]:
@@ -36,10 +44,10 @@ def gpt() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Any]]:
     return SmallGPT(layers=1), *GPT_INPUTS, token_loss
 
 
-SMALL = "0.48 MiB"
+SMALL = "0.65 MiB"
 """Between the network's floor and what it takes as it is."""
 EARLY = {"budget": SMALL, "early": True, "optimizer": torch.optim.SGD}
-CASES = {"resnet": resnet, "gpt": gpt}
+CASES = {"images": images, "gpt": gpt}
 
 
 def resident(*what: Any) -> int:
@@ -83,24 +91,21 @@ def test_norms_are_made_again_by_the_cheaper_op(early: bool) -> None:
         fitted.undo()
 
 
-@pytest.fixture(scope="module")
-def bounds() -> dict[str, tuple[int, int]]:
-    """By case, the smallest budget, and what the step takes without a plan."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, case in CASES.items():
-        model, x, y, loss = case()
-        before = everything(model, x, y)
-        least = floor_of(model, x, targets=y, loss=loss)
-        assert everything(model, x, y) == before
-        found[name] = least, step_peak(model, lambda model=model, x=x, y=y, loss=loss: loss(model(x), y), x, y)
-    return found
+@functools.cache
+def bounds(name: str) -> tuple[int, int]:
+    """The smallest budget of a case, and what its step takes without a plan."""
+    model, x, y, loss = CASES[name]()
+    before = everything(model, x, y)
+    least = floor_of(model, x, targets=y, loss=loss)
+    assert everything(model, x, y) == before
+    return least, step_peak(model, lambda: loss(model(x), y), x, y)
 
 
-@pytest.mark.parametrize(("name", "share"), [("resnet", 0.0), *slow(("resnet", 0.6), ("gpt", 0.6), ("gpt", 0.0))])
-def test_the_step_keeps_its_budget_and_its_result(name: str, share: float, bounds: dict[str, tuple[int, int]]) -> None:
+@pytest.mark.parametrize(("name", "share"), [("images", 0.0), *slow(("images", 0.6), ("gpt", 0.6), ("gpt", 0.0))])
+def test_the_step_keeps_its_budget_and_its_result(name: str, share: float) -> None:
     model, x, y, loss = CASES[name]()
     twin = copy.deepcopy(model)
-    least, eager = bounds[name]
+    least, eager = bounds(name)
     before = everything(model, x, y)
     budget = int(least + share * (eager - least))
     fitted = fit(model, x, targets=y, loss=loss, budget=budget, pairs=1)
@@ -112,7 +117,7 @@ def test_the_step_keeps_its_budget_and_its_result(name: str, share: float, bound
     assert fitted.proof.failures == ()
     assert fitted.proof.peak <= budget < fitted.proof.reference_peak
     # of a convolution on so few channels oneDNN takes less scratch than the formula says
-    assert fitted.proof.peak == pytest.approx(fitted.plan.peak, rel=0.03 if name == "resnet" else 0.001)
+    assert fitted.proof.peak == pytest.approx(fitted.plan.peak, rel=0.03 if name == "images" else 0.001)
     assert fitted.proof.reference_peak == pytest.approx(eager, rel=0.01)
 
     update, other = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin))
@@ -148,9 +153,9 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def fitted_gpt(bounds: dict[str, tuple[int, int]]) -> tuple[Fitted, nn.Module]:
+def fitted_gpt() -> tuple[Fitted, nn.Module]:
     model, x, y, loss = gpt()
-    return fit(model, x, targets=y, loss=loss, budget=int(0.7 * bounds["gpt"][1]), pairs=0), copy.deepcopy(model)
+    return fit(model, x, targets=y, loss=loss, budget=int(0.7 * bounds("gpt")[1]), pairs=0), copy.deepcopy(model)
 
 
 class Traced(nn.Module):
@@ -199,11 +204,10 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
         return None
 
 
-@pytest.mark.parametrize("with_loss", [*slow(False), True])
-def test_no_copy_of_a_weight_outlives_the_proof(with_loss: bool) -> None:
-    model, inputs, targets, loss = resnet()
-    options: dict[str, Any] = {"targets": targets, "loss": loss} if with_loss else {}
-    options["optimizer"] = torch.optim.AdamW
+@pytest.mark.usefixtures("older_objects_frozen")
+def test_no_copy_of_a_weight_outlives_the_proof() -> None:
+    model, inputs, targets, loss = images()
+    options: dict[str, Any] = {"targets": targets, "loss": loss, "optimizer": torch.optim.AdamW}
     with pytest.raises(BudgetError) as caught:  # what kernels take differs between processors
         plan(model, inputs, budget=1, **options)
     before = tensor_bytes()
@@ -213,7 +217,7 @@ def test_no_copy_of_a_weight_outlives_the_proof(with_loss: bool) -> None:
 
 
 def test_undo_gives_the_model_back_as_it_was() -> None:
-    model, x, y, loss = resnet()
+    model, x, y, loss = images()
     before = everything(model, x, y)
     fitted = fit(model, x, targets=y, loss=loss, budget=SMALL, pairs=0)
     assert fitted.changed
@@ -226,7 +230,7 @@ def test_undo_gives_the_model_back_as_it_was() -> None:
 
 
 def test_a_step_that_fits_is_left_alone_and_that_is_said() -> None:
-    model, x, y, loss = resnet()
+    model, x, y, loss = images()
     before = everything(model, x, y)
     fitted = fit(model, x, targets=y, loss=loss, budget="1 GiB")
     assert not fitted.changed
@@ -290,7 +294,7 @@ def test_micro_batches_with_gradients_held() -> None:
 
 @pytest.mark.slow
 def test_the_models_own_call_leaves_room_for_the_loss() -> None:
-    model, x, y, loss = resnet()
+    model, x, y, loss = images()
     twin = copy.deepcopy(model)
     budget = int(0.9 * step_peak(twin, lambda: loss(twin(x), y), x, y))
     fitted = fit(model, x, targets=y, loss=loss, budget=budget, pairs=0)
@@ -300,9 +304,11 @@ def test_the_models_own_call_leaves_room_for_the_loss() -> None:
     fitted.undo()
 
 
-def test_without_grad_and_in_evaluation_the_model_is_itself(fitted_gpt: tuple[Fitted, nn.Module]) -> None:
-    fitted, twin = fitted_gpt
-    x, _ = GPT_INPUTS
+def test_without_grad_and_in_evaluation_the_model_is_itself() -> None:
+    model, x, y, loss = images()
+    twin = copy.deepcopy(model)
+    fitted = fit(model, x, targets=y, loss=loss, budget=SMALL, pairs=0)
+    assert fitted.changed
     outputs = []
     for model in (fitted.model, twin):
         model.eval()
@@ -312,6 +318,7 @@ def test_without_grad_and_in_evaluation_the_model_is_itself(fitted_gpt: tuple[Fi
     assert torch.equal(*outputs)
 
 
+@pytest.mark.slow
 def test_other_inputs_run_too_and_new_plans_are_told(fitted_gpt: tuple[Fitted, nn.Module], caplog: Any) -> None:
     fitted, twin = fitted_gpt
     x, y = GPT_INPUTS
@@ -334,7 +341,7 @@ def test_other_inputs_run_too_and_new_plans_are_told(fitted_gpt: tuple[Fitted, n
 
 
 def test_a_failed_proof_takes_the_plan_away_and_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, y, loss = resnet()
+    model, x, y, loss = images()
     before = everything(model, x, y)
     installed = fit_module.install
 
@@ -365,26 +372,24 @@ def test_a_failed_proof_takes_the_plan_away_and_names_what_differs(monkeypatch: 
     assert everything(model, x, y) == before
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_in_the_proof_leaves_everything_as_it_was(monkeypatch: Any, error: type[BaseException]) -> None:
-    model, x, y, loss = resnet()
+def test_an_interrupt_of_the_proof_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y, loss = images()
     before = everything(model, x, y)
     calls = []
 
     def failing(*_: Any, **__: Any) -> None:
         calls.append(1)
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(prover, "compare", failing)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         fit(model, x, targets=y, loss=loss, budget=SMALL)
     assert calls
     assert everything(model, x, y) == before
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, *slow(RuntimeError)])
-def test_an_error_when_the_model_is_handed_over_takes_every_plan_away(error: type[BaseException]) -> None:
-    model, x, y, loss = resnet()
+def test_an_interrupt_when_the_model_is_handed_over_takes_every_plan_away() -> None:
+    model, x, y, loss = images()
     before, own = everything(model, x, y), next(model.parameters())
     seen: list[bool] = []
 
@@ -392,10 +397,10 @@ def test_an_error_when_the_model_is_handed_over_takes_every_plan_away(error: typ
         given = list(parameters)
         if given[0] is own:  # not one of the copies: it is handed over
             seen.append(model._compiled_call_impl is not None)
-            raise error
+            raise KeyboardInterrupt
         return torch.optim.SGD(given, lr=0.1)
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         fit(model, x, targets=y, loss=loss, budget=SMALL, optimizer=optimizer, early=True, pairs=0)
     assert seen == [True]
     assert everything(model, x, y) == before
@@ -416,6 +421,7 @@ def test_a_step_that_takes_less_than_any_plan_fits_as_it_is() -> None:
         fit(model, x, budget=least - 1)
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_enough_where_a_kernel_takes_more_than_the_plan_knows() -> None:
     # oneDNN's bfloat16 products take scratch, how much depends on the processor
     model, x, y, loss = gpt()
@@ -426,10 +432,10 @@ def test_the_least_budget_is_enough_where_a_kernel_takes_more_than_the_plan_know
 
 
 def test_over_budget_when_measured_plans_again_with_less(
-    monkeypatch: pytest.MonkeyPatch, bounds: dict[str, tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, x, y, loss = gpt()
-    budget = int(0.7 * bounds["gpt"][1])
+    model, x, y, loss = images()
+    budget = int(0.9 * bounds("images")[1])
     right, extra = prover.compare, [budget // 20]
 
     def pessimist(*given: Any, **more: Any) -> Any:
@@ -450,7 +456,7 @@ def test_over_budget_when_measured_plans_again_with_less(
 
 
 def test_a_plan_is_used_again_and_refused_elsewhere() -> None:
-    model, x, y, loss = resnet()
+    model, x, y, loss = images()
     first = fit(model, x, targets=y, loss=loss, budget=SMALL, pairs=0)
     first.undo()
     again = fit(model, x, targets=y, loss=loss, budget=SMALL, pairs=0, plan=first.plan)
@@ -482,7 +488,7 @@ def test_a_plan_is_used_again_and_refused_elsewhere() -> None:
     ],
 )
 def test_bad_usage_changes_nothing(options: dict[str, Any], error: type[Exception], said: str) -> None:
-    model, x, *_ = resnet()
+    model, x, *_ = images()
     before = everything(model, x)
     with pytest.raises(error, match=said):
         fit(model, x, **options)
@@ -496,8 +502,8 @@ def test_a_model_elsewhere_is_refused() -> None:
 
 @pytest.mark.slow
 def test_described_inputs_and_a_callable_that_makes_the_model() -> None:
-    fitted = fit(SmallResNet, "6x3x24x24", targets="6:int64<5", loss=F.cross_entropy, budget=SMALL, pairs=0)
-    assert isinstance(fitted.model, SmallResNet)
+    fitted = fit(convolutions, "6x3x24x24", targets="6:int64<5", loss=F.cross_entropy, budget=SMALL, pairs=0)
+    assert isinstance(fitted.model, nn.Sequential)
     assert fitted.proof.ok
 
 
