@@ -30,9 +30,8 @@ for _path in (str(ROOT), str(ROOT / "src"), str(ROOT / "tests")):
         sys.path.insert(0, _path)
 
 from benchmarks.frontier.measure import live_bytes, peak_above, storage_bytes  # noqa: E402
-from rewriting.cells import CELLS, total  # noqa: E402
+from rewriting.cells import BATCH, CELLS, Twice, total  # noqa: E402
 from verification.fitting.quick import QUICK  # noqa: E402
-from verification.fitting.test_fit_cells import BATCH, Twice  # noqa: E402
 
 import memplan  # noqa: E402
 from memplan import _torch  # noqa: E402

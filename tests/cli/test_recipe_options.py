@@ -81,11 +81,12 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert re.search(message, result.output)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripts_here")
 def test_fit_plans_the_script(config: str) -> None:
     arguments = ["--model", config, "--seq", "128", "--batch", "8", "--dtype", "fp32", "--device", "cpu"]
     explained = json.loads(run("explain", *arguments, "--json", "-").stdout)
     peak = explained["timeline"]["peak_allocated"]
-    result = run("fit", *arguments, "--budget", str(int(peak * 0.9)))
+    result = run("fit", *arguments, "--budget", str(int(peak * 0.9)), "--predict", "--costs", "roofline")
     assert result.exit_code == 0, result.output
     assert "train.py" in result.output

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import slow
 from models.drifting_bars import accuracy, bars, normed, settled_cnn
 from models.microcontroller_networks import mobilenet_v2
 from torch import nn
@@ -164,7 +165,7 @@ def by_hand(model: Features, x: torch.Tensor, done: Exported, batches: list[tupl
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["inverted", "branched", *slow("series", "alone", "perceptron")])
 def test_the_frozen_part_computes_the_integers_of_a_reference(name: str, tmp_path: Path) -> None:
     make, shape, width, dtype = CASES[name]
     torch.manual_seed(0)
@@ -347,10 +348,6 @@ def test_the_head_of_a_mobilenet_is_trained_in_less_than_100_kb(tmp_path: Path) 
         (
             {"calibrate": [(torch.ones(1, 6), torch.tensor([0])), (torch.full((1, 6), math.inf), torch.tensor([0]))]},
             "batch 1 of calibrate: .*not finite",
-        ),
-        (
-            {"calibrate": [(torch.full((1, 6), 1e300, dtype=torch.float64), torch.tensor([0]))]},
-            "batch 0 of calibrate: .*not finite",
         ),
     ],
 )

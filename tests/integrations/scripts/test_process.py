@@ -43,10 +43,6 @@ NEEDS = {
     "sliding_window": ["monai"],
     "trainer_lora": ["transformers", "peft"],
 }
-QUICK = ("gan",)
-SCRIPTS = [
-    pytest.param(path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in sorted(TEN.glob("*.py"))
-]
 LOOP = """
 import torch
 from torch import nn
@@ -76,7 +72,8 @@ def _peak(ran: RunResult) -> int:
     return memplan.simulate(ran.trace).peak_allocated
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in TEN.glob("*.py")))
 def test_the_prediction_is_what_it_really_takes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = _copied(name, tmp_path, monkeypatch)
     recorded = run_script(Request(command, device="cpu"))
@@ -146,13 +143,6 @@ def test_there_is_no_such_script(tmp_path: Path) -> None:
         run_script(Request(Command(str(tmp_path / "trian.py"))))
 
 
-def test_this_process_stays_as_it_was(tmp_path: Path) -> None:
-    before = (os.getcwd(), list(sys.path), list(sys.argv), dict(os.environ))
-    ran = run_script(Request(_written(tmp_path, "import os\nos.chdir('/')\nos.environ['NEW'] = '1'\n" + LOOP)))
-    assert (os.getcwd(), list(sys.path), list(sys.argv), dict(os.environ)) == before
-    assert ran.facts.lines == 1
-
-
 EFFECTS = {
     "import socket; socket.create_connection(('example.org', 80))": ("network", "example.org"),
     "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 9))": ("network", "192.0.2.1:9"),
@@ -176,7 +166,9 @@ def test_effects_are_held_back_and_listed_with_their_lines(tmp_path: Path, monke
     (tmp_path / "old.txt").touch()
     tries = "".join(f"try: {line}\nexcept OSError as error: print(error)\n" for line in EFFECTS)
     text = LOOP.replace("print", tries + "print", 1)
+    before = (os.getcwd(), list(sys.path), list(sys.argv), dict(os.environ))
     ran = run_script(Request(_written(tmp_path, text), device="cpu"))
+    assert (os.getcwd(), list(sys.path), list(sys.argv), dict(os.environ)) == before, "this process stays as it was"
     first = LOOP.partition("print")[0].count("\n") + 1
     assert sorted((one.kind, os.path.basename(one.what), str(one.where)) for one in ran.facts.held) == sorted(
         (kind, what, f"script.py:{first + 2 * number}") for number, (kind, what) in enumerate(EFFECTS.values())
@@ -250,6 +242,7 @@ for path in sorted(Path().rglob("*")):
 """
 
 
+@pytest.mark.slow
 def test_folders_that_were_there_are_renamed_as_without_memplan(tmp_path: Path) -> None:
     elsewhere = tempfile.mkdtemp(dir="/var/tmp" if os.stat("/var/tmp").st_dev == tmp_path.stat().st_dev else tmp_path)
     trees = [tmp_path / name for name in ("plain", "held")]
@@ -293,10 +286,9 @@ model.share_memory(); batch = torch.randn(8, 64).share_memory_()
 """
 
 
-@pytest.mark.parametrize(
-    ("kernel", "options"),
-    [(NO_NAMESPACES, []), *slow((None, []), (None, ["--measure"]), (NO_NAMESPACES, ["--measure"]))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--measure"]])
+@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
 def test_what_processes_would_share_is_there(
     tmp_path: Path, kernel: Callable[[], None] | None, options: list[str]
 ) -> None:
@@ -403,7 +395,8 @@ def test_a_pretrained_model_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ran.facts.updates == 2
 
 
-@pytest.mark.parametrize(("ending", "code"), [("raise SystemExit(3)\n", 3), *slow((LOOP, 1))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "code"), [("raise SystemExit(3)\n", 3), (LOOP, 1)])
 def test_files_that_could_not_be_written_are_told(tmp_path: Path, ending: str, code: int) -> None:
     (tmp_path / "runs").mkdir()
     text = "import os\nos.rmdir('runs'); open('runs', 'w').write('x'); open('a.txt', 'w').write('x')\n"
@@ -421,7 +414,8 @@ assert (open("log.txt").read(), os.listdir(), open("../../script.py").read(10)) 
 """
 
 
-@pytest.mark.parametrize("kernel", [None, *slow(NO_NAMESPACES)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
 def test_a_script_works_in_a_folder_that_it_made(tmp_path: Path, kernel: Callable[[], None] | None) -> None:
     done = _command(tmp_path, LOOP.replace("print", HYDRA + "print", 1), kernel=kernel)
     assert done.returncode == 0, done.stderr
@@ -437,14 +431,13 @@ def test_deep_folders_cost_no_more_than_flat_ones(tmp_path: Path) -> None:
     assert "At least 1 more are not listed." in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "said"),
     [
         ("os.closerange(3, 1024)", ""),
-        *slow(
-            ("import ctypes; [ctypes.CDLL(None).close(number) for number in range(3, 99)]", "closed the descriptor"),
-            ("[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]", ""),
-        ),
+        ("import ctypes; [ctypes.CDLL(None).close(number) for number in range(3, 99)]", "closed the descriptor"),
+        ("[os.close(number) for number in map(int, os.listdir('/dev/fd')) if number > 2]", ""),
     ],
 )
 def test_a_script_may_close_all_descriptors(tmp_path: Path, code: str, said: str) -> None:
@@ -483,24 +476,22 @@ def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
-def test_without_namespaces_python_reads_back_what_it_writes_and_libraries_are_refused(tmp_path: Path) -> None:
-    text = "open('a.txt', 'w').write('x')\nassert open('a.txt').read() == 'x'\n" + LOOP
+def test_without_namespaces_python_reads_back_what_it_writes_and_shares_what_processes_share(tmp_path: Path) -> None:
+    text = "open('a.txt', 'w').write('x')\nassert open('a.txt').read() == 'x'\n" + LOOP.replace(
+        "print", SHARED + "print", 1
+    )
     done = _command(tmp_path, text, kernel=NO_NAMESPACES)
     assert done.returncode == 0, done.stderr
     assert "a.txt" in done.stdout.rpartition("Held back")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.mark.slow
+def test_without_namespaces_libraries_that_write_are_refused(tmp_path: Path) -> None:
     done = _command(tmp_path, IN_C, kernel=NO_NAMESPACES)
     assert done.returncode == 2
     assert "--allow-writes" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
-
-
-def test_unprotected_checkpoints_stay(tmp_path: Path) -> None:
-    (tmp_path / "model.pt").write_text("three days", encoding="utf-8")
-    text = LOOP.replace("print", "torch.save(model, 'model.pt'); torch.load('model.pt'); open('a.txt', 'w')\nprint")
-    done = _command(tmp_path, text, "--unprotected", kernel=NEITHER)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "model.pt").read_text(encoding="utf-8") == "three days"
-    assert (tmp_path / "a.txt").exists()
 
 
 IN_C = """
@@ -541,6 +532,7 @@ def test_an_answer_is_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
+@pytest.mark.slow
 def test_the_last_of_what_it_prints_is_kept(tmp_path: Path) -> None:
     text = "for i in range(40): print('x' * 1000000)\nprint('the end')\n"
     with pytest.raises(ScriptEnded) as caught:
@@ -555,6 +547,7 @@ def test_processes_are_refused(tmp_path: Path) -> None:
         run_here(Request(_written(tmp_path, text), device="cpu"))
 
 
+@pytest.mark.slow
 def test_a_loop_that_meets_no_model_is_ended_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = _written(tmp_path, "import time\nwhile True:\n    time.sleep(0.1)\n")
@@ -602,17 +595,24 @@ def _marked(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("text", [LOOP, *slow("while True: pass\n")])
-def test_without_a_supervisor_it_runs_only_unprotected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+def test_without_a_supervisor_it_runs_only_unprotected_and_checkpoints_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on macOS and Windows."""
     monkeypatch.setattr(sys, "platform", "darwin")
-    command = _written(tmp_path, text)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.pt").write_text("three days", encoding="utf-8")
+    saves = "torch.save(model, 'model.pt'); torch.load('model.pt'); open('a.txt', 'w')\nprint"
+    command = _written(tmp_path, LOOP.replace("print", saves, 1))
     with pytest.raises(UsageError, match=r"darwin: has neither.*--unprotected"):
         run_script(Request(command, device="cpu"))
-    if text is LOOP:
-        assert run_script(Request(command, device="cpu", unprotected=True)).facts.protection == "none"
-    else:
-        with pytest.raises(StepError, match="its time was over"):
-            run_script(Request(command, device="cpu", unprotected=True, limit=-25))
+    assert run_script(Request(command, device="cpu", unprotected=True)).facts.protection == "none"
+    assert (tmp_path / "model.pt").read_text(encoding="utf-8") == "three days"
+    assert (tmp_path / "a.txt").exists()
+
+
+@pytest.mark.slow
+def test_without_a_supervisor_its_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(StepError, match="its time was over"):
+        run_script(Request(_written(tmp_path, "while True: pass\n"), device="cpu", unprotected=True, limit=-25))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from emulated_card.dry_process import run_there
 from environment import ENVIRONMENT, needs_cuda_torch, slow
-from integrations.scripts.script_runs import run, script_of
+from integrations.scripts.script_runs import run, run_here, script_of
 
 import memplan
 from memplan.cli import main
@@ -50,6 +50,7 @@ def _copied(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *argumen
     return Command(f"{name}.py", arguments)
 
 
+@pytest.mark.filterwarnings("ignore")  # of DTensor, in the script
 @pytest.mark.parametrize(
     ("name", "arguments", "world", "rank"),
     [
@@ -65,8 +66,8 @@ def test_a_rank_is_what_it_is_with_real_tensors(
     name: str, arguments: list[str], world: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = _copied(name, tmp_path, monkeypatch, *arguments)
-    recorded = run_script(Request(command, device="cpu", world=world, rank=rank))
-    measured = run_script(Request(command, device="cpu", world=world, rank=rank, really=True))
+    recorded = run_here(Request(command, device="cpu", world=world, rank=rank))
+    measured = run_here(Request(command, device="cpu", world=world, rank=rank, really=True))
     peak, real = (memplan.simulate(ran.trace).peak_allocated for ran in (recorded, measured))
     assert peak == pytest.approx(real, rel=0.001)
     assert recorded.facts.updates == measured.facts.updates == 2
@@ -86,7 +87,7 @@ def test_what_a_library_shards_is_what_torch_does(
         shutil.copy(script, tmp_path)
     monkeypatch.chdir(tmp_path)
     own, torchs = (
-        memplan.simulate(run_script(Request(Command(f"{script}.py"), device="h100", world=4)).trace)
+        memplan.simulate(run_here(Request(Command(f"{script}.py"), device="h100", world=4)).trace)
         for script in (name, plain)
     )
     assert own.steps[-1].peak_allocated == pytest.approx(torchs.steps[-1].peak_allocated, rel=0.001)
@@ -233,7 +234,7 @@ def test_without_a_world_a_script_of_torchrun_is_told_how_to_say_it(
         f"import os, torch\nimport torch.distributed as dist\nfrom torch import nn\n{text}\n{LOOP}"
     )
     with pytest.raises(StepError, match=r"starts under torchrun.*--world 8") as caught:
-        run_script(Request(Command(str(tmp_path / "train.py")), device="cpu"))
+        run_here(Request(Command(str(tmp_path / "train.py")), device="cpu"))
     assert str(caught.value.where).endswith("train.py:4")
 
 

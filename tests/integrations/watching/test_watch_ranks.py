@@ -65,6 +65,7 @@ def test_equal_ranks_have_no_odd_one(way: str, tmp_path: Path) -> None:
     assert "memplan: no rank holds much more than the others" in errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     trained(tmp_path, "killed")
     killed, failed = watched_ranks(tmp_path).rows
@@ -78,6 +79,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "why.json").read_text())["rows"][0]["watch"]["rank"] == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_is_first_and_has_a_post_mortem(tmp_path: Path) -> None:
     errors = trained(tmp_path, "oom")
     first = watched_ranks(tmp_path).rows[0].watch

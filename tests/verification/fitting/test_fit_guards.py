@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
 from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
+from verification.fitting import quick
 
-import memplan
 from memplan.errors import DataDependentError
+
+fit = partial(quick.fit, pairs=0)
 
 
 def _layers(last: int) -> nn.Sequential:
@@ -84,7 +87,7 @@ CASES = {
 )
 def test_a_model_with_guards_is_fitted(case: str, engine: str) -> None:
     make, inputs = CASES[case]
-    fitted = memplan.fit(make(), *inputs, budget="1.25 MiB", engine=engine)  # pyright: ignore[reportArgumentType]
+    fitted = fit(make(), *inputs, budget="1.25 MiB", engine=engine)  # pyright: ignore[reportArgumentType]
     assert fitted.proof.measured
     assert fitted.plan.eager_peak > fitted.plan.budget >= fitted.proof.peak
 
@@ -93,7 +96,7 @@ def test_a_guard_raises_the_models_own_exception_and_training_goes_on() -> None:
     model, twin = Checked(), Checked()
     twin.load_state_dict(model.state_dict())
     inputs, far = CASES["checks of its own"][1][0], torch.full((512, 64), 1e12)
-    memplan.fit(model, inputs, budget="1.3 MiB", engine="graph")
+    fit(model, inputs, budget="1.3 MiB", engine="graph")
     for one in (model, twin):
         torch.manual_seed(1)
         one(inputs).backward()
@@ -111,6 +114,9 @@ def test_a_guard_raises_the_models_own_exception_and_training_goes_on() -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
+    with pytest.raises(Exploded, match="too far"):
+        model(far[:256])  # while it is planned
+    model(inputs[:256]).backward()  # a call that runs unplanned warns, which is an error here
 
 
 class Ends(Checked):
@@ -125,7 +131,7 @@ class Ends(Checked):
 
 def test_a_model_that_would_end_the_process_is_fitted_and_ends_it_when_it_should() -> None:
     model = Ends()
-    memplan.fit(model, torch.randn(512, 64), budget="1.25 MiB", engine="graph")
+    fit(model, torch.randn(512, 64), budget="1.25 MiB", engine="graph")
     model(torch.randn(512, 64)).backward()
     with pytest.raises(SystemExit, match="nan in the output"):
         model(torch.full((512, 64), float("nan")))
@@ -143,7 +149,7 @@ class Lenient(Checked):
 
 def test_a_guard_that_does_not_raise_in_the_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model, far = Lenient(), torch.full((512, 64), 1e12)
-    memplan.fit(model, torch.randn(512, 64), budget="1.25 MiB", engine="graph")
+    fit(model, torch.randn(512, 64), budget="1.25 MiB", engine="graph")
     with pytest.raises(Exploded):
         model(far)
     monkeypatch.setenv("LENIENT", "1")
@@ -163,17 +169,9 @@ class Branches(nn.Module):
         return outputs.square().mean() if (outputs > 0).any() else outputs.abs().mean()
 
 
-def test_a_call_that_raises_while_it_is_planned_does_not_keep_its_kind_from_being_planned() -> None:
-    model = Checked()
-    memplan.fit(model, torch.randn(512, 64), budget="1.3 MiB", engine="graph")
-    with pytest.raises(Exploded, match="too far"):
-        model(torch.full((256, 64), 1e12))
-    model(torch.randn(256, 64)).backward()  # a call that runs unplanned warns, which is an error here
-
-
 def test_a_branch_that_goes_on_both_ways_is_refused_at_its_line() -> None:
     with pytest.raises(DataDependentError, match=r"needs the values of a tensor.*test_fit_guards\.py"):
-        memplan.fit(Branches(), torch.randn(512, 64), budget="1 MiB", engine="graph")
+        fit(Branches(), torch.randn(512, 64), budget="1 MiB", engine="graph")
 
 
 def test_reads_in_other_threads_are_theirs_and_the_methods_are_put_back() -> None:
@@ -186,7 +184,7 @@ def test_reads_in_other_threads_are_theirs_and_the_methods_are_put_back() -> Non
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        memplan.fit(Checked(), torch.randn(512, 64), budget="1.3 MiB", engine="graph")
+        fit(Checked(), torch.randn(512, 64), budget="1.3 MiB", engine="graph")
     finally:
         done.set()
         thread.join()
@@ -199,7 +197,7 @@ def test_a_model_is_fitted_under_anomaly_detection() -> None:
     """Values of a capture are none; the mode is as before, and calls in it run unplanned."""
     model, x = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(64, 16)
     with torch.autograd.set_detect_anomaly(True):
-        fitted = memplan.fit(model, x, budget="90%", pairs=0)
+        fitted = fit(model, x, budget="90%")
         assert torch.is_anomaly_enabled()
     assert fitted.changed
     assert fitted.proof is not None

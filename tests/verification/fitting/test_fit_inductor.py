@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from environment import slow
-from rewriting.cells import BATCH, CELLS, Norms, Twice, total
+from rewriting.cells import Norms, total
 from torch import nn
 from torch._functorch import config as autograd_config
 from torch._inductor import config as inductor_config
@@ -136,42 +136,7 @@ def holds(fitted: Fitted) -> None:
         assert {one.name for one in proof.rounded if (one.kind, one.step) == (kind, number)} >= trained
 
 
-# of all kinds, budgets and modes benchmarks/fit_cells.py makes a table; these take no part in another one
-@pytest.mark.parametrize(
-    "cell",
-    [
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("attention dropout", "weight tying", "channels last")),
-        pytest.param("batch norm and dropout", marks=pytest.mark.slow),  # the cells of the engine graph always run
-    ],
-)
-def test_every_cell(cell: str) -> None:
-    torch.manual_seed(0)
-    model = Twice(CELLS[cell].make(), CELLS[cell].make())
-    arguments, kwargs = CELLS[cell].arguments(BATCH)
-    fitted = at_share(model, 0.85, *arguments, kwargs=kwargs, loss=total)
-    holds(fitted)
-    fitted.undo()
-
-
-class OfVectors(nn.Module):
-    """The other cells, which all take vectors, compiled in one go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({name: CELLS[name].make() for name in ("dropout", "frozen layers", "two outputs")})
-        self.keywords = CELLS["keyword inputs"].make()
-
-    def forward(self, x: torch.Tensor, **named: Any) -> Any:
-        return [part(x) for part in self.parts.values()], self.keywords(x, **named)
-
-
-@pytest.mark.slow
-def test_the_cells_of_vectors() -> None:
-    torch.manual_seed(0)
-    arguments, kwargs = CELLS["keyword inputs"].arguments(BATCH)
-    holds(at_share(Twice(OfVectors(), OfVectors()), 0.85, *arguments, kwargs=kwargs, loss=total))
-
-
+# of all kinds, budgets and modes benchmarks/fit_cells.py makes a table
 @pytest.mark.slow
 def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
     """Not by the proof, which is memplan's own, but by a step by hand: autograd's gradients are the other side."""
@@ -462,6 +427,7 @@ class Noisy(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_random_numbers_are_drawn_in_the_order_of_eager_mode() -> None:
     """In float64 `randn` draws other numbers: the step as it is has to be what is right then."""
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, SegformerConfig, SegformerForSemanticSegmentation
@@ -88,7 +89,7 @@ class Returning(nn.Module):
         return self.kind(logits=self.head(hidden), hidden=hidden)
 
 
-@pytest.mark.parametrize("kind", [Output, SimpleNamespace])
+@pytest.mark.parametrize("kind", [SimpleNamespace, *slow(Output)])
 def test_a_loss_of_an_object(kind: Any) -> None:
     torch.manual_seed(0)
     model = Returning(kind)

@@ -67,7 +67,9 @@ def attention() -> Plans:
 
 
 @pytest.mark.slow
-def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(attention: Plans, monkeypatch: Any) -> None:
+def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(
+    attention: Plans, monkeypatch: Any
+) -> None:
     plans = attention
     first = plans(call(4, 24), False)
     assert isinstance(first, Planned)
