@@ -77,7 +77,7 @@ CASES = [
 ]
 LONG = (
     *("t5", "unetr", "llama", "llama_gradient_checkpointing", "llama_lora", "bert", "segresnet", "basic_unet3d"),
-    *("zero_grad_after_step", "checkpoint_reentrant", "autocast_conv"),
+    *("zero_grad_after_step", "checkpoint_reentrant", "autocast_conv", "unet3d", "dynunet", "gan"),
     *("gradient_accumulation", "resnet18_inference", "gpt2_inference", "frozen_backbone", "loss_logging"),
     *(name for name in QUIET if name != "sdpa_transformer"),
 )
@@ -86,7 +86,7 @@ LONG = (
 
 def repeats(name: str, device: str) -> bool:
     """Whether a case is left to `make test-all`: long ones, and on the CPU what a card has findings of."""
-    return name in LONG or (device == "cpu" and name in ON_A_CARD and name != "gpt2")
+    return name in LONG or (device == "cpu" and name in ON_A_CARD)
 
 
 def test_ids_and_titles_are_unique() -> None:

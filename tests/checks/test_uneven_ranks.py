@@ -139,7 +139,8 @@ def test_a_load_with_a_place_is_none(place: Any, tmp_path: Path, monkeypatch: py
     assert ID not in {f.id for f in memplan.check(loading(path, place), device="h100", world=8, rank=1)}
 
 
-@pytest.mark.parametrize("way", ["fsdp", *slow(*sorted(set(WAYS) - {"fsdp"}))])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", sorted(WAYS))
 def test_ranks_that_share_evenly_have_no_finding(way: str) -> None:
     assert ID not in {finding.id for finding in memplan.check(step_of(way), world=4)}
 

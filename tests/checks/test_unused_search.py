@@ -55,12 +55,13 @@ def test_a_search_for_what_every_step_uses_is_found() -> None:
     assert (finding.severity, finding.details["parameters"]) == ("info", 4)
 
 
-@pytest.mark.parametrize("way", ["unused", "dropped at random", "dropped by value"])
-def test_a_step_that_may_leave_a_module_out_has_none(way: str) -> None:
+@pytest.mark.parametrize("way", ["", "unused", "dropped at random", "dropped by value"])
+def test_a_step_without_a_search_or_that_may_leave_a_module_out_has_none(way: str) -> None:
     """Of the last two torch's own warning would be a false alarm."""
     assert found(way) == []
 
 
-@pytest.mark.parametrize("way", ["ddp", *slow("ddp views", "ddp static", "fsdp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "ddp views", "ddp static", "fsdp"])
 def test_clean_steps_have_none(way: str) -> None:
     assert ID not in {finding.id for finding in memplan.check(step_of(way), world=4)}

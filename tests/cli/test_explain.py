@@ -413,6 +413,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "KeyError" in result.stderr
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_program_in_a_pipe(folder: Path) -> None:
     command = [sys.executable, "-m", "memplan.cli", "explain", str(folder / "nets.py:make"), "--input", "2x4"]
     # as if installed: a path of its own may be relative

@@ -330,7 +330,7 @@ def test_the_smallest_budget_is_told_and_is_enough(deep: tuple[str, nn.Module], 
     assert (short.exit_code, short.stderr) == (1, "")
     least = json.loads((tmp_path / "out.json").read_text())["smallest_budget"]
     assert f"({least} bytes)" in " ".join(short.stdout.split())
-    assert run(target, *OPTIONS, "--budget", least).exit_code == 0
+    assert run(target, *OPTIONS, "--budget", least, "--predict").exit_code == 0
 
 
 @pytest.mark.slow

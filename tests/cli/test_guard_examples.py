@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from environment import thinned
 
 from memplan.cli import main
 
@@ -19,7 +20,7 @@ NEEDS = {"examples/gpt2.py:build": "transformers", "examples/unet3d.py:build": "
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the baseline was written with torch 2.13")
-@pytest.mark.parametrize(("target", "options", "device"), STEPS, ids=[f"{at}-{device}" for at, _, device in STEPS])
+@pytest.mark.parametrize(("target", "options", "device"), thinned(STEPS, 4))
 def test_an_example_takes_what_it_took(target: str, options: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if target in NEEDS:
         pytest.importorskip(NEEDS[target])

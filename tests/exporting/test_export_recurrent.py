@@ -78,7 +78,7 @@ def test_states_of_layers_and_directions_are_trained(kind: str, tmp_path: Path) 
     assert exported(model, "4x2x3", tmp_path / "b", budget=tight).verdict.proven
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, 2))
+@pytest.mark.parametrize("kind", thinned(KINDS, 4))
 def test_code_does_not_grow_with_the_sequence(kind: str, tmp_path: Path) -> None:
     begin = time.process_time()
     long = exported(Each(kind), "80x1x3", tmp_path / "a", verify=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -65,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", REFUSED)
+@pytest.mark.parametrize("op", thinned(REFUSED, 2))
 def test_the_op_its_layer_and_another_way_are_said(op: str, tmp_path: Path) -> None:
     refused, _, way = REFUSED[op]
     with pytest.raises(RecordingError, match=rf"{op}\b.*\(in layer 1.*{way}"):

@@ -23,8 +23,9 @@ from memplan.trace.trace import Trace, at_least
 
 ROOT = Path(__file__).resolve().parents[3]
 ZOO = [
-    *[("dynunet", "h100"), ("autocast_conv", "h100"), ("zero_grad_after_step", "cpu")],
+    *[("autocast_conv", "h100"), ("zero_grad_after_step", "cpu")],
     *slow(
+        ("dynunet", "h100"),
         ("mobilenet", "cpu"),
         ("resnet18_channels_last", "cpu"),
         ("unet3d", "cpu"),

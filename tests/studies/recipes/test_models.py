@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from environment import slow
 
 from memplan.errors import InputError, TargetError
 from memplan.studies.recipes.models import catalogue, find_model
@@ -41,7 +42,15 @@ def test_the_published_numbers_cover_the_catalogue() -> None:
     assert set(PUBLISHED) == set(catalogue())
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+FEW = (
+    "llama-3.2-1b", "mistral-7b-v0.1", "mixtral-8x7b", "qwen2.5-0.5b", "qwen3-0.6b", "gemma-2-2b", "gemma-3-270m",
+    "phi-3-mini-4k", "phi-2", "gpt2", "pythia-160m", "opt-125m", "bert-base-uncased", "roberta-base",
+    "distilbert-base-uncased", "vit-base-patch16-224", "whisper-tiny",
+)  # fmt: skip
+"""A small one of each architecture."""
+
+
+@pytest.mark.parametrize("name", [*FEW, *slow(*(name for name in PUBLISHED if name not in FEW))])
 def test_a_configuration_has_the_published_number_of_parameters(name: str) -> None:
     model = find_model(name)
     kind = getattr(transformers, model.architecture)

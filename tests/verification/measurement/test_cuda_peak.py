@@ -25,7 +25,6 @@ class Cycle:
 @pytest.fixture(autouse=True)
 def _counted() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
     Cycle.freed = 0
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
