@@ -118,19 +118,14 @@ def test_an_import_that_an_interrupt_broke_is_an_interrupt(monkeypatch: pytest.M
     assert (result.exit_code, result.stderr) == (130, "memplan: interrupted\n")
 
 
-def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(4, 4)\n")
-    command = f"{sys.executable} -m memplan.cli explain net.py:make --input 2x4 --json - | head -1"
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    """It has ended before the first line is written."""
+    command = f"{sys.executable} -m memplan.cli devices --json - | true"
     env = {**os.environ, "PYTHONPATH": str(Path(memplan.__file__).parents[1])}
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", "-o", "pipefail", "-c", command], env=env, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, '{"format":"memplan.explanation",\n', "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_closed_stdout_is_no_error() -> None:

@@ -110,7 +110,7 @@ def test_integer_kernels_compile_without_warnings(name: str, in_eight_bits: Path
     kinds = (
         [[*CROSS[name], *year]]
         if name in CROSS
-        else [year, ["-std=c2x", *STRICT], ["-std=c++11", "-x", "c++", *STRICT]]
+        else [["-std=c99", *STRICT], ["-std=c++11", "-x", "c++", *STRICT]]
     )
     for flags in ([*kind, "-O2"] for kind in kinds):
         command = [*found[name], *flags]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import slow
 from goldens.handmade import MIB, ROOT, TENSOR, changed, gelu, write
 
 from memplan.devices import find as find_card
@@ -37,11 +38,11 @@ each_file = pytest.mark.parametrize("path", FILES or [NO_FILE], ids=name_of)
 def to_predict(number: int, path: Path) -> Any:
     """The file, marked to fail where it is listed as a known miss; one that passes after all has to leave the list.
 
-    Every eighth file, in the order of their names, is predicted in each run; the others are slow.
+    Every sixteenth file, in the order of their names, is predicted in each run; the others are slow.
     """
     reason = KNOWN_MISSES.get(name_of(path))
     known = [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
-    return pytest.param(path, marks=known if number % 8 == 0 else [*known, pytest.mark.slow])
+    return pytest.param(path, marks=known if number % 16 == 0 else [*known, pytest.mark.slow])
 
 
 @functools.cache
@@ -122,7 +123,7 @@ def test_the_number_is_as_near_as_the_results_say(path: Path) -> None:
     assert [(row.within, row.inside) for row in found] == [(row["within"], row["inside"]) for row in said]
 
 
-@pytest.mark.parametrize("name", ["lstm", "lstm_bidirectional", "lstm_dropout", "gru"])
+@pytest.mark.parametrize("name", ["lstm_bidirectional", *slow("lstm", "lstm_dropout", "gru")])
 def test_recurrent_steps_take_what_a_card_took_to_the_byte(name: str) -> None:
     """In each step, with the stored workspace and with that of the formula."""
     (path,) = (path for path in FILES if name_of(path) == f"nvidia-h200/2.11.0-cu130/{name}.json.gz")

@@ -10,7 +10,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from environment import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """
@@ -97,9 +96,7 @@ def test_without_a_mark():
     assert "torch" in sys.modules
 """
 )
-FAILING = (
-    MODELS
-    + """
+FAILING = """
 import unittest
 
 
@@ -163,20 +160,23 @@ class TestCase(unittest.TestCase):
     def test_of_unittest(self):
         return None
 """
-)
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
+    return project_in(tmp_path)
+
+
+def project_in(folder: Path) -> Path:
     """Return a folder with an installation's entry points, as pip would write them from pyproject.toml."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
-    info = tmp_path / "site" / "memplan_of_the_test-1.dist-info"
+    info = folder / "site" / "memplan_of_the_test-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: memplan-of-the-test\nVersion: 1\n")
     lines = [f"{name} = {place}" for name, place in points.items()]
     (info / "entry_points.txt").write_text("\n".join(["[pytest11]", *lines, ""]))
-    (tmp_path / "project").mkdir()
-    return tmp_path / "project"
+    (folder / "project").mkdir()
+    return folder / "project"
 
 
 def run(project: Path, *arguments: str, test: str = "") -> subprocess.CompletedProcess[str]:
@@ -200,18 +200,24 @@ def _said(part: ElementTree.Element) -> str:
     return f"{part.tag}: {part.get('message')}\n{part.text}"
 
 
-@pytest.mark.parametrize("processes", ["0", *slow("1")])
-def test_whatever_describes_a_step_is_taken(project: Path, processes: str) -> None:
-    done = run(project, "--junit-xml=out.xml", "-n", processes, test=PASSING)
-    found = outcomes(project)
+def passed(found: dict[str | None, str], printed: str) -> None:
+    """Check that all of `PASSING` passed."""
     assert found.pop("test_skipped").startswith("skipped: not today")
-    assert set(found.values()) == {"passed"}, done.stdout
+    assert set(found.values()) == {"passed"}, printed
     assert len(found) == 10
 
 
-def test_what_fails_says_why(project: Path) -> None:
-    run(project, "--junit-xml=out.xml", test=FAILING)
+@pytest.mark.slow
+def test_whatever_describes_a_step_is_taken_in_another_process(project: Path) -> None:
+    done = run(project, "--junit-xml=out.xml", "-n", "1", test=PASSING)
+    passed(outcomes(project), done.stdout)
+
+
+def test_whatever_describes_a_step_is_taken_and_what_fails_says_why(project: Path) -> None:
+    done = run(project, "--junit-xml=out.xml", test=PASSING + FAILING)
     found = outcomes(project)
+    described = {name: text for name, text in found.items() if f"def {str(name).partition('[')[0]}(" in PASSING}
+    passed(described, done.stdout)
     much = found["test_too_much"]
     # four layers of 64 x 64 weights and 64 biases
     assert "test_too_much takes " in much
@@ -232,7 +238,7 @@ def test_what_fails_says_why(project: Path) -> None:
         "test_of_unittest": "found a method of a unittest.TestCase",
     }
     assert {name: text for name, text in said.items() if text not in found[name]} == {}
-    assert set(found) == {"test_too_much", *said}
+    assert len(found) == 11 + len({"test_too_much", *said})
     assert [name for name, text in found.items() if "memplan/trace" in text] == []  # no traceback of memplan's own
 
 

@@ -183,6 +183,7 @@ from concurrent.futures import ProcessPoolExecutor
 import safetensors.torch
 saved = {'a': torch.ones(3)}
 os.makedirs('outputs/1'); os.chdir('outputs/1'); os.chdir('../..')
+os.rename('runs', 'runs.old'); assert (os.listdir('runs.old'), os.path.exists('runs')) == (['first'], False)
 os.symlink('script.py', 'latest')
 torch.save(saved, 'c.tmp'); os.replace('c.tmp', 'c.pt'); a = torch.load('c.pt')
 torch.save(saved, 'last.pt'); shutil.copyfile('last.pt', 'best.pt'); a = torch.load('best.pt')
@@ -212,10 +213,12 @@ torch.distributed.all_reduce(torch.ones(3)); torch.distributed.barrier()
 @pytest.mark.parametrize("really", [False, *slow(True)])
 def test_usual_idioms_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, really: bool) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
     text = LOOP.replace("print", IDIOMS + "print", 1)
     ran = run_script(Request(_written(tmp_path, text), device="cpu", really=really))
     assert ran.facts.ending == "steps"
-    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["runs", "runs/first", "script.py"]
 
 
 MOVES = """

@@ -138,6 +138,20 @@ def test_ranks_without_a_file_or_a_prediction_are_noted(tmp_path: Path) -> None:
     assert "rank 1 ended before its third step was observed" in found.notes[1]
 
 
+def test_ranks_that_did_not_end_normally_are_first(tmp_path: Path) -> None:
+    """Out of memory before killed, and what each has written."""
+    lost = rank(2, MIB, world=3, state="out of memory", steps=5, error="RuntimeError: full", post_mortem="oom.json")
+    found = watched_ranks(
+        written(tmp_path, rank(0, MIB, world=3), rank(1, MIB, world=3, state="running", steps=4), lost)
+    )
+    assert [row.watch.rank for row in found.rows] == [2, 1, 0]
+    assert summary(found)[:2] == [
+        "rank 2 ran out of memory in step 6: RuntimeError: full",
+        "rank 1 was last seen in step 5: it runs still, or was killed",
+    ]
+    assert "rank 2 wrote a post-mortem: oom.json" in found.notes
+
+
 def test_other_files_are_refused_with_one_message(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"no file of a rank"):
         watched_ranks(tmp_path)

@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from environment import slow
+from environment import slow, thinned
 from models.small_llama import small_llama
 
 import memplan
@@ -108,7 +108,7 @@ def test_packed_weights_are_half_a_byte_on_a_card(first: str, tmp_path: Path) ->
         assert held == pytest.approx(expected, rel=0.002)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(MODELS, 3))
 def test_every_kind_of_model_runs(name: str, tmp_path: Path) -> None:
     sequence = None if name == "ViT" else 16
     script = script_of(MODELS[name], recipe_of("full"), Options(2, sequence, "sgd:lr=0.1", "float32"))

@@ -212,6 +212,7 @@ def test_predictions_that_an_evaluation_keeps(tmp_path: Path, monkeypatch: pytes
     assert evaluation.per_batch == 8 * (20 * 4 + 8)  # a prediction in float32 and a target in int64
 
 
+@pytest.mark.slow
 def test_batches_beyond_the_most_storages_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(extrapolation, "_MOST_ADDED", 30)
@@ -227,6 +228,7 @@ def test_boxes_that_each_sample_of_a_smaller_last_batch_leaves(tmp_path: Path) -
     assert recorded.phases[-1].stays == pytest.approx(real.phases[-1].stays, abs=_LAST)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     train=st.integers(33, 90), batch=st.integers(3, 8), val=st.integers(1, 120), val_batch=st.integers(2, 9)
@@ -238,6 +240,7 @@ def test_of_any_length(tmp_path: Path, train: int, batch: int, val: int, val_bat
     assert recorded.allocated == pytest.approx(peak, rel=0.001)
 
 
+@pytest.mark.slow
 def test_predictions_that_each_batch_concatenates(tmp_path: Path) -> None:
     assert_as_it_really_goes(tmp_path, BEGIN + CONCATENATED)
 
@@ -246,6 +249,11 @@ def test_a_loader_that_fetches_one_batch_ahead(tmp_path: Path) -> None:
     """As Accelerate's does: a batch lives for two periods, and is not kept by each."""
     run = assert_as_it_really_goes(tmp_path, BEGIN + ONE_AHEAD)
     assert run.phases[-1].per_batch == 8 * 20 * 4
+
+
+def test_a_loop_over_a_known_length(tmp_path: Path) -> None:
+    """As Lightning's: the part of the last batch goes on with what is made of all."""
+    assert_as_it_really_goes(tmp_path, BEGIN + KNOWN_LENGTH)
 
 
 @pytest.mark.slow
@@ -266,11 +274,6 @@ def test_the_last_update_accumulates_as_many_batches_as_really(tmp_path: Path) -
     real = followed(tmp_path, BEGIN + WINDOWS, really=True)
     phases = [(p.kind, p.allocated, p.stays) for p in recorded.phases]
     assert phases == [(p.kind, pytest.approx(p.allocated, abs=_LAST), p.stays) for p in real.phases]
-
-
-def test_a_loop_over_a_known_length(tmp_path: Path) -> None:
-    """As Lightning's: the part of the last batch goes on with what is made of all."""
-    assert_as_it_really_goes(tmp_path, BEGIN + KNOWN_LENGTH)
 
 
 def test_accumulated_gradients_and_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

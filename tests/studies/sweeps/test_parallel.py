@@ -62,29 +62,23 @@ def test_interrupted_it_keeps_what_is_done() -> None:
     assert found == {number: record_point(*task) for number, task in enumerate(tasks(2))}
 
 
-def test_processes_give_what_this_one_gives_and_keep_what_is_done() -> None:
-    width = 4  # a closure, which another process has to be sent
-    given = tasks(6, lambda: nn.Linear(width, width))
-    whole = {number: record_point(*task) for number, task in enumerate(given)}
-    assert record_points(given, 2, lambda done, total: None) == whole
-    found = record_points(given, 2, stop)  # in the same processes: starting them is what takes long
-    assert 2 <= len(found) <= 6
-    assert all(found[number] == whole[number] for number in found)
-
-
-def test_processes_count_what_the_threads_here_take() -> None:
-    """oneDNN's scratch goes by the number of threads."""
-    before = torch.get_num_threads()
+def test_processes_give_what_this_one_gives_with_its_threads_and_keep_what_is_done() -> None:
+    """oneDNN's scratch goes by the number of threads. Starting processes is what takes long: these are started once."""
+    width, before = 4, torch.get_num_threads()  # a closure, which another process has to be sent
+    convolutions = [
+        (Subject(lambda: nn.Conv2d(3, 4, 5), StepOptions((f"{n}x3x64x64",)).checked()), Target("cpu"), None)
+        for n in (1, 3)
+    ]
+    given = [*convolutions, *tasks(4, lambda: nn.Linear(width, width))]
     try:
         torch.set_num_threads(3)
-        given = [
-            (Subject(lambda: nn.Conv2d(3, 4, 5), StepOptions((f"{n}x3x64x64",)).checked()), Target("cpu"), None)
-            for n in (1, 3)
-        ]
-        here = {number: record_point(*task) for number, task in enumerate(given)}
-        assert record_points(given, 2, lambda done, total: None) == here
+        whole = {number: record_point(*task) for number, task in enumerate(given)}
+        assert record_points(given, 2, lambda done, total: None) == whole
+        found = record_points(given, 2, stop)  # in the same processes
+        assert 2 <= len(found) <= 6
+        assert all(found[number] == whole[number] for number in found)
         torch.set_num_threads(1)
-        assert {number: record_point(*task) for number, task in enumerate(given)} != here
+        assert {number: record_point(*task) for number, task in enumerate(given)} != whole
     finally:
         torch.set_num_threads(before)
 
