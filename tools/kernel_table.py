@@ -56,6 +56,11 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
         image.contiguous(memory_format=torch.channels_last), tensor(64), tensor(64), residual=image
     )
     made["instance_norm_act, silu"] = lambda: kernels.instance_norm_act(image, activation="silu")
+    volume = tensor(2, 64, 16, 16, 16)
+    made["depthwise_conv, 3D"] = lambda: kernels.depthwise_conv(volume, tensor(64, 1, 3, 3, 3), tensor(64), padding=1)
+    made["depthwise_conv, stride, channels last"] = lambda: kernels.depthwise_conv(
+        image.contiguous(memory_format=torch.channels_last), tensor(64, 1, 7, 7), stride=2, padding=3
+    )
     for width in (128, 4096, 8192, 16384):
         made[f"rms_norm {width}"] = functools.partial(norm, kernels.rms_norm, width)
         made[f"layer_norm with residual {width}"] = lambda width=width: norm(

@@ -181,9 +181,11 @@ def test_segments_in_pieces_come_first() -> None:
     assert not plan.kernels
 
 
-def study_on(card: str | None) -> tuple[Planner, Study, Any, Any]:
+def study_on(card: str | None, model: Any = None, inputs: Any = None) -> tuple[Planner, Study, Any, Any]:
     options = PlanOptions(budget=1, allow="reordered", costs="roofline", heuristics=HEURISTICS)
-    checked = request(Decoder(), StepOptions((tokens(),), {}, (), None, None, None), options, fake=False)
+    checked = request(
+        model or Decoder(), StepOptions(inputs or (tokens(),), {}, (), None, None, None), options, fake=False
+    )
     planner, settings = Planner(checked.step), checked.settings
     study = planner.study(checked.call, settings, key=0)
     if card is not None:
@@ -317,6 +319,19 @@ def test_a_card_or_machine_without_kernels(
     assert not groups
     assert reason in reasons[-1]
     assert offered(study, replace(settings, home=Home()))[0]
+
+
+@pytest.mark.parametrize("card", [None, "h100"])
+def test_depthwise_convolutions_are_replaced_on_a_card_alone(card: str | None) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 2, 1))
+    planner, study, checked, settings = study_on(card, model, (torch.randn(1, 3, 8, 8),))
+    groups, reasons = offered(study, settings)
+    assert [group.kernel for group in groups] == ["depthwise_conv"] * (card is not None)
+    assert reasons == ["depthwise_conv: on the CPU it is torch's own convolution"] * (card is None)
+    replaced = planner._rewritten(study, checked.call, replace(settings, home=Home()), kernels=groups)
+    targets = [op.target for op in replaced.captured.graph.ops]
+    assert targets.count("memplan.depthwise.default") == len(groups)
+    assert targets.count("aten.convolution.default") == 3 - len(groups)
 
 
 @pytest.mark.usefixtures("without_tiles")

@@ -146,7 +146,9 @@ _PRODUCTS_OF_INT8 = (
 """Operators of bitsandbytes that the CPU implements by torch ops, and a card by kernels of the library."""
 
 
-_KERNELS_OF_OURS = [op + form for op in ("token_statistics", "norm", "gated") for form in ("", "_backward")]
+_KERNELS_OF_OURS = [
+    op + form for op in ("token_statistics", "norm", "gated", "depthwise") for form in ("", "_backward")
+]
 """Ops of `memplan.kernels`, made of torch's and, on a card, of kernels that allocate nothing."""
 
 

@@ -2,12 +2,14 @@
 
 from memplan.kernels.channel_norms import batch_norm_act, group_norm_act, instance_norm_act
 from memplan.kernels.cross_entropy import cross_entropy, log_probs
+from memplan.kernels.depthwise import depthwise_conv
 from memplan.kernels.gated import geglu, swiglu
 from memplan.kernels.norms import layer_norm, rms_norm
 
 __all__ = [
     "batch_norm_act",
     "cross_entropy",
+    "depthwise_conv",
     "geglu",
     "group_norm_act",
     "instance_norm_act",

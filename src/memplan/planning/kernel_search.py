@@ -123,6 +123,8 @@ def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:
     for group in study.captured.groups:
         if group.kernel == "rms_norm" and saved_bytes(graph, group.calls) <= STATISTICS * _rows(graph, group):
             reasons.append(f"{group.kernel}: torch's own saves no more")
+        elif group.kernel == "depthwise_conv" and card is None:
+            reasons.append(f"{group.kernel}: on the CPU it is torch's own convolution")
         else:
             groups.append(group)
     return groups, reasons

@@ -388,6 +388,84 @@ def test_a_norm_whose_result_something_else_reads_is_replaced_without_the_activa
     assert len(group.calls) == 1
 
 
+# -- depthwise convolutions
+
+
+def filtered(**options: Any) -> Function:
+    """A depthwise convolution with a filter of 3 or 1 in each dimension."""
+
+    def convolve(x: Tensor, model: Images) -> Tensor:
+        convolution: Function = F.conv2d if x.dim() == 4 else F.conv3d
+        return convolution(x, model.filters, groups=6, **options)
+
+    return convolve
+
+
+class Filtered(Images):
+    """With filters for each channel of the first convolution."""
+
+    def __init__(self, function: Function, dims: int = 2, taps: int = 3, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(function, dims, dtype)
+        self.filters = nn.Parameter(torch.randn(6, 1, *dims * (taps,), dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("options", "dims", "last"),
+    [({"padding": 1}, 2, False), ({"padding": (2, 1), "stride": (1, 2)}, 2, True),
+     ({"padding": "same", "dilation": 2}, 3, False), ({"padding": "valid"}, 3, True)],
+    ids=str,
+)  # fmt: skip
+def test_depthwise_convolutions(options: dict[str, Any], dims: int, last: bool) -> None:
+    torch.manual_seed(1)
+    layout = (torch.channels_last if dims == 2 else torch.channels_last_3d) if last else torch.contiguous_format
+    model, x = Filtered(filtered(**options), dims), torch.randn(2, 3, *dims * (8,)).contiguous(memory_format=layout)
+    assert_near_float64(model, (x,), "depthwise_conv")
+
+
+def several_a_channel(x: Tensor, model: Filtered) -> Tensor:
+    return F.conv2d(x, torch.cat([model.filters, model.filters]), groups=6)[:, :6]
+
+
+def of_one_sample(x: Tensor, model: Filtered) -> Tensor:
+    return F.conv2d(x[0], model.filters, groups=6)[None]
+
+
+def transposed_input(x: Tensor, model: Filtered) -> Tensor:
+    return F.conv2d(x.transpose(2, 3), model.filters, groups=6)
+
+
+@pytest.mark.parametrize(
+    ("function", "taps", "reason"),
+    [
+        (several_a_channel, 3, "it has 2 filters for each channel"),
+        (of_one_sample, 3, "its input has no dimension of samples"),
+        (transposed_input, 3, "its input and result are not contiguous or channels last alike"),
+        pytest.param(
+            filtered(padding="same"),
+            2,
+            "it pads its sides by different numbers",
+            marks=pytest.mark.filterwarnings("ignore:Using padding='same'"),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_depthwise_convolution_that_the_kernel_does_not_take_has_a_reason(
+    function: Function, taps: int, reason: str
+) -> None:
+    captured = capture(Filtered(function, taps=taps), call_of((torch.randn(2, 3, 8, 8),), {}))
+    assert not captured.groups
+    assert [f"{refused.kernel}: {refused.reason}" for refused in captured.refused_groups] == [
+        f"depthwise_conv: {reason}"
+    ]
+
+
+def test_other_groups_of_channels_are_not_depthwise() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 1, 3), nn.Conv2d(1, 1, 3))
+    captured = capture(model, call_of((torch.randn(2, 4, 8, 8),), {}))
+    assert not captured.groups
+    assert not captured.refused_groups
+
+
 # -- what no kernel replaces
 
 

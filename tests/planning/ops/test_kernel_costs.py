@@ -1,4 +1,4 @@
-"""Work of kernels that hold logits part by part."""
+"""Work of the ops of `memplan.kernels`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from memplan.planning.graph.joint_graph import Value
 from memplan.planning.graph.op_schema import (
     CHANNEL_NORM,
     CHANNEL_NORM_BACKWARD,
+    DEPTHWISE,
+    DEPTHWISE_BACKWARD,
     TOKEN_STATISTICS,
     TOKEN_STATISTICS_BACKWARD,
 )
@@ -43,3 +45,24 @@ def test_norms_of_channels_read_their_input_twice(added: bool) -> None:
     assert (forward.flops, forward.bytes) == (0, (4 if added else 3) * size)
     of = (x, residual, vector, vector, vector, vector, 0, "relu", 0.0, 1e-5, added)
     assert WORKS[CHANNEL_NORM_BACKWARD]((x, *of)).bytes == (8 if added else 5) * size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_depthwise_convolutions_move_little_more_than_their_operands(dtype: str) -> None:
+    """By hand: x is halved in each dimension. The least is x and y forward, and in the backward pass for each of two
+    gradients once more. A filter of 27 has parts of 1,080 positions."""
+    samples, channels, side, taps, size = 2, 32, 64, 27, 4 if dtype == "float32" else 2
+    x = Value(0, "x", "result", 0, 0, (samples, channels, side, side, side), (), dtype)
+    y = Value(0, "y", "result", 0, 0, (samples, channels, side // 2, side // 2, side // 2), (), dtype)
+    weight = Value(0, "w", "parameter", 0, 0, (channels, 1, 3, 3, 3), (), dtype)
+    steps = [2] * 3, [1] * 3, [1] * 3
+    positions = samples * channels * (side // 2) ** 3
+    least = size * (9 * positions + channels * taps)
+    forward = WORKS[DEPTHWISE]((x, weight, None, *steps))
+    assert (forward.flops, forward.bytes) == (2 * taps * positions, least)
+    backward = WORKS[DEPTHWISE_BACKWARD]((y, x, weight, *steps, [True, True, False]))
+    sums = 2 * 4 * samples * channels * taps * -(-((side // 2) ** 3) // 1080)
+    assert (backward.flops, backward.bytes) == (2 * forward.flops, 2 * least + sums)
+    assert backward.bytes <= 1.1 * 2 * least
+    frozen = WORKS[DEPTHWISE_BACKWARD]((y, x, weight, *steps, [True, False, False]))
+    assert (frozen.flops, frozen.bytes) == (forward.flops, forward.bytes)

@@ -3,7 +3,7 @@
 A group is recognized by its last call, and from there along what each call reads: the loss of a linear layer's logits,
 a root-mean-square norm, a gated activation, a norm of channels with or without an activation. Spellings differ
 (``x.pow(2)``, ``x * x``; ``x * rsqrt(...)``, ``x / sqrt(...)``; casts to float32 and back), the
-computation must be the kernel's.
+computation must be the kernel's. A depthwise convolution is a group of a single call.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ _CHANNEL_NORMS: Mapping[str, tuple[str, ...]] = {
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
 }
 """Arguments of ``F.batch_norm`` and its like; the functions of the same names under ``torch`` have others."""
+_CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+"""Arguments of ``F.conv2d`` and its like."""
 _DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d"))
 _ACTIVATIONS = {
     "relu": "relu",
@@ -85,7 +88,7 @@ def kernel_groups(log: CallLog) -> tuple[tuple[Group, ...], tuple[Refused, ...]]
     groups, refused, used = list[Group](), list[tuple[_Match, str]](), set[int]()
     for number in sorted(log.calls, reverse=True):  # a cast at the end belongs to the group
         call = log.calls[number]
-        for recognize in (_cross_entropy, _rms_norm, _gated, _channel_norm):
+        for recognize in (_cross_entropy, _rms_norm, _gated, _channel_norm, _depthwise):
             match = recognize(log, call)
             if match is None or not used.isdisjoint(inner.number for inner in match.calls):
                 continue
@@ -417,7 +420,7 @@ def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], li
 # -- norms of channels
 
 
-_LAID_OUT_AS_X = frozenset(f"{name}_act" for name in _CHANNEL_NORMS)
+_LAID_OUT_AS_X = frozenset((*(f"{name}_act" for name in _CHANNEL_NORMS), "depthwise_conv"))
 """Kernels whose result has the layout of their input."""
 
 
@@ -489,10 +492,57 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
     return match
 
 
+# -- depthwise convolutions
+
+
+def _depthwise(log: CallLog, call: LoggedCall) -> _Match | None:
+    """Recognize a convolution with as many groups as channels."""
+    if call.name not in _CONVOLUTIONS or len(call.results) != 1 or len(call.args) > len(_CONVOLUTION):
+        return None
+    named = {**dict(zip(_CONVOLUTION, call.args, strict=False)), **call.kwargs}
+    operands = {
+        name: (call, ref.value)
+        for name, argument in (("x", "input"), ("weight", "weight"), ("bias", "bias"))
+        if isinstance(ref := named.get(argument), Ref)
+    }
+    if not {"x", "weight"} <= operands.keys() or not set(named) <= set(_CONVOLUTION):
+        return None
+    x, weight = (log.tensors[operands[name][1]].like for name in ("x", "weight"))
+    groups, dims = named.get("groups", 1), len(weight.shape) - 2
+    if groups == 1 or weight.shape[1] != 1:
+        return None
+    match = _Match("depthwise_conv", [call], operands, {})
+    if weight.shape[0] != groups:
+        return replace(match, reason=f"it has {weight.shape[0] // groups} filters for each channel")
+    if len(x.shape) != dims + 2:
+        return replace(match, reason="its input has no dimension of samples")
+    for name in ("stride", "dilation", "padding"):
+        value = named.get(name, 0 if name == "padding" else 1)
+        if value == "same":
+            reach = [d * (k - 1) for d, k in zip(match.options["dilation"], weight.shape[2:], strict=True)]
+            if any(total % 2 for total in reach):
+                return replace(match, reason="it pads its sides by different numbers")
+            value = [total // 2 for total in reach]
+        numbers = [0] if value == "valid" else [value] if isinstance(value, int) else list(value)
+        match.options[name] = numbers * dims if len(numbers) == 1 else numbers
+    after = log.tensors[call.results[0]].like
+    layout = torch.contiguous_format if _is_contiguous(x) else _channels_last(x)
+    expected = torch.empty(after.shape, device="meta", memory_format=layout)
+    if not _is_dense(x) or expected.stride() != after.stride:
+        return replace(match, reason="its input and result are not contiguous or channels last alike")
+    dtypes = {log.tensors[tensor].like.dtype for _, tensor in operands.values()}
+    if not call.autocast[0] and len(dtypes) > 1:
+        return replace(match, reason="its operands have several dtypes")
+    return match
+
+
+def _channels_last(like: Like) -> torch.memory_format:
+    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(like.shape), torch.contiguous_format)
+
+
 def _is_dense(like: Like) -> bool:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(like.shape), torch.contiguous_format)
     tensor = torch.empty_strided(like.shape, like.stride, device="meta")
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=_channels_last(like))
 
 
 # -- parts of the above

@@ -45,6 +45,7 @@ CHUNKED = "memplan.convolution_chunks.default"
 TOKEN_STATISTICS = "memplan.token_statistics.default"
 TOKEN_STATISTICS_BACKWARD = "memplan.token_statistics_backward.default"
 CHANNEL_NORM, CHANNEL_NORM_BACKWARD = "memplan.channel_norm.default", "memplan.channel_norm_backward.default"
+DEPTHWISE, DEPTHWISE_BACKWARD = "memplan.depthwise.default", "memplan.depthwise_backward.default"
 ELEMENTWISE = frozenset(
     """
     abs.default acos.default acosh.default add.Scalar add.Tensor addcdiv.default addcmul.default asin.default
@@ -83,6 +84,8 @@ KERNELS: Mapping[str, tuple[str, ...]] = {
     ),
     "memplan.gated.default": ("gate", "up", "activation"),
     "memplan.gated_backward.default": ("d_y", "gate", "up", "activation"),
+    DEPTHWISE: ("x", "weight", "bias", "stride", "padding", "dilation"),
+    DEPTHWISE_BACKWARD: ("d_y", "x", "weight", "stride", "padding", "dilation", "wanted"),
 }  # fmt: skip
 """Ops of `memplan.kernels`, and their argument names."""
 

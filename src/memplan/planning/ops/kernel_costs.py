@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from memplan.kernels.depthwise import part_length
 from memplan.planning.graph.joint_graph import Value
 from memplan.planning.graph.op_schema import (
     CHANNEL_NORM,
     CHANNEL_NORM_BACKWARD,
+    DEPTHWISE,
+    DEPTHWISE_BACKWARD,
     KERNELS,
     TOKEN_STATISTICS,
     TOKEN_STATISTICS_BACKWARD,
@@ -59,7 +62,41 @@ def _of_passes(x: Value, *, passes: int) -> Work:
     return Work(0, passes * prod(x.shape) * itemsize(x.dtype), x.dtype)
 
 
+def _depthwise(args: Sequence[Any]) -> Work:
+    """Reads x and writes y: each element once, as its neighbours find it in the cache."""
+    named = dict(zip(KERNELS[DEPTHWISE], args, strict=True))
+    x, weight = named["x"], named["weight"]
+    steps = (named["stride"], named["padding"], named["dilation"])
+    sizes = (
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(x.shape[2:], weight.shape[2:], *steps, strict=True)
+    )
+    return _of_filters(x, (*x.shape[:2], *sizes), weight, products=1, sums=0)
+
+
+def _depthwise_backward(args: Sequence[Any]) -> Work:
+    """Reads the gradient and writes that of x; reads both x and the gradient for that of the weight, whose parts' sums
+    are written and read again."""
+    named = dict(zip(KERNELS[DEPTHWISE_BACKWARD], args, strict=True))
+    d_y, weight, wanted = named["d_y"], named["weight"], named["wanted"]
+    taps, sums = prod(weight.shape[2:]), 0
+    if wanted[1] or wanted[2]:
+        parts = -(-prod(d_y.shape[2:]) // part_length(taps, 1))
+        sums = d_y.shape[0] * parts * (taps + wanted[2]) * d_y.shape[1]
+    return _of_filters(named["x"], d_y.shape, weight, products=wanted[0] + (wanted[1] or wanted[2]), sums=sums)
+
+
+def _of_filters(x: Value, result: Sequence[int], weight: Value, *, products: int, sums: int) -> Work:
+    """Return the work of passes that each read or write x, the result and the weight once, and of float32 sums that are
+    written and read. Tensor cores take no part in it."""
+    taps, size = prod(weight.shape[2:]), itemsize(x.dtype)
+    moved = size * (prod(x.shape) + prod(result) + prod(weight.shape)) * products + 2 * 4 * sums
+    return Work(2 * products * prod(result) * taps, moved, "float32")
+
+
 WORKS[CHANNEL_NORM] = _channel_norm
 WORKS[CHANNEL_NORM_BACKWARD] = _channel_norm_backward
+WORKS[DEPTHWISE] = _depthwise
+WORKS[DEPTHWISE_BACKWARD] = _depthwise_backward
 WORKS[TOKEN_STATISTICS] = _statistics
 WORKS[TOKEN_STATISTICS_BACKWARD] = _statistics_backward
