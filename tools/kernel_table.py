@@ -28,7 +28,10 @@ from memplan.kernels.launch import Launch, without_data
 TABLE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "kernels.json"
 ARCHITECTURES = (75, 80, 90, 120)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+_POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.int16: "*i16",
+}  # fmt: skip
 
 
 def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
@@ -61,6 +64,7 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     made["depthwise_conv, stride, channels last"] = lambda: kernels.depthwise_conv(
         image.contiguous(memory_format=torch.channels_last), tensor(64, 1, 7, 7), stride=2, padding=3
     )
+    made |= _updates(tensor(2048).detach())
     for width in (128, 4096, 8192, 16384):
         made[f"rms_norm {width}"] = functools.partial(norm, kernels.rms_norm, width)
         made[f"layer_norm with residual {width}"] = lambda width=width: norm(
@@ -69,11 +73,31 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     return made
 
 
+def _updates(parameter: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Updates of a parameter, one in bfloat16 with its master weights packed."""
+    moments, clip = torch.zeros(2, *parameter.shape), torch.ones(())
+    packed: Any = {}
+    if parameter.dtype == torch.bfloat16:
+        packed = {"low": torch.zeros_like(parameter, dtype=torch.int16), "ties": torch.zeros(1, dtype=torch.int64)}
+
+    def adamw() -> Tensor:
+        kernels.adamw_step(parameter, parameter, *moments, step=1, clip=clip, **packed)
+        return parameter
+
+    def sgd() -> Tensor:
+        kernels.sgd_step(parameter, parameter, moments[0], momentum=0.9, weight_decay=0.1, nesterov=True, **packed)
+        return parameter
+
+    return {"adamw_step, clip": adamw, "sgd_step, nesterov": sgd}
+
+
 def launches(call: Callable[[], Tensor]) -> list[Launch]:
     """The kernels that a call and its backward pass start."""
     started: list[Launch] = []
     with without_data("cuda", started.append):
-        call().sum().backward()
+        result = call()
+        if result.requires_grad:
+            result.sum().backward()
     return started
 
 
@@ -100,7 +124,7 @@ def compile_for(started: Launch, architecture: int) -> Any:
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
     constants = dict(started.constants)
-    options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
+    options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": constants.pop("enable_fp_fusion", True)}
     signature: dict[str, str] = {}
     divisible: dict[tuple[int, ...], list[list[Any]]] = {}
     for position, (name, arg) in enumerate(zip(started.kernel.arg_names, started.args, strict=False)):

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,23 @@ def test_cards_round_to_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         code = tool.compile_for(started, 90).asm["ptx"]
         assert "cvt.rn.bf16" in code
         assert "cvt.rz" not in code
+
+
+@needs_triton
+@compiling
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("adamw_step, clip", {"mul": 5, "fma": 2, "add": 2, "sub": 1, "div": 2, "sqrt": 1}),
+     ("sgd_step, nesterov", {"mul": 1, "fma": 4})],
+)  # fmt: skip
+def test_updates_round_as_written(
+    name: str, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: the operations of an element. All round to the nearest, and no further product is fused with a sum."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (started,) = tool.launches(tool.calls(torch.bfloat16)[name])
+    code = tool.compile_for(started, 90).asm["ptx"]
+    found = Counter(re.findall(r"\b(\w+(?:\.\w+)*)\.f32\s", code))
+    elements = 1024 // (32 * started.constants["num_warps"])  # of a thread
+    arithmetic = {kind: count / elements for kind, count in found.items() if not kind.startswith(("mov", "ld", "st"))}
+    assert arithmetic == {f"{kind}.rn": count for kind, count in expected.items()}

@@ -147,7 +147,8 @@ _PRODUCTS_OF_INT8 = (
 
 
 _KERNELS_OF_OURS = [
-    op + form for op in ("token_statistics", "norm", "gated", "depthwise") for form in ("", "_backward")
+    *(op + form for op in ("token_statistics", "norm", "gated", "depthwise") for form in ("", "_backward")),
+    *("adamw", "sgd"),
 ]
 """Ops of `memplan.kernels`, made of torch's and, on a card, of kernels that allocate nothing."""
 

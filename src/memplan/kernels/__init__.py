@@ -5,8 +5,10 @@ from memplan.kernels.cross_entropy import cross_entropy, log_probs
 from memplan.kernels.depthwise import depthwise_conv
 from memplan.kernels.gated import geglu, swiglu
 from memplan.kernels.norms import layer_norm, rms_norm
+from memplan.kernels.updates import adamw_step, sgd_step
 
 __all__ = [
+    "adamw_step",
     "batch_norm_act",
     "cross_entropy",
     "depthwise_conv",
@@ -16,5 +18,6 @@ __all__ = [
     "layer_norm",
     "log_probs",
     "rms_norm",
+    "sgd_step",
     "swiglu",
 ]
