@@ -11,12 +11,16 @@ import torch
 
 from memplan import _torch
 from memplan.errors import UsageError
+from memplan.kernels import adamw_step, sgd_step
 
 _ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
     torch.optim.Adamax, torch.optim.Adadelta,
 )  # fmt: skip
 """Optimizers that update each element from its own gradient and state, which they make in the first update."""
+_IN_ONE_PASS = (torch.optim.SGD, torch.optim.AdamW)
+_NOT_IN_ONE_PASS = ("amsgrad", "capturable", "differentiable", "fused")
+"""Options that `memplan.kernels` does not have."""
 _LOW, _TIES = "master_low", "master_ties"
 """Names of the low halves, and of the positions where they are 2^15 and not -2^15, in the state of a parameter."""
 _PIECE, _PIECE_ON_CARD = 1 << 20, 1 << 22
@@ -46,14 +50,21 @@ class PackedMasters(torch.optim.Optimizer):
     8 bytes. How many there are is read after each update, so on a card each parameter waits for its kernels, and a
     CUDA graph cannot capture ``step()``.
 
+    With ``one_pass`` each parameter is updated by `memplan.kernels.adamw_step` or `sgd_step`: on a card in one kernel,
+    without master weights in memory. The weights and states are bit for bit those of master weights that these
+    functions update, which can differ in the last bit from those that a card's ``optimizer_class`` updates. An error
+    amid a parameter's update can then leave a few of its master weights a bfloat16 rounding step off.
+
     Args:
         params: parameters, or groups of them, as of any optimizer. Their gradients may be bfloat16 or float32.
         optimizer_class: SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adamax or Adadelta of ``torch.optim``.
+        one_pass: update by a kernel; SGD and AdamW, without ``amsgrad``, ``capturable``, ``differentiable`` and
+            ``fused``. Learning rates and betas are numbers, or tensors, which are read for each update.
         defaults: its options.
 
     Raises:
-        UsageError: another optimizer, or parameters in float16, which is no part of float32, or DTensors (of FSDP2).
-            Frozen ones are refused by ``step()``, once they have a gradient.
+        UsageError: another optimizer, options that ``one_pass`` does not take, or parameters in float16, which is no
+            part of float32, or DTensors (of FSDP2). Frozen ones are refused by ``step()``, once they have a gradient.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64).bfloat16()
@@ -65,30 +76,43 @@ class PackedMasters(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **defaults: Any
-    ) -> None:
+        self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
+        one_pass: bool = False, **defaults: Any,
+    ) -> None:  # fmt: skip
+        if one_pass and optimizer_class not in _IN_ONE_PASS:
+            raise UsageError(
+                f"PackedMasters of {getattr(optimizer_class, '__name__', optimizer_class)} in one pass",
+                expected="torch.optim's SGD or AdamW",
+                do="Leave one_pass out",
+            )
         if optimizer_class not in _ELEMENTWISE:
             raise UsageError(
                 f"PackedMasters of {getattr(optimizer_class, '__name__', optimizer_class)}",
                 expected=f"one of torch.optim's {', '.join(kind.__name__ for kind in _ELEMENTWISE)}",
                 do="Pass one of these as optimizer_class, or hold the master weights in float32",
             )
+        self._one_pass = one_pass
         self._inner: Any = optimizer_class(params, **defaults)
         """Updates the master weights of a piece, with its parameter groups and state set to theirs."""
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_inner": self._inner}
+        return {**super().__getstate__(), "_inner": self._inner, "_one_pass": self._one_pass}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            UsageError: there are parameters in float16, or tensors that wrap others.
+            UsageError: there are parameters in float16, or tensors that wrap others, or options that ``one_pass`` does
+                not take.
         """
         super().add_param_group(param_group)
         try:
+            refused = [name for name in _NOT_IN_ONE_PASS if self._one_pass and self.param_groups[-1].get(name)]
+            if refused:
+                found = f"PackedMasters in one pass with {' and '.join(refused)}"
+                raise UsageError(found, expected="none of these options", do="Leave them out, or one_pass")
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.requires_grad:
                     _check(parameter)
@@ -107,8 +131,16 @@ class PackedMasters(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, clip: torch.Tensor | None = None
+    ) -> Any:
         """Update all parameters that have a gradient. ``closure`` is called first, and its result returned.
+
+        Args:
+            closure: computes the gradients.
+            clip: tensor of one number, by which gradients are multiplied in float32; they stay as they are. It may be
+                on the card, for which the host does not wait with ``one_pass``. That of ``clip_grad_norm_`` is
+                ``(max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1)``.
 
         Raises:
             UsageError: a parameter that was frozen at first has a gradient, and cannot be updated (see the class).
@@ -128,7 +160,8 @@ class PackedMasters(torch.optim.Optimizer):
             _check(parameter)
         try:
             for parameter, group in trained:
-                self._update(parameter, group)
+                update = self._update_in_one_pass if self._one_pass else self._update
+                update(parameter, group, None if clip is None else clip.to(parameter.device))
         finally:
             self._release()
         return loss
@@ -186,7 +219,37 @@ class PackedMasters(torch.optim.Optimizer):
             state[_TIES] = state[_LOW].new_empty(0, dtype=torch.int64)
         return state
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_in_one_pass(self, parameter: torch.Tensor, group: dict[str, Any], clip: torch.Tensor | None) -> None:
+        """Update a parameter by `memplan.kernels` with the options of its group."""
+        weight, gradient = parameter.detach(), parameter.grad
+        assert gradient is not None
+        packed = weight.dtype == torch.bfloat16
+        state = self._packed_state(parameter) if packed else self.state[parameter]
+        options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "weight_decay")}
+        options |= {"maximize": group["maximize"], "clip": clip}
+        options |= {"low": state[_LOW], "ties": state[_TIES]} if packed else {}
+
+        def state_of(name: str) -> torch.Tensor:
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(weight, dtype=torch.float32 if packed else weight.dtype)
+            return state[name]
+
+        if isinstance(self._inner, torch.optim.AdamW):
+            step = state.get("step", torch.tensor(0.0)) + 1
+            moments = state_of("exp_avg"), state_of("exp_avg_sq")
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            options |= {"betas": (beta1, beta2), "eps": group["eps"], "step": int(step)}
+            ties = adamw_step(weight, gradient, *moments, **options)
+            state["step"] = step
+        else:
+            first, momentum = state.get("momentum_buffer") is None, float(group["momentum"])
+            buffer = state_of("momentum_buffer") if momentum else None
+            options |= {name: group[name] for name in ("dampening", "nesterov")}
+            ties = sgd_step(weight, gradient, buffer, momentum=momentum, first=first, **options)
+        if packed:
+            state[_TIES] = ties
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], clip: torch.Tensor | None) -> None:
         """Update a parameter with the options of its group, piece by piece where that cannot change a bit. Fused
         kernels get the whole tensor, as their arithmetic may depend on the position in it.
 
@@ -212,6 +275,8 @@ class PackedMasters(torch.optim.Optimizer):
                     ties, other_ties = ties[inside] - start, ties[~inside]
                 master = _unpacked(master, piece(state[_LOW]), ties)
             master.grad = piece(gradient).to(master.dtype)
+            if clip is not None:
+                master.grad = master.grad * clip.to(master.dtype)
             before = {
                 name: piece(value) if _is_elementwise(value, weight) else _copied(value)
                 for name, value in old_states.items()
