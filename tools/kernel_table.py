@@ -30,7 +30,7 @@ ARCHITECTURES = (75, 80, 90, 120)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
-    torch.int16: "*i16",
+    torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
         "geglu": lambda: kernels.geglu(tensor(4, 4096), tensor(4, 4096)),
         "geglu, tanh": lambda: kernels.geglu(tensor(4, 4096), tensor(4, 4096), approximate="tanh"),
     }
-    image = tensor(2, 64, 32, 32)
+    image, labels = tensor(2, 64, 32, 32), torch.zeros(2, 1, 16, 16, 16, dtype=torch.int64)
     made["batch_norm_act with residual, channels last"] = lambda: kernels.batch_norm_act(
         image.contiguous(memory_format=torch.channels_last), tensor(64), tensor(64), residual=image
     )
@@ -65,6 +65,17 @@ def calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
         image.contiguous(memory_format=torch.channels_last), tensor(64, 1, 7, 7), stride=2, padding=3
     )
     made |= _updates(tensor(2048).detach())
+    made["dice_cross_entropy, 3 classes"] = lambda: kernels.dice_cross_entropy(tensor(2, 3, 16, 16, 16), labels)
+    made["dice_cross_entropy, 117 classes, channels last"] = lambda: kernels.dice_cross_entropy(
+        tensor(2, 117, 16, 16).contiguous(memory_format=torch.channels_last), labels[:, 0, 0], squared=True
+    )
+    for width in (8192, 16384):
+        made[f"softmax_dropout {width}, hidden"] = lambda width=width: kernels.softmax_dropout(
+            tensor(2, 4, 8, width), torch.zeros(8, width, dtype=torch.bool), p=0.1
+        )
+    made["softmax_dropout 1024, added, no dropout"] = lambda: kernels.softmax_dropout(
+        tensor(2, 4, 8, 1024), torch.zeros(2, 1, 8, 1024, dtype=dtype)
+    )
     for width in (128, 4096, 8192, 16384):
         made[f"rms_norm {width}"] = functools.partial(norm, kernels.rms_norm, width)
         made[f"layer_norm with residual {width}"] = lambda width=width: norm(

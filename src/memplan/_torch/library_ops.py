@@ -146,9 +146,10 @@ _PRODUCTS_OF_INT8 = (
 """Operators of bitsandbytes that the CPU implements by torch ops, and a card by kernels of the library."""
 
 
+_DIFFERENTIATED = ("token_statistics", "norm", "gated", "depthwise", "masked_softmax", "class_sums")
 _KERNELS_OF_OURS = [
-    *(op + form for op in ("token_statistics", "norm", "gated", "depthwise") for form in ("", "_backward")),
-    *("adamw", "sgd"),
+    *(op + form for op in _DIFFERENTIATED for form in ("", "_backward")),
+    *("pack_flags", "adamw", "sgd"),
 ]
 """Ops of `memplan.kernels`, made of torch's and, on a card, of kernels that allocate nothing."""
 

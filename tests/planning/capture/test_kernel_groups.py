@@ -12,6 +12,7 @@ from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
 from memplan.planning.capture.call_log import CallLog
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
@@ -150,6 +151,7 @@ LOSSES = [plain, shifted, transposed, capped]
 def run(captured: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The outputs of a graph and its parameters' gradients, op by op."""
     graph, memory = captured.graph, dict[int, Any](captured.constants)
+    torch.manual_seed(0)
     for value in graph.values:
         if value.kind == "input":
             memory[value.id] = inputs[int(value.path)]
@@ -169,6 +171,7 @@ def run(captured: Captured, model: nn.Module, inputs: Sequence[Tensor]) -> tuple
 
 
 def in_eager(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
     output = model(*inputs)
     output.backward(torch.ones_like(output))
     found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -466,6 +469,152 @@ def test_other_groups_of_channels_are_not_depthwise() -> None:
     assert not captured.refused_groups
 
 
+# -- attention
+
+
+def nano_gpt(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """As nanoGPT has it."""
+    scores = (x @ x.transpose(-2, -1)) * (1.0 / WIDTH**0.5)
+    scores = scores.masked_fill(torch.ones(16, 16).tril() == 0, float("-inf"))
+    return last(F.dropout(F.softmax(scores, dim=-1), 0.2) @ x)
+
+
+def transformers_eager(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """As transformers' eager attention has it: in float32, cast before dropout."""
+    scores = torch.matmul(x, x.transpose(1, 2)) * 0.2
+    scores = scores + torch.full((16, 16), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)
+    shares = F.softmax(scores, dim=-1, dtype=torch.float32).to(x.dtype)
+    return last(torch.matmul(F.dropout(shares, p=0.3, training=True), x))
+
+
+def t5_attention(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """A bias of positions, which has a gradient."""
+    scores = x @ x.transpose(1, 2) + weight[:16]
+    return last(F.dropout(F.softmax(scores.float(), dim=-1).type_as(scores), 0.5) @ x)
+
+
+def without_dropout(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """A number that is finite, in rows of which nothing is left, too."""
+    scores = (x @ x.transpose(1, 2) / 5).masked_fill(torch.ones(16, 16).triu() > 0, -1e4)
+    return last(F.dropout(scores.softmax(-1), 0.0) @ x)
+
+
+def masked_in_place(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """The group begins behind it."""
+    scores = x @ x.transpose(1, 2)
+    scores += weight[:16]
+    return last(torch.dropout(torch.softmax(scores, 2), 0.1, True) @ x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        (nano_gpt, {"p": 0.2, "scale": 1.0 / WIDTH**0.5}),
+        (transformers_eager, {"p": 0.3, "scale": 0.2}),
+        (t5_attention, {"p": 0.5}),
+        (without_dropout, {"fill": -1e4, "scale": 0.2}),
+        (masked_in_place, {"p": 0.1}),
+    ],
+)
+def test_attention(attention: Function, options: dict[str, float], dtype: torch.dtype) -> None:
+    """With the same draws as in eager mode."""
+    model, x = Step(attention, dtype), tokens()[0].to(dtype)
+    (group,) = capture(model, call_of((x,), {})).groups
+    assert group.options == options
+    assert_near_float64(model, (x,), "softmax_dropout")
+    with_kernel = capture(Step(attention, dtype), call_of((x,), {}), kernels=(group,)).graph
+    assert sum(op.random for op in with_kernel.ops) == ("p" in options)
+    assert not any("_softmax" in op.target and op.target.startswith("aten") for op in with_kernel.ops)
+
+
+def test_a_result_of_another_dtype_than_the_scores() -> None:
+    """Within autocast on a card, or by ``dtype``."""
+
+    def attention(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+        return (F.softmax(last(x), -1, dtype=torch.float32) * weight.float()).sum()
+
+    model, x = Step(attention, torch.bfloat16), tokens()[0].bfloat16()
+    (group,) = capture(model, call_of((x,), {})).groups
+    assert group.options == {"dtype": "float32"}
+    assert_near_float64(model, (x,), "softmax_dropout")
+
+
+# -- losses of segmentation
+
+
+class Segmentation(nn.Module):
+    """A convolution to three classes, and a loss."""
+
+    def __init__(self, loss: Function, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss, self.head = loss, nn.Conv3d(2, 3, 1)
+        self.to(dtype)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.head(x), labels)
+
+
+def volumes() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(2, 2, 4, 5, 6), torch.randint(3, (2, 1, 4, 5, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({}, torch.int64),
+        ({"include_background": False, "batch": True, "lambda_ce": 0.3}, torch.uint8),
+        ({"jaccard": True, "smooth_nr": 0.0, "smooth_dr": 1.0, "lambda_dice": 2.0}, torch.float32),
+    ],
+    ids=str,
+)
+def test_monais_dice_and_cross_entropy(options: dict[str, Any], labels: torch.dtype) -> None:
+    losses = pytest.importorskip("monai.losses.dice")
+    model = Segmentation(losses.DiceCELoss(softmax=True, to_onehot_y=True, **options))
+    x, targets = volumes()
+    assert_near_float64(model, (x, targets.to(labels)), "dice_cross_entropy")
+
+
+def monai_beside_its_probabilities(scores: Tensor, labels: Tensor) -> Tensor:
+    """Probabilities that something else reads, too."""
+    from monai.losses.dice import DiceCELoss
+
+    shares = torch.softmax(scores, 1)
+    hard = torch.zeros_like(shares).scatter_(1, labels, 1)
+    return DiceCELoss(softmax=True, to_onehot_y=True)(scores, labels) + (shares * hard).mean()
+
+
+def dice_of_probabilities(scores: Tensor, labels: Tensor) -> Tensor:
+    from monai.losses.dice import DiceLoss
+
+    shares = torch.softmax(scores, 1)
+    return DiceLoss(to_onehot_y=True)(shares, labels) + F.cross_entropy(scores, labels[:, 0]) + shares.var()
+
+
+def test_losses_of_segmentation_that_the_kernel_does_not_take() -> None:
+    losses = pytest.importorskip("monai.losses.dice")
+    of = {"softmax": True, "to_onehot_y": True}
+    for loss, reason in (
+        (losses.DiceCELoss(weight=torch.ones(3), **of), "it weighs classes"),
+        (losses.DiceCELoss(label_smoothing=0.1, **of), "it smooths labels"),
+        (lambda scores, labels: losses.DiceCELoss(**of)(scores.double(), labels).float(), "it reads float64"),
+    ):
+        captured = capture(Segmentation(loss), call_of(volumes(), {}))
+        assert not captured.groups
+        assert reason in [one.reason for one in captured.refused_groups if one.kernel == "dice_cross_entropy"]
+    for loss in (
+        losses.DiceCELoss(sigmoid=True, to_onehot_y=True),
+        losses.DiceCELoss(squared_pred=True, **of),
+        losses.DiceLoss(**of),
+        dice_of_probabilities,
+    ):
+        assert not capture(Segmentation(loss), call_of(volumes(), {})).groups
+    (group,) = capture(Segmentation(monai_beside_its_probabilities), call_of(volumes(), {})).groups
+    assert group.kernel == "dice_cross_entropy"
+
+
 # -- what no kernel replaces
 
 
@@ -540,6 +689,11 @@ def unscaled(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
     return last(F.rms_norm(x, (WIDTH,), None, EPS))
 
 
+def shares_read_too(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    shares = F.softmax(x @ x.transpose(1, 2), -1)
+    return last(F.dropout(shares, 0.2) @ x) + shares.sum()
+
+
 @pytest.mark.parametrize(
     ("function", "dtype", "reason"),
     [
@@ -556,6 +710,7 @@ def unscaled(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
         (widened, torch.bfloat16, "rms_norm: its result is float32, of bfloat16"),
         (unscaled, torch.float32, "rms_norm: it has no weight"),
         (swiglu, torch.float64, "swiglu: it reads float64"),
+        (shares_read_too, torch.float32, "softmax_dropout: sum reads the result of softmax inside of it, too"),
     ],
 )
 def test_a_group_that_a_kernel_does_not_take_has_a_reason(function: Function, dtype: torch.dtype, reason: str) -> None:
@@ -583,7 +738,13 @@ def looks_gated(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
     return last(x * torch.sigmoid(x + 1) + F.silu(x) * 2 + (F.silu(x) + x) + written * x)
 
 
-@pytest.mark.parametrize("function", [looks_like_a_norm, looks_gated])
+def looks_like_attention(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+    """A softmax alone, over another dimension, of a product of tensors; dropout in evaluation."""
+    a, b = F.softmax(x * 2, -1), F.dropout(F.softmax(x + weight, 1), 0.1)
+    return last(a + b + F.dropout(F.softmax(x * weight, -1), 0.1, training=False))
+
+
+@pytest.mark.parametrize("function", [looks_like_a_norm, looks_gated, looks_like_attention])
 def test_what_only_looks_like_a_group_is_none(function: Function) -> None:
     captured = capture(Step(function), call_of((tokens()[0],), {}))
     assert not captured.groups

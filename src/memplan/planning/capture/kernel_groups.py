@@ -1,9 +1,10 @@
 """Recognize groups of calls that an op of `memplan.kernels` can replace.
 
 A group is recognized by its last call, and from there along what each call reads: the loss of a linear layer's logits,
-a root-mean-square norm, a gated activation, a norm of channels with or without an activation. Spellings differ
-(``x.pow(2)``, ``x * x``; ``x * rsqrt(...)``, ``x / sqrt(...)``; casts to float32 and back), the
-computation must be the kernel's. A depthwise convolution is a group of a single call.
+a root-mean-square norm, a gated activation, a norm of channels with or without an activation, a softmax of masked
+scores with or without dropout, the Dice loss and cross-entropy of a segmentation. Spellings differ (``x.pow(2)``,
+``x * x``; ``x * rsqrt(...)``, ``x / sqrt(...)``; casts to float32 and back), the computation must be the kernel's. A
+depthwise convolution is a group of a single call.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch
 from memplan._display import Printed
 from memplan.kernels.launch import DTYPES
 from memplan.planning.capture.call_log import OUTPUT, CallLog, LoggedCall
+from memplan.planning.capture.dice_groups import dice_cross_entropy
+from memplan.planning.capture.group_match import Match, before_casts, drops_nothing, is_cast, name_of_dtype
 from memplan.planning.capture.replaced_calls import UPDATED
+from memplan.planning.capture.softmax_groups import softmax_dropout
 from memplan.planning.graph.joint_graph import Ref
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.kernel_group import Group, Operand
 
-_CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
 _RESHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "getitem"))
 _TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
 _CROSS_ENTROPY = (
@@ -39,7 +42,6 @@ _CHANNEL_NORMS: Mapping[str, tuple[str, ...]] = {
 _CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 """Arguments of ``F.conv2d`` and its like."""
-_DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d"))
 _ACTIVATIONS = {
     "relu": "relu",
     "relu_": "relu",
@@ -67,28 +69,14 @@ class _Unfit(Exception):
     """A group that a kernel does not take; the message says why."""
 
 
-@dataclass
-class _Match:
-    """A group while it is recognized."""
-
-    kernel: str
-    calls: list[LoggedCall]
-    operands: dict[str, tuple[LoggedCall, int]]
-    """By name: the call that reads the tensor, and the tensor's number."""
-    options: dict[str, Any]
-    reshapes: tuple[int, ...] = ()
-    in_place: bool = False
-    """Whether the last call writes over what an inner call returned."""
-    reason: str = ""
-    """Why the kernel does not take it; empty if it may."""
-
-
 def kernel_groups(log: CallLog) -> tuple[tuple[Group, ...], tuple[Refused, ...]]:
     """Return the groups of a trace that kernels can replace, and those that they cannot, in the order of the trace."""
-    groups, refused, used = list[Group](), list[tuple[_Match, str]](), set[int]()
+    groups, refused, used = list[Group](), list[tuple[Match, str]](), set[int]()
     for number in sorted(log.calls, reverse=True):  # a cast at the end belongs to the group
         call = log.calls[number]
-        for recognize in (_cross_entropy, _rms_norm, _gated, _channel_norm, _depthwise):
+        for recognize in (
+            _cross_entropy, _rms_norm, _gated, _channel_norm, _depthwise, softmax_dropout, dice_cross_entropy,
+        ):  # fmt: skip
             match = recognize(log, call)
             if match is None or not used.isdisjoint(inner.number for inner in match.calls):
                 continue
@@ -106,7 +94,7 @@ def kernel_groups(log: CallLog) -> tuple[tuple[Group, ...], tuple[Refused, ...]]
     return tuple(sorted(groups, key=lambda group: group.last)), tuple(said)
 
 
-def _checked(log: CallLog, match: _Match) -> Group:
+def _checked(log: CallLog, match: Match) -> Group:
     """Return a match as a group. Raises _Unfit."""
     if match.reason:
         raise _Unfit(match.reason)
@@ -120,7 +108,7 @@ def _checked(log: CallLog, match: _Match) -> Group:
             if others:
                 raise _Unfit(_read_elsewhere(log, call, min(others)))
     until = last.number + (not match.in_place)
-    if any(log.calls[number].in_place for number in range(calls[0].number, until) if number in log.calls):
+    if any(log.calls[n].in_place for n in range(calls[0].number, until) if n in log.calls and n not in match.changes):
         raise _Unfit("a call in between changes a tensor in place")
     updated = {tensor for name, (_, tensor) in match.operands.items() if name in UPDATED}
     between = [log.calls[n] for n in range(calls[0].number, last.number) if n in log.calls and n not in numbers]
@@ -133,9 +121,10 @@ def _checked(log: CallLog, match: _Match) -> Group:
     for call in calls[:-1]:
         if any(log.tensors[tensor].requires_grad for tensor in call.reads) and _has_no_gradient(log, call):
             raise _Unfit("a gradient stops inside of it")
-    dtypes = {log.tensors[tensor].like.dtype for _, tensor in match.operands.values()} - {torch.int64}
+    dtypes = {log.tensors[tensor].like.dtype for _, tensor in match.operands.values()}
+    dtypes = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
     if not dtypes <= set(DTYPES):
-        raise _Unfit(f"it reads {' and '.join(sorted(map(_name_of, dtypes - set(DTYPES))))}")
+        raise _Unfit(f"it reads {' and '.join(sorted(map(name_of_dtype, dtypes - set(DTYPES))))}")
     inner = (tensor for call in calls for tensor in (*call.reads, *call.results))
     if any(log.tensors[tensor].like.dtype == torch.float64 for tensor in inner):
         raise _Unfit("it computes in float64")
@@ -162,7 +151,7 @@ def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:
 # -- linear layer and cross-entropy
 
 
-def _cross_entropy(log: CallLog, call: LoggedCall) -> _Match | None:
+def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
     if call.name != "cross_entropy" or not call.results:
         return None
     named = {**dict(zip(_CROSS_ENTROPY, call.args, strict=False)), **call.kwargs}
@@ -170,7 +159,7 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> _Match | None:
     if not isinstance(scores, Ref) or not isinstance(targets, Ref):
         return None
     calls, reshapes, scaled = [call], list[int](), list[tuple[str, float]]()
-    match = _Match("cross_entropy", calls, {}, {})
+    match = Match("cross_entropy", calls, {}, {})
     tensor, reason, transposed = scores.value, "", False
     while True:
         made = log.maker(tensor)
@@ -233,7 +222,7 @@ def _step_between(
     """Return what a call between a linear layer and its loss does: ``cast``, ``reshape`` (of rows), ``transpose`` (of
     classes to the second dimension, right before the loss), or arithmetic by a number; None for anything else."""
     before, after = log.tensors[source].like, log.tensors[result].like
-    if _is_cast(log, call, source, result):
+    if is_cast(log, call, source, result):
         return "cast"
     if call.name in _RESHAPES and before.dtype == after.dtype and before.shape[-1:] == after.shape[-1:]:
         return "reshape" if call.name != "getitem" or _keeps_rows(call, len(before.shape)) else None
@@ -263,17 +252,17 @@ def _keeps_rows(call: LoggedCall, dims: int) -> bool:
 # -- root-mean-square norm
 
 
-def _rms_norm(log: CallLog, call: LoggedCall) -> _Match | None:
+def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
     if len(call.results) != 1:
         return None
     if call.name == "rms_norm":
         return _own_rms_norm(log, call)
-    product, casts = _before_casts(log, call.results[0])
+    product, casts = before_casts(log, call.results[0])
     made = log.maker(product)
     if made is None or made.name != "mul" or len(made.reads) != 2:
         return None
     for scale, normed in (made.reads, made.reads[::-1]):
-        root, inner_casts = _before_casts(log, normed)
+        root, inner_casts = before_casts(log, normed)
         inner = _normalized(log, root)
         if inner is None:
             continue
@@ -281,24 +270,24 @@ def _rms_norm(log: CallLog, call: LoggedCall) -> _Match | None:
         shape = log.tensors[x].like.shape
         if log.tensors[scale].like.shape != shape[-1:]:
             continue
-        match = _Match("rms_norm", [*calls, *inner_casts, made, *casts], {}, {"eps": eps})
+        match = Match("rms_norm", [*calls, *inner_casts, made, *casts], {}, {"eps": eps})
         match.operands = {"x": (reader, x), "weight": (made, scale)}
         before, after = log.tensors[x].like.dtype, log.tensors[call.results[0]].like.dtype
         if before != after and casts:
             return None  # what casts the norm's result does not belong to it
         if before != after:
-            return replace(match, reason=f"its result is {_name_of(after)}, of {_name_of(before)}")
+            return replace(match, reason=f"its result is {name_of_dtype(after)}, of {name_of_dtype(before)}")
         return match
     return None
 
 
-def _own_rms_norm(log: CallLog, call: LoggedCall) -> _Match | None:
+def _own_rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
     """Return ``F.rms_norm`` as a match."""
     named = {**dict(zip(("input", "normalized_shape", "weight", "eps"), call.args, strict=False)), **call.kwargs}
     x, weight, eps = named.get("input"), named.get("weight"), named.get("eps")
     if not isinstance(x, Ref):
         return None
-    match = _Match("rms_norm", [call], {"x": (call, x.value)}, {})
+    match = Match("rms_norm", [call], {"x": (call, x.value)}, {})
     like = log.tensors[x.value].like
     if not isinstance(weight, Ref):
         return replace(match, reason="it has no weight")
@@ -306,9 +295,9 @@ def _own_rms_norm(log: CallLog, call: LoggedCall) -> _Match | None:
     if log.tensors[weight.value].like.shape != like.shape[-1:]:
         return replace(match, reason="it is over more than the last dimension")
     if eps is None and like.dtype not in (torch.float32, torch.float64):
-        return replace(match, reason=f"its eps is that of {_name_of(like.dtype)}")
+        return replace(match, reason=f"its eps is that of {name_of_dtype(like.dtype)}")
     if (after := log.tensors[call.results[0]].like.dtype) != like.dtype:
-        return replace(match, reason=f"its result is {_name_of(after)}, of {_name_of(like.dtype)}")
+        return replace(match, reason=f"its result is {name_of_dtype(after)}, of {name_of_dtype(like.dtype)}")
     match.options["eps"] = float(torch.finfo(like.dtype).eps if eps is None else eps)
     return match
 
@@ -323,8 +312,8 @@ def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list
         if found is None:
             continue
         squared, eps, calls = found
-        x, casts = _before_casts(log, values)
-        of, others = _before_casts(log, squared)
+        x, casts = before_casts(log, values)
+        of, others = before_casts(log, squared)
         if x == of and (made.name == "mul" or values == made.reads[0]):
             calls = [*casts, *others, *calls, made]
             reader = min((call for call in calls if x in call.reads), key=lambda call: call.number)
@@ -334,7 +323,7 @@ def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list
 
 def _root_mean_square(log: CallLog, tensor: int, *, inverse: bool) -> tuple[int, float, list[LoggedCall]] | None:
     """Recognize sqrt(mean(x²) + eps) over the last dimension, or its inverse: return x, eps and the calls."""
-    root, calls = _before_casts(log, tensor)
+    root, calls = before_casts(log, tensor)
     made = log.maker(root)
     if made is None:
         return None
@@ -383,7 +372,7 @@ def _is_square(call: LoggedCall) -> bool:
 # -- gated activations
 
 
-def _gated(log: CallLog, call: LoggedCall) -> _Match | None:
+def _gated(log: CallLog, call: LoggedCall) -> Match | None:
     if call.name != "mul" or len(call.reads) != 2 or len(call.results) != 1:
         return None
     for activated, up in (call.reads, call.reads[::-1]):
@@ -392,7 +381,7 @@ def _gated(log: CallLog, call: LoggedCall) -> _Match | None:
             continue
         kernel, gate, options, calls = found
         reader = next(inner for inner in calls if gate in inner.reads)
-        match = _Match(kernel, [*calls, call], {"gate": (reader, gate), "up": (call, up)}, options)
+        match = Match(kernel, [*calls, call], {"gate": (reader, gate), "up": (call, up)}, options)
         likes = log.tensors[gate].like, log.tensors[up].like
         if likes[0].shape != likes[1].shape or likes[0].dtype != likes[1].dtype:
             return replace(match, reason="gate and up differ in shape or dtype")
@@ -424,7 +413,7 @@ _LAID_OUT_AS_X = frozenset((*(f"{name}_act" for name in _CHANNEL_NORMS), "depthw
 """Kernels whose result has the layout of their input."""
 
 
-def _channel_norm(log: CallLog, call: LoggedCall) -> _Match | None:
+def _channel_norm(log: CallLog, call: LoggedCall) -> Match | None:
     """Recognize a batch, group or instance norm, and the activation of its result."""
     if len(call.results) != 1:
         return None
@@ -433,7 +422,7 @@ def _channel_norm(log: CallLog, call: LoggedCall) -> _Match | None:
     if call.name not in _ACTIVATIONS or not call.reads:
         return None
     between, norm = list[LoggedCall](), log.maker(call.reads[0])
-    while norm is not None and _drops_nothing(norm):
+    while norm is not None and drops_nothing(norm):
         between.append(norm)
         norm = log.maker(norm.reads[0])
     if norm is None or norm.name not in _CHANNEL_NORMS or len(norm.results) != 1 or len(call.reads) > 1:
@@ -449,15 +438,7 @@ def _channel_norm(log: CallLog, call: LoggedCall) -> _Match | None:
     return replace(match, calls=[norm, *between, call], in_place=call.in_place)
 
 
-def _drops_nothing(call: LoggedCall) -> bool:
-    """Return whether a call is a dropout that returns what it is given (MONAI puts those behind each norm)."""
-    if call.name not in _DROPOUTS or call.in_place or len(call.reads) != 1 or len(call.results) != 1:
-        return False
-    named = {**dict(zip(("input", "p", "training"), call.args, strict=False)), **call.kwargs}
-    return named.get("p") == 0 or named.get("training") is False
-
-
-def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
+def _norm_of_channels(log: CallLog, call: LoggedCall) -> Match | None:
     """Return a norm as a match, without an activation."""
     names = _CHANNEL_NORMS[call.name]  # the sixth: whether the statistics are those of the input
     if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
@@ -470,7 +451,7 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
     for name in ("weight", "bias", "running_mean", "running_var"):
         if isinstance(named.get(name), Ref):
             operands[name] = call, named[name].value
-    match = _Match(f"{call.name}_act", [call], operands, {"activation": "none", "eps": float(named.get("eps", 1e-5))})
+    match = Match(f"{call.name}_act", [call], operands, {"activation": "none", "eps": float(named.get("eps", 1e-5))})
     if call.name == "group_norm":
         match.options["groups"] = int(named["num_groups"])
     if call.name != "group_norm" and named.get(names[5], call.name == "instance_norm") is not True:
@@ -486,7 +467,7 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
     if elements == 1:
         return replace(match, reason="each mean is of one element")
     if before.dtype != after.dtype:
-        return replace(match, reason=f"its result is {_name_of(after.dtype)}, of {_name_of(before.dtype)}")
+        return replace(match, reason=f"its result is {name_of_dtype(after.dtype)}, of {name_of_dtype(before.dtype)}")
     if before.stride != after.stride or not _is_dense(before):
         return replace(match, reason="its input and result are not contiguous or channels last alike")
     return match
@@ -495,7 +476,7 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> _Match | None:
 # -- depthwise convolutions
 
 
-def _depthwise(log: CallLog, call: LoggedCall) -> _Match | None:
+def _depthwise(log: CallLog, call: LoggedCall) -> Match | None:
     """Recognize a convolution with as many groups as channels."""
     if call.name not in _CONVOLUTIONS or len(call.results) != 1 or len(call.args) > len(_CONVOLUTION):
         return None
@@ -511,7 +492,7 @@ def _depthwise(log: CallLog, call: LoggedCall) -> _Match | None:
     groups, dims = named.get("groups", 1), len(weight.shape) - 2
     if groups == 1 or weight.shape[1] != 1:
         return None
-    match = _Match("depthwise_conv", [call], operands, {})
+    match = Match("depthwise_conv", [call], operands, {})
     if weight.shape[0] != groups:
         return replace(match, reason=f"it has {weight.shape[0] // groups} filters for each channel")
     if len(x.shape) != dims + 2:
@@ -548,28 +529,5 @@ def _is_dense(like: Like) -> bool:
 # -- parts of the above
 
 
-def _is_cast(log: CallLog, call: LoggedCall, source: int, result: int) -> bool:
-    before, after = log.tensors[source].like, log.tensors[result].like
-    return (
-        call.name in _CASTS
-        and (before.shape, before.device) == (after.shape, after.device)
-        and before.dtype.is_floating_point
-        and after.dtype.is_floating_point
-    )
-
-
-def _before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
-    """Return what a tensor was cast from, and the casts."""
-    casts = list[LoggedCall]()
-    while (made := log.maker(tensor)) is not None and made.reads and _is_cast(log, made, made.reads[0], tensor):
-        casts.append(made)
-        tensor = made.reads[0]
-    return tensor, casts
-
-
 def _is_contiguous(like: Like) -> bool:
     return torch.empty_strided(like.shape, like.stride, device="meta").is_contiguous()
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

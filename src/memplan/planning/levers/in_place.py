@@ -21,8 +21,10 @@ from memplan.planning.graph.joint_graph import GraphOp, Ref, Value, refs
 from memplan.planning.graph.op_schema import (
     BATCH_NORM_AGAIN,
     CHANNEL_NORM_BACKWARD,
+    CLASS_SUMS_BACKWARD,
     CROSS_ENTROPY,
     ELEMENTWISE,
+    MASKED_SOFTMAX_BACKWARD,
     NUMBERS,
     _argument_names,
     arguments_of,
@@ -189,8 +191,8 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
         return (PIECEWISE[target].operand,)
     if target == BATCH_NORM_AGAIN:
         return ("self",)
-    if target == CHANNEL_NORM_BACKWARD:
-        return ("d_y", "x")
+    if target in _OVER_OPERANDS:
+        return _OVER_OPERANDS[target]
     name = target.removeprefix("aten.")
     if name == target or (name not in ELEMENTWISE and name not in IN_ORDER):
         return ()
@@ -204,12 +206,22 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
     return (first,) if first in names else ()
 
 
+_OVER_OPERANDS: Mapping[str, tuple[str, ...]] = {
+    CHANNEL_NORM_BACKWARD: ("d_y", "x"),
+    MASKED_SOFTMAX_BACKWARD: ("d_y", "x", "y"),
+    CLASS_SUMS_BACKWARD: ("logits",),
+}
+"""Operands over which kernels of `memplan.kernels` can write their first result."""
+
+
 # mul_.Scalar rounds the scalar to the tensor's dtype first; mul.out, which also accepts scalars, computes as
 # mul.Scalar.
 _SPECIAL_FORMS = {
     "aten.mul.Scalar": Form("aten.mul.out", "out"),
     BATCH_NORM_AGAIN: Form("memplan.batch_norm_again_.default"),
     CHANNEL_NORM_BACKWARD: Form("memplan.channel_norm_backward_into.default", "into"),
+    MASKED_SOFTMAX_BACKWARD: Form("memplan.masked_softmax_backward_into.default", "into"),
+    CLASS_SUMS_BACKWARD: Form("memplan.class_sums_backward_into.default", "into"),
 }
 
 

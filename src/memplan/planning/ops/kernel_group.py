@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memplan import kernels
@@ -36,7 +37,7 @@ class Group:
     """Name of the torch function of the last call."""
     operands: tuple[Operand, ...]
     options: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """Further arguments of the kernel."""
+    """Further arguments of the kernel; a dtype by its name."""
     reshapes: tuple[int, ...] = ()
     """Calls among them that pick or reshape rows of a linear layer's result: they apply to the layer's input."""
 
@@ -45,7 +46,15 @@ class Group:
         """Number of the call in whose place the kernel runs."""
         return self.calls[-1]
 
+    @property
+    def draws(self) -> bool:
+        """Whether the kernel draws random numbers, those of the last call."""
+        return self.function == "dropout"
+
     def run(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Run the kernel. ``tensors``: by `Operand.name`."""
         function: Any = getattr(kernels, self.kernel)
-        return function(**tensors, **self.options)
+        options = dict(self.options)
+        if "dtype" in options:
+            options["dtype"] = getattr(torch, options["dtype"])
+        return function(**tensors, **options)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memplan.kernels.channel_norms import differentiate
+from memplan.kernels import channel_norms, dice, softmax
 from memplan.planning.levers import chunk_convolutions  # noqa: F401  # pyright: ignore[reportUnusedImport]  # as above
 from memplan.planning.levers import in_place as forms
 from memplan.planning.ops import int8  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops
@@ -447,4 +447,22 @@ for _schema, _op in {
     lambda *args, into: (into, *torch.ops.memplan.channel_norm_backward(*args)[1:]),
 )
 def _channel_norm_backward_into(*args: Any, into: Tensor) -> tuple[Tensor, ...]:
-    return differentiate(into, *args)
+    return channel_norms.differentiate(into, *args)
+
+
+@define(
+    "masked_softmax_backward_into(Tensor d_y, Tensor? x, Tensor? y, Tensor? mask, Tensor? bits, Tensor statistics,"
+    " float fill, float scale, float p, *, Tensor(a!) into) -> Tensor(a!)",
+    lambda *_, into: into,
+)
+def _masked_softmax_backward_into(*args: Any, into: Tensor) -> Tensor:
+    return softmax.differentiate(into, *args)
+
+
+@define(
+    "class_sums_backward_into(Tensor d_sums, Tensor logits, Tensor targets, int ignore_index, bool squared, *,"
+    " Tensor(a!) into) -> Tensor(a!)",
+    lambda *_, into: into,
+)
+def _class_sums_backward_into(*args: Any, into: Tensor) -> Tensor:
+    return dice.differentiate(into, *args)

@@ -26,7 +26,7 @@ def split_dropouts(graph: JointGraph) -> JointGraph:
     """Split training dropout into mask and multiply."""
     rebuild = Rebuild(graph)
     for op in graph.ops:
-        if op.target == DROPOUT and op.phase == "forward" and op.args[2] is not False and None not in op.outputs:
+        if op.target == DROPOUT and op.phase == "forward" and op.args[2] is not False and op.outputs[1] is not None:
             _split_op(rebuild, op)
         else:
             rebuild.add(op)
@@ -44,7 +44,8 @@ def scale_of(p: float, value: Value) -> float:
 
 
 def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
-    """Add the ops that draw the mask of a dropout, multiply by it and scale, as torch's kernel rounds."""
+    """Add the ops that draw the mask of a dropout, multiply by it and scale, as torch's kernel rounds. Where nothing
+    reads the product, the mask is drawn alone."""
 
     def add(target: str, args: tuple[Any, ...], result: int, scratch: int, *, random: bool = False) -> None:
         """Add an op with a single result in place of the dropout."""
@@ -56,13 +57,14 @@ def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
     x, p = op.args[0], op.args[1]
     result, mask = op.outputs
     assert isinstance(x, Ref)
-    assert result is not None
     assert mask is not None
-    value = rebuild.values[result]
-    scale = scale_of(p, value)
+    value = rebuild.values[x.value if result is None else result]
     size = value.bytes  # the mask as the result's dtype, or the product before it is scaled
     mask_scratch = 0 if value.place == HOST else size  # on a card native_dropout runs and its product is freed
     add(MASK, (x, p), mask, mask_scratch, random=True)
+    if result is None:
+        return
+    scale = scale_of(p, value)
     if value.dtype not in _FULL_PRECISION:
         add(HALF, (x, Ref(mask), scale), result, size)
         return

@@ -1,0 +1,220 @@
+"""Recognize the sum of a Dice loss and a cross-entropy, as MONAI's ``DiceCELoss`` computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memplan.planning.capture.call_log import CallLog, LoggedCall
+from memplan.planning.capture.group_match import Match
+from memplan.planning.graph.joint_graph import Ref
+
+_CROSS_ENTROPY = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+"""Arguments of ``F.cross_entropy``."""
+
+
+class _Another(Exception):
+    """The calls compute something else."""
+
+
+def dice_cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
+    """Recognize the loss from the addition of its two parts, each with a factor or without."""
+    if call.name != "add" or len(call.reads) != 2 or len(call.results) != 1 or call.kwargs:
+        return None
+    for dice, cross_entropy in (call.reads, call.reads[::-1]):
+        chain = _Chain(log, [call])
+        try:
+            return _loss(chain, dice, cross_entropy)
+        except _Another:
+            continue
+    return None
+
+
+class _Chain:
+    """Calls that were recognized, from the last to the first."""
+
+    def __init__(self, log: CallLog, calls: list[LoggedCall]) -> None:
+        self.log, self.calls = log, calls
+        self.changes = set[int]()
+
+    def maker(self, tensor: int, *names: str) -> LoggedCall:
+        """Return the call that made a tensor, which must be one of these functions."""
+        made = self.log.maker(tensor)
+        if made is None or made.name not in names or made.results[:1] != (tensor,):
+            raise _Another
+        self.calls.append(made)
+        if made.in_place:
+            self.changes.add(made.number)
+        return made
+
+    def number(self, tensor: int, *names: str) -> tuple[int, float]:
+        """Return the tensor and the number of a call of both, such as a product."""
+        made = self.maker(tensor, *names)
+        numbers = [arg for arg in made.args if isinstance(arg, float | int)]
+        if len(numbers) != 1 or len(made.reads) != 1 or made.kwargs:
+            raise _Another
+        return made.reads[0], float(numbers[0])
+
+    def pair(self, tensor: int, *names: str) -> tuple[int, int]:
+        """Return both tensors of a call."""
+        made = self.maker(tensor, *names)
+        if len(made.reads) != 2 or len(made.args) != 2 or made.kwargs:
+            raise _Another
+        return made.reads[0], made.reads[1]
+
+    def factor(self, tensor: int) -> tuple[int, float]:
+        """Return a tensor and its factor, 1 where it has none."""
+        made = self.log.maker(tensor)
+        if made is not None and made.name == "mul" and len(made.reads) == 1:
+            return self.number(tensor, "mul")
+        return tensor, 1.0
+
+    def sum(self, tensor: int) -> tuple[int, tuple[int, ...]]:
+        """Return the tensor and the dimensions of a sum."""
+        made = self.maker(tensor, "sum")
+        named = {**dict(zip(("input", "dim"), made.args, strict=False)), **made.kwargs}
+        dims, rank = named.pop("dim", None), len(self.log.tensors[made.reads[0]].like.shape)
+        if len(made.reads) != 1 or not isinstance(dims, tuple | list) or set(named) - {"input"}:
+            raise _Another
+        return made.reads[0], tuple(sorted(dim % rank for dim in dims))
+
+
+def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
+    """Return the match of both losses, or raise _Another."""
+    log, total = chain.log, chain.calls[0]
+    dice, dice_factor = chain.factor(dice)
+    cross_entropy, cross_entropy_factor = chain.factor(cross_entropy)
+    loss = chain.maker(cross_entropy, "cross_entropy")
+    named = {**dict(zip(_CROSS_ENTROPY, loss.args, strict=False)), **loss.kwargs}
+    scores, targets = named.get("input"), named.get("target")
+    mean = chain.maker(dice, "mean")
+    if not isinstance(scores, Ref) or not isinstance(targets, Ref) or len(mean.args) != 1 or mean.kwargs:
+        raise _Another
+    losses = mean.reads[0]
+    weighted = (made := log.maker(losses)) is not None and made.name == "mul" and len(made.reads) == 2
+    if weighted:
+        losses, _ = chain.pair(losses, "mul")
+    softmax, labels, options = _dice(chain, losses)
+    if softmax.reads != (scores.value,):
+        raise _Another
+    factors = {"dice_factor": dice_factor, "cross_entropy_factor": cross_entropy_factor}
+    label_map = _label_map(chain, targets.value, labels)
+    reader = next(call for call in chain.calls if label_map in call.reads)
+    operands = {"logits": (softmax, scores.value), "targets": (reader, label_map)}
+    match = Match("dice_cross_entropy", chain.calls, operands, {**options, **factors}, changes=chain.changes)
+    match.calls = [call for call in chain.calls if call is not total] + [total]
+    match.options["ignore_index"] = named.get("ignore_index", -100)
+    match.reason = "it weighs classes" if weighted else _reason(log, named, match)
+    return match
+
+
+def _reason(log: CallLog, named: dict[str, Any], match: Match) -> str:
+    """Say why the kernel does not take a loss; empty if it may. ``named``: arguments of the cross-entropy."""
+    if named.get("weight") is not None:
+        return "it weighs classes"
+    if named.get("label_smoothing", 0.0):
+        return "it smooths labels"
+    if named.get("reduction", "mean") != "mean" or named.get("size_average") is not None or named.get("reduce"):
+        return "it is no mean"
+    like, labels = (log.tensors[match.operands[name][1]].like for name in ("logits", "targets"))
+    if labels.shape != (like.shape[0], 1, *like.shape[2:]):
+        return "its targets are no label map (N, 1, ...)"
+    return ""
+
+
+def _dice(chain: _Chain, tensor: int) -> tuple[LoggedCall, int, dict[str, Any]]:
+    """Recognize 1 - (2 I + a) / (2 (I + (P - I) / 2 + (T - I) / 2) + b): return the softmax, the class indices that the
+    one-hot targets are made of, and the options."""
+    share, one = chain.number(tensor, "rsub")
+    numerator, denominator = chain.pair(share, "div")
+    if one != 1:
+        raise _Another
+    options = dict[str, Any]()
+    doubled, options["smooth_numerator"] = chain.number(numerator, "add")
+    intersection, by = chain.number(doubled, "mul")
+    doubled, options["smooth_denominator"] = chain.number(denominator, "add")
+    union, by_union = chain.number(doubled, "mul")
+    with_first, second = chain.pair(union, "add")
+    same, first = chain.pair(with_first, "add")
+    if (by, by_union) != (2, 2) or same != intersection:
+        raise _Another
+    halves = [chain.log.maker(tensor) for tensor in (first, second)]
+    halved = all(made is not None and made.name == "mul_" for made in halves)
+    options["jaccard"] = not halved
+    sums = list[int]()
+    for tensor in (first, second):
+        if halved:
+            tensor, by = chain.number(tensor, "mul_")
+            if by != 0.5:
+                raise _Another
+        whole, same = chain.pair(tensor, "sub")
+        if same != intersection:
+            raise _Another
+        sums.append(whole)
+    product, dims = chain.sum(intersection)
+    probabilities, targets = chain.pair(product, "mul")
+    if [chain.sum(one) for one in sums] != [(probabilities, dims), (targets, dims)]:
+        raise _Another
+    return _operands_of(chain, probabilities, targets, dims, options)
+
+
+def _operands_of(
+    chain: _Chain, probabilities: int, targets: int, dims: tuple[int, ...], options: dict[str, Any]
+) -> tuple[LoggedCall, int, dict[str, Any]]:
+    """Recognize a softmax of classes and one-hot targets, both with or without class 0. See `_dice`."""
+    rank = len(chain.log.tensors[probabilities].like.shape)
+    spatial = tuple(range(2, rank))
+    if dims not in (spatial, (0, *spatial)):
+        raise _Another
+    options["batch"] = dims != spatial
+    sliced = [made is not None and made.name == "getitem" for made in map(chain.log.maker, (probabilities, targets))]
+    if sliced[0] != sliced[1]:
+        raise _Another
+    options["include_background"] = not sliced[0]
+    if sliced[0]:
+        behind_first = (slice(None), slice(1, None))
+        parts = chain.maker(probabilities, "getitem"), chain.maker(targets, "getitem")
+        if any(part.args[1] != behind_first for part in parts):
+            raise _Another
+        probabilities, targets = (part.reads[0] for part in parts)
+    softmax = chain.maker(probabilities, "softmax")
+    dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+    dtypes = {chain.log.tensors[tensor].like.dtype for tensor in (*softmax.reads, probabilities)}
+    if dim != 1 or len(dtypes) > 1:
+        raise _Another
+    scattered = chain.maker(targets, "scatter_")
+    named = {**dict(zip(("input", "dim", "index", "value"), scattered.args, strict=False)), **scattered.kwargs}
+    index, source = named.get("index"), named.get("input", scattered.args[0])
+    if (named.get("dim"), named.get("value")) != (1, 1) or not isinstance(index, Ref) or not isinstance(source, Ref):
+        raise _Another
+    zeros = chain.maker(source.value, "zeros", "zeros_like")
+    if zeros.reads:
+        raise _Another
+    return softmax, index.value, options
+
+
+def _label_map(chain: _Chain, targets: int, labels: int) -> int:
+    """Return the tensor of which both the targets of the cross-entropy and the class indices of the one-hot targets are
+    views or casts; add the calls between."""
+    sources = dict(_sources(chain.log, labels))
+    for tensor, calls in _sources(chain.log, targets):
+        if tensor in sources:
+            chain.calls += [*calls, *sources[tensor]]
+            return tensor
+    raise _Another
+
+
+def _sources(log: CallLog, tensor: int) -> Iterator[tuple[int, list[LoggedCall]]]:
+    """Yield a tensor and what it is a cast to int64 or a view without the dimension of size 1 of, each with the calls
+    from there."""
+    calls = list[LoggedCall]()
+    yield tensor, calls
+    while (made := log.maker(tensor)) is not None and made.name in ("to", "long", "type", "squeeze") and made.reads:
+        if made.name != "squeeze" and log.tensors[tensor].like.dtype != torch.int64:
+            return
+        calls, tensor = [*calls, made], made.reads[0]
+        yield tensor, calls

@@ -1,0 +1,65 @@
+"""A group of calls while it is recognized, and what its recognizers share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan.planning.capture.call_log import CallLog, LoggedCall
+
+_CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
+_DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d"))
+
+
+@dataclass
+class Match:
+    """A group while it is recognized."""
+
+    kernel: str
+    calls: list[LoggedCall]
+    operands: dict[str, tuple[LoggedCall, int]]
+    """By name: the call that reads the tensor, and the tensor's number."""
+    options: dict[str, Any]
+    reshapes: tuple[int, ...] = ()
+    in_place: bool = False
+    """Whether the last call writes over what an inner call returned."""
+    changes: Collection[int] = ()
+    """Numbers of inner calls that write over what inner calls returned."""
+    reason: str = ""
+    """Why the kernel does not take it; empty if it may."""
+
+
+def is_cast(log: CallLog, call: LoggedCall, source: int, result: int) -> bool:
+    """Return whether a call casts a tensor from one floating-point dtype to another."""
+    before, after = log.tensors[source].like, log.tensors[result].like
+    return (
+        call.name in _CASTS
+        and (before.shape, before.device) == (after.shape, after.device)
+        and before.dtype.is_floating_point
+        and after.dtype.is_floating_point
+    )
+
+
+def before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
+    """Return what a tensor was cast from, and the casts."""
+    casts = list[LoggedCall]()
+    while (made := log.maker(tensor)) is not None and made.reads and is_cast(log, made, made.reads[0], tensor):
+        casts.append(made)
+        tensor = made.reads[0]
+    return tensor, casts
+
+
+def drops_nothing(call: LoggedCall) -> bool:
+    """Return whether a call is a dropout that returns what it is given (MONAI puts those behind each norm)."""
+    if call.name not in _DROPOUTS or call.in_place or len(call.reads) != 1 or len(call.results) != 1:
+        return False
+    named = {**dict(zip(("input", "p", "training"), call.args, strict=False)), **call.kwargs}
+    return named.get("p") == 0 or named.get("training") is False
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,117 @@
+"""Recognize the softmax of attention scores with what is around it: scale, mask, casts and dropout."""
+
+from __future__ import annotations
+
+import math
+
+from memplan.planning.capture.call_log import CallLog, LoggedCall
+from memplan.planning.capture.group_match import Match, before_casts, drops_nothing, is_cast, name_of_dtype
+from memplan.planning.graph.joint_graph import Ref
+
+_DROPOUT = ("input", "p", "training", "inplace")
+
+
+def softmax_dropout(log: CallLog, call: LoggedCall) -> Match | None:
+    """Recognize ``dropout(softmax(scale * x + mask))``, from the dropout, the cast of the softmax, or the softmax.
+
+    A softmax alone, or of scores that are scaled, is none: torch's own saves as little.
+    """
+    if len(call.results) != 1 or call.in_place:
+        return None
+    calls, options, tensor = list[LoggedCall](), {}, call.results[0]
+    if call.name == "dropout" and not drops_nothing(call):
+        named = {**dict(zip(_DROPOUT, call.args, strict=False)), **call.kwargs}
+        p = named.get("p", named.get("train", 0.5))
+        if len(call.reads) != 1 or not isinstance(p, float | int) or named.get("inplace"):
+            return None
+        options["p"], tensor = float(p), call.reads[0]
+        calls.append(call)
+    while (made := log.maker(tensor)) is not None and made.reads:
+        if not drops_nothing(made) and not is_cast(log, made, made.reads[0], tensor):
+            break
+        calls.append(made)
+        tensor = made.reads[0]
+    if made is None or made.name != "softmax" or len(made.results) != 1 or len(made.reads) != 1:
+        return None
+    dims = len(log.tensors[tensor].like.shape)
+    if not dims or _dimension(made) not in (-1, dims - 1):
+        return None
+    calls.append(made)
+    match = Match("softmax_dropout", calls, {}, options)
+    _add_scores(log, match, made)
+    numbers = match.operands["x"][1], *(number for inner in calls for number in inner.results)
+    dtypes = {log.tensors[number].like.dtype for number in numbers}
+    if "p" not in options and "mask" not in match.operands and len(dtypes) == 1:
+        return None
+    result = log.tensors[call.results[0]].like.dtype
+    if result != log.tensors[match.operands["x"][1]].like.dtype:
+        options["dtype"] = name_of_dtype(result)
+    calls.reverse()
+    return match
+
+
+def _dimension(call: LoggedCall) -> object:
+    """Return the dimension of a softmax, as its caller gave it."""
+    return call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+
+
+def _add_scores(log: CallLog, match: Match, softmax: LoggedCall) -> None:
+    """Add what is before a softmax to a match, from its end: casts, a mask, casts, a factor, casts."""
+    reader, tensor = softmax, softmax.reads[0]
+
+    def to(source: int, *calls: LoggedCall) -> None:
+        nonlocal reader, tensor
+        match.calls.extend(calls)
+        reader, tensor = (calls[-1] if calls else reader), source
+
+    to(*_casts_of(log, tensor))
+    masked = log.maker(tensor)
+    mask = None if masked is None or masked.in_place else _mask(log, masked, tensor)
+    if masked is not None and mask is not None:
+        x, hiding, fill = mask
+        match.operands["mask"] = masked, hiding
+        match.options |= {} if fill in (None, -math.inf) else {"fill": fill}
+        to(x, masked)
+        to(*_casts_of(log, tensor))
+    scaled = log.maker(tensor)
+    factor = None if scaled is None or scaled.in_place else _factor(scaled)
+    if scaled is not None and factor is not None:
+        match.options["scale"] = factor
+        to(scaled.reads[0], scaled)
+        to(*_casts_of(log, tensor))
+    match.operands["x"] = reader, tensor
+
+
+def _casts_of(log: CallLog, tensor: int) -> tuple[int, *tuple[LoggedCall, ...]]:
+    source, casts = before_casts(log, tensor)
+    return source, *casts
+
+
+def _mask(log: CallLog, call: LoggedCall, result: int) -> tuple[int, int, float | None] | None:
+    """Recognize a mask: return the scores, the mask, and the number where it is true, None for one that is added."""
+    shape = log.tensors[result].like.shape
+    if call.name == "masked_fill" and len(call.args) == 3 and len(call.reads) == 2 and not call.kwargs:
+        x, mask, fill = call.args
+        if not isinstance(x, Ref) or not isinstance(mask, Ref) or not isinstance(fill, float | int):
+            return None
+        if not (math.isfinite(fill) or fill == -math.inf) or log.tensors[x.value].like.shape != shape:
+            return None
+        return x.value, mask.value, float(fill)
+    if call.name != "add" or len(call.reads) != 2 or len(call.args) != 2 or call.kwargs:
+        return None
+    whole = [tensor for tensor in call.reads if log.tensors[tensor].like.shape == shape]
+    floating = all(log.tensors[tensor].like.dtype.is_floating_point for tensor in call.reads)
+    if not whole or not floating or call.reads[0] == call.reads[1]:
+        return None
+    x = next((tensor for tensor in whole if log.tensors[tensor].requires_grad), whole[0])
+    (mask,) = (tensor for tensor in call.reads if tensor != x)
+    return x, mask, None
+
+
+def _factor(call: LoggedCall) -> float | None:
+    """Return the number that a tensor is multiplied by; None if the call does something else."""
+    numbers = [arg for arg in call.args if isinstance(arg, float | int) and not isinstance(arg, bool)]
+    if call.name not in ("mul", "div") or len(numbers) != 1 or len(call.reads) != 1 or call.kwargs:
+        return None
+    factor = float(numbers[0]) if call.name == "mul" else 1 / numbers[0] if numbers[0] else math.inf
+    return factor if factor and math.isfinite(factor) else None
