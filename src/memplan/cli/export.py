@@ -92,6 +92,10 @@ operation without a C kernel.
 @click.option(
     "--arena-apart", is_flag=True, help="Give the arena to NAME_init: it may lie in another bank than the state."
 )
+@click.option(
+    "--input-in-arena", is_flag=True,
+    help="The largest input lies in the arena: other buffers take its place after its last use.",
+)  # fmt: skip
 @click.option("--flash", metavar="SIZE", help="256KiB, 1MiB: refuse what takes more flash than that.")
 @click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
 @click.option(
@@ -104,8 +108,8 @@ def command(
     budget: str, folder: str, accumulate: int, clip_norm: float | None, clip_value: float | None, normalize: str | None,
     name: str | None, batches: str | None, frozen_weights: Literal["float32", "int8"],
     frozen_layers: Literal["float32", "int8"], trained_weights: Literal["float32", "int8"], calibration: str | None,
-    weights_file: bool, arena_apart: bool, flash: str | None, verify: bool | None, core: str | None, force: bool,
-    json_file: str | None, **values: Any,
+    weights_file: bool, arena_apart: bool, input_in_arena: bool, flash: str | None, verify: bool | None,
+    core: str | None, force: bool, json_file: str | None, **values: Any,
 ) -> int:  # fmt: skip
     """Export a training step as C, print what it takes, and return the exit code: 1 if it exceeds the budget, or if the
     compiled step differs from PyTorch's.
@@ -134,7 +138,7 @@ def command(
                 normalize=None if normalize is None else read_normalization(normalize), folder=folder, name=name,
                 search_update=data, frozen_weights=frozen_weights, frozen_layers=frozen_layers,
                 trained_weights=trained_weights, calibrate=ranges, weights_file=weights_file, arena_apart=arena_apart,
-                flash=flash, verify=verify, device=core, force=force,
+                input_in_arena=input_in_arena, flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except BudgetError as error:
             show(shortfall_report(error))

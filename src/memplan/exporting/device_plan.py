@@ -17,6 +17,7 @@ from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
 from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
 from memplan.exporting.kernels.frozen_weights import Quantized, quantized, readable, trainable
 from memplan.exporting.lower import lowered
+from memplan.exporting.lowering.arena_input import IN_ARENA
 from memplan.exporting.lowering.device_graph import WORD, DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.step_layout import (
@@ -65,6 +66,8 @@ class Stored:
     """Whether weights are in a file instead of the program."""
     arena_apart: bool = False
     """Whether the caller gives memory for the arena besides that of the state."""
+    arena_input: str = ""
+    """Position, as a text, of the input that lies in the arena; empty if none does."""
 
     @property
     def pointers(self) -> int:
@@ -130,10 +133,10 @@ def _lowered_passes(
     """Return the step and the inference pass in the device's kernels, and the tensors that both read."""
     graph = captured.graph
     trained = {parameter: True for parameter, _ in graph.gradients if graph.values[parameter].kind == "parameter"}
-    device = lowered(graph, captured.constants, trained, captured.written)
+    device = lowered(graph, captured.constants, trained, captured.written, stored.arena_input)
     paths = {graph.values[parameter].path for parameter in trained}
     infer_trained = {value.id: value.path in paths for value in infer.graph.values if value.kind == "parameter"}
-    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written)
+    infer_device = lowered(infer.graph, infer.constants, infer_trained, infer.written, stored.arena_input)
     memory = _memory(request, (device.graph, infer_device.graph), paths, stored)
     narrow = {tensor.path for tensor in memory.trained_int8}
     return _with_int8(device, narrow), _with_int8(infer_device, narrow), memory
@@ -194,7 +197,8 @@ def ram_of_updates(captured: CapturedStep, rules: UpdateRules, stored: Stored) -
     def ram(paths: Collection[str], levers: bool) -> int:
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         trained = {parameter: True for parameter, _ in gradients}
-        device = lowered(replace(graph, gradients=gradients), captured.constants, trained, captured.written)
+        reduced = replace(graph, gradients=gradients)
+        device = lowered(reduced, captured.constants, trained, captured.written, stored.arena_input)
         fused = with_fused_updates(device, worth_fusing(device.graph, use), use)
         count = sum(math.prod(graph.values[parameter].shape) for parameter in trained)
         surroundings = _surroundings(count, rules, stored)
@@ -309,6 +313,26 @@ def _check_fused(device: DeviceGraph, order: Schedule) -> None:
     for action in (*order.forward, *order.backward):
         assert updated.isdisjoint(action.reads), "a weight is read after its update"
         updated |= {parameter_of[value] for value in action.makes if value in device.fused}
+
+
+def largest_input(request: Request) -> str:
+    """Return the position, as a text, of the largest input of the model that can lie in the arena.
+
+    Raises:
+        InputError: all inputs are integers of more than eight bits.
+    """
+    names = _argument_names(request)
+    sizes = {
+        str(at): tensor.numel() * tensor.element_size()
+        for at, tensor in enumerate(request.call.tensors)
+        if names[at].startswith(INPUT) and str(tensor.dtype).removeprefix("torch.") in IN_ARENA
+    }
+    if not sizes:
+        raise InputError(
+            "input_in_arena=True, and all inputs are integers of more than eight bits",
+            expected="an input in float32, uint8 or int8", do="Leave it out: such inputs are small",
+        )  # fmt: skip
+    return max(sizes, key=lambda at: sizes[at])
 
 
 def _argument_names(request: Request) -> dict[int, str]:

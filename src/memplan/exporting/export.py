@@ -19,7 +19,7 @@ from memplan._text import write_whole
 from memplan._torch.recurrent import recurrent_replaced
 from memplan.errors import InputError, RecordingError, UsageError
 from memplan.exporting.c_text import c_name
-from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
+from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, largest_input, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
@@ -67,6 +67,7 @@ class _Options:
     normalization: Normalization | None
     calibrate: Any
     """Batches on which the frozen part is quantized; None: it stays in float32."""
+    input_in_arena: bool
 
 
 @public
@@ -90,6 +91,7 @@ def export(
     calibrate: Any = None,
     weights_file: bool = False,
     arena_apart: bool = False,
+    input_in_arena: bool = False,
     flash: Any = None,
     verify: bool | None = None,
     device: str | None = None,
@@ -122,6 +124,8 @@ def export(
         calibrate: batches of inputs and targets for `frozen_layers`: the ranges of activations are those on this data.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
         arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
+        input_in_arena: the largest input lies in the arena, where other buffers take its place after its last use; the
+            header has a macro for its address.
         flash: most bytes of weights and code; None: no bound.
         verify: compile the files, run them under sanitizers and compare the results with PyTorch; None: if there is a C
             compiler.
@@ -157,7 +161,9 @@ def export(
     stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart)
     gradients = Gradients(accumulate, clip_norm, clip_value)
     seen = None if normalize is None else Normalization.of(normalize)
-    options = _Options(budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate)
+    options = _Options(
+        budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate, input_in_arena
+    )
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
 
 
@@ -181,6 +187,8 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
                 f"budget={options.budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
             )
         request = replace(request, step=DeviceStep.of(request.step, options.normalization))
+        if options.input_in_arena:
+            options = replace(options, stored=replace(options.stored, arena_input=largest_input(request)))
         original = model if isinstance(model, nn.Module) else copied
         plan, choice, int8 = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)

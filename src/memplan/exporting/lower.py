@@ -14,6 +14,7 @@ from memplan.exporting.kernels.elementwise import ELEMENTWISE, form_of
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
+from memplan.exporting.lowering.arena_input import with_input_in_arena
 from memplan.exporting.lowering.byte_inputs import BYTES, normalization, with_direct_reads
 from memplan.exporting.lowering.decomposing import decomposed
 from memplan.exporting.lowering.device_graph import (
@@ -28,6 +29,7 @@ from memplan.exporting.lowering.device_graph import (
     refusal,
     words,
 )
+from memplan.exporting.lowering.inside_bits import InsideBits
 from memplan.exporting.lowering.late_ops import with_delayed_ops, with_early_writes
 from memplan.exporting.lowering.recurrent_layers import BACKWARD, FORWARD
 from memplan.planning.graph.editor import Rebuild
@@ -50,8 +52,9 @@ Rule = Callable[[Lowering, GraphOp], None]
 
 
 def lowered(
-    graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: Mapping[int, bool], written: Sequence[int] = ()
-) -> DeviceGraph:
+    graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: Mapping[int, bool], written: Sequence[int] = (),
+    arena_input: str = "",
+) -> DeviceGraph:  # fmt: skip
     """Lower a captured step.
 
     Args:
@@ -60,6 +63,7 @@ def lowered(
         trained: whether each parameter is updated on the device; others lie in flash.
         written: values of the forward pass that are copied to the caller's memory, one after another, as soon as they
             are computed.
+        arena_input: position, as a text, of the input that lies in the arena; empty if none does.
 
     Raises:
         RecordingError: no kernel computes an op, or a dtype is not float32.
@@ -75,7 +79,7 @@ def lowered(
     live = without_dead(replace(with_early_writes(low.finished()), mutations=tuple(changed.items())))
     live = without_dead(with_direct_reads(live, low))
     _check_dtypes(live, low)
-    delayed = with_delayed_ops(live)
+    delayed = with_input_in_arena(with_delayed_ops(live), arena_input)
     read = {v for op in delayed.ops for v in refs((op.args, op.kwargs))} | set(delayed.outputs)
     constant_arrays = {v: t.detach().numpy() for v, t in low.known.items() if v in read}
     ops = tuple(replace(op, seconds=seconds(work(delayed, op))) for op in delayed.ops)
@@ -114,7 +118,7 @@ def work(graph: JointGraph, op: GraphOp) -> int:
 
 def with_bits(graph: JointGraph) -> JointGraph:
     """Offer to save values as bits, such as the signs that a ReLU's gradient reads; the kernels need no workspace."""
-    encoded = offered(graph, Situation(), [Encode()])
+    encoded = offered(graph, Situation(), [Encode(), InsideBits()])
     forms = (replace(f, store_scratch=0, fetch_scratch=0, direct_scratch=0) for f in encoded.forms if not f.whole)
     return replace(encoded, forms=tuple(replace(f, store_seconds=seconds(graph.values[f.value].bytes)) for f in forms))
 

@@ -86,3 +86,24 @@ def test_a_mobilenet_learns_in_the_memory_of_few_channels(tmp_path: Path) -> Non
     tight = exported(model, tmp_path / "b", "1x3x96x96", optimizer=plain, budget=roomy.smallest_budget)
     assert tight.verdict.proven
     assert tight.arena == 4 * (48 * 48 * (8 + 1) + 24 * 24 * (1 + 8))
+
+
+@needs_compiler
+def test_the_frozen_part_in_eight_bits_is_converted_to_floats_by_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The integers are whole, 24 planes of 16 x 16 bytes; the same in floats would be four times as many."""
+    monkeypatch.setattr(tilings, "SMALL", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 24, 3, padding=1).requires_grad_(False), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1, groups=24),
+        nn.ReLU6(), nn.Conv2d(24, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2),
+    )  # fmt: skip
+    options: dict[str, Any] = {"optimizer": "sgd:lr=0.05", "frozen_layers": "int8", "name": "net"}
+    options["calibrate"] = [(torch.randn(4, 3, 16, 16), torch.arange(4) % 2)]
+    with pytest.raises(BudgetError) as caught:
+        exported(model, tmp_path, budget=0, **options)
+    done = exported(model, tmp_path, budget=caught.value.smallest_budget, **options)
+    assert done.verdict.proven
+    assert "int8_dequantize(" in (tmp_path / "net.c").read_text()
+    assert done.arena < 4 * 24 * 16 * 16, "no buffer of floats holds all channels"

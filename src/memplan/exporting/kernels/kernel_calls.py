@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from memplan.exporting.kernels.call_writer import CallWriter, merged_loops
+from memplan.exporting.kernels.call_writer import C_BYTES, CallWriter, merged_loops
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.kernels.int8_calls import INT8
 from memplan.exporting.kernels.product_calls import FEWEST_ROWS, PRODUCTS, Emit, gradient_kernel, tile
@@ -16,7 +16,16 @@ from memplan.exporting.kernels.recurrent_calls import RECURRENT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
 from memplan.exporting.lowering.byte_inputs import NORMALIZE
-from memplan.exporting.lowering.device_graph import FILL, INSERT, TO_FLOAT, WRITE, output_of, refusal
+from memplan.exporting.lowering.device_graph import (
+    ARENA_INPUT,
+    FILL,
+    INSERT,
+    TO_FLOAT,
+    WORD,
+    WRITE,
+    output_of,
+    refusal,
+)
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous, short
 from memplan.planning.passes.split_dropout import MASK
@@ -573,7 +582,14 @@ def _fill(w: CallWriter, op: GraphOp) -> list[str]:
     return [w.call(w.kernel("fill"), output, float(op.args[0]), math.prod(w.shape(output)))]
 
 
+def _arena_input(w: CallWriter, op: GraphOp) -> list[str]:
+    output = Ref(output_of(op))
+    size = math.prod(w.shape(output)) * (1 if w.value(output).dtype in C_BYTES else WORD)
+    return [w.call(w.kernel("arena_input"), output, op.args[0], size)]
+
+
 CALLS: Mapping[str, Emit] = {
+    ARENA_INPUT: _arena_input,
     **PRODUCTS,
     conv.GATHER: _convolution,
     conv.SCATTER: _convolution,

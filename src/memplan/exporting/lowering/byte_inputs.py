@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memplan.exporting.lowering import convolution_splitting as conv
-from memplan.exporting.lowering.device_graph import Lowering, output_of
+from memplan.exporting.lowering.device_graph import ARENA_INPUT, Lowering, output_of
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, short
@@ -139,4 +139,6 @@ def _can_read(graph: JointGraph, op: GraphOp, read: Value, source: GraphOp) -> b
 
 def buffered(graph: JointGraph) -> frozenset[int]:
     """Return the byte inputs of which normalized buffers are computed."""
-    return frozenset(op.args[0].value for op in graph.ops if op.target == NORMALIZE)
+    in_arena: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target == ARENA_INPUT}
+    read: list[int] = [op.args[0].value for op in graph.ops if op.target == NORMALIZE]
+    return frozenset(in_arena.get(value, value) for value in read)

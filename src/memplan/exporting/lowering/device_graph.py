@@ -21,6 +21,8 @@ TO_FLOAT = "memplan.to_float.default"
 FILL = "memplan.fill.default"
 WRITE = "memplan.write_output.default"
 """Copy a value to the caller's memory, from this element on, where the caller gave any."""
+ARENA_INPUT = "memplan.arena_input.default"
+"""An input of the caller at its place in the arena."""
 INSERT = "memplan.insert_channels.default"
 """Write channels into a copy of a value, or into zeros."""
 WORD = 4

@@ -12,7 +12,7 @@ import numpy as np
 from memplan.exporting.c_text import c_name, comment
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import filled, template
-from memplan.exporting.lowering.device_graph import words
+from memplan.exporting.lowering.device_graph import WORD, words
 from memplan.exporting.optimizer_rules import KINDS
 from memplan.exporting.source import saved_state
 from memplan.exporting.source.input_checks import STATUS
@@ -68,7 +68,7 @@ def header_text(layout: StepLayout) -> str:
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stddef.h>", "#include <stdint.h>", "",
         f"#define {upper}_ARENA_BYTES {layout.arena}",
         f"#define {upper}_WEIGHTS {trained + narrow + statistics}    /* floats that get_weights writes */",
-        *saved_state.macros(layout), *_output_lines(layout), "",
+        *saved_state.macros(layout), *_output_lines(layout), *_input_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         f"#ifdef {upper}_HOOK",
         f"void {upper}_HOOK(void);    /* a function of yours: {name}.c calls it between its kernels */",
@@ -136,6 +136,22 @@ def _output_lines(layout: StepLayout) -> list[str]:
             about = comment(f"{'x'.join(map(str, tensor.shape)) or 'a number'}: {tensor.path}")
             lines.append(f"#define {name} {tensor.offset}    {about}")
     return lines
+
+
+def _input_lines(layout: StepLayout) -> list[str]:
+    """Return the macro for the address of the input that lies in the arena, if one does."""
+    found = layout.step.in_arena
+    if found is None:
+        return []
+    value, offset = found
+    name, upper = layout.step.inputs[value], layout.name.upper()
+    pointer = f"(s)->arena + {offset // WORD}"
+    kind = layout.step.c_type(value)
+    return [
+        f"/* Write {name} here before each call, which overwrites it, and pass this pointer. If {name} lies elsewhere,",
+        "   the call copies it here first. */",
+        f"#define {upper}_{name.upper()}(s) ({f'({kind} *)({pointer})' if kind != 'float' else pointer})",
+    ]
 
 
 def _evaluate_declaration(layout: StepLayout) -> list[str]:

@@ -14,6 +14,7 @@ from memplan.exporting.kernels.call_writer import CallWriter, UpdateCall, number
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.lowering.device_graph import WORD, WRITE, output_of
+from memplan.exporting.lowering.inside_bits import GRADIENT, INSIDE, bounds_of
 from memplan.exporting.source import saved_state
 from memplan.exporting.source.companion_files import init_arguments, init_parameters
 from memplan.exporting.source.input_checks import check_of, check_text
@@ -195,6 +196,9 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         if action.kind == "store":
             form = graph.form[action.form or 0]
             count = math.prod(graph.values[form.value].shape)
+            if form.how == INSIDE:
+                bounds = bounds_of(graph.ops[form.direct[0]])
+                return [writer.call(writer.kernel("pack_inside"), Ref(form.encoded), Ref(form.value), *bounds, count)]
             kernel = writer.kernel("pack_bits")
             return [writer.call(kernel, Ref(form.encoded), Ref(form.value), form.how == "positive", count)]
         if action.kind == "write":
@@ -214,7 +218,8 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         op, form = action.called(graph), graph.form[action.form or 0]
         arguments = arguments_of(op.target, op.args, op.kwargs)
         slope = float(arguments.get("negative_slope", 0.0))
-        gradient, output = arguments[DIRECT[op.target].same], output_of(op)
+        same = "grad_output" if op.target == GRADIENT else DIRECT[op.target].same
+        gradient, output = arguments[same], output_of(op)
         count = math.prod(graph.values[output].shape)
         kernel = writer.kernel("scaled_by_bits")
         return [writer.call(kernel, Ref(output), gradient, Ref(form.encoded), slope, count)]

@@ -14,7 +14,7 @@ from memplan.exporting.arena.lifetimes import Lifetimes
 from memplan.exporting.arena.offsets import Placement
 from memplan.exporting.kernels.frozen_weights import Quantized
 from memplan.exporting.lowering.byte_inputs import BYTES, buffered
-from memplan.exporting.lowering.device_graph import WORD, DeviceGraph, words
+from memplan.exporting.lowering.device_graph import ARENA_INPUT, WORD, DeviceGraph, output_of, words
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.planning.request import Request
 from memplan.planning.schedule.scheduler import Schedule
@@ -121,6 +121,16 @@ class Pass:
     def parameters(self) -> str:
         """C declarations of the inputs and targets."""
         return self._declared(self.inputs.values())
+
+    @property
+    def in_arena(self) -> tuple[int, int] | None:
+        """The input that lies in the arena, and its offset in bytes; None if none does."""
+        for at, action in enumerate(self.schedule.forward):
+            op = None if action.op is None else action.called(self.schedule.graph)
+            if op is not None and op.target == ARENA_INPUT:
+                source: int = op.args[0].value
+                return source, self.placement.offsets[self.lifetimes.buffer_of[at][output_of(op)]]
+        return None
 
     @property
     def model_inputs(self) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memplan.exporting.int8.int8_ops import DEQUANTIZE
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
@@ -94,7 +95,7 @@ def connected_values(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
     belong to the same component. None for another op."""
     numbers = tuple(dict.fromkeys((*refs((op.args, op.kwargs)), *(v for v in op.outputs if v is not None))))
     values = [graph.values[number] for number in numbers]
-    if op.target in ELEMENTWISE:
+    if op.target in ELEMENTWISE or op.target == DEQUANTIZE:
         per_channel = len(values[0].shape) >= 3 and all(value.shape == values[0].shape for value in values)
     elif op.target in _POOLS:
         per_channel = all(len(value.shape) == 4 for value in values)

@@ -1,0 +1,55 @@
+"""Save of a bounded activation, such as ReLU6, a bit for each element: whether it lies within the bounds.
+
+Its gradient reads no more of it, so the activation itself need neither be kept nor computed again for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+
+from memplan.exporting.lowering.device_graph import WORD, words
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value
+from memplan.planning.graph.op_schema import arguments_of, is_contiguous
+from memplan.planning.levers.encode import NAME, Encode
+from memplan.planning.levers.lever import Situation
+
+INSIDE = "inside"
+"""The codec: a bit is set where the element is neither at most the lower bound nor at least the upper one."""
+GRADIENT = "aten.hardtanh_backward.default"
+SMALLEST = 256
+"""Smallest value in bytes whose bits are offered: each offer takes the planner's time."""
+
+
+class InsideBits(Encode):
+    """Offers the bits of activations with two bounds."""
+
+    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
+        """Yield an encoding for each activation whose gradient the backward pass computes."""
+        for value, readers in sorted(_readers(graph).items()):
+            activation, size = graph.values[value], words(-(-prod(graph.values[value].shape) // 8))
+            name = f"{activation.name}_{INSIDE}"
+            encoded = Value(-1, name, "encoded", -1, size, (size,), (1,), "uint8", place=activation.place)
+            direct = tuple(op.index for op in readers)
+            yield SavedForm(NAME, value, -1, INSIDE, whole=False, direct=direct), encoded
+
+
+def bounds_of(op: GraphOp) -> tuple[float, float]:
+    """Return the bounds of the activation whose gradient an op computes."""
+    arguments = arguments_of(op.target, op.args, op.kwargs)
+    return float(arguments["min_val"]), float(arguments["max_val"])
+
+
+def _readers(graph: JointGraph) -> dict[int, list[GraphOp]]:
+    """Return the values of the forward pass whose bits gradients can read, each with these ops, of the same bounds."""
+    found: dict[int, dict[tuple[float, float], list[GraphOp]]] = defaultdict(lambda: defaultdict(list))
+    for op in graph.backward_ops:
+        if op.target == GRADIENT and isinstance(op.args[0], Ref) and isinstance(op.args[1], Ref):
+            gradient, value = graph.values[op.args[0].value], graph.values[op.args[1].value]
+            maker = graph.maker.get(value.id)
+            whole = value.base == value.id and value.kind == "result" and value.bytes == WORD * prod(value.shape)
+            alike = is_contiguous(value) and is_contiguous(gradient) and gradient.base != value.id
+            if whole and alike and value.bytes >= SMALLEST and maker is not None and maker.phase == "forward":
+                found[value.id][bounds_of(op)].append(op)
+    return {value: max(by_bounds.values(), key=len) for value, by_bounds in found.items()}
