@@ -34,7 +34,7 @@ from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_bytes, weights_text
 from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization, capture_step, device_step
-from memplan.exporting.trials.cortex import run_on_core
+from memplan.exporting.trials.cortex import CortexRun, run_on_core
 from memplan.exporting.trials.int8_updates import UpdatesChecked, check_updates
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import int8_losses, run_reference_steps
@@ -207,7 +207,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         check = partial(_updates_checked, request, plan.layout, int8) if before else None
         verdict = prove(folder, plan.layout, recorded, needed=bool(verify), check=check)
     core = None if device is None else run_on_core(device, folder.resolve(), plan.layout, recorded)
-    _write_readme(folder, plan.layout, verdict)
+    _write_readme(folder, plan.layout, verdict, core)
     if core is not None:
         check_flash(plan, options.flash, core)
     return result.with_verdict(verdict, core)
@@ -265,8 +265,10 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
     replace_files(folder, name, files)
 
 
-def _write_readme(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
-    write_whole(folder / f"{layout.name}.md", companion_files.readme_text(layout, str(verdict)))
+def _write_readme(folder: Path, layout: StepLayout, verdict: Verdict, core: CortexRun | None) -> None:
+    """Write the README again, with what the runs here and on an emulated core showed."""
+    verified = "\n\n".join(str(run) for run in (verdict, core) if run is not None)
+    write_whole(folder / f"{layout.name}.md", companion_files.readme_text(layout, verified))
 
 
 def device_copy(model: Any) -> Any:

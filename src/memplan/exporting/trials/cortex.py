@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_text
 from memplan.exporting.trials.proving import STRICT, Verdict, compare_results
+from memplan.exporting.trials.stack_depth import stack_depth
 
 COMPILER, EMULATOR = "arm-none-eabi-gcc", "qemu-system-arm"
 CORES: Mapping[str, tuple[str, str, str]] = {
@@ -49,7 +50,8 @@ class CortexRun(Printed):
     data: int
     """Bytes of writable static memory: 0, since the caller owns the state."""
     stack: int
-    """Bytes of the five largest stack frames: calls are five deep."""
+    """Most bytes of stack under a call of the export's functions, with libm, without yours that `save` and `load`
+    call: see `stack_depth`."""
     instructions: int
     """Instructions of one step."""
     verdict: Verdict
@@ -57,8 +59,8 @@ class CortexRun(Printed):
     def __str__(self) -> str:
         return (
             f"{self.core} at {LEVEL}: {self.text} bytes of code, {self.rodata} of constants, "
-            f"{self.data} of static memory, {self.stack} of stack, about {self.instructions:,} instructions a step; "
-            f"{self.verdict}"
+            f"{self.data} of static memory, at most {self.stack} of stack, "
+            f"about {self.instructions:,} instructions a step; {self.verdict}"
         )
 
 
@@ -120,7 +122,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
             (build / file).write_text(template(file).replace("@RAM@", ram), encoding="utf-8")
         if layout.weights_file:
             shutil.copy(folder / f"{name}.bin", build)
-        _run([COMPILER, *flags, "-fstack-usage", "-c", str(folder / f"{name}.c"), "-o", "export.o"], build)
+        _run([COMPILER, *flags, "-c", str(folder / f"{name}.c"), "-o", "export.o"], build)
         parts = ["cortex_startup.c", "export.o", str(folder / f"test_{name}.c")]
         link = [
             "-nostartfiles",
@@ -137,7 +139,10 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
         calls = ["-semihosting-config", "enable=on,target=native", "-icount", "shift=0", "-kernel", "test.elf"]
         output = _run([EMULATOR, *machine, *calls], build)
         written = np.fromfile(build / "weights", dtype=np.float32).astype(np.float64)
-        sizes, stack = _section_sizes(build / "export.o"), _stack_bytes(build.glob("*.su"))
+        sizes = _section_sizes(build / "export.o")
+        functions = re.findall(r"^\w+ T (\w+)$", _run([_tool("nm"), "export.o"], build), re.MULTILINE)
+        disassembly = _run([_tool("objdump"), "-d", "--no-show-raw-insn", "test.elf"], build)
+        stack = max(stack_depth(disassembly, functions).values())
     ticks = [int(count) for count in re.findall(r"ticks (\d+)", output)]
     verdict = compare_results(output, written, recorded, "on the emulated core")
     data = sizes.get(".data", 0) + sizes.get(".bss", 0)
@@ -146,18 +151,16 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
 
 def _section_sizes(file: Path) -> dict[str, int]:
     """Return the bytes of an object file's sections; those of one function, as .text.f, count as .text."""
-    text = _run(["arm-none-eabi-size", "-A", file.name], file.parent)
+    text = _run([_tool("size"), "-A", file.name], file.parent)
     sizes: dict[str, int] = {}
     for name, size in re.findall(r"^(\.\w+)\S*\s+(\d+)", text, re.MULTILINE):
         sizes[name] = sizes.get(name, 0) + int(size)
     return sizes
 
 
-def _stack_bytes(files: Iterable[Path]) -> int:
-    """Return the bytes of the five largest frames in the compiler's reports: a step, its pass, a kernel, and the two
-    that add up tiles for it."""
-    frames = [int(line.split("\t")[1]) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    return sum(sorted(frames)[-5:])
+def _tool(name: str) -> str:
+    """Return the name of a tool of the cross compiler, such as ``objdump``."""
+    return COMPILER.removesuffix("gcc") + name
 
 
 def _run(command: list[str], folder: Path) -> str:
