@@ -63,6 +63,8 @@ class Tiling:
         self._replacements: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
         """id() of a tensor that a segment's call returned -> (tensor, its replacement, its position)."""
         self._now = set[tuple[int, int]]()
+        self._recorded: dict[int, tuple[Tensor, int, Recorder]] = {}
+        """id() of a tensor that a segment's call returned -> (tensor, first call of the segment, its recording)."""
 
     def end(self) -> None:
         """End a pass: in the next, the segments return only the results that were read in this pass."""
@@ -88,12 +90,15 @@ class Tiling:
             The result of the call; of a segment's last call, in terms of the op that replaces the segment.
         """
         self._refuse_questions_of_autograd(func, args)
-        args, kwargs = _torch.tree_map(self._replaced, (args, kwargs))
+        repeats = () if index is None else self.tiles[index].repeats
+        args, kwargs = _torch.tree_map(lambda leaf: self._replaced(leaf, repeats), (args, kwargs))
         arguments, static = ChangedTensors(func, args, kwargs), self._static_tensors()
         if index is None:
             result = func(*args, **kwargs)
-            if any(id(tensor) not in static for tensor in arguments.after()):
+            changed = [tensor for tensor in arguments.after() if id(tensor) not in static]
+            if changed:
                 self.in_place.add(number)
+                self._forget_recordings_of(changed)
             return result
         if all(id(tensor) in static for tensor in arguments.tensors):  # the same for each piece: runs once, as it is
             result = func(*args, **kwargs)
@@ -101,7 +106,7 @@ class Tiling:
                 raise NotTileable("the segment changes a buffer that it read before")
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
-            result = self._run_recorded(func, args, kwargs)
+            result = self._run_recorded(func, args, kwargs, repeats)
         return self._finish(index, result) if number == self.tiles[index].last else result
 
     def _refuse_questions_of_autograd(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -117,14 +122,30 @@ class Tiling:
             reason.at = self._replacements[id(tensor)][2][0] if is_result else None
             raise reason
 
-    def _run_recorded(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Add a call to the program of the current segment, and return its results without data."""
+    def _forget_recordings_of(self, changed: Sequence[Tensor]) -> None:
+        """Have no segment repeat what computed these tensors, which a call outside of segments has changed."""
+        bases = {id(_torch.viewed(tensor)) for tensor in changed}
+        for tensor, output, _ in self._replacements.values():
+            if id(_torch.viewed(output)) in bases:
+                self._recorded.pop(id(tensor), None)
+
+    def _run_recorded(self, func: Callable[..., Any], args: Any, kwargs: Any, repeats: Sequence[int]) -> Any:
+        """Add a call to the program of the current segment, and return its results without data.
+
+        ``repeats``: first calls of the earlier segments whose ops are recorded again for their results.
+        """
         if not torch.is_grad_enabled():
             raise NotTileable("a part of the segment has no gradient")
         if self._recorder is None:
             self._recorder = Recorder()
         static = self._static_tensors()
-        result = self._recorder.call(func, args, kwargs, lambda tensor: id(tensor) in static)
+
+        def repeated(tensor: Tensor) -> Recorder | None:
+            """Return the recording of a segment to repeat that has computed a tensor, None for other tensors."""
+            _, first, recorder = self._recorded.get(id(tensor), (None, None, None))
+            return recorder if first in repeats else None
+
+        result = self._recorder.call(func, args, kwargs, lambda tensor: id(tensor) in static, repeated)
         self._results += [weakref.ref(leaf) for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)]
         return result
 
@@ -148,6 +169,9 @@ class Tiling:
             for position, tensor in last_position.values()
             if recorder.owns(tensor) and (self._first_pass or (index, position) in self._read)
         ]
+        for position, tensor in last_position.values():
+            if recorder.owns(tensor):
+                self._recorded[id(tensor)] = tensor, tile.first, recorder
         self._results = []
         if not self._first_pass and recorder.share_memory([tensor for _, tensor in wanted]):
             raise NotTileable("a result is a view of another, or of what the segment reads: writes would not reach it")
@@ -182,10 +206,12 @@ class Tiling:
         """Return the model's output tensors; those of a segment's calls are replaced by results of the segment's op."""
         return [self._replaced(output) for output in outputs]
 
-    def _replaced(self, leaf: Any) -> Any:
+    def _replaced(self, leaf: Any, repeats: Sequence[int] = ()) -> Any:
         """Return the result of a segment's op that replaces a tensor of its calls, and note that it is read. Other
-        leaves are returned unchanged."""
+        leaves are returned unchanged, and so are those of the segments that begin with the calls ``repeats``."""
         if not isinstance(leaf, Tensor) or id(leaf) not in self._replacements:
+            return leaf
+        if repeats and id(leaf) in self._recorded and self._recorded[id(leaf)][1] in repeats:
             return leaf
         _, output, place = self._replacements[id(leaf)]
         self._now.add(place)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memplan import _torch
-from memplan.planning.graph.joint_graph import Ref, refs
+from memplan.planning.graph.joint_graph import Ref, map_refs, refs
 from memplan.planning.graph.op_schema import arguments_of, overload
 from memplan.planning.graph.tensor_like import Like
 
@@ -103,6 +103,8 @@ class Recorder:
         self._replacements: dict[int, Tensor] = {}
         """By id() of a tensor from outside: the tensor without data in its place."""
         self._static = set[int]()
+        self._repeated: dict[int, dict[int, int]] = {}
+        """By id() of an earlier recording: its values that are computed again here, and the values here."""
         self._mode = _torch.fake_mode()
         self.running: dict[int, tuple[tuple[Tensor, ...], float]] = {}
         """Running mean and variance and the momentum of a training batch norm, by the index of its node."""
@@ -121,10 +123,17 @@ class Recorder:
         keys = [_torch.storage_key(t.untyped_storage()) for t in (*results, *self._replacements.values())]
         return len(set(keys)) < len(keys)
 
-    def call(self, func: Callable[..., Any], args: Any, kwargs: Any, is_static: Callable[[Tensor], bool]) -> Any:
+    def call(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, is_static: Callable[[Tensor], bool],
+        repeated: Callable[[Tensor], Recorder | None] = lambda tensor: None,
+    ) -> Any:  # fmt: skip
         """Run a function on tensors without data, and record its ops.
 
-        ``is_static``: whether a tensor from outside does not depend on the step's data, as parameters do not.
+        Args:
+            func, args, kwargs: the call.
+            is_static: whether a tensor from outside does not depend on the step's data, as parameters do not.
+            repeated: returns the earlier recording whose ops compute a tensor from outside; those are recorded again,
+                and the tensor is not read. None for a tensor to read.
         """
 
         def without_data(leaf: Any) -> Any:
@@ -132,11 +141,16 @@ class Recorder:
             if not isinstance(leaf, Tensor) or self.owns(leaf):
                 return leaf
             if id(leaf) not in self._replacements:
+                earlier = repeated(leaf)
+                value = None if earlier is None else self._repeat(earlier, leaf, without_data)
                 replacement = self._replacements[id(leaf)] = Like.of(leaf).empty()
-                value = self._add(replacement)
-                self.sources[value] = leaf
-                if is_static(leaf):
-                    self._static.add(value)
+                if value is None:
+                    value = self._add(replacement)
+                    self.sources[value] = leaf
+                    if is_static(leaf):
+                        self._static.add(value)
+                else:
+                    self._keep(replacement, value)
             return self._replacements[id(leaf)]
 
         with ExitStack() as stack:
@@ -146,6 +160,31 @@ class Recorder:
             args, kwargs = _torch.tree_map(without_data, (args, kwargs))
             with _torch.OpsHandled(self.record):
                 return func(*args, **kwargs)
+
+    def _repeat(self, earlier: Recorder, tensor: Tensor, without_data: Callable[[Any], Any]) -> int:
+        """Record the ops of an earlier recording that compute one of its tensors, and return the tensor's value here.
+
+        ``without_data``: returns the tensor in the place of one from outside. Running statistics are updated by the
+        earlier segment alone.
+        """
+        target = earlier._current(tensor)
+        here = self._repeated.setdefault(id(earlier), {})
+        needed, nodes = {target}, list[Node]()
+        for node in reversed(earlier._nodes):
+            if not needed.isdisjoint(node.outputs):
+                needed.update(node.reads)
+                nodes.append(node)
+        for value in sorted(needed & earlier.sources.keys()):
+            here[value] = self._value[id(without_data(earlier.sources[value]))]
+        for node in reversed(nodes):
+            if node.outputs[0] in here:
+                continue
+            for value in node.outputs:
+                here[value] = len(self._likes)
+                self._likes[here[value]] = earlier._likes[value]
+            args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda value: Ref(here[value]))
+            self._nodes.append(Node(node.target, args, kwargs, tuple(here[value] for value in node.outputs)))
+        return here[target]
 
     def record(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run an op on tensors without data and add its functional form to the program.
@@ -171,11 +210,11 @@ class Recorder:
         if not mutated:
             self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
             return result
-        if len(mutated) > 1 or functional is None or self._value[id(mutated[0])] in self.sources:
+        if len(mutated) > 1 or functional is None or self._is_from_outside(self._value[id(mutated[0])]):
             raise NotTileable(f"{op} changes a tensor from outside of the segment")
         changed = mutated[0]
         views = self._storages[_torch.storage_key(changed.untyped_storage())] - {id(changed)}
-        if any(self._value[view] in self.sources for view in views):
+        if any(self._is_from_outside(self._value[view]) for view in views):
             raise NotTileable(f"{op} changes a view of a tensor from outside of the segment")
         self._stale |= views
         value = len(self._likes)
@@ -198,6 +237,10 @@ class Recorder:
             raise NotTileable(f"{op} updates running statistics that are computed")
         self.running[len(self._nodes)] = tuple(self.sources[value] for value in running), named["momentum"]
 
+    def _is_from_outside(self, value: int) -> bool:
+        """Return whether a value is a tensor that the segment reads or whose ops it repeats."""
+        return value in self.sources or any(value in here.values() for here in self._repeated.values())
+
     def release(self) -> None:
         """Drop the references to the recorded tensors, which are freed if nothing else refers to them."""
         self._alive.clear()
@@ -214,12 +257,17 @@ class Recorder:
 
     def _add(self, tensor: Tensor) -> int:
         """Register a tensor as a new value, and return the value's id."""
-        value = self._value[id(tensor)] = len(self._likes)
+        value = len(self._likes)
         self._likes[value] = Like.of(tensor)
+        self._keep(tensor, value)
+        return value
+
+    def _keep(self, tensor: Tensor, value: int) -> None:
+        """Note that a tensor has a value now."""
+        self._value[id(tensor)] = value
         self._alive.append(tensor)
         key = _torch.storage_key(tensor.untyped_storage())
         self._storages.setdefault(key, set()).add(id(tensor))
-        return value
 
     def _reference(self, leaf: Any) -> Any:
         """Return a Ref to the tensor's value for a tensor, anything else unchanged."""

@@ -67,6 +67,9 @@ class Tile:
     last: int
     axis: Axis
     pieces: int
+    repeats: tuple[int, ...] = ()
+    """First calls of earlier tiles of the step whose ops each piece runs again, so that it needs none of their results
+    as a whole: the encoder's level for a decoder's, in a U-Net."""
 
 
 class Tiled:
@@ -135,10 +138,17 @@ class Tiled:
             if shape[0] % samples == 0 and abs(tokens - self.axis.tokens) <= 1:
                 self.along[value] = Along(0, 1, samples)
         elif dim:
+            dim -= self._is_map(value)
             if len(shape) > dim and shape[dim] > 1:  # a single element is read by each piece
                 self.along[value] = Along(dim)
         elif shape[0] and shape[0] % samples == 0:  # samples, maybe merged with another dimension
             self.along[value] = Along(0, shape[0] // samples)
+
+    def _is_map(self, value: int) -> bool:
+        """Return whether an input has samples and space, but no channels, as the class of each pixel."""
+        shape, rank = self.shapes[value], max(len(self.shapes[v]) for v in self.program.inputs)
+        spaces = {other[2:] for other in self.shapes.values() if len(other) == rank}
+        return value in self.program.fixed and len(shape) == rank - 1 and shape[1:] in spaces
 
     def _step(self, at: int, node: Node) -> _Step:
         """Return how a node runs piece by piece, and note which statistics and gradients its results depend on.
