@@ -107,11 +107,7 @@ def test_integer_kernels_compile_without_warnings(name: str, in_eight_bits: Path
     if name not in found:
         pytest.skip(f"no {name}")
     year = ["-std=c99", *WARNINGS]
-    kinds = (
-        [[*CROSS[name], *year]]
-        if name in CROSS
-        else [["-std=c99", *STRICT], ["-std=c++11", "-x", "c++", *STRICT]]
-    )
+    kinds = [[*CROSS[name], *year]] if name in CROSS else [["-std=c99", *STRICT], ["-std=c++11", "-x", "c++", *STRICT]]
     for flags in ([*kind, "-O2"] for kind in kinds):
         command = [*found[name], *flags]
         assert [warnings_of(command, in_eight_bits, f"{file}.c") for file in ("net", "of_floats")] == ["", ""]

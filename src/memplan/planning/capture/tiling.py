@@ -169,7 +169,7 @@ class Tiling:
             for position, tensor in last_position.values()
             if recorder.owns(tensor) and (self._first_pass or (index, position) in self._read)
         ]
-        for position, tensor in last_position.values():
+        for _, tensor in last_position.values():
             if recorder.owns(tensor):
                 self._recorded[id(tensor)] = tensor, tile.first, recorder
         self._results = []
