@@ -300,25 +300,6 @@ def temperature_chunks() -> Step:
     return step
 
 
-def logging_only() -> Step:
-    """A count that is only logged, summed and kept."""
-    net = nn.Linear(32, 10)
-    x = torch.randn(12, 32)
-    y = torch.randint(0, 10, (12,))
-    h: Any = {"c": 0, "hist": []}
-
-    def step() -> None:
-        lo = net(x)
-        F.cross_entropy(lo, y).backward()
-        net.zero_grad()
-        n: Any = (lo.argmax(-1) == y).sum().item()
-        h["c"] += n
-        h["hist"].append(n)
-        h["text"] = f"acc {n / 12:.2f} {n}/12"
-
-    return step
-
-
 def blocks_in_loop() -> Step:
     """Two layers of different sizes, each drawn."""
     blocks: Any = nn.ModuleList([nn.Linear(64, 64 * w) for w in (1, 5, 2, 3, 9)])

@@ -24,7 +24,7 @@ Build = Callable[[], Callable[[], Any]]
 Seen = list[tuple[str, list[Any]]]
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("transformers", "monai", "peft")
-FEW = frozenset({"conv_vae", "resnet18_channels_last", "sdpa_transformer", "mobilenet"})
+FEW = frozenset({"resnet18_channels_last", "sdpa_transformer"})
 """Steps of the zoo that are compared in every run of the tests."""
 
 
