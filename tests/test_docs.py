@@ -85,7 +85,10 @@ def test_every_switch_of_the_search_is_described() -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("sweep", marks=needs_avx512), "largest"])
-def test_the_examples_of_studies_run_and_print_what_they_show(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_studies_run_and_print_what_they_show(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
