@@ -6,7 +6,6 @@ Each rule is one test that names every offender at once.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import re
 import subprocess
@@ -26,18 +25,6 @@ HEAVY = {"torch", "numpy", "scipy", "loky", "plotly", "networkx", "monai", "tran
 
 # A name with one leading underscore: dunders such as torch.__version__ are public.
 PRIVATE_TORCH = re.compile(r"torch(\.\w+)*\._(?!_)\w")
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _trees_are_dropped() -> Iterator[None]:
-    """Millions of nodes, which each later collection of this process would search."""
-    yield
-    tree_of.cache_clear()
 
 
 def shown(path: Path) -> str:
@@ -121,7 +108,7 @@ def test_private_torch_names_live_in_one_room() -> None:
         f"{shown(path)}:{line}: {name}"
         for path in FILES
         if SRC / "_torch" not in path.parents
-        for line, name in torch_names(tree_of(path))
+        for line, name in torch_names(ast.parse(path.read_text(encoding="utf-8")))
         if PRIVATE_TORCH.match(name)
     ] == []
 

@@ -128,14 +128,6 @@ def test_what_fused_kernels_cannot_do_and_single_ops_can_is_offered_and_done() -
 
 
 @pytest.mark.slow
-@needs_avx512
-def test_it_is_the_same_every_time() -> None:
-    budget = int(0.8 * planned("1GB").floor)
-    one, other = (planned(budget, allow="lossy") for _ in range(2))
-    assert one == other
-
-
-@pytest.mark.slow
 def test_a_card_without_bfloat16_computes_in_float16_and_says_what_that_needs() -> None:
     assert precision_search.lower_precision(find("t4"), "cpu") == "float16"
     assert precision_search.lower_precision(find("h100"), "cpu") == "bfloat16"

@@ -81,42 +81,6 @@ def test_a_step_with_an_op_of_a_library_is_right() -> None:
     assert fitted.proof.within_budget
 
 
-def sorted_and_summed(x: Tensor) -> Tensor:
-    return torch.sort(x, 1).values + torch.cumsum(x, 1)
-
-
-@pytest.mark.slow
-def test_an_op_that_inductor_has_no_code_for_is_named() -> None:
-    notes = told(planned(Layer(sorted_and_summed), torch.randn(16, 32), loss=torch.sum))
-    assert "runs as its own kernel, not fused: aten::sort, 1 call" in notes
-    assert "runs as its own kernel, not fused: aten::cumsum, 2 calls" in notes
-
-
-class Plain(nn.Module):
-    """Products, convolutions, norms whose statistics are kept, attention, and dropout, which draws as in eager mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
-        self.attend, self.drop, self.out = (
-            nn.MultiheadAttention(32, 4, batch_first=True),
-            nn.Dropout(0.1),
-            nn.Linear(32, 1),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.drop(torch.relu(self.norm(self.conv(x))))
-        return self.out(h + self.attend(h, h, h, need_weights=False)[0])
-
-
-@pytest.mark.slow
-def test_of_torchs_own_products_nothing_is_told() -> None:
-    plan = planned(Plain(), torch.randn(4, 8, 32), loss=torch.sum)
-    assert plan.fusion is not None
-    assert not all(group.fused for group in plan.fusion.groups)
-    assert told(plan) == []
-
-
 def group(kernel: str, size: int = 1, **more: Any) -> Group:
     given: dict[str, Any] = {"fused": False, "ops": (kernel,), "layers": ("a",), **more}
     return Group(kernel, given["fused"], "forward", given["ops"], given["layers"], None, size, 0, 0.0, "bandwidth")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,10 @@ from memplan import _torch
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.joint_graph import recomputable
-from memplan.planning.graph.resident import OutsideMemory
-from memplan.planning.inductor import partition
-from memplan.planning.inductor.candidate_search import lower_and_predict
-from memplan.planning.inductor.merge_convolution_backward import affordable_pairs, pairs
+from memplan.planning.inductor.merge_convolution_backward import affordable_pairs
 from memplan.planning.inductor.partition import as_fused
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
-from memplan.planning.schedule.scheduler import Schedule
 
 pytestmark = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 
@@ -65,11 +61,6 @@ class Volumes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.up(torch.relu(self.down(x)))))
-
-
-class Summed(nn.Sequential):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).square().mean()
 
 
 class Late(nn.Module):
@@ -121,23 +112,6 @@ def test_the_same_bits_with_one_call_for_each_derivative(name: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
     assert count == convolutions  # as eager mode has it
     assert more > convolutions
-
-
-@pytest.mark.slow
-def test_not_where_the_peak_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two parts the input is free before its gradient is made: together, both would be there."""
-    torch.manual_seed(0)
-    wide = nn.Conv2d(8, 64, 3, padding=1), nn.Conv2d(64, 2, 3, padding=1)
-    call = call_of((torch.randn(2, 8, 64, 64),), {})
-    made = as_fused(capture(Summed(*wide), call).graph, Choices(joined=True))
-
-    def peak(chosen: Callable[[Schedule], Mapping[int, int]]) -> int:
-        monkeypatch.setattr(partition, "affordable_pairs", chosen)
-        return lower_and_predict(made, OutsideMemory()).peak
-
-    apart, together = peak(lambda of: {}), peak(pairs)
-    assert together > apart
-    assert peak(affordable_pairs) == apart
 
 
 @pytest.mark.parametrize("name", MODELS)
