@@ -146,6 +146,16 @@ def test_special_numbers_are_those_of_packed_masters() -> None:
         assert torch.equal(ours.packed["ties"], optimizer.state[reference]["master_ties"])
 
 
+def test_a_nan_stays_one() -> None:
+    """With the bits that a card's arithmetic has for it, which would be those of -0 if they were rounded."""
+    weight, gradient = torch.ones(3, dtype=BF16), torch.full((3,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    low = torch.zeros(3, dtype=torch.int16)
+    kernels.sgd_step(weight, gradient, lr=0.1, low=low)
+    assert weight.isnan().all()
+    kernels.sgd_step(weight, torch.ones(3), lr=0.1, low=low)
+    assert weight.isnan().all()
+
+
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16, torch.float64], ids=str)
 def test_an_update_is_as_near_to_float64_as_eager_mode(name: str, dtype: torch.dtype) -> None:

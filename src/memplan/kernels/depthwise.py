@@ -18,7 +18,7 @@ in the cache after the first. Besides, a part's sums are written and read again,
 are of at least 40 K positions, so these are 10 % of b bytes a position at most, of the 2 b that are read.
 
 Sums are made in a fixed order: taps in order, a part's positions in one program, parts by torch. No atomics, so that
-results are the same in each run; torch's own kernels for a card add the weight's gradient by atomics in some sizes.
+results are the same in each run; cuDNN has algorithms that add the weight's gradient by atomics.
 No layout is converted: channels last stays so, and y is laid out as x.
 """
 
