@@ -212,6 +212,9 @@ def _kernels() -> dict[str, Kernel]:
     def head(rows: int) -> list[tuple[int, ...]]:
         return [(rows, 2048), (vocabulary, 2048)]
 
+    def volumes(rows: int) -> list[tuple[int, ...]]:
+        return [(max(1, rows // 1024), 64, 32, 32, 32), (64, 1, 3, 3, 3), (64,)]
+
     def added(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
         residual = x + residual
         return F.layer_norm(residual, (width,), weight, bias), residual
@@ -226,6 +229,10 @@ def _kernels() -> dict[str, Kernel]:
         "swiglu": Kernel(kernels.swiglu, lambda gate, up: F.silu(gate) * up, gates, 8, "swiglu"),
         "geglu, tanh": Kernel(lambda gate, up: kernels.geglu(gate, up, approximate="tanh"),
                               lambda gate, up: F.gelu(gate, approximate="tanh") * up, gates, 8, "geglu"),
+        "depthwise_conv, 3D": Kernel(
+            lambda x, weight, bias: kernels.depthwise_conv(x, weight, bias, padding=1),
+            lambda x, weight, bias: F.conv3d(x, weight, bias, padding=1, groups=64), volumes, 6,
+        ),
         "cross_entropy": Kernel(
             lambda hidden, weight, targets: kernels.cross_entropy(hidden, weight, targets),
             lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight).float(), targets),
@@ -439,7 +446,7 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: in
 
     import memplan
 
-    def kind(optimizer_class: Any, **options: Any) -> Row:
+    def kind(optimizer_class: Any, one_pass: bool, **options: Any) -> Row:
         torch.manual_seed(0)
         weights = [torch.randn(elements, device=setting.device).bfloat16()]
         weights += [weights[0].clone()]
@@ -447,8 +454,11 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: in
         ours, plain = (torch.nn.Parameter(one) for one in weights)
         master = torch.nn.Parameter(plain.detach().float())
         optimizer, of_master = (
-            memplan.PackedMasters([ours], optimizer_class, **options),
-            optimizer_class([master], **options),
+            memplan.PackedMasters([ours], optimizer_class, one_pass=one_pass, **options),
+            # in one pass the bits are those of the same kernel on float32 weights, not those of torch.optim on a card
+            memplan.PackedMasters([master], optimizer_class, one_pass=True, **options)
+            if one_pass
+            else optimizer_class([master], **options),
         )
 
         def packed_step() -> None:
@@ -475,7 +485,9 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: in
         (torch.optim.AdamW, {"lr": 1e-3}),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     ):
-        attempt(note, optimizer_class.__name__, functools.partial(kind, optimizer_class, **options))
+        name = optimizer_class.__name__
+        attempt(note, name, functools.partial(kind, optimizer_class, False, **options))
+        attempt(note, f"{name}, one pass", functools.partial(kind, optimizer_class, True, **options))
 
 
 def watch(note: Note, setting: Setting, steps: Mapping[str, int] | None = None) -> None:
