@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memplan import kernels
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.joint_graph import Value
 from memplan.planning.graph.op_schema import (
     CHANNEL_NORM,
@@ -13,7 +20,7 @@ from memplan.planning.graph.op_schema import (
     TOKEN_STATISTICS,
     TOKEN_STATISTICS_BACKWARD,
 )
-from memplan.planning.graph.roofline import WORKS
+from memplan.planning.graph.roofline import WORKS, work_of
 from memplan.planning.ops import kernel_costs  # noqa: F401  # pyright: ignore[reportUnusedImport]  # fills the table
 
 TOKENS, WIDTH, CLASSES = 96, 64, 3000
@@ -66,3 +73,40 @@ def test_depthwise_convolutions_move_little_more_than_their_operands(dtype: str)
     assert backward.bytes <= 1.1 * 2 * least
     frozen = WORKS[DEPTHWISE_BACKWARD]((y, x, weight, *steps, [True, False, False]))
     assert (frozen.flops, frozen.bytes) == (forward.flops, forward.bytes)
+
+
+class Layer(nn.Conv2d):
+    """A convolution of one channel to three, and a loss of its result."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(1, 3, 1)
+        self.loss = loss
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.loss(super().forward(input))
+
+
+def bytes_of(loss: Callable[[Tensor], Tensor]) -> dict[str, int]:
+    """Bytes of the ops of kernels in a step with 2 x 3 x 64 x 64 numbers, by op."""
+    graph = capture(Layer(loss), call_of((torch.randn(2, 1, 64, 64),), {})).graph
+    return {op.target.split(".")[1]: work_of(graph, op).bytes for op in graph.ops if op.target.startswith("memplan.")}
+
+
+def test_attention_reads_and_writes_each_tensor_once() -> None:
+    """By hand, as derived at the top of memplan.kernels.softmax: scores, probabilities, bits, a mask, and of each row
+    two numbers. At most a tenth more than the scores and probabilities alone."""
+    mask = torch.ones(64, 64).tril() == 0
+    found = bytes_of(lambda scores: kernels.softmax_dropout(scores, mask, p=0.1).square().sum())
+    elements = 2 * 3 * 64 * 64
+    beside = elements // 8 + 64 * 64 + 8 * (elements // 64)
+    assert found["masked_softmax"] == 2 * 4 * elements + beside <= 1.1 * 2 * 4 * elements
+    assert found["masked_softmax_backward"] == 3 * 4 * elements + beside <= 1.1 * 3 * 4 * elements
+
+
+def test_losses_of_segmentation_read_logits_and_targets_once() -> None:
+    """By hand, as derived at the top of memplan.kernels.dice; the sums are four of each class of a sample."""
+    labels = torch.randint(3, (2, 64, 64))
+    found = bytes_of(lambda logits: kernels.dice_cross_entropy(logits, labels))
+    logits, targets, sums = 4 * 2 * 3 * 64 * 64, 8 * 2 * 64 * 64, 4 * 4 * 2 * 3
+    assert found["class_sums"] == logits + targets + sums
+    assert found["class_sums_backward"] == 2 * logits + targets + sums

@@ -40,3 +40,16 @@ def test_the_mask_is_drawn_once_and_the_result_can_be_made_again() -> None:
     scaled = next(op for op in graph.forward_ops if op.target == "aten.mul.Tensor" and op.args[1:] == (1 / 0.9,))
     assert set(scaled.makes) <= recomputable(graph)
     assert not set(masks[0].makes) & recomputable(graph)
+
+
+def test_a_mask_whose_product_nothing_reads_is_drawn_alone() -> None:
+    class Masked(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            y = super().forward(input)
+            return y * torch.native_dropout(y.detach(), 0.5, True)[1]
+
+    graph = capture(Masked(8, 8), call_of((torch.randn(4, 8),), {})).graph
+    assert [op.target for op in graph.ops if op.random] == [MASK]
+    (mask,) = (op for op in graph.ops if op.random)
+    assert graph.values[mask.makes[0]].dtype == "bool"
+    assert mask.scratch == 0
