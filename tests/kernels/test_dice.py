@@ -109,6 +109,14 @@ def test_dtypes_of_targets(dtype: torch.dtype) -> None:
     assert all(map(torch.equal, values_and_gradients(pair(targets.to(dtype))[0], [logits.float()]), expected))
 
 
+def test_autocast_leaves_dtypes_as_they_are() -> None:
+    logits, targets = operands(2, 3, 4, 5)
+    expected = kernels.dice_cross_entropy(logits.bfloat16(), targets)
+    assert expected.dtype == torch.float32
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(kernels.dice_cross_entropy(logits.bfloat16(), targets), expected)
+
+
 def test_classes_that_do_not_exist_make_the_loss_nan() -> None:
     logits, targets = operands(1, 3, 4, 5)
     for wrong in (3, -1):

@@ -152,6 +152,14 @@ def test_results_of_another_dtype(of: torch.dtype, to: torch.dtype, p: float) ->
     assert torch.equal(found == 0, F.dropout(F.softmax(x.to(of), -1).to(to), p) == 0)
 
 
+def test_autocast_leaves_dtypes_as_they_are() -> None:
+    """It computes in float32 anyway."""
+    x, mask = (one.bfloat16() for one in operands(2, 3, 5))
+    expected = kernels.softmax_dropout(x, mask)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(kernels.softmax_dropout(x, mask), expected)
+
+
 def test_draws_are_those_of_dropout() -> None:
     """Which are kept, and the random state behind it."""
     x = torch.randn(5, 41)

@@ -232,6 +232,12 @@ def _kernels() -> dict[str, Kernel]:
         "depthwise_conv, 3D": Kernel(
             lambda x, weight, bias: kernels.depthwise_conv(x, weight, bias, padding=1),
             lambda x, weight, bias: F.conv3d(x, weight, bias, padding=1, groups=64), volumes, 6,
+        ),  # fmt: skip
+        "softmax_dropout, scaled": Kernel(lambda x: kernels.softmax_dropout(x, scale=0.5),
+                                          lambda x: F.softmax(x * 0.5, -1), lambda rows: [(rows, width)], 5),
+        "dice_cross_entropy": Kernel(
+            lambda logits: kernels.dice_cross_entropy(logits, _labels(logits)),
+            lambda logits: _dice_cross_entropy(logits, _labels(logits)), lambda rows: [(2, 4, 64, 4 * rows)], 3,
         ),
         "cross_entropy": Kernel(
             lambda hidden, weight, targets: kernels.cross_entropy(hidden, weight, targets),
@@ -239,6 +245,24 @@ def _kernels() -> dict[str, Kernel]:
             head, 3, "cross_entropy", vocabulary,
         ),
     }  # fmt: skip
+
+
+def _labels(logits: Any) -> Any:
+    """Class indices of logits (N, C, ...), always the same."""
+    import torch
+
+    count = logits.shape[0] * logits.shape[2:].numel()
+    return (torch.arange(count, device=logits.device) * 7 // 3 % logits.shape[1]).view(-1, *logits.shape[2:])
+
+
+def _dice_cross_entropy(logits: Any, labels: Any) -> Any:
+    """The mean Dice loss of samples and classes, plus cross-entropy, by probabilities and one-hot targets."""
+    from torch.nn import functional as F
+
+    shares = logits.softmax(1)
+    targets = F.one_hot(labels, logits.shape[1]).movedim(-1, 1).to(logits.dtype)
+    common, sizes = (shares * targets).flatten(2).sum(2), (shares + targets).flatten(2).sum(2)
+    return (1 - (2 * common + 1e-5) / (sizes + 1e-5)).mean() + F.cross_entropy(logits, labels)
 
 
 def _liger(name: str) -> Callable[..., Any]:

@@ -19,8 +19,8 @@ Bytes moved: forward reads x and writes y, 2 n b; backward reads dy and x (or y)
 dropout the bits, too, and with a mask what it has of its own. That is the least. Rows longer than 8,192 are read twice,
 the second time from the cache, which holds them.
 
-k is drawn by torch, as `F.dropout` draws it, so that a step is the same with this function and without: an element is
-a byte until it is packed, which is freed before y is allocated. On a card torch's kernel writes a product, too.
+k is drawn by torch, as `F.dropout` draws it, so that a step is the same with this function and without. torch's kernel
+writes a byte an element, and a product of y's size; both are freed before y is allocated.
 """
 
 from __future__ import annotations
