@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from environment import slow
 from models.drifting_bars import accuracy, bars, normed, settled_cnn
 from models.microcontroller_networks import Inverted, mobilenet_v2
 from torch import nn
@@ -378,12 +379,29 @@ def test_a_weight_without_a_range_is_named(tmp_path: Path) -> None:
     assert done.int8_trained is not None, "rows of zeros have the range of the others"
 
 
-def test_biases_alone_are_trained_as_without(tmp_path: Path) -> None:
+def test_a_model_without_weights_for_eight_bits_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     for layer in (model[0], model[2]):
         layer.weight.requires_grad_(False)
-    done = exported(model, "2x6", tmp_path / "a", verify=False)
-    exported(model, "2x6", tmp_path / "b", verify=False, trained_weights="float32")
-    assert done.int8_trained is None
-    assert (tmp_path / "a" / "net.c").read_text() == (tmp_path / "b" / "net.c").read_text()
+    with pytest.raises(InputError, match=r"stays in float32: 0\.bias, 2\.bias"):
+        exported(model, "2x6", tmp_path, verify=False)
+    assert not list(tmp_path.glob("net*")), "nothing is written"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("int8", two_groups), *slow(("float32", two_groups), ("float32", "sgd:lr=0.1,momentum=0.9"), ("float32", "adam"))],
+)
+def test_no_gradient_of_an_embedding_is_whole(kind: Literal["float32", "int8"], optimizer: Any, tmp_path: Path) -> None:
+    """Rows that no index reads change by weight decay and moments, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(60, 8, padding_idx=2), nn.Flatten(), nn.Linear(40, 3))
+    x = torch.tensor([[3, 1, 3, 2, 59], [0, 3, 7, 7, 7]])
+    done = exported(model, x, tmp_path, trained_weights=kind, optimizer=optimizer)
+    assert done.verdict.proven
+    assert done.live < 4 * 60 * 8, "less than the gradient of the table"
+    if kind == "int8":
+        assert done.int8_trained is not None
+        assert [row.name for row in done.int8_trained.weights] == ["0.weight", "2.weight"]

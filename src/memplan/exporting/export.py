@@ -24,7 +24,7 @@ from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
 from memplan.exporting.frozen_int8 import Int8Step, int8_step
-from memplan.exporting.int8_training import check_rules, rounded_weights
+from memplan.exporting.int8_training import check_any, check_rules, rounded_weights
 from memplan.exporting.lowering.recurrent_layers import recurrent_functions
 from memplan.exporting.optimizer_rules import Gradients, update_rules
 from memplan.exporting.rounding import round_frozen
@@ -192,6 +192,8 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         original = model if isinstance(model, nn.Module) else copied
         plan, choice, int8 = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
+        if options.stored.trained == "int8":
+            check_any(plan.layout.memory)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None
         before, trained = rounded_weights(request, plan.layout.memory), None
         recorded = run_reference_steps(request, plan.layout, STEPS, int8)

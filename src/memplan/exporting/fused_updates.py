@@ -17,7 +17,7 @@ from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 from memplan.planning.levers.lever import GradientUse
 
-ELEMENT_BY_ELEMENT = (WEIGHT_GRADIENT, "aten.mm.default")
+ELEMENT_BY_ELEMENT = (WEIGHT_GRADIENT, "aten.mm.default", "aten.embedding_dense_backward.default")
 """Ops whose kernels can pass each element to an update as soon as it is complete."""
 
 

@@ -102,6 +102,22 @@ def check_rules(rules: UpdateRules) -> None:
         )  # fmt: skip
 
 
+def check_any(memory: Memory) -> None:
+    """Check that a weight is trained in eight bits.
+
+    Raises:
+        InputError: none is.
+    """
+    if not memory.trained_int8:
+        names = [tensor.path for tensor in memory.trained]
+        rest = f" and {counted(len(names) - 3, 'more')}" if len(names) > 3 else ""
+        raise InputError(
+            f"trained_weights='int8', and what is trained stays in float32: {', '.join(names[:3])}{rest}",
+            expected="a weight that convolutions, linear layers or embeddings alone read",
+            do="Leave out trained_weights='int8', or train such a weight",
+        )  # fmt: skip
+
+
 def rounded_weights(request: Request, memory: Memory) -> dict[str, torch.Tensor]:
     """Replace the model's weights that are trained in eight bits by what the device begins with; return the float32
     elements that they had, by name."""

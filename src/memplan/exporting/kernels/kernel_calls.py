@@ -548,11 +548,17 @@ def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
-    """Call the kernel that adds the gradient of each row that was read."""
+    """Call the kernel that adds the gradient of each row that was read, or that hands on the sums to the update."""
     g, rows, count, ignored, by_frequency = op.args
     if by_frequency:
         raise refusal(op, " with scale_grad_by_freq", near="an embedding without")
     sizes = (math.prod(w.shape(rows)), w.shape(g)[-1], count, ignored)
+    update = w.update_calls.get(output_of(op))
+    if update is not None:
+        computed = w.value(rows).dtype == "float32"
+        name = f"embedding_{update.function}{'_by_float' if computed else ''}"
+        macros = update.macros | {"INDEX": "float" if computed else "int32_t"}
+        return [w.call(w.instance("embedding_update", name, macros), update.first, g, rows, *sizes)]
     return [w.call(_by_index(w, "embedding_gradient", rows), Ref(output_of(op)), g, rows, *sizes)]
 
 
