@@ -19,6 +19,10 @@ def net():
     return nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4))
 
 
+def wide():
+    return nn.Sequential(nn.Flatten(), nn.Linear(24, 800), nn.ReLU(), nn.Linear(800, 4))
+
+
 def pixels():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4))
 """
@@ -49,6 +53,14 @@ def test_bytes_as_inputs_are_counted_as_bytes() -> None:
     assert json.loads(result.stdout)["parts"][0]["inputs"] == 64 + 4
 
 
+def test_the_option_of_eight_bits_is_in_the_advice() -> None:
+    step = ("models.py:wide", "--input", "1x3x8", *STEP, "--device-memory", "nrf52840", "--reserve", "180KiB")
+    floats, narrow = run(*step), run(*step, "--trained-weights", "int8")
+    assert "2 layers can be trained" not in floats.stdout
+    assert "all 2 layers, weights in eight bits can be trained" in narrow.stdout, narrow.output
+    assert "--trained-weights int8" in " ".join(narrow.stdout.split())
+
+
 def test_exit_code_1_where_nothing_fits() -> None:
     result = run(*NET, "--device-memory", "nrf52840", "--reserve", "256KiB")
     assert result.exit_code == 1, result.output
@@ -66,6 +78,7 @@ def test_exit_code_1_where_nothing_fits() -> None:
         (("--device-memory", "pico", "--reserve", "much"), "much"),
         (("--budget", "1MiB", "--reserve", "1KiB"), "--reserve without --device-memory"),
         (("--budget", "1MiB", "--normalize", "1/2"), "--normalize without --device-memory"),
+        (("--budget", "1MiB", "--trained-weights", "int8"), "--trained-weights without --device-memory"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(arguments: tuple[str, ...], message: str) -> None:

@@ -80,6 +80,24 @@ def test_a_row_that_does_not_fit_says_the_smallest_export(tmp_path: Path) -> Non
     assert raised.value.smallest_budget == part.ram == part.arena + part.state + part.inputs
 
 
+def test_what_does_not_fit_in_floats_is_planned_in_eight_bits(tmp_path: Path) -> None:
+    model, step, inputs = network("lenet")
+    fit = fit_on_board(model, options_of(inputs, step), small_board(A=96), trained_weights="int8")
+    whole, narrow, *others = fit.parts
+    assert (whole.what, whole.lacks) == ("all 5 layers", "SRAM")
+    assert (narrow.what, narrow.lacks) == ("all 5 layers, weights in eight bits", "")
+    assert fit.best is narrow
+    assert narrow.parameters == whole.parameters
+    weights = 61_706 - 236
+    assert whole.state - narrow.state == 3 * weights - -weights % 4, "all but the biases, in whole words"
+    assert all(part.trained_weights == "float32" for part in others), "these fit as they are"
+    done = memplan.export(
+        model, *inputs, **step, budget=narrow.ram, folder=tmp_path, trained_weights="int8", verify=False
+    )  # fmt: skip
+    assert done.ram <= narrow.ram
+    assert (done.state, done.inputs, done.flash) == (narrow.state, narrow.inputs, narrow.flash)
+
+
 def test_arrays_lie_within_banks_beside_the_reserve() -> None:
     board = small_board(A=40, B=32)
     alone, beside = fitted("lenet", board), fitted("lenet", board, 30 * KIB)

@@ -159,7 +159,7 @@ int main(void)
     found = floats_of(printed_by(tmp_path, text, "-ffp-contract=off")).astype(np.float32).reshape(20, -1)
     f4, scales, numbers, bias = np.float32, {}, {}, start["0.bias"].copy()
     for name in ("0.weight", "2.weight"):
-        scales[name] = (np.abs(start[name]).max(1) / 127).astype(f4)
+        scales[name] = (np.abs(start[name]).max(1) * f4(1.25) / f4(127)).astype(f4)  # the default headroom
         numbers[name] = np.rint(start[name] / scales[name][:, None]).astype(int)
     places = {"0.weight": np.arange(30).reshape(5, 6), "2.weight": 30 + np.arange(20).reshape(4, 5)}
 
@@ -209,26 +209,32 @@ def test_rounding_by_chance_keeps_the_mean() -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_a_network_learns_in_eight_bits_most_of_what_it_learns_in_floats(tmp_path: Path) -> None:
-    """The roundings are by chance, and each sample is a step: several runs, of which the mean counts."""
-    model = settled_cnn()
-    new, test = bars(200, 2, drifted=True), bars(300, 3, drifted=True)
-    with torch.no_grad():
-        before = (model((test[0].float() - 100) / 50).argmax(1) == test[1]).float().mean().item()
-    reached, done = {}, None
-    kinds: list[tuple[Literal["float32", "int8"], tuple[int, ...]]] = [("float32", (1,)), ("int8", (1, 2, 3, 4, 5))]
-    for kind, seeds in kinds:
-        done = memplan.export(
-            model, "1x1x16x16:uint8<256", targets="1:int64<6", loss="cross_entropy", optimizer="sgd:lr=0.01",
-            normalize=(100.0, 50.0), folder=tmp_path / kind, name="net", trained_weights=kind, verify=False,
-        )  # fmt: skip
-        reached[kind] = float(np.mean([accuracy(tmp_path / kind, new, test, seed) for seed in seeds]))
-    assert before < 0.25
-    assert reached["float32"] > 0.9
-    assert reached["float32"] - 0.1 < reached["int8"] < reached["float32"] + 0.02, "docs/export.md says 0.91 and 0.85"
-    assert done is not None
-    assert done.int8_trained is not None
-    assert abs(done.int8_trained.int8_loss - done.int8_trained.loss) < 0.02
-    assert done.int8_trained.worst < 0.01
+    """Roundings are by chance, and each sample is a step: mean and spread over networks, images and roundings."""
+    reached: dict[str, list[float]] = {"float32": [], "int8": []}
+    at_bound = list[float]()
+    kinds: tuple[Literal["float32", "int8"], ...] = ("float32", "int8")
+    for seed in range(1, 6):
+        model = settled_cnn(seed)
+        new, test = bars(200, 10 * seed + 2, drifted=True), bars(300, 10 * seed + 3, drifted=True)
+        with torch.no_grad():
+            before = (model((test[0].float() - 100) / 50).argmax(1) == test[1]).float().mean().item()
+        assert before < 0.5
+        for kind in kinds:
+            done = memplan.export(
+                model, "1x1x16x16:uint8<256", targets="1:int64<6", loss="cross_entropy", optimizer="sgd:lr=0.01",
+                normalize=(100.0, 50.0), folder=tmp_path / kind, name="net", trained_weights=kind, verify=False,
+                force=True,
+            )  # fmt: skip
+            reached[kind].append(accuracy(tmp_path / kind, new, test, seed))
+            if done.int8_trained is not None:
+                at_bound += [weight.at_bound for weight in done.int8_trained.weights]
+                assert abs(done.int8_trained.int8_loss - done.int8_trained.loss) < 0.1
+                assert done.int8_trained.worst < 0.0125
+    means, spreads = ({kind: float(f(of)) for kind, of in reached.items()} for f in (np.mean, np.std))
+    assert means["float32"] > 0.9
+    assert means["int8"] > means["float32"] - 0.03, "docs/export.md says both"
+    assert max(spreads.values()) < 0.06
+    assert float(np.mean(at_bound)) < 0.001, "without headroom each channel begins with one element at its bound"
 
 
 @needs_compiler
@@ -355,6 +361,9 @@ def test_biases_and_head_of_a_mobilenet_are_trained_in_300_kb(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"int8_headroom": 0.9}, "int8_headroom=0.9"),
+        ({"int8_headroom": float("nan")}, "int8_headroom=nan"),
+        ({"int8_headroom": 2, "trained_weights": "float32"}, "without trained_weights='int8'"),
         ({"optimizer": "adam"}, "Adam keeps moments in float32"),
         ({"optimizer": "rmsprop"}, "RMSprop keeps moments in float32"),
         ({"optimizer": "sgd:lr=0.1,momentum=0.9"}, "momentum is an array in float32"),

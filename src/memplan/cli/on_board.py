@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -21,6 +21,10 @@ def board_options(function: Decorated) -> Decorated:
             "--normalize", metavar="MEAN/STD", help="With --device-memory: of inputs in uint8 or int8, as 127.5/58."
         ),
         click.option(
+            "--trained-weights", type=click.Choice(["float32", "int8"]),
+            help="With --device-memory: int8 also plans, in weights of eight bits, what does not fit otherwise. Lossy.",
+        ),
+        click.option(
             "--reserve", metavar="SIZE",
             help="With --device-memory: SRAM that the application needs besides, such as 32KiB.",
         ),
@@ -35,8 +39,8 @@ def board_options(function: Decorated) -> Decorated:
 
 
 def fit_on(
-    name: str, arguments: StepArguments, reserve: str | None, normalize: str | None, accumulate: int,
-    results: ResultFiles,
+    name: str, arguments: StepArguments, reserve: str | None, normalize: str | None,
+    trained_weights: Literal["float32", "int8"], accumulate: int, results: ResultFiles,
 ) -> int:  # fmt: skip
     """Plan the steps that fit on a board, show them and return the exit code.
 
@@ -45,6 +49,7 @@ def fit_on(
         arguments: the step.
         reserve: SRAM of the application, as typed.
         normalize: of inputs of eight bits, as typed.
+        trained_weights: ``"int8"`` plans parts that do not fit in eight bits, too.
         accumulate: backward passes to one update.
         results: where to write the figures.
     """
@@ -63,8 +68,9 @@ def fit_on(
         with input_advice(arguments):
             model: Any = described.target.what(**described.arguments)
             fit = fit_on_board(
-                model, described.options, board, reserve=size, gradients=Gradients(accumulate), normalization=seen
-            )
+                model, described.options, board, reserve=size, gradients=Gradients(accumulate), normalization=seen,
+                trained_weights=trained_weights,
+            )  # fmt: skip
     results.write_and_show(fit.to_json, lambda: report(fit))
     return 0 if fit.fits else 1
 
@@ -74,10 +80,10 @@ def check_options(board: str | None, used: dict[str, object]) -> None:
 
     Args:
         board: as typed; None without ``--device-memory``.
-        used: by its name, each option that does not go with a board, or (reserve and normalize) without one; false
-            where it was left out.
+        used: by its name, each option that does not go with a board, or (reserve, normalize, trained weights) without
+            one; false where it was left out.
     """
-    alone = ("--reserve", "--normalize")
+    alone = ("--reserve", "--normalize", "--trained-weights")
     wrong = [option for option, value in used.items() if value and (board is None) == (option in alone)]
     if wrong and board is None:
         raise InputError(

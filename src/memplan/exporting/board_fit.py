@@ -12,8 +12,9 @@ from torch import nn
 from memplan._json import Written
 from memplan.devices.boards import Bank, Board
 from memplan.errors import BudgetError, InputError
-from memplan.exporting.device_plan import Stored, planned_step, state_and_inputs
+from memplan.exporting.device_plan import Narrow, Stored, planned_step, state_and_inputs
 from memplan.exporting.export import captured_passes, device_copy, train_only
+from memplan.exporting.int8_training import check_rules
 from memplan.exporting.optimizer_rules import Gradients, UpdateRules, update_rules
 from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization
 from memplan.exporting.trials.cortex import flash_bytes
@@ -51,6 +52,8 @@ class TrainedPart:
     """Name of the bank of each of arena, state, inputs and reserve; empty where no plan fits."""
     lacks: str
     """What there is not enough of: SRAM or flash; empty if it fits."""
+    trained_weights: Narrow = "float32"
+    """Type of the trained weights."""
 
     @property
     def fits(self) -> bool:
@@ -81,8 +84,9 @@ class BoardFit(Written):
 
     @property
     def best(self) -> TrainedPart | None:
-        """The part with the most trained weights that fits; None if none does."""
-        return max((part for part in self.parts if part.fits), key=lambda part: part.weights, default=None)
+        """The part with the most trained weights that fits, in float32 rather than in eight bits; None if none does."""
+        fitting = (part for part in self.parts if part.fits)
+        return max(fitting, key=lambda part: (part.weights, part.trained_weights == "float32"), default=None)
 
     @property
     def fits(self) -> bool:
@@ -92,7 +96,7 @@ class BoardFit(Written):
 
 def fit_on_board(
     model: Any, step: StepOptions, board: Board, *, reserve: int = 0, gradients: Gradients | None = None,
-    normalization: Normalization | None = None,
+    normalization: Normalization | None = None, trained_weights: Narrow = "float32",
 ) -> BoardFit:  # fmt: skip
     """Plan steps that train all layers of a model, its last ones, biases and head, and the head alone.
 
@@ -106,9 +110,10 @@ def fit_on_board(
         reserve: bytes of SRAM for stack, buffers and everything else of the application.
         gradients: what happens to them before an update.
         normalization: of inputs of eight bits.
+        trained_weights: ``"int8"``: a part that does not fit is planned with trained weights in eight bits, too.
 
     Raises:
-        InputError: there is no optimizer, or the model cannot be exported.
+        InputError: there is no optimizer, or it cannot train weights of eight bits, or the model cannot be exported.
         RecordingError: an operation has no kernel.
     """
     if step.optimizer is None:
@@ -120,8 +125,10 @@ def fit_on_board(
         request = replace(request, step=DeviceStep.of(request.step, normalization))
         original = model if isinstance(model, nn.Module) else copied
         rules = update_rules(optimizer, request.model, original, gradients)
+        if trained_weights == "int8":
+            check_rules(rules)
         train_only(request.model, rules.group_of)
-        study = _Study(request, *captured_passes(request), rules, board, reserve)
+        study = _Study(request, *captured_passes(request), rules, board, reserve, trained_weights == "int8")
         head = study.layers[-1] or "the model itself"
         return BoardFit(type(copied).__name__, board, reserve, head, tuple(study.parts()))
 
@@ -172,6 +179,8 @@ class _Study:
     rules: UpdateRules
     board: Board
     reserve: int
+    eight_bits: bool
+    """Whether parts that do not fit are planned with weights in eight bits, too."""
 
     @property
     def trained(self) -> list[str]:
@@ -184,8 +193,15 @@ class _Study:
         return list(dict.fromkeys(path.rpartition(".")[0] for path in self.trained))
 
     def parts(self) -> Iterator[TrainedPart]:
-        """Yield the parts of the model, each with its plan: all layers, last ones until they fit, biases and head, the
-        head."""
+        """Yield the parts of the model, each with its plan, and the same in eight bits where it does not fit in float32
+        and that makes its state smaller."""
+        for part in self._float_parts():
+            yield part
+            if self.eight_bits and not part.fits and self._sizes(part.parameters, "int8")[0] < part.state:
+                yield self._part(f"{part.what}, weights in eight bits", part.parameters, "int8")
+
+    def _float_parts(self) -> Iterator[TrainedPart]:
+        """Yield the parts in float32: all layers, last ones until they fit, biases and head, the head."""
         trained, layers = self.trained, self.layers
         part = self._part(f"all {len(layers)} layers" if len(layers) > 1 else "the layer", trained)
         yield part
@@ -202,19 +218,16 @@ class _Study:
                 yield self._part(what, paths)
                 seen.add(tuple(paths))
 
-    def _part(self, what: str, paths: Collection[str]) -> TrainedPart:
+    def _part(self, what: str, paths: Collection[str], trained_weights: Narrow = "float32") -> TrainedPart:
         """Plan the step that trains parameters of these names."""
-        graph = self.captured.graph
-        gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
-        captured = replace(self.captured, graph=replace(graph, gradients=gradients))
-        rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
-        stored = Stored(arena_apart=len(self.board.banks) > 1)
-        state, inputs = state_and_inputs(self.request, captured, self.infer, rules, stored)
+        captured, rules, stored = self._step(paths, trained_weights)
+        state, inputs = self._sizes(paths, trained_weights)
         room = arena_room(self.board.banks, (state, inputs, self.reserve))
         sizes = {path: parameter.numel() for path, parameter in self.request.model.named_parameters()}
         part = TrainedPart(
-            what, tuple(paths), sum(sizes[path] for path in paths), 0, 0, state, inputs, None, None, {}, ""
-        )
+            what, tuple(paths), sum(sizes[path] for path in paths), 0, 0, state, inputs, None, None, {}, "",
+            trained_weights,
+        )  # fmt: skip
         if room < 0:  # state, inputs and reserve alone do not fit
             return replace(part, ram=state + inputs, lacks="SRAM")
         request = replace(self.request, budget=state + inputs + room)
@@ -231,6 +244,19 @@ class _Study:
         code = None if whole is None else whole - flash
         lacks = "flash" if self.board.flash is not None and (whole or flash) > self.board.flash else ""
         return replace(part, flash=flash, code=code, lacks=lacks)
+
+    def _step(self, paths: Collection[str], trained_weights: Narrow) -> tuple[CapturedStep, UpdateRules, Stored]:
+        """Return the captured step that trains parameters of these names, its rules, and where its weights lie."""
+        graph = self.captured.graph
+        gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
+        captured = replace(self.captured, graph=replace(graph, gradients=gradients))
+        rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
+        return captured, rules, Stored(trained=trained_weights, arena_apart=len(self.board.banks) > 1)
+
+    def _sizes(self, paths: Collection[str], trained_weights: Narrow) -> tuple[int, int]:
+        """Return the bytes of the state and of the inputs of a step that trains parameters of these names."""
+        captured, rules, stored = self._step(paths, trained_weights)
+        return state_and_inputs(self.request, captured, self.infer, rules, stored)
 
 
 def _within(paths: Collection[str], layers: Collection[str]) -> list[str]:

@@ -19,7 +19,15 @@ from memplan._text import write_whole
 from memplan._torch.recurrent import recurrent_replaced
 from memplan.errors import InputError, RecordingError, UsageError
 from memplan.exporting.c_text import c_name
-from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, largest_input, planned_step, ram_of_updates
+from memplan.exporting.device_plan import (
+    HEADROOM,
+    DevicePlan,
+    Narrow,
+    Stored,
+    largest_input,
+    planned_step,
+    ram_of_updates,
+)
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import SHARED, prepared_folder, replace_files
@@ -88,6 +96,7 @@ def export(
     frozen_weights: Narrow = "float32",
     frozen_layers: Narrow = "float32",
     trained_weights: Narrow = "float32",
+    int8_headroom: float | None = None,
     calibrate: Any = None,
     weights_file: bool = False,
     arena_apart: bool = False,
@@ -121,6 +130,8 @@ def export(
         frozen_layers: ``"int8"`` computes layers before the first trained one in eight bits, and measures the error.
         trained_weights: ``"int8"`` trains convolutions and linear layers in weights of eight bits, by SGD without
             momentum, and measures the effect. Lossy.
+        int8_headroom: how far such a weight can grow: the range of its eight bits over its largest magnitude, for each
+            output channel. At least 1; None: 1.25.
         calibrate: batches of inputs and targets for `frozen_layers`: the ranges of activations are those on this data.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
         arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
@@ -158,13 +169,31 @@ def export(
             expected="both, or neither: the ranges of activations are those on your data",
             do="Give frozen_layers='int8' and calibrate=[(x, y), ...] (--frozen-layers int8 --calibrate TARGET)",
         )
-    stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart)
+    headroom = _headroom(int8_headroom, trained_weights)
+    stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart, headroom)
     gradients = Gradients(accumulate, clip_norm, clip_value)
     seen = None if normalize is None else Normalization.of(normalize)
     options = _Options(
         budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate, input_in_arena
     )
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
+
+
+def _headroom(given: float | None, trained_weights: Narrow) -> float:
+    """Return the headroom of weights that are trained in eight bits. Raises UsageError if there are none, or if it is
+    below 1 or not finite."""
+    if given is None:
+        return HEADROOM
+    if trained_weights != "int8":
+        raise UsageError(
+            f"int8_headroom={given:g} without trained_weights='int8'", expected="both, or neither",
+            do="Give trained_weights='int8' (--trained-weights int8)",
+        )  # fmt: skip
+    if not 1 <= given < float("inf"):
+        raise UsageError(
+            f"int8_headroom={given:g}", expected="1 or more: a range that holds the weights", do="Give such as 1.25"
+        )
+    return float(given)
 
 
 def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) -> Exported:

@@ -47,28 +47,29 @@ class Quantized:
         return self.scales.reshape(shape) * self.numbers.astype(np.float32)
 
 
-def quantized(weight: np.ndarray) -> Quantized:
-    """Round a weight to int8; along the first dimension the largest magnitude of each slice becomes 127.
+def quantized(weight: np.ndarray, headroom: float = 1.0) -> Quantized:
+    """Round a weight to int8; along the first dimension 127 is `headroom` times the largest magnitude of each slice.
 
     Example:
         >>> quantized(np.array([[1.0, -0.5], [0.0, 0.0]], np.float32)).numbers.tolist()
         [[127, -64], [0, 0]]
     """
     rows = weight.reshape(weight.shape[0], -1).astype(np.float32)
-    scales = (np.abs(rows).max(axis=1, initial=0.0) / LARGEST).astype(np.float32)
+    scales = (np.abs(rows).max(axis=1, initial=0.0) * np.float32(headroom) / LARGEST).astype(np.float32)
     divisors = np.where(scales > 0, scales, np.float32(1.0))[:, None]
     numbers = np.clip(np.rint(rows / divisors), -LARGEST, LARGEST).astype(np.int8)
     return Quantized(numbers.reshape(weight.shape), scales)
 
 
-def trainable(weight: np.ndarray) -> Quantized:
-    """Round a weight that is trained to int8. A slice of zeros gets the largest scale of the others: it can grow.
+def trainable(weight: np.ndarray, headroom: float) -> Quantized:
+    """Round a weight that is trained to int8: it can grow to `headroom` times its largest magnitude. A slice of zeros
+    gets the largest scale of the others.
 
     Example:
-        >>> trainable(np.array([[1.0, -0.5], [0.0, 0.0]], np.float32)).scales.tolist()
-        [0.007874015718698502, 0.007874015718698502]
+        >>> trainable(np.array([[1.0, -0.5], [0.0, 0.0]], np.float32), 1.27).scales.tolist()
+        [0.009999999776482582, 0.009999999776482582]
     """
-    rounded = quantized(weight)
+    rounded = quantized(weight, headroom)
     scales = np.where(rounded.scales > 0, rounded.scales, rounded.scales.max(initial=0.0))
     return Quantized(rounded.numbers, scales.astype(np.float32))
 

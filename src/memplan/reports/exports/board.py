@@ -82,9 +82,10 @@ def _advice(fit: BoardFit, best: TrainedPart) -> list[str]:
             by_bank.setdefault(bank, []).append(what)
     where = "; ".join(f"{', '.join(arrays)} in {bank}" for bank, arrays in by_bank.items())
     separate = "" if best.in_one_bank else " --arena-apart"
-    frozen = "" if best is fit.parts[0] else ", with requires_grad=False for all other parameters"
+    narrow = " --trained-weights int8" if best.trained_weights == "int8" else ""
+    frozen = "" if best.parameters == fit.parts[0].parameters else ", with requires_grad=False for all other parameters"
     code = "" if best.code is not None else "; code is not counted: there is no cross compiler for the core"
     return [
         f"{best.what[0].upper()}{best.what[1:]}: {where}{code}.",
-        f"Export: memplan export --budget {best.ram}{separate}{frozen}.",
+        f"Export: memplan export --budget {best.ram}{separate}{narrow}{frozen}.",
     ]
