@@ -99,12 +99,14 @@ $(VENV)/.torch: $(CONSTRAINTS) | $(BIN)/python
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The compilers and the emulator on which exports for small devices are tried (Debian's). Without them, tests that need
-# them are skipped; `pip install ziglang` brings a clang where there is none.
+# The compilers and the emulators on which exports for small devices are tried (Debian's), and what example projects for
+# boards are built with. Without them, tests that need them are skipped; `pip install ziglang` brings a clang where there
+# is none.
 TOOLCHAIN = gcc-arm-none-eabi libnewlib-arm-none-eabi qemu-system-arm clang gcc-riscv64-unknown-elf \
-    picolibc-riscv64-unknown-elf gcc-avr avr-libc
+    picolibc-riscv64-unknown-elf gcc-avr avr-libc arduino-core-avr qemu-system-misc cmake
 .PHONY: toolchain
 toolchain:
 	{ command -v qemu-system-arm && command -v arm-none-eabi-gcc && command -v clang && \
-	  command -v riscv64-unknown-elf-gcc && command -v avr-gcc; } > /dev/null || \
+	  command -v riscv64-unknown-elf-gcc && command -v avr-gcc && command -v qemu-system-avr && \
+	  command -v cmake && test -d /usr/share/arduino/hardware/arduino/avr; } > /dev/null || \
 	    (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(TOOLCHAIN))

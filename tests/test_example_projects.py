@@ -1,0 +1,73 @@
+"""The example projects for boards build, and learn on emulated boards what PyTorch learns."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from truth.emulated_boards import ARDUINO, build_sketch, build_zephyr, printed_on_cortex_m3, serial_port
+
+GESTURES = Path(__file__).parents[1] / "examples" / "gestures"
+SINGLE = 1e-4
+"""How far losses of 60 steps in float32 lie apart at most: float32's error of some 1e-7, after 60 updates."""
+
+
+def needs(*tools: str) -> None:
+    lacking = [tool for tool in tools if shutil.which(tool) is None]
+    if lacking:
+        pytest.skip(f"{', '.join(lacking)} not found")
+
+
+@pytest.fixture(scope="module")
+def project() -> ModuleType:
+    found = importlib.util.spec_from_file_location("gestures_project", GESTURES / "project.py")
+    assert found is not None
+    assert found.loader is not None
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_a_sketch_learns_on_an_arduino(project: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs("avr-gcc", "avr-g++", "qemu-system-avr")
+    if not ARDUINO.is_dir():
+        pytest.skip("no arduino-core-avr")
+    exported = project.write("arduino", tmp_path)
+    program = build_sketch(tmp_path / "gestures", tmp_path)
+    with serial_port(program) as (read, write):
+        before, losses, after = project.stream(read, write)
+    assert exported.verdict.proven
+    np.testing.assert_allclose(losses, project.losses_of(project.trained()), atol=SINGLE)
+    assert before < project.TESTED / 2
+    assert after > 0.9 * project.TESTED
+    project.report(before, losses, after)
+    assert f"recognized after training: {after} of {project.TESTED}" in capsys.readouterr().out
+
+
+def test_an_application_for_zephyr_learns_on_a_cortex_m3(project: ModuleType, tmp_path: Path) -> None:
+    needs("cmake", "arm-none-eabi-gcc", "qemu-system-arm")
+    project.write("zephyr", tmp_path)
+    build = tmp_path / "build"
+    build.mkdir()
+    printed = printed_on_cortex_m3(build_zephyr(tmp_path / "gestures", build))
+    losses = [float(text) for text in re.findall(r"^loss (\S+)$", printed, re.MULTILINE)]
+    np.testing.assert_allclose(losses, project.losses_of(project.trained()), atol=SINGLE)
+    right = re.findall(rf"^recognized (before|after) training: (\d+) of {project.TESTED}$", printed, re.MULTILINE)
+    assert [when for when, _ in right] == ["before", "after"]
+    assert int(right[0][1]) < project.TESTED / 2
+    assert int(right[1][1]) > 0.9 * project.TESTED
+    # What twister, Zephyr's test runner, looks for.
+    assert re.search(r"recognized after training: (.*) of (.*)", printed)
+    assert "recognized after training: (.*) of (.*)" in (tmp_path / "gestures" / "sample.yaml").read_text()
+
+
+def test_a_board_that_falls_silent_is_told(project: ModuleType) -> None:
+    left = iter([b"?", b"l", b"o", b""])
+    with pytest.raises(EOFError, match="the board sent b'lo', then nothing"):
+        project.stream(lambda _: next(left), lambda _: None)

@@ -1,0 +1,11 @@
+# In place of Zephyr's package: the library `app`, for the core of qemu_cortex_m3, and a program of it.
+set(CMAKE_SYSTEM_NAME Generic)
+set(CMAKE_C_COMPILER arm-none-eabi-gcc)
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+project(Zephyr C)
+add_library(app STATIC)
+target_include_directories(app PRIVATE ${CMAKE_CURRENT_LIST_DIR})
+target_compile_options(app PUBLIC -mcpu=cortex-m3 -mthumb -O2 -std=c99 -Wall -Wextra -Werror ${OPTIONS_OF_KCONFIG})
+add_executable(zephyr.elf ${CMAKE_BINARY_DIR}/cortex_startup.c)
+target_link_libraries(zephyr.elf PRIVATE app m)
+target_link_options(zephyr.elf PRIVATE -mcpu=cortex-m3 -mthumb -nostartfiles --specs=rdimon.specs -T cortex.ld)
