@@ -1,5 +1,6 @@
 """Projects for boards that learn: a small classifier of gestures goes on learning under Arduino or Zephyr.
 
+    python examples/gestures/project.py                  # what a board will do, computed here
     python examples/gestures/project.py arduino FOLDER   # FOLDER/gestures: a sketch
     python examples/gestures/project.py zephyr FOLDER    # FOLDER/gestures: an application
     python examples/gestures/project.py stream PORT      # samples for the sketch, over a serial port
@@ -139,6 +140,25 @@ def report(before: int, losses: list[float], after: int) -> None:
     print(f"recognized after training: {after} of {TESTED}")
 
 
+def rehearse() -> None:
+    """Print the files of both projects, and what a board will do, as PyTorch does it."""
+    for kind in ("arduino", "zephyr"):
+        with tempfile.TemporaryDirectory() as scratch:
+            exported, root = write(kind, Path(scratch)), Path(scratch) / "gestures"
+            files = sorted(str(file.relative_to(root)) for file in root.rglob("*") if file.is_file())
+        print(f"{kind}: {', '.join(files)}")
+    print(f"{exported.ram} bytes of RAM, {exported.flash} of weights at the start, proven: {exported.verdict.proven}")
+    model, (readings, labels) = trained(), moved(TESTED, seed=2, turned=True)
+
+    def right() -> int:
+        return int((model(readings / SCALE).argmax(1) == labels).sum())
+
+    before, losses = right(), losses_of(model)
+    print(f"recognized before training: {before} of {TESTED}")
+    print(f"loss of step 1: {losses[0]:.4f}, of step {STEPS}: {losses[-1]:.4f}")
+    print(f"recognized after training: {right()} of {TESTED}")
+
+
 def main(command: str, where: str) -> None:
     """Write a project, or stream samples to a sketch."""
     if command != "stream":
@@ -157,6 +177,9 @@ def main(command: str, where: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("arduino", "zephyr", "stream"):
-        sys.exit(f"usage: {sys.argv[0]} arduino|zephyr FOLDER, or stream PORT")
-    main(*sys.argv[1:])
+    if len(sys.argv) == 1:
+        rehearse()
+    elif len(sys.argv) == 3 and sys.argv[1] in ("arduino", "zephyr", "stream"):
+        main(*sys.argv[1:])
+    else:
+        sys.exit(f"usage: {sys.argv[0]} [arduino FOLDER | zephyr FOLDER | stream PORT]")

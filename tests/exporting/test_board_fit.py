@@ -122,6 +122,19 @@ def test_flash_is_counted() -> None:
     assert outside.best is outside.parts[0]
 
 
+def test_constants_count_as_sram_where_they_are_copied_there() -> None:
+    avr = find_board("mega2560")
+    fit = fitted("mlp", replace(avr, core="none"))
+    (part, *_), weights = fit.parts, 4 * (12 * 16 + 16 + 16 * 8 + 8 + 8 * 4 + 4)
+    assert part.flash is not None
+    assert part.flash >= weights, "the initial weights"
+    assert part.banks == dict.fromkeys(("arena", "state", "inputs", "reserve", "constants"), "SRAM")
+    needed = part.ram + part.flash
+    for spared, fits in ((avr.sram - needed, True), (avr.sram - needed + 512, False)):
+        assert fitted("mlp", replace(avr, core="none"), spared).parts[0].fits is fits
+        assert fitted("mlp", replace(avr, core="none", constants_in_sram=False), spared).parts[0].fits
+
+
 def test_the_model_stays_as_it_was() -> None:
     model, step, inputs = network("sensor_cnn")
     before = {name: (one.clone(), one.requires_grad) for name, one in model.named_parameters()}

@@ -232,7 +232,7 @@ def _kernels() -> dict[str, Kernel]:
         "depthwise_conv, 3D": Kernel(
             lambda x, weight, bias: kernels.depthwise_conv(x, weight, bias, padding=1),
             lambda x, weight, bias: F.conv3d(x, weight, bias, padding=1, groups=64), volumes, 6,
-        ),  # fmt: skip
+        ),
         "softmax_dropout, scaled": Kernel(lambda x: kernels.softmax_dropout(x, scale=0.5),
                                           lambda x: F.softmax(x * 0.5, -1), lambda rows: [(rows, width)], 5),
         "dice_cross_entropy": Kernel(

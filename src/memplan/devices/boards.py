@@ -44,6 +44,8 @@ class Board(Printed):
     aliases: tuple[str, ...] = ()
     note: str = ""
     """What else one should know; empty for nothing."""
+    constants_in_sram: bool = False
+    """Whether C's constants are copied from flash into SRAM at the start, since pointers do not reach the flash."""
 
     @property
     def sram(self) -> int:
@@ -185,6 +187,12 @@ BOARDS: tuple[Board, ...] = (
         512 * _KIB,
         "https://www.analog.com/media/en/technical-documentation/data-sheets/max78000.pdf", ("max78000fthr",),
         "the memory of its CNN accelerator is not counted",
+    ),
+    Board(
+        "mega2560", "Arduino Mega 2560 (Microchip ATmega2560)", "avr6", 16, False, (Bank("SRAM", 8 * _KIB),),
+        256 * _KIB,
+        "https://www.microchip.com/en-us/product/atmega2560", ("atmega2560", "arduino-mega", "arduino-mega-2560"),
+        "an AVR copies constants into SRAM: weights and tables take it beside the state", constants_in_sram=True,
     ),
 )  # fmt: skip
 """Every microcontroller and board that memplan knows."""

@@ -49,7 +49,8 @@ class TrainedPart:
     code: int | None
     """Bytes of code without libm; None where no plan fits or no cross compiler for the core was found."""
     banks: Mapping[str, str]
-    """Name of the bank of each of arena, state, inputs and reserve; empty where no plan fits."""
+    """Name of the bank of each of arena, state, inputs and reserve, and of constants if the board copies them into
+    SRAM; empty where no plan fits."""
     lacks: str
     """What there is not enough of: SRAM or flash; empty if it fits."""
     trained_weights: Narrow = "float32"
@@ -222,22 +223,32 @@ class _Study:
         """Plan the step that trains parameters of these names."""
         captured, rules, stored = self._step(paths, trained_weights)
         state, inputs = self._sizes(paths, trained_weights)
-        room = arena_room(self.board.banks, (state, inputs, self.reserve))
         sizes = {path: parameter.numel() for path, parameter in self.request.model.named_parameters()}
         part = TrainedPart(
             what, tuple(paths), sum(sizes[path] for path in paths), 0, 0, state, inputs, None, None, {}, "",
             trained_weights,
         )  # fmt: skip
-        if room < 0:  # state, inputs and reserve alone do not fit
-            return replace(part, ram=state + inputs, lacks="SRAM")
+        fixed = {"state": state, "inputs": inputs, "reserve": self.reserve}
+        part = self._planned(part, captured, rules, stored, fixed)
+        if self.board.constants_in_sram and part.flash is not None:  # known from a first plan
+            return self._planned(part, captured, rules, stored, fixed | {"constants": part.flash})
+        return part
+
+    def _planned(
+        self, part: TrainedPart, captured: CapturedStep, rules: UpdateRules, stored: Stored, fixed: Mapping[str, int]
+    ) -> TrainedPart:
+        """Plan the step of a part, beside arrays of fixed sizes: bytes of state, inputs and reserve, by name."""
+        state, inputs = part.state, part.inputs
+        room = arena_room(self.board.banks, fixed.values())
+        if room < 0:  # the other arrays alone do not fit
+            return replace(part, ram=state + inputs, arena=0, banks={}, flash=None, code=None, lacks="SRAM")
         request = replace(self.request, budget=state + inputs + room)
         try:
             layout = planned_step(_NAME, request, captured, self.infer, rules, stored).layout
         except BudgetError as error:
             arena = error.smallest_budget - state - inputs
-            return replace(part, ram=error.smallest_budget, arena=arena, lacks="SRAM")
-        arrays = {"arena": layout.arena, "state": state, "inputs": inputs, "reserve": self.reserve}
-        banks = placed(self.board.banks, arrays)
+            return replace(part, ram=error.smallest_budget, arena=arena, banks={}, flash=None, code=None, lacks="SRAM")
+        banks = placed(self.board.banks, {"arena": layout.arena, **fixed})
         part = replace(part, ram=layout.arena + state + inputs, arena=layout.arena, banks=banks)
         flash = layout.memory.flash + layout.constants
         whole = flash_bytes(self.board.core, layout)
