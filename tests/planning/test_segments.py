@@ -98,3 +98,42 @@ def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: 
     assert tile.first not in stem.in_place_calls
     other = segments.around(hot, hot.level // 2, [tile], 2.0)
     assert other is None or (other.first <= tile.first and tile.last <= other.last)
+
+
+class Levels(nn.Module):
+    """A U-Net of three levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(*pair, 3, padding=1) for pair in ((1, 8), (8, 8), (8, 8)))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(8, 8, 2, 2) for _ in range(2))
+        self.join = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the features of the first level."""
+        first = torch.sigmoid(self.down[0](x))
+        second = torch.sigmoid(self.down[1](nn.functional.avg_pool2d(first, 2)))
+        third = self.down[2](nn.functional.avg_pool2d(second, 2))
+        second = self.join[1](torch.cat((second, self.up[1](third)), 1))
+        return self.join[0](torch.cat((first, self.up[0](second)), 1)).square().mean()
+
+
+def test_levels_are_the_calls_on_the_largest_tensors() -> None:
+    """By hand: a level's half of the encoder ends with the pool; its half of the decoder begins with the transposed
+    convolution, and repeats the other. The outer level goes on to the loss. Tensors a quarter as large are the next."""
+    captured = capture(Levels(), call_of((torch.randn(1, 1, 64, 64),), {}))
+    segments, graph = segments_of(captured), captured.graph
+    calls = {layer: [op.call for op in graph.forward_ops if op.layer == layer] for layer in ("down.0", "up.0", "up.1")}
+    pools = [op.call for op in graph.forward_ops if op.target == "aten.avg_pool2d.default"]
+    (first,), (up_0,), (up_1,) = calls.values()
+    joins = [op.call for op in graph.forward_ops if op.layer == "join.1"]
+    loss = max(segments.calls)
+    outer = segments.next_level((), budget=1 << 30)
+    assert [(t.first, t.last, t.repeats) for t in outer] == [(first, pools[0], ()), (up_0, loss, (first,))]
+    second = next(op.call for op in graph.forward_ops if op.layer == "down.1")
+    both = segments.next_level(outer, budget=1 << 30)
+    inner = [(second, pools[1], ()), (up_1, joins[-1], (second,))]
+    assert [(t.first, t.last, t.repeats) for t in both] == [
+        (first, pools[0], ()), *inner, (up_0, loss, (first,)),
+    ]  # fmt: skip
+    assert segments.next_level(outer, budget=1 << 10)[0].pieces == outer[0].pieces  # what is there stays

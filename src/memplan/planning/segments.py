@@ -10,7 +10,7 @@ a piece.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,8 +29,11 @@ MAX_CALLS = 24
 """Length of a segment at most, in calls with data."""
 MAX_NORMS = 3
 """Norms over the axis in a segment at most: each needs another pass over the pieces, forward and backward."""
-MOST_PIECES = 64
-PIECES = (2, 4, 8, 16, 32, MOST_PIECES)
+MOST_PIECES = 128
+PIECES = (2, 4, 8, 16, 32, 64)
+"""Numbers of pieces to try at first; more, where these do not suffice."""
+PIECE_SHARE = 8
+"""At first, a piece of a level takes one part in so many of the budget at most."""
 LEAST_ELEMENTS = 4
 """Fewest elements of a spatial dimension in a piece of the smallest result."""
 _INTEGERS = "int64", "int32"
@@ -41,6 +44,9 @@ CALL_SECONDS = 1e-3
 """Seconds added to those of each segment: of segments that add next to none, the one that saves the most is chosen."""
 BACKWARD_FACTOR = 2.0
 """Bytes live in the backward pass of a piece, per byte of the piece's inner values."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""First and last calls of segments."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Segment:
     inner_bytes: int
     """Bytes of the values that only ops of the segment read."""
     ops: tuple[GraphOp, ...]
-
+    """Ops that a piece runs: the segment's, after ``repeated`` ones of earlier segments."""
+    repeated: int
     derivative_seconds: tuple[float, ...]
     """Seconds of the derivative of each op."""
     weight_bytes: int
@@ -69,17 +76,19 @@ class Segment:
 
         Unsplit, each op and its derivative run once. In pieces, an op runs in every pass for the statistics of norms,
         in the forward pass and again in the backward pass; a derivative also runs in every pass for the sums of norms.
-        Each run is longer by the elements at borders that two pieces compute (factor ``overlap``, 1.0 without).
+        Each run is longer by the elements at borders that two pieces compute (factor ``overlap``, 1.0 without). Of
+        repeated ops, all runs are additional.
         """
         tiled = self.tiled
+        unsplit = [0] * self.repeated + [1] * (len(self.ops) - self.repeated)
         passes = zip(
-            self.ops, self.derivative_seconds, tiled.runs("statistics"), tiled.runs("backward"), tiled.derivatives(),
-            tiled.overlap(pieces), strict=True,
+            unsplit, self.ops, self.derivative_seconds, tiled.runs("statistics"), tiled.runs("backward"),
+            tiled.derivatives(), tiled.overlap(pieces), strict=True,
         )  # fmt: skip
         return sum(
-            op.seconds * ((statistics_runs + 1 + backward_runs) * overlap - 1)
-            + derivative_seconds * (derivative_runs * overlap - 1)
-            for op, derivative_seconds, statistics_runs, backward_runs, derivative_runs, overlap in passes
+            op.seconds * ((statistics_runs + 1 + backward_runs) * overlap - once)
+            + derivative_seconds * (derivative_runs * overlap - once)
+            for once, op, derivative_seconds, statistics_runs, backward_runs, derivative_runs, overlap in passes
         )
 
 
@@ -156,7 +165,7 @@ class Segments:
                 self._derivative_seconds[op.gradient_of] += op.seconds  # pyright: ignore[reportArgumentType]
         self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
         """Calls that depend on data, in order."""
-        self._segments: dict[tuple[int, int, Axis, int], Segment | None] = {}
+        self._segments: dict[tuple[int, int, Axis, int, Ranges], Segment | None] = {}
         """Results of `segment` by its arguments."""
         self._refused: dict[tuple[int, int], str] = {}
         """Reasons for which a trace refused ranges of calls."""
@@ -168,6 +177,18 @@ class Segments:
         user."""
         self._refused[tile.first, tile.last] = reason
         self._segments = {key: segment for key, segment in self._segments.items() if key[:2] != (tile.first, tile.last)}
+
+    @cached_property
+    def _bytes(self) -> Mapping[int, int]:
+        """Bytes of the largest result of each call that depends on data; of one that joins others, of the largest of
+        these."""
+        sizes = Counter[int]()
+        for op in self._data:
+            node = self._nodes[op.index]
+            for value in node.reads if node.name == "cat" else node.outputs:
+                if op.call is not None:
+                    sizes[op.call] = max(sizes[op.call], self._graph.values[value].bytes)
+        return sizes
 
     def reasons(self, ops: Iterable[OverBudgetOp]) -> list[str]:
         """Return why refused segments and the calls of these ops do not run piece by piece, each with its layer:
@@ -210,15 +231,15 @@ class Segments:
         rows = dict.fromkeys(shape[0] for shape in results if len(shape) == 2)
         return (*axes.values(), *(Axis(0, count) for count in rows if count > 1 and count not in batch))
 
-    def segment(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
+    def segment(self, first: int, last: int, axis: Axis, pieces: int, repeats: Ranges = ()) -> Segment | None:
         """Return the segment from call ``first`` to call ``last``, cut along ``axis``; None if it cannot run piece by
-        piece."""
-        key = first, last, axis, pieces
+        piece. ``repeats``: first and last calls of the earlier segments that its pieces run again."""
+        key = first, last, axis, pieces, repeats
         if key not in self._segments:
             self._segments[key] = self._build(*key)
         return self._segments[key]
 
-    def _build(self, first: int, last: int, axis: Axis, pieces: int) -> Segment | None:
+    def _build(self, first: int, last: int, axis: Axis, pieces: int, repeats: Ranges) -> Segment | None:
         """Build the result of `segment`, which caches it. If a single call cannot run piece by piece, the reason is
         noted."""
         if (first, last) in self._refused:
@@ -230,13 +251,15 @@ class Segments:
                 raise NotTileable("it draws random numbers")
             if any(op.once or op.call is None for op in inside):
                 raise NotTileable("it has a side effect")
-            tiled = Tiled(self._program(inside), axis, pieces)
+            earlier = self._repeated(inside, repeats)
+            tiled = Tiled(self._program(inside, earlier), axis, pieces)
         except NotTileable as reason:
             if first == last:
                 self._untileable[first] = str(reason)
             return None
-        if len(tiled.norms) > MAX_NORMS:
+        if sum(at >= len(earlier) for at in tiled.norms) > MAX_NORMS:
             return None
+        ops = *earlier, *inside
         values, program = self._graph.values, tiled.program
         inputs = {values[v].base for v in program.inputs if v not in program.static}
         operands = tuple((self._call_of(v), values[v].bytes) for v in inputs if values[v].kind not in RESIDENT)
@@ -244,19 +267,36 @@ class Segments:
         return Segment(
             first, last, tiled, operands,
             result_bytes=sum(values[v].bytes for v in results),
-            inner_bytes=sum(values[v].bytes for op in inside for v in op.makes if v not in results),
-            ops=tuple(inside),
-            derivative_seconds=tuple(self._derivative_seconds.get(op.index, 0.0) for op in inside),
+            inner_bytes=sum(values[v].bytes for op in ops for v in op.makes if v not in results),
+            ops=ops, repeated=len(earlier),
+            derivative_seconds=tuple(self._derivative_seconds.get(op.index, 0.0) for op in ops),
             weight_bytes=sum(program.likes[v].bytes for v in program.static - program.fixed),
             overwritten_bytes=self._overwritten(tiled, inside),
         )  # fmt: skip
 
-    def _program(self, inside: Sequence[GraphOp]) -> Program:
-        """Return the ops of a segment with the values that they read from outside and that ops outside read."""
-        indices, nodes = {op.index for op in inside}, tuple(self._nodes[op.index] for op in inside)
+    def _repeated(self, inside: Sequence[GraphOp], repeats: Ranges) -> list[GraphOp]:
+        """Return the ops in ranges of earlier calls whose results the ops of a segment depend on."""
+        needed = {value for op in inside for value in self._nodes[op.index].reads}
+        ops = list[GraphOp]()
+        for op in reversed(self._data):
+            within = op.call is not None and any(first <= op.call <= last for first, last in repeats)
+            if within and not needed.isdisjoint(self._nodes[op.index].outputs):
+                needed.update(self._nodes[op.index].reads)
+                ops.append(op)
+        if any(op.random or op.once for op in ops):
+            raise NotTileable("it would run an op again that draws random numbers or has a side effect")
+        return ops[::-1]
+
+    def _program(self, inside: Sequence[GraphOp], earlier: Sequence[GraphOp]) -> Program:
+        """Return the ops of a segment with the values that they read from outside and that ops outside read.
+
+        ``earlier``: ops of earlier segments that come first, and of which nothing else is read.
+        """
+        nodes = tuple(self._nodes[op.index] for op in (*earlier, *inside))
+        indices = {op.index for op in inside}
         computed = {value for node in nodes for value in node.outputs}
         inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in computed))
-        results = (node.outputs[0] for node in nodes if node.outputs)
+        results = (node.outputs[0] for node in nodes[len(earlier) :] if node.outputs)
         outputs = tuple(v for v in results if v in self._graph.outputs or self._readers.get(v, set()) - indices)
         static, fixed = self._static.intersection(inputs), self._fixed.intersection(inputs)
         return Program(nodes, inputs, frozenset(static), outputs, self._likes, frozenset(fixed))
@@ -285,13 +325,113 @@ class Segments:
                     others = max(others, (rate, tile), key=lambda known: known[0])
         return reaching[1] if reaching[0][0] * premium >= others[0][0] else others[1]
 
-    def finer(self, tile: Tile) -> Tile | None:
+    def finer(self, tile: Tile, tiles: Sequence[Tile] = ()) -> Tile | None:
         """Return the segment in twice as many pieces; None if no axis has enough elements, or if these are too many
-        pieces."""
+        pieces. ``tiles``: all tiles, some of which it may repeat."""
         pieces = 2 * tile.pieces
-        for axis in dict.fromkeys((tile.axis, *self.axes, *self.token_axes(tile.last))):
-            if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces) is not None:
+        repeats = ranges(tile, tiles)
+        axes = (tile.axis, *self.axes, *self.token_axes(tile.last)) if not repeats else (tile.axis,)
+        for axis in dict.fromkeys(axes):
+            if pieces <= MOST_PIECES and self.segment(tile.first, tile.last, axis, pieces, repeats) is not None:
                 return replace(tile, axis=axis, pieces=pieces)
+        return None
+
+    def next_level(self, tiles: Sequence[Tile], budget: int) -> tuple[Tile, ...]:
+        """Return ``tiles`` and those of the next level: the calls outside of tiles that make or read the largest
+        results. Without any, ``tiles``.
+
+        What joins two inputs counts as large as these. A tile repeats the earlier tiles of its level of which it reads
+        such results: in a U-Net, a level of the decoder that of the encoder.
+
+        ``budget``: bytes, of which a piece takes a small part.
+        """
+        outside = [call for call in self.calls if not any(tile.first <= call <= tile.last for tile in tiles)]
+        largest = max((self._bytes[call] for call in outside), default=0)
+        large = {
+            v for op in self._data if op.call is not None and 2 * self._bytes[op.call] > largest
+            for v in self._nodes[op.index].outputs if 2 * self._graph.values[v].bytes > largest
+        }  # fmt: skip
+        uses = {
+            op.call for op in self._data
+            if not large.isdisjoint((*self._nodes[op.index].reads, *self._nodes[op.index].outputs))
+        }  # fmt: skip
+        runs, before = list[list[int]](), -1
+        for call in (call for call in self.calls if call in uses and call in set(outside)):
+            if before < 0 or self.calls.index(call) != self.calls.index(before) + 1:
+                runs.append([])
+            runs[-1].append(call)
+            before = call
+        level = list[Tile]()
+        for run in runs:
+            new = self._tiles_of(run, level, large, budget)
+            if new and run is runs[-1]:
+                new[-1] = self._up_to_loss(new[-1], tiles, [*level, *new[:-1]], large, budget)
+            level += new
+        return tuple(sorted((*tiles, *level), key=lambda tile: tile.first))
+
+    def _tiles_of(self, run: Sequence[int], level: Sequence[Tile], large: Collection[int], budget: int) -> list[Tile]:
+        """Return the tiles that contain as many of some successive calls as can run piece by piece.
+
+        Args:
+            run: the calls.
+            level: earlier tiles of the same level, which can be repeated.
+            large: values for which they are.
+            budget: bytes.
+        """
+        new, begin = list[Tile](), 0
+        while begin < len(run):
+            best = None
+            for end in range(begin, len(run)) if run[begin] not in self._in_place else ():
+                tile = self._tile_of(run[begin], run[end], [*level, *new], large, budget)
+                if tile is None:
+                    break
+                best = end, tile
+            begin = begin + 1 if best is None else best[0] + 1
+            if best is not None:
+                new.append(best[1])
+        return new
+
+    def _up_to_loss(
+        self, tile: Tile, tiles: Sequence[Tile], level: Sequence[Tile], large: Collection[int], budget: int
+    ) -> Tile:
+        """Return the tile up to the loss, if a few calls after it compute that: its gradients then need no second run.
+        Else the tile unchanged. ``tiles``: those of earlier levels; other arguments: see `_tiles_of`."""
+        at = self.calls.index(tile.last)
+        for last in self.calls[at + 1 : at + 1 + MAX_CALLS]:
+            further = self._tile_of(tile.first, last, level, large, budget)
+            if further is None or any(tile.last < other.first <= last for other in tiles):
+                break
+            segment = self.segment(further.first, last, further.axis, further.pieces, ranges(further, level))
+            if segment is not None and segment.tiled.yields_gradients:
+                return further
+        return tile
+
+    def _tile_of(
+        self, first: int, last: int, level: Sequence[Tile], large: Collection[int], budget: int
+    ) -> Tile | None:
+        """Return the tile of the calls from ``first`` to ``last`` in the fewest pieces that are small; None if they
+        cannot run piece by piece. Other arguments: see `_tiles_of`."""
+        reads = {
+            value for op in self._data if op.call is not None and first <= op.call <= last
+            for value in self._nodes[op.index].reads if value in large
+        }  # fmt: skip
+        makers = {self._call_of(value) for value in reads}
+        for axis in self.axes:
+            repeats = tuple(
+                tile.first for tile in level
+                if tile.last < first and tile.axis == axis and any(tile.first <= call <= tile.last for call in makers)
+            )  # fmt: skip
+            best = None
+            for pieces in PIECES:
+                tile = Tile(first, last, axis, pieces, repeats)
+                segment = self.segment(first, last, axis, pieces, ranges(tile, level))
+                if segment is None or pieces * (LEAST_ELEMENTS if axis.dim else 1) > segment.tiled.elements:
+                    break
+                best = tile
+                if BACKWARD_FACTOR * segment.inner_bytes * PIECE_SHARE <= pieces * budget:
+                    break
+            if best is not None:
+                return best
         return None
 
     def _candidates(self, call: int, tiles: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
@@ -366,6 +506,13 @@ class Segments:
             others += segment.weight_bytes
         gradients = segment.result_bytes + sum(size for _, size in segment.operands) - segment.overwritten_bytes
         return others + gradients + int(BACKWARD_FACTOR * segment.inner_bytes / pieces)
+
+
+def ranges(tile: Tile, tiles: Sequence[Tile]) -> Ranges:
+    """Return first and last calls of the tiles that a tile repeats, and of those that these repeat."""
+    repeated = [other for other in tiles if other.first in tile.repeats and other.first < tile.first]
+    nested = {pair for other in repeated for pair in ranges(other, tiles)}
+    return tuple(sorted({(other.first, other.last) for other in repeated} | nested))
 
 
 def _cuts(tile: Tile, first: int, last: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, RecordingError
@@ -26,8 +27,11 @@ ALIKE = 3
 AT_ONCE = 4
 """New segments in a capture at most, as the first may make others unnecessary."""
 PREMIUMS = 2.0, 1.0
-"""Searches, each where the one before finds no plan: see `Segments.around`. The first adds few segments, of which the
-plan is quickly made; the second adds many small ones, and so reaches smaller budgets."""
+"""Of two searches, the second where the first finds no plan: see `Segments.around`. The first adds few segments, of
+which the plan is quickly made; the second adds many small ones, and so reaches smaller budgets."""
+FAR = 2.0
+"""Tiles of whole levels come first for budgets below the smallest without tiles, divided by this: they reach the
+smallest budgets, in longer steps."""
 
 
 def planned_in_tiles(
@@ -45,21 +49,50 @@ def planned_in_tiles(
     Raises:
         BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
     """
-    segments, tried = Segments(study.captured.graph, study.captured.in_place_calls), study
-    for premium in PREMIUMS:
-        tiles, tried, refusals = tuple[Tile, ...](), study, list[str]()
+    search = _TileSearch(study, settings, budget, captured, error)
+    first, second = (partial(search.around_ops, premium) for premium in PREMIUMS)
+    far = FAR * budget < error.smallest_budget
+    for way in (search.in_levels, first, second) if far else (first, search.in_levels, second):
+        planned = way()
+        if planned is not None:
+            return planned
+    error, segments = search.error, search.segments
+    highest = over_budget_ops_of(search.tried, settings, budget)[:AT_ONCE]
+    if reasons := segments.reasons(highest):
+        error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
+    raise error
+
+
+class _TileSearch:
+    """A search for tiles with which a step fits. Arguments: see `planned_in_tiles`."""
+
+    def __init__(
+        self, study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Tile]], Study],
+        error: BudgetError,
+    ) -> None:  # fmt: skip
+        self.segments = Segments(study.captured.graph, study.captured.in_place_calls)
+        self.error, self.tried = error, study
+        """The error with the smallest peak so far, and the last study with tiles."""
+        self._study, self._settings, self._budget, self._captured = study, settings, budget, captured
+
+    def around_ops(self, premium: float) -> Planned | None:
+        """Return a plan with tiles around the ops that are above the budget; None if none fits. ``premium``: as for
+        `Segments.around`."""
+        segments, settings, budget = self.segments, self._settings, self._budget
+        tiles, refusals = tuple[Tile, ...](), list[str]()
+        self.tried = self._study
         for _ in range(ROUNDS + REFUSALS):
             safe_point()
             if len(refusals) >= ALIKE and len(set(refusals[-ALIKE:])) == 1:
                 break
-            more = _more_tiles(segments, tried, settings, budget, tiles, premium)
+            more = _more_tiles(segments, self.tried, settings, budget, tiles, premium)
             if more == tiles:
                 break
             _log.info("trying %d segments piece by piece", len(more))
             try:
-                tried = captured(more)
+                self.tried = self._captured(more)
                 tiles = more
-                return tried.planned(settings, budget)
+                return self.tried.planned(settings, budget)
             except NotTileable as reason:  # tracing shows more than the graph
                 _log.info("a segment cannot run piece by piece: %s", reason)
                 if reason.at is None:  # unknown which segment it was
@@ -70,11 +103,51 @@ def planned_in_tiles(
                 _log.info("the step cannot be traced with its segments in pieces: %s", reason)
                 break
             except BudgetError as lower:
-                error = min(error, lower, key=lambda known: known.smallest_budget)
-    highest = over_budget_ops_of(tried, settings, budget)[:AT_ONCE]
-    if reasons := segments.reasons(highest):
-        error = error.but(do=f"{error.do}; what does not run piece by piece: {'; '.join(reasons)}")
-    raise error
+                self._note(lower)
+        return None
+
+    def in_levels(self) -> Planned | None:
+        """Return a plan whose tiles are the levels of a network with skip connections; None if none fits, or if no tile
+        repeats another.
+
+        A tile of a level repeats what it reads of an earlier one, which so is never whole, and nor is its gradient. The
+        levels of the largest tensors come first, then further ones and more pieces.
+        """
+        segments, settings, budget = self.segments, self._settings, self._budget
+        tiles = segments.next_level((), budget)
+        for _ in range(ROUNDS + REFUSALS):
+            safe_point()
+            if not any(tile.repeats for tile in tiles):
+                break
+            _log.info("trying %d segments piece by piece, some of which run others again", len(tiles))
+            try:
+                self.tried = self._captured(tiles)
+                return self.tried.planned(settings, budget)
+            except (NotTileable, RecordingError) as reason:
+                _log.info("the levels cannot run piece by piece: %s", reason)
+                break
+            except BudgetError as lower:
+                self._note(lower)
+            if budget < self.tried.least_peak(settings):
+                break
+            over = over_budget_ops_of(self.tried, settings, budget)
+            finer, deeper = _finer(segments, tiles, over), segments.next_level(tiles, budget)
+            enough = all(op.level - budget <= op.scratch // 2 for op in over)  # whether twice as many pieces are
+            more = next((more for more in ((finer, deeper) if enough else (deeper, finer)) if more != tiles), None)
+            if more is None:
+                break
+            tiles = more
+        return None
+
+    def _note(self, error: BudgetError) -> None:
+        """Remember the error if its peak is the smallest so far."""
+        self.error = min(self.error, error, key=lambda known: known.smallest_budget)
+
+
+def _finer(segments: Segments, tiles: tuple[Tile, ...], over: Sequence[OverBudgetOp]) -> tuple[Tile, ...]:
+    """Return the tiles with twice as many pieces where an op of a tile is in ``over`` and more pieces are possible."""
+    slow = {tile for tile in tiles for op in over if op.tile and tile.first <= op.call <= tile.last}
+    return tuple((segments.finer(tile, tiles) or tile) if tile in slow else tile for tile in tiles)
 
 
 def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budget: int) -> BudgetError:

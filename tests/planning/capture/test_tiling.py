@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +15,11 @@ from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.tiling import tile_scratch
 from memplan.planning.ops.tile import TILE, TILE_BACKWARD, TILE_STATISTICS
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.tiles.program import NotTileable
 from memplan.planning.tiles.tiled import Axis, Tile
+from memplan.rewriting.engine import Engine
 
 
 class Branches(nn.Module):
@@ -270,3 +274,79 @@ def test_a_segment_ends_at_the_same_call() -> None:
     graph = capture(model, call, tiles=[Tile(first, last, Axis(0, 6), 2)]).graph
     assert [op.target for op in graph.forward_ops].count(TILE) == 1
     assert all(op.target != "aten.addmm.default" for op in graph.forward_ops)
+
+
+class Skip(nn.Module):
+    """A level of a U-Net: its first half is read again in its second, after a network on half of the size."""
+
+    def __init__(self, between: Callable[[Tensor], object] = lambda skip: None, inplace: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Sigmoid())
+        self.inner, self.up = nn.Conv2d(4, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, 2, 2)
+        self.last = nn.Sequential(nn.Conv2d(8, 2, 3, padding=1), nn.BatchNorm2d(2))
+        self.between, self.inplace = between, inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean of the scores' logistic loss."""
+        y = self.down(x)
+        skip = y * 3
+        small = torch.tanh(self.inner(F.avg_pool2d(y, 2)))
+        self.between(skip)
+        up = self.up(small)
+        if self.inplace:
+            skip.mul_(2)
+        return F.softplus(self.last(torch.cat((skip, up), 1))).mean()
+
+
+def repeating(model: nn.Module, x: Tensor) -> tuple[Captured, Captured]:
+    """Return a captured call, and the same with a tile of each half of the outer level; the second repeats the
+    first."""
+    plain = capture(model, call_of((x,), {}))
+    names = [op.target.split(".")[1] for op in plain.graph.forward_ops]
+    calls = [op.call for op in plain.graph.forward_ops]
+    up = next(at for at, op in enumerate(plain.graph.forward_ops) if op.layer == "up")
+    first, pool, begin, end = calls[0], calls[names.index("avg_pool2d")], calls[up], calls[-1]
+    assert first is not None
+    assert pool is not None
+    assert begin is not None
+    assert end is not None
+    tiles = [Tile(first, pool, Axis(2), 4), Tile(begin, end, Axis(2), 4, (first,))]
+    return plain, capture(model, call_of((x,), {}), tiles=tiles)
+
+
+def test_a_tile_that_repeats_another_needs_none_of_its_results() -> None:
+    """The skip is no tensor of the step, nor its gradient; loss, gradients and running statistics are those of the
+    whole, but for the order of sums."""
+    torch.manual_seed(0)
+    model, x = Skip().double(), torch.randn(2, 2, 16, 8, dtype=torch.float64)
+    other = copy.deepcopy(model)
+    plain, tiled = repeating(model, x)
+    skip = (2, 4, 16, 8)
+    assert skip in [value.shape for value in plain.graph.values]
+    assert skip not in [value.shape for value in tiled.graph.values]
+    loss = Engine(tiled, schedule(tiled.graph, Choices())).run(model, call_of((x,), {}))
+    expected = other(x)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    ours, theirs = ([*m.buffers(), *(p.grad for p in m.parameters())] for m in (model, other))
+    for mine, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_changed_behind_a_tile_is_not_computed_again() -> None:
+    """A write between the two tiles: the second reads the tensor. A write in the second is refused."""
+    torch.manual_seed(0)
+    model, x = Skip(lambda skip: skip.mul_(2)).double(), torch.randn(2, 2, 16, 8, dtype=torch.float64)
+    other = copy.deepcopy(model)
+    _, tiled = repeating(model, x)
+    loss = Engine(tiled, schedule(tiled.graph, Choices())).run(model, call_of((x,), {}))
+    expected = other(x)
+    loss.backward()
+    expected.backward()
+    for mine, their in zip(model.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None
+        assert their.grad is not None
+        torch.testing.assert_close(mine.grad, their.grad, rtol=1e-10, atol=1e-12)
+    with pytest.raises(NotTileable, match="changes a tensor from outside of the segment"):
+        repeating(Skip(inplace=True).double(), x)

@@ -165,6 +165,20 @@ def test_what_mixes_the_axis_is_refused(function: object, dim: int, why: str) ->
         Tiled(program, Axis(dim, 4 if dim == 0 else 0), 2)
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_loss_of_a_class_for_each_pixel(pieces: int) -> None:
+    """The classes have no channels: the axis of the scores' third dimension is in their second."""
+    head = nn.Conv2d(2, 3, 3, padding=1).double()
+    x, classes = torch.randn(2, 2, 7, 5, dtype=torch.float64, requires_grad=True), torch.randint(3, (2, 7, 5))
+    loss = F.cross_entropy(head(x), classes)
+    program, tensors = recorded(lambda x, y: F.cross_entropy(head(x), y), [x, classes], head.parameters())
+    _, key = register(program, Axis(2), pieces)
+    result, *_ = TracedTile.apply(key, *tensors)
+    torch.testing.assert_close(result, loss)
+    leaves = [x, *head.parameters()]
+    torch.testing.assert_close(differentiated([result], leaves), differentiated([loss], leaves))
+
+
 def test_more_pieces_than_elements_are_refused() -> None:
     """Each piece makes a part of each result."""
     program, _ = recorded(torch.relu, [torch.randn(3, 2)])

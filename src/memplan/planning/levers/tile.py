@@ -30,5 +30,7 @@ class Tile(Lever):
         gradients = "with its gradients in the forward pass" if once else "each computed again in the backward pass"
         text = f"in {segment.pieces} pieces along {axis}, {gradients}; a piece takes "
         text += f"up to {format_bytes(piece)}"
+        if segment.repeats:
+            text += " and computes again what it reads of an earlier segment, which is never whole"
         details = {"pieces": segment.pieces, "dim": segment.axis.dim, "piece_bytes": piece}
         return Reason(max(0, freed), text, details, self.grade())
