@@ -123,10 +123,12 @@ def format_seconds(seconds: float) -> str:
     Example:
         >>> format_seconds(0.0412), format_seconds(0.00031), format_seconds(2.5), format_seconds(0)
         ('41 ms', '0.31 ms', '2.5 s', '0 ms')
-        >>> format_seconds(1e300)
-        '1e+300 s'
+        >>> format_seconds(1e300), format_seconds(-0.0013)
+        ('1e+300 s', '-1.3 ms')
     """
-    if abs(seconds) >= _MANY_SECONDS:
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}" if seconds <= -5e-7 else "0 ms"
+    if seconds >= _MANY_SECONDS:
         return f"{seconds:.3g} s"
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1000 * seconds, "ms")
     if number == 0:

@@ -233,6 +233,12 @@ def test_a_file_that_is_too_long_is_not_parsed(monkeypatch: pytest.MonkeyPatch, 
         Plan.load(tmp_path / "plan.json")
 
 
+def test_a_kernel_that_saves_time_is_loaded_again() -> None:
+    decision = replace(PLAN.decisions[0], seconds=-0.0013)
+    plan = replace(PLAN, decisions=(decision, *PLAN.decisions[1:]))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_a_file_and_back(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == PLAN

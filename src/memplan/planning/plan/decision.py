@@ -8,7 +8,7 @@ from typing import Literal
 
 from memplan import _json
 from memplan._display import Printed
-from memplan._json import Json
+from memplan._json import Json, Signed
 from memplan.planning.levers.lever import Grade
 
 ScopeKind = Literal["value", "segment", "parameter", "step"]
@@ -37,8 +37,8 @@ class Decision:
     bytes: int
     """For ``keep``, the bytes that live from the forward to the backward pass. For other levers, the bytes that they
     free of the value, or of the step."""
-    seconds: float
-    """Seconds that the decision adds to the step."""
+    seconds: Signed
+    """Seconds that the decision adds to the step; below 0 for a kernel that is faster than the ops that it replaces."""
     layer: str = ""
     where: str | None = None
     """``file:line`` of the user's code."""
