@@ -60,7 +60,7 @@ def exported(model: nn.Module, input: str, folder: Path, **options: Any) -> Expo
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", thinned(KINDS, 2))
+@pytest.mark.parametrize("kind", thinned(KINDS, 4))
 def test_first_and_last_states_are_trained(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     done = exported(FirstAndLast(kind), "4x2x3", tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 
 import memplan
@@ -29,7 +30,7 @@ class Means(nn.Module):
 
 
 @needs_compiler
-@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("keepdim", [False, *slow(True)])
 def test_what_a_mean_reads_is_never_whole(keepdim: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, whole = Means(keepdim), 4 * 128 * 8 * 8
