@@ -61,14 +61,15 @@ def dice_cross_entropy(
     jaccard: bool = False,
     smooth_numerator: float = 1e-5,
     smooth_denominator: float = 1e-5,
+    constant: float = 1.0,
     weight: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
     """Dice loss plus cross-entropy, as MONAI's ``DiceCELoss(softmax=True, to_onehot_y=True)``; saves `logits` and
     `targets` alone for the backward pass.
 
-    Of nnU-Net's ``DC_and_CE_loss``, which leaves out the 1 of the Dice loss, it is 1 more, with both smoothing terms
-    1e-5, ``include_background=False`` and ``batch`` its ``batch_dice``.
+    With ``constant=0``, ``include_background=False`` and ``batch`` its ``batch_dice`` it is nnU-Net's
+    ``DC_and_CE_loss``.
 
     Args:
         logits: (N, C, ...), with two or more classes, contiguous or channels last; other layouts are copied.
@@ -80,6 +81,7 @@ def dice_cross_entropy(
         squared: whether the denominator has squares of probabilities.
         jaccard: whether the union stands in the denominator, instead of the mean of the two sets.
         smooth_numerator, smooth_denominator: added to each.
+        constant: the Dice loss is this less the Dice coefficient.
         weight: (C,), of each class, in both losses.
         ignore_index: positions of this class count in neither loss. Where all have it, the loss is NaN.
 
@@ -116,7 +118,7 @@ def dice_cross_entropy(
     denominators = predicted + counts
     if jaccard:
         denominators = 2 * (denominators - intersections)
-    dice = 1 - (2 * intersections + smooth_numerator) / (denominators + smooth_denominator)
+    dice = constant - (2 * intersections + smooth_numerator) / (denominators + smooth_denominator)
     if weight is not None:
         dice = dice * weight
     return dice_factor * dice.mean() + cross_entropy_factor * cross_entropy

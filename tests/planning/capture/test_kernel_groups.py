@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -574,6 +575,26 @@ def test_monais_dice_and_cross_entropy(options: dict[str, Any], labels: torch.dt
     losses = pytest.importorskip("monai.losses.dice")
     model = Segmentation(losses.DiceCELoss(softmax=True, to_onehot_y=True, **options))
     x, targets = volumes()
+    assert_near_float64(model, (x, targets.to(labels)), "dice_cross_entropy")
+
+
+def negative_coefficient(scores: Tensor, labels: Tensor, batch: bool = True) -> Tensor:
+    """As nnU-Net has it: a Dice coefficient of the classes but the first, of sums over samples."""
+    dims, shares = list(range(2, scores.dim())), torch.softmax(scores, 1)[:, 1:]
+    with torch.no_grad():
+        hard = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, labels.long(), 1)[:, 1:]
+        counts = hard.sum(dims)
+    common, sizes = (shares * hard).sum(dims), shares.sum(dims)
+    if batch:
+        common, sizes, counts = common.sum(0), sizes.sum(0), counts.sum(0)
+    coefficient = (2 * common + 1e-5) / torch.clip(counts + sizes + 1e-5, 1e-8)
+    return 2 * F.cross_entropy(scores, labels[:, 0].long()) + 1 * -coefficient.mean()
+
+
+@pytest.mark.parametrize("labels", [torch.int64, torch.float32], ids=str)
+def test_nnu_nets_dice_and_cross_entropy(labels: torch.dtype) -> None:
+    x, targets = volumes()
+    model = Segmentation(functools.partial(negative_coefficient, batch=labels == torch.float32))
     assert_near_float64(model, (x, targets.to(labels)), "dice_cross_entropy")
 
 

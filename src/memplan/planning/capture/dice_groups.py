@@ -1,4 +1,5 @@
-"""Recognize the sum of a Dice loss and a cross-entropy, as MONAI's ``DiceCELoss`` computes it."""
+"""Recognize the sum of a Dice loss and a cross-entropy, as MONAI's ``DiceCELoss`` and nnU-Net's ``DC_and_CE_loss``
+compute it."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ _CROSS_ENTROPY = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
 """Arguments of ``F.cross_entropy``."""
+
+_LABEL_CASTS = frozenset(("to", "long", "type"))
+_OF_LABELS = _LABEL_CASTS | {"squeeze", "getitem"}
 
 
 class _Another(Exception):
@@ -78,6 +82,7 @@ class _Chain:
         made = self.maker(tensor, "sum")
         named = {**dict(zip(("input", "dim"), made.args, strict=False)), **made.kwargs}
         dims, rank = named.pop("dim", None), len(self.log.tensors[made.reads[0]].like.shape)
+        dims = (dims,) if isinstance(dims, int) else dims
         if len(made.reads) != 1 or not isinstance(dims, tuple | list) or set(named) - {"input"}:
             raise _Another
         return made.reads[0], tuple(sorted(dim % rank for dim in dims))
@@ -91,14 +96,15 @@ def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
     loss = chain.maker(cross_entropy, "cross_entropy")
     named = {**dict(zip(_CROSS_ENTROPY, loss.args, strict=False)), **loss.kwargs}
     scores, targets = named.get("input"), named.get("target")
-    mean = chain.maker(dice, "mean")
+    negated = (made := log.maker(dice)) is not None and made.name == "neg"
+    mean = chain.maker(chain.maker(dice, "neg").reads[0] if negated else dice, "mean")
     if not isinstance(scores, Ref) or not isinstance(targets, Ref) or len(mean.args) != 1 or mean.kwargs:
         raise _Another
     losses = mean.reads[0]
     weighted = (made := log.maker(losses)) is not None and made.name == "mul" and len(made.reads) == 2
     if weighted:
         losses, _ = chain.pair(losses, "mul")
-    softmax, labels, options = _dice(chain, losses)
+    softmax, labels, options = (_coefficient if negated else _dice)(chain, losses)
     if softmax.reads != (scores.value,):
         raise _Another
     factors = {"dice_factor": dice_factor, "cross_entropy_factor": cross_entropy_factor}
@@ -162,6 +168,37 @@ def _dice(chain: _Chain, tensor: int) -> tuple[LoggedCall, int, dict[str, Any]]:
     return _operands_of(chain, probabilities, targets, dims, options)
 
 
+def _coefficient(chain: _Chain, tensor: int) -> tuple[LoggedCall, int, dict[str, Any]]:
+    """Recognize (2 I + a) / max(T + P + b, c), whose maximum is the first where c is not above b. See `_dice`."""
+    numerator, denominator = chain.pair(tensor, "div")
+    doubled, numerator_term = chain.number(numerator, "add")
+    intersection, by = chain.number(doubled, "mul")
+    clipped = chain.maker(denominator, "clip", "clamp")
+    named = {**dict(zip(("input", "min", "max"), clipped.args, strict=False)), **clipped.kwargs}
+    sizes, denominator_term = chain.number(clipped.reads[0], "add")
+    least = named.get("min")
+    if by != 2 or named.get("max") is not None or not isinstance(least, float | int) or least > denominator_term:
+        raise _Another
+    product, dims = _sum_of_samples(chain, intersection)
+    probabilities, targets = chain.pair(product, "mul")
+    sums = [_sum_of_samples(chain, one) for one in chain.pair(sizes, "add")]
+    if sorted(sums) != sorted([(probabilities, dims), (targets, dims)]):
+        raise _Another
+    options = {
+        "smooth_numerator": numerator_term, "smooth_denominator": denominator_term, "constant": 0.0, "jaccard": False,
+    }  # fmt: skip
+    return _operands_of(chain, probabilities, targets, dims, options)
+
+
+def _sum_of_samples(chain: _Chain, tensor: int) -> tuple[int, tuple[int, ...]]:
+    """Return the tensor and the dimensions of a sum, or of a sum over samples of a sum."""
+    source, dims = chain.sum(tensor)
+    if dims != (0,):
+        return source, dims
+    source, dims = chain.sum(source)
+    return source, (0, *dims)
+
+
 def _operands_of(
     chain: _Chain, probabilities: int, targets: int, dims: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[LoggedCall, int, dict[str, Any]]:
@@ -209,12 +246,14 @@ def _label_map(chain: _Chain, targets: int, labels: int) -> int:
 
 
 def _sources(log: CallLog, tensor: int) -> Iterator[tuple[int, list[LoggedCall]]]:
-    """Yield a tensor and what it is a cast to int64 or a view without the dimension of size 1 of, each with the calls
-    from there."""
+    """Yield a tensor and what it is a cast to int64 or a view without the second dimension of, each with the calls from
+    there."""
     calls = list[LoggedCall]()
     yield tensor, calls
-    while (made := log.maker(tensor)) is not None and made.name in ("to", "long", "type", "squeeze") and made.reads:
-        if made.name != "squeeze" and log.tensors[tensor].like.dtype != torch.int64:
+    while (made := log.maker(tensor)) is not None and made.name in _OF_LABELS and made.reads:
+        if made.name == "getitem" and made.args[1] != (slice(None), 0):
+            return
+        if made.name in _LABEL_CASTS and log.tensors[tensor].like.dtype != torch.int64:
             return
         calls, tensor = [*calls, made], made.reads[0]
         yield tensor, calls
