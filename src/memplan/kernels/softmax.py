@@ -271,6 +271,8 @@ class _Masked:
         if mask is None:
             return _Masked((1, 1, math.prod(sizes), columns), None)
         mask = mask.expand(x.shape)
+        if columns * mask.stride(-1) >= 1 << 31:  # the kernels count by int32 within a row
+            mask = mask.contiguous()
         groups: list[tuple[int, int]] = []  # size and stride, outermost first
         for size, stride in zip(sizes, mask.stride(), strict=False):
             if size == 1:
