@@ -47,12 +47,12 @@ RUN_SECONDS = 0.3
 Row = dict[str, Any]
 
 
-def exported(model: nn.Module, shape: tuple[int, ...], folder: Path, budget: str = "100 MiB") -> None:
+def exported(model: nn.Module, shape: tuple[int, ...], folder: Path, budget: str = "100 MiB", **options: Any) -> None:
     """Export a step that sums squares beside zeros, for any model."""
     memplan.export(
         model, "x".join(map(str, shape)), targets="x".join(map(str, model(torch.zeros(shape)).shape)), loss=F.mse_loss,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01), folder=folder, name="net", budget=budget, verify=False,
-        force=True,
+        force=True, **options,
     )  # fmt: skip
 
 
@@ -87,6 +87,12 @@ LAYERS: dict[str, Layer] = {
     "linear, 256 to 64": Layer(lambda: nn.Linear(2, 256), lambda: nn.Linear(256, 64), (1, 2)),
     "linear, 256 to 64, 8 rows": Layer(lambda: nn.Linear(2, 256), lambda: nn.Linear(256, 64), (8, 2)),
 }
+IN_EIGHT_BITS = ", weights in eight bits"
+NARROW = tuple(
+    name for name in LAYERS
+    if name.startswith(("3x3, 16 to 16", "1x1, 32 to 64", "depthwise", "linear"))
+)  # fmt: skip
+"""Layers that are measured with trained weights in eight bits, too."""
 DIRECTIONS = ("forward", "input gradient", "weight gradient")
 _MAIN = """#include "net.h"
 #include <stdio.h>
@@ -116,14 +122,15 @@ int main(void)
 """
 
 
-def on_core(layer: Layer, level: str) -> Row:
-    """Return instructions for each multiplication by direction, and the bytes of code of the whole step."""
+def on_core(layer: Layer, level: str, **options: Any) -> Row:
+    """Return instructions for each multiplication by direction, the weight's update with its gradient, and the bytes of
+    code of the whole step. ``options``: of the export."""
     torch.manual_seed(0)
     before, make = layer.before(), layer.make()
     model, x = nn.Sequential(before, make), torch.zeros(layer.shape)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        exported(model, layer.shape, folder)
+        exported(model, layer.shape, folder, **options)
         calls = _labelled_calls((folder / "net.c").read_text())
         sizes = {"INPUTS": str(x.numel()), "OUTPUTS": str(model(x).numel())}
         ticks, text = _run_on_core(folder, level, sizes)
@@ -134,6 +141,8 @@ def on_core(layer: Layer, level: str) -> Row:
     for direction, label, at in _directions(make):
         found = [count for count, call in zip(ticks, calls, strict=True) if call == label]
         row[direction] = found[at] * PER_TICK / products
+    updates = [count for count, call in zip(ticks, calls, strict=True) if call == "update 1.weight"]  # not fused
+    row["weight gradient"] += sum(updates) * PER_TICK / products
     return row
 
 
@@ -312,6 +321,13 @@ def main() -> int:
         if options.only in name and (options.core or not options.host):
             results["core"][name] = {level: on_core(layer, level) for level in CORE_LEVELS}
             print(name, results["core"][name], flush=True)
+    for name in NARROW:
+        wide = name + IN_EIGHT_BITS
+        if options.only in wide and (options.core or not options.host):
+            results["core"][wide] = {
+                level: on_core(LAYERS[name], level, trained_weights="int8") for level in CORE_LEVELS
+            }  # fmt: skip
+            print(wide, results["core"][wide], flush=True)
     for name, (make, shape) in STEPS.items():
         if options.only in name and (options.host or not options.core):
             results["host"][name] = on_host(make, shape)
