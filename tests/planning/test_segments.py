@@ -111,7 +111,7 @@ class Levels(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean square of the features of the first level."""
-        first = torch.sigmoid(self.down[0](x))
+        first = nn.functional.leaky_relu(self.down[0](x).view(x.shape[0], 8, *x.shape[2:]), inplace=True)
         second = torch.sigmoid(self.down[1](nn.functional.avg_pool2d(first, 2)))
         third = self.down[2](nn.functional.avg_pool2d(second, 2))
         second = self.join[1](torch.cat((second, self.up[1](third)), 1))

@@ -178,6 +178,10 @@ class Segments:
         self._refused[tile.first, tile.last] = reason
         self._segments = {key: segment for key, segment in self._segments.items() if key[:2] != (tile.first, tile.last)}
 
+    def _base_bytes(self, value: int) -> int:
+        """Return the bytes of a value, of a view those of what it views."""
+        return self._graph.values[self._graph.base(value)].bytes
+
     @cached_property
     def _bytes(self) -> Mapping[int, int]:
         """Bytes of the largest result of each call that depends on data; of one that joins others, of the largest of
@@ -187,7 +191,7 @@ class Segments:
             node = self._nodes[op.index]
             for value in node.reads if node.name == "cat" else node.outputs:
                 if op.call is not None:
-                    sizes[op.call] = max(sizes[op.call], self._graph.values[value].bytes)
+                    sizes[op.call] = max(sizes[op.call], self._base_bytes(value))
         return sizes
 
     def reasons(self, ops: Iterable[OverBudgetOp]) -> list[str]:
@@ -349,7 +353,7 @@ class Segments:
         largest = max((self._bytes[call] for call in outside), default=0)
         large = {
             v for op in self._data if op.call is not None and 2 * self._bytes[op.call] > largest
-            for v in self._nodes[op.index].outputs if 2 * self._graph.values[v].bytes > largest
+            for v in self._nodes[op.index].outputs if 2 * self._base_bytes(v) > largest
         }  # fmt: skip
         uses = {
             op.call for op in self._data
