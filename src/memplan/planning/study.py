@@ -51,8 +51,9 @@ from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.codegen import program
 from memplan.planning.schedule.scheduler import Schedule, frees_gradient, schedule, with_fewest_pieces
-from memplan.planning.schedule.to_trace import timeline_of, trace_of
+from memplan.planning.schedule.to_trace import reserved_bytes, timeline_of, trace_of
 from memplan.planning.search.order import in_lower_order
+from memplan.planning.search.reserved import least_reserved
 from memplan.planning.search.search import Infeasible, Search, Solution
 from memplan.planning.settings import Engine, Settings
 from memplan.planning.tiles.tiled import Tile
@@ -226,6 +227,15 @@ class _Step:
         )
 
     @cached_property
+    def least_reserved(self) -> tuple[Choices, int]:
+        """Choices of the smallest budget on a card that has a plan, and that budget in bytes.
+
+        Of kernels' temporaries the sum is known, not each: what free blocks they leave is not predicted well enough to
+        choose between schedules by it.
+        """
+        return least_reserved(self.search, 1) if self._study.kernels else least_reserved(self.search)
+
+    @cached_property
     def fusing(self) -> Fusing:
         """Search for steps of fused kernels, based on the op-by-op search."""
         return Fusing(self.search)
@@ -285,7 +295,7 @@ class _Planning:
         validate(self._graph, planned, budget=budget, outside_memory=outside_memory)
         timeline, floor = timeline_of(planned, outside_memory), search.floor_peak
         if self._settings.home.card is not None:  # the search counts live bytes, a card reserves more
-            floor = timeline_of(schedule(self._graph, search.floor().choices), outside_memory).peak_reserved
+            _, floor = self._study.step(self._settings).least_reserved
         bounds = _Bounds(timeline, min(floor, timeline.peak_reserved), search.lower_bound, bound)
         return Planned(self._study.captured, planned, outside_memory, self._plan(planned, bounds))
 
@@ -294,13 +304,15 @@ class _Planning:
         has the floor.
 
         On a card the allocator reserves more than the live bytes. The search is repeated with a budget that is smaller
-        by the difference.
+        by the difference; where no schedule has so few live bytes, the one that reserves least is taken.
         """
         outside_memory, budget, target = self._outside_memory, self._budget, self._budget
         while True:
             result, search = self._searched(target)
             planned = schedule(self._graph, result.choices)
             if isinstance(result, Infeasible):
+                if self._settings.home.card is not None:
+                    planned = self._least_reserved(planned)
                 if timeline_of(planned, outside_memory).peak_reserved <= budget:
                     return planned, 0.0, search
                 raise budget_error(planned, outside_memory, budget)
@@ -309,6 +321,13 @@ class _Planning:
             if excess <= 0:
                 return planned, result.lower_bound_seconds, search
             target = min(target, levels(planned, outside_memory).peak) - excess
+
+    def _least_reserved(self, fewest_live: Schedule) -> Schedule:
+        """Return the schedule that reserves least: ``fewest_live``, which has the fewest live bytes, or another."""
+        choices, reserved = self._study.step(self._settings).least_reserved
+        if reserved_bytes(fewest_live, self._outside_memory) <= reserved:
+            return fewest_live
+        return schedule(self._graph, choices)
 
     def _searched(self, budget: int) -> tuple[Solution | Infeasible, Search]:
         """Return the result for a budget, and the search that has the floor.

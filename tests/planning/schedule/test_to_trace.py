@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.graphs import random_graph
 
+from memplan.devices import find
 from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule, with_fewest_pieces
-from memplan.planning.schedule.to_trace import timeline_of
+from memplan.planning.schedule.to_trace import reserved_bytes, timeline_of
 from memplan.trace.records import Cause
 
 
@@ -45,3 +48,15 @@ def test_pieces_are_used_only_where_the_budget_asks_for_them(seed: int) -> None:
     wide = with_fewest_pieces(made, lambda one: fits(one, 1 << 40))
     assert wide.choices.pieces == frozenset()
     assert not any(a.into is not None and a.called(graph).scratch_into is not None for a in wide.backward)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 1 << 30), st.booleans())
+def test_reserved_bytes_are_those_of_the_timeline(seed: int, held: bool) -> None:
+    graph, draw = random_graph(seed, 12, hooks=True), random.Random(seed)
+    values = tuple(replace(value, bytes=value.bytes << draw.randrange(18)) for value in graph.values)
+    graph = replace(graph, values=values)
+    drop = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
+    made = schedule(graph, Choices(drop, frozenset(), GradientUse(False, held)))
+    outside_memory = OutsideMemory(1000, 3 << 20, home=Home("cuda:0", find("h100")))
+    assert reserved_bytes(made, outside_memory) == timeline_of(made, outside_memory).peak_reserved

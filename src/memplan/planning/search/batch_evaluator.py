@@ -18,7 +18,7 @@ from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
-from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.batch_levels import Batch
 from memplan.planning.search.candidates import Columns, Evaluated, Levels, Profile
 from memplan.planning.search.flat_graph import FlatGraph, Ints
@@ -48,14 +48,18 @@ class Evaluator:
             dtype=bool,
         )
 
-    def choices(self, column: npt.NDArray[np.bool_]) -> Choices:
-        """Return the choices of a candidate, without those that have no effect on its schedule."""
+    def schedule_of(self, column: npt.NDArray[np.bool_]) -> Schedule:
+        """Return the schedule of a candidate."""
         flat = self.flat
         value_bits, form_bits = np.split(column, [len(flat.droppable)])
         drops = frozenset(value for value, chosen in zip(flat.droppable, value_bits, strict=True) if chosen)
         chosen_forms = (form for form, chosen in zip(flat.forms, form_bits, strict=True) if chosen)
         forms = frozenset((form.lever, form.value) for form in chosen_forms)
-        planned = schedule(flat.graph, Choices(drops, forms, flat.gradients, order=flat.graph.order))
+        return schedule(flat.graph, Choices(drops, forms, flat.gradients, order=flat.graph.order))
+
+    def choices(self, column: npt.NDArray[np.bool_]) -> Choices:
+        """Return the choices of a candidate, without those that have no effect on its schedule."""
+        flat, planned = self.flat, self.schedule_of(column)
         recomputed = {value for action in planned.backward if action.recomputed for value in action.makes}
         used = (flat.graph.form[a.form] for a in planned.forward if a.kind == "store" and a.form is not None)
         used_forms = frozenset((form.lever, form.value) for form in used)

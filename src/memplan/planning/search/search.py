@@ -109,7 +109,7 @@ class Search:
         self.small = small if self.switches.small_values else 0
         self.relaxation = Relaxation(self.flat, small=small)
         self.lower_bound = self.relaxation.unavoidable.peak
-        self.save_all = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
+        self.save_all = self.local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.earlier_results: list[State] = []
         """Results of earlier budgets: starts for the next search."""
         self._solved: dict[int, Fractions | None] = {}
@@ -125,13 +125,13 @@ class Search:
         if budget < self.lower_bound:
             return self._infeasible()
         state = self._search_from(budget, earlier_results=self.earlier_results)
-        if state is None and self._lowest.peak <= budget:
-            state = self._optimize(budget, [self._lowest.column])
+        if state is None and self.lowest.peak <= budget:
+            state = self._optimize(budget, [self.lowest.column])
         return self._infeasible() if state is None else self._result(state, budget)
 
     def floor(self) -> Solution:
         """Find the smallest peak that the search can reach, and the fewest seconds there."""
-        return self._result(self._cheapest, self._cheapest.peak)
+        return self._result(self.cheapest, self.cheapest.peak)
 
     def nearest(self, budget: int, squared: int = EVEN) -> Solution:
         """Find the choices with the least excess over an unreachable budget, summed over all positions of the step; of
@@ -146,10 +146,10 @@ class Search:
 
     def _search_nearest(self, budget: int, squared: int) -> Solution:
         """Compute the result of `nearest`, which caches it."""
-        nearest = self._best_repair(budget, [self._lowest.column, self._all_recomputed, self.save_all.column], squared)
+        nearest = self._best_repair(budget, [self.lowest.column, self._all_recomputed, self.save_all.column], squared)
         # fewer seconds, nowhere above the levels of the nearest candidate, or the budget
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
-        local = self._local(profile.at_least(budget))
+        local = self.local(profile.at_least(budget))
         state = local.state(nearest.column)
         if self.switches.improve:
             state = local.improve(state, self.switches.rounds, pairs=self.switches.pairs)
@@ -173,7 +173,7 @@ class Search:
 
         A result that adds at least as many seconds as one of the same or a smaller peak is left out.
         """
-        low, high = self._lowest.peak, self.save_all.peak
+        low, high = self.lowest.peak, self.save_all.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
         results, best = list[Solution](), None
         for budget in budgets:
@@ -187,7 +187,7 @@ class Search:
 
     # -- a single budget
 
-    def _local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
+    def local(self, budget: int | Profile, squared: int = 0) -> LocalSearch:
         """Return the local search for a budget. ``squared``: see `Evaluator.evaluate`."""
         return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
 
@@ -215,7 +215,7 @@ class Search:
 
     def _optimize(self, budget: int, starts: Iterable[Column]) -> State | None:
         """Repair and improve every start. Return the state within the budget that adds the fewest seconds, or None."""
-        local, fits, seen = self._local(budget), list[State](), set[bytes]()  # seen: candidates
+        local, fits, seen = self.local(budget), list[State](), set[bytes]()  # seen: candidates
         for start in starts:
             state = local.drop_unneeded(local.state(start))
             if state.column.tobytes() in seen:
@@ -245,22 +245,22 @@ class Search:
     @property
     def floor_peak(self) -> int:
         """Smallest peak that the search can reach, in bytes."""
-        return self._lowest.peak
+        return self.lowest.peak
 
     @cached_property
-    def _cheapest(self) -> State:
+    def cheapest(self) -> State:
         """The state with the fewest seconds at the smallest peak."""
-        return self._search_from(self._lowest.peak, self._lowest.column) or self._lowest
+        return self._search_from(self.lowest.peak, self.lowest.column) or self.lowest
 
     @cached_property
-    def _lowest(self) -> State:
+    def lowest(self) -> State:
         """A state with the smallest peak, whatever seconds it adds."""
-        return self._local(0).state(self.deterministic._lowest_column)
+        return self.local(0).state(self.deterministic._lowest_column)
 
     def _best_repair(self, budget: int, starts: Sequence[Column], squared: int) -> State:
         """Repair every start and return the state with the least excess over the budget. ``squared``: see
         `Evaluator.evaluate`."""
-        local = self._local(budget, squared)
+        local = self.local(budget, squared)
         states = (local.repaired(start, self.switches.rounds) for start in starts)
         return min(states, key=lambda state: (state.excess, state.seconds))
 
@@ -296,7 +296,7 @@ class Search:
             return state.peak, state.seconds
 
         starts = [self.save_all.column, self._all_recomputed]
-        low, local = self.lower_bound, self._local(0)
+        low, local = self.lower_bound, self.local(0)
         near = (self.near_bound.column, self._near_bound(self._all_recomputed).column)
         best = min((local.state(column) for column in (*starts, *near)), key=by_peak)
         while best.peak - low > best.peak // 400:  # each halving takes as long, even for the last bytes
@@ -311,7 +311,7 @@ class Search:
 
         Every tried candidate of ``others`` is replaced by its repaired state, from which the next call continues.
         """
-        local = self._local(budget)
+        local = self.local(budget)
         best = local.repaired(start, self.switches.rounds)
         for k, other in enumerate(others):
             if best.fits:
@@ -339,7 +339,7 @@ class Search:
 
     def _infeasible(self) -> Infeasible:
         """Return the result for a budget that the search cannot meet: the smallest peak it can reach."""
-        lowest = self._lowest
+        lowest = self.lowest
         choices = self.evaluator.choices(lowest.column)
         return Infeasible(lowest.peak, choices, self.lower_bound, self._notes())
 
