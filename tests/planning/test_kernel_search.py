@@ -25,7 +25,7 @@ from memplan.planning.kernel_search import offered, planned_with_kernels, with_k
 from memplan.planning.planner import Planner
 from memplan.planning.request import request
 from memplan.planning.search.search import Heuristics
-from memplan.planning.settings import PlanOptions
+from memplan.planning.settings import Allow, PlanOptions
 from memplan.planning.study import Study
 from memplan.trace.step import StepOptions
 
@@ -76,7 +76,7 @@ def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def floor_of(allow: str = "exact", *, tiles: bool = False) -> int:
+def floor_of(allow: Allow = "exact", *, tiles: bool = False) -> int:
     """In tests without `tiles` this is called where no segment may run in pieces."""
     with pytest.raises(BudgetError) as caught:
         memplan.plan(Decoder(), tokens(), budget=1, allow=allow, **QUICK)
