@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -158,11 +159,40 @@ def test_activations_that_are_gathered_are_sent_and_are_no_weights() -> None:
     assert tensors["communication"] > 0
 
 
-@pytest.mark.parametrize(("way", "world", "groups"), [("fsdp", 2, "one"), ("hsdp", 4, "up to 3"), ("fsdp", 1, "")])
-def test_the_memory_of_communicators_is_noted(way: str, world: int, groups: str) -> None:
-    note = next(note for note in recorded(way, world).notes if note.startswith("rank 0 of"))
+@pytest.mark.parametrize(("mesh", "groups"), [((2,), "one"), ((2, 2), "up to 3"), ((1,), "")])
+def test_the_memory_of_communicators_is_noted(mesh: tuple[int, ...], groups: str) -> None:
+    def build() -> Callable[[], None]:
+        dist.init_process_group("nccl")
+        init_device_mesh("cuda", mesh, mesh_dim_names=("a", "b")[: len(mesh)])
+        weight = torch.ones(8, device="cuda", requires_grad=True)
+        return lambda: weight.sum().backward()
+
+    note = memplan.record(build, device="h100", world=math.prod(mesh)).notes[-1]
+    assert note.startswith("rank 0 of")
     assert groups in note
     assert ("NCCL" in note) == bool(groups)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames the calls
+@pytest.mark.parametrize("in_lists", [True, False])
+def test_copies_of_gloo_are_noted(in_lists: bool) -> None:
+    """All that four ranks gather, and all that is reduced: 16 KiB each, as counted on real ranks."""
+
+    def build() -> Callable[[], None]:
+        dist.init_process_group("gloo")
+        shard, whole, parts = torch.ones(1024), torch.ones(4096), [torch.ones(1024) for _ in range(4)]
+
+        def step() -> None:
+            if in_lists:
+                dist.all_gather(parts, shard)
+                dist.reduce_scatter(shard, parts)
+            else:
+                dist.all_gather_into_tensor(whole, shard)
+                dist.reduce_scatter_tensor(shard, whole)
+
+        return step
+
+    assert memplan.record(build, world=4).notes[-1].endswith("gloo's own copies can add up to 32.0 KiB to the peak")
 
 
 def test_flat_parameters_lie_on_the_card_of_an_index_or_on_the_host() -> None:

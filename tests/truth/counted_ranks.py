@@ -69,9 +69,12 @@ def _count_collectives(rank: int, world: int, library: str, folder: str) -> None
     store = dist.FileStore(str(Path(folder, f"collectives.store.{world}")), world)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     shard, whole, sent = (torch.ones(SHARD * times // 4) for times in (1, world, world))
+    parts = [torch.ones(SHARD // 4) for _ in range(world)]
     calls: dict[str, Callable[[], Any]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(whole, shard),
+        "all_gather of a list": lambda: dist.all_gather(parts, shard),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole),
+        "reduce_scatter of a list": lambda: dist.reduce_scatter(shard, parts),
         "all_reduce": lambda: dist.all_reduce(whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "all_to_all": lambda: dist.all_to_all_single(whole, sent),

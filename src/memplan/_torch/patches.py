@@ -84,8 +84,21 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
     ``fetch(indices)`` loads it. Iterators that load in worker processes are left as they are."""
     fetcher = getattr(batches, "_dataset_fetcher", None)
     if fetcher is not None:
-        fetch = fetcher.fetch
-        fetcher.fetch = lambda indices: around(fetch, indices)
+        batches._dataset_fetcher = _Fetcher(fetcher, around)
+
+
+class _Fetcher:
+    """A loader's fetcher with another `fetch`; other attributes are the fetcher's. A replaced method of the fetcher
+    itself would refer to it: then data sets would live on until garbage is collected."""
+
+    def __init__(self, fetcher: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+        self._fetcher, self._around = fetcher, around
+
+    def fetch(self, indices: Any) -> Any:
+        return self._around(self._fetcher.fetch, indices)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_fetcher"], name)
 
 
 @contextlib.contextmanager

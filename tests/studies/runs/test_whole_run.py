@@ -73,6 +73,15 @@ with torch.no_grad():
         out = net(x.to(dev))
         outputs = out if outputs is None else torch.cat((outputs, out))
 """
+DATA_SETS_DROPPED = """
+for samples in (90, 110, 130):
+    val = loader(samples, 8)
+    net.eval()
+    with torch.no_grad():
+        for x, y in val:
+            out = net(x.to(dev))
+    del val, x, y, out
+"""
 ACCUMULATED_AND_RESUMED = """
 data = loader(96, 4)
 for epoch in range(2):
@@ -238,6 +247,11 @@ def test_of_any_length(tmp_path: Path, train: int, batch: int, val: int, val_bat
         text = BEGIN + PREDICTIONS_KEPT.format(train=train, batch=batch, val=val, val_batch=val_batch)
         recorded, peak = followed(tmp_path, text, really=False), real_peak(tmp_path, text)
     assert recorded.allocated == pytest.approx(peak, rel=0.001)
+
+
+def test_data_sets_that_the_script_drops_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_as_it_really_goes(tmp_path, BEGIN + DATA_SETS_DROPPED)
 
 
 @pytest.mark.slow

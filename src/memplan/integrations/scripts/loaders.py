@@ -16,6 +16,7 @@ from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaded import new_tensors, shapes_of
 from memplan.integrations.scripts.trainer_schedule import TrainerSchedule
 from memplan.trace.program_facts import Batch
+from memplan.trace.recording.loading import Numbers
 from memplan.trace.recording.loads import as_recorded
 from memplan.trace.recording.session import running_recording
 from memplan.trace.records import HOST
@@ -78,10 +79,12 @@ class Loaders:
         self._watcher = watcher
         self._most, self._multiple = most, multiple
         self._repeats = repeats
+        self._loaders = Numbers()
         self._seen_shapes: dict[int, Any] = {}
-        """id() of a loader -> shapes of its second batch."""
+        """Number of a loader -> shapes of its second batch."""
         self._plain_length = DataLoader.__len__
-        self._seen: list[Batches] = []
+        self._seen: list[_Progress] = []
+        """Of all iterators over loaders, in order."""
         self.absent = dict[str, None]()
         """Classes of missing data sets."""
         self._first_size: int | None = None
@@ -89,17 +92,17 @@ class Loaders:
 
     def batches(self) -> tuple[Batch, ...]:
         """Return the first batch of each loader, in the order of the script's iterations."""
-        return tuple(dict.fromkeys(loader.summary() for loader in self._seen if loader.text))
+        return tuple(dict.fromkeys(progress.summary() for progress in self._seen if progress.text))
 
     def model_called(self, *, trains: bool) -> None:
         """Note a call of a model: each loader that yielded a batch since the last call has another idle batch. If the
         model ``trains``, idle batches are counted anew."""
-        for loader in self._seen:
+        for progress in self._seen:
             if trains:
-                loader.idle = 0
-            elif loader.fresh:
-                loader.idle += 1
-            loader.fresh = False
+                progress.idle = 0
+            elif progress.fresh:
+                progress.idle += 1
+            progress.fresh = False
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -111,7 +114,7 @@ class Loaders:
             if not self._has_values:
                 _torch.fetching(iterator, fetch_for_recording)
             batches = Batches(self, loader, iterator, script_line(self._folder))
-            self._seen.append(batches)
+            self._seen.append(batches.progress)
             return batches
 
         def shortened_length(loader: Any) -> int:
@@ -152,13 +155,14 @@ class Loaders:
             StopIteration: the loader is exhausted, or has yielded as many batches as it may.
         """
         self._watcher.before_batch(loader)
-        is_idle = self._idle_limit is not None and loader.idle >= self._idle_limit
+        progress = loader.progress
+        is_idle = self._idle_limit is not None and progress.idle >= self._idle_limit
         most = None if self._most is None else self._shortened(loader.length, self._most)
-        if is_idle or (most is not None and loader.loaded >= most):
-            loader.ended_early = True
+        if is_idle or (most is not None and progress.loaded >= most):
+            progress.ended_early = True
             raise StopIteration
         batch = self._unresized_batch(loader)
-        loader.fresh = True
+        progress.fresh = True
         size = batch_size(batch)
         if self._first_size is None:
             self._first_size = size
@@ -173,17 +177,18 @@ class Loaders:
         Raises:
             StopIteration: the loader is exhausted.
         """
-        shapes = self._seen_shapes.get(id(loader.loader))
+        number = self._loaders.number_of(loader.loader)
+        shapes = self._seen_shapes.get(number)
         if shapes is not None:
-            if loader.loaded >= (self.length(loader.loader) or self._most or 0):
+            if loader.progress.loaded >= (self.length(loader.loader) or self._most or 0):
                 raise StopIteration
             return new_tensors(shapes)
         if loader.iterator is None:
             inputs = self._rules.inputs
             return realize(dict(self._rules.kwargs) or (inputs[0] if len(inputs) == 1 else list(inputs)))
         batch = next(loader.iterator)
-        if self._repeats and loader.loaded == 1 and _is_plain(batch):
-            self._seen_shapes[id(loader.loader)] = shapes_of(batch)
+        if self._repeats and loader.progress.loaded == 1 and _is_plain(batch):
+            self._seen_shapes[number] = shapes_of(batch)
         return batch
 
 
@@ -203,6 +208,36 @@ def fetch_for_recording(fetch: Callable[[Any], Any], indices: Any) -> Any:
     return as_recorded(_plain(batch))
 
 
+@dataclass(slots=True)
+class _Progress:
+    """What is known of an iterator over a loader. It does not keep the loader and its data set alive."""
+
+    where: str | None
+    """``file:line`` that iterates."""
+    described: bool
+    """Whether described batches replace the loader's own."""
+    loaded: int = 0
+    """Number of batches so far."""
+    idle: int = 0
+    """Batches on which a model was called since the last training call."""
+    fresh: bool = False
+    """Whether no model was called since the last batch."""
+    text: str = ""
+    """Shapes of the first batch's tensors."""
+    size: int | None = None
+    """Leading dimension of the first batch."""
+    length: int | None = None
+    """Number of batches of the whole loader at the first batch; None if unknown."""
+    ended_early: bool = False
+
+    def summary(self) -> Batch:
+        """Return the record of the loader's first batch."""
+        return Batch(
+            self.size, self.text, self.where, taken=self.loaded, length=self.length, cut=self.ended_early,
+            given=self.described,
+        )  # fmt: skip
+
+
 class Batches:
     """Iterator over a loader's batches; other attributes come from the loader's own iterator.
 
@@ -214,17 +249,7 @@ class Batches:
         self.loader = loader
         self.iterator = iterator
         self.where = where
-        self.loaded = 0
-        """Number of batches so far."""
-        self.idle = 0
-        """Batches on which a model was called since the last training call."""
-        self.fresh = False
-        """Whether no model was called since the last batch."""
-        self.text = ""
-        """Shapes of the first batch's tensors."""
-        self.size: int | None = None
-        """Leading dimension of the first batch."""
-        self.ended_early = False
+        self.progress = _Progress(where, described=iterator is None)
 
     def __iter__(self) -> Batches:
         return self
@@ -246,17 +271,11 @@ class Batches:
         except StopIteration:
             self._loaders.exhausted(self)
             raise
-        self.loaded += 1
-        if self.loaded == 1:
-            self.text, self.size = text_of_shapes(batch), batch_size(batch)
+        progress = self.progress
+        progress.loaded += 1
+        if progress.loaded == 1:
+            progress.text, progress.size, progress.length = text_of_shapes(batch), batch_size(batch), self.length
         return batch
-
-    def summary(self) -> Batch:
-        """Return the record of the loader's first batch."""
-        return Batch(
-            self.size, self.text, self.where, taken=self.loaded, length=self.length, cut=self.ended_early,
-            given=self.iterator is None,
-        )  # fmt: skip
 
     @property
     def length(self) -> int | None:
@@ -271,10 +290,10 @@ class Batches:
             size, samples, drops_last = sampler.batch_size, len(sampler.sampler), sampler.drop_last
             whole_batches, remainder = divmod(samples, size)
         except Exception:  # a stream has no length, a user's batch sampler no batch_size
-            return self.size, None
+            return self.progress.size, None
         has_smaller_last = remainder > 0 and not drops_last
         if self.length != whole_batches + has_smaller_last:  # a sampler with another arithmetic
-            return self.size, None
+            return self.progress.size, None
         return size, remainder if has_smaller_last else size
 
 

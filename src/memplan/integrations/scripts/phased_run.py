@@ -18,6 +18,7 @@ from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script_run import ScriptRun
 from memplan.trace.program_facts import Ending, Facts, RunPart
 from memplan.trace.recording.boundaries import Boundaries
+from memplan.trace.recording.loading import Numbers
 from memplan.trace.records import HOST
 
 _PASSES = 2
@@ -42,10 +43,7 @@ class PhasedRun(ScriptRun):
         self._parts: list[RunPart] = []
         self._part = RunPart()
         """The part that runs."""
-        self._data_sets: dict[int, int] = {}
-        """id() of a data set -> its number."""
-        self._kept: list[Any] = []
-        """These data sets, alive so that their ids stay unique."""
+        self._data_sets = Numbers()
         self._passes: dict[int, int] = {}
         """Number of a data set -> passes over it in which a model was trained."""
         self._pass_trains = False
@@ -66,11 +64,8 @@ class PhasedRun(ScriptRun):
     def before_batch(self, batches: Batches) -> None:
         """Begin a part of the run, from this batch to the next; end the run instead if a third pass over training data
         begins."""
-        data_set = getattr(batches.loader, "dataset", batches.loader)
-        if id(data_set) not in self._data_sets:
-            self._data_sets[id(data_set)] = len(self._kept)
-            self._kept.append(data_set)
-        number, begins = self._data_sets[id(data_set)], batches.loaded == 0  # of the data set; whether a pass begins
+        number = self._data_sets.number_of(getattr(batches.loader, "dataset", batches.loader))
+        begins = batches.progress.loaded == 0  # a pass
         if begins and not self._to_the_end and self._passes.get(number, 0) >= _PASSES:
             self._end_here("passes")
         size, last = batches.sizes

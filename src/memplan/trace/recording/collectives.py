@@ -71,13 +71,18 @@ def gloo_copies(ops: Sequence[Op], storages: Sequence[Storage]) -> int:
 
     While it runs, an all-gather of gloo holds a second copy of all that it gathers, and a reduce-scatter one of all
     that it reduces; an all-reduce, a broadcast and an exchange hold none (measured with two and four processes and
-    torch 2.13). FSDP has at most one all-gather and one reduce-scatter in flight.
+    torch 2.13). One all-gather and one reduce-scatter are in flight at a time, as FSDP has them.
     """
+
+    def total(of: Set[int]) -> int:
+        return sum(storages[storage].bytes for storage in of)
+
     gathered = reduced = 0
     for op in ops:
         if op.name.startswith(_LIBRARIES[:3]):
+            reads, writes = {operand.storage for operand in op.reads}, set(op.writes)
             if "gather" in op.name:
-                gathered = max(gathered, *(storages[storage].bytes for storage in op.writes), 0)
+                gathered = max(gathered, total(writes))
             elif "reduce_scatter" in op.name:
-                reduced = max(reduced, *(storages[operand.storage].bytes for operand in op.reads), 0)
+                reduced = max(reduced, total(reads - writes or reads))
     return gathered + reduced

@@ -36,8 +36,7 @@ class LoaderWatch:
         self._is_loading = False
         """Whether a batch is being loaded."""
         self._passes: list[_Pass] = []
-        self._data_sets: list[Callable[[Any], bool]] = []
-        """By number of a data set: whether an object is that data set (`_identifies`)."""
+        self._data_sets = Numbers()
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """Iterator -> its loader."""
         self.kinds: dict[int, HostKind] = {}
@@ -106,20 +105,12 @@ class LoaderWatch:
         for pass_ in self._passes:
             if pass_.source() is source and pass_.end is None:
                 return pass_
-        pass_ = _Pass(loader, self._number_of(loader.dataset), self._pins, self._ledger.clock)
+        pass_ = _Pass(loader, self._data_sets.number_of(loader.dataset), self._pins, self._ledger.clock)
         pass_.persistent = persistent
         pass_.arrays, pass_.tensors = self._contents_of(loader.dataset)
         pass_.source = weakref.ref(source, lambda _: pass_.end_with(self._ledger.clock))
         self._passes.append(pass_)
         return pass_
-
-    def _number_of(self, data_set: Any) -> int:
-        """Return the number that identifies a data set."""
-        for number, is_it in enumerate(self._data_sets):
-            if is_it(data_set):
-                return number
-        self._data_sets.append(_identifies(data_set))
-        return len(self._data_sets) - 1
 
     def _note_batch(self, batch: Any, pass_: _Pass, start: int) -> tuple[int, ...]:
         """Return the bytes of a batch's storages, and mark those allocated since the tick ``start`` as shared or pinned
@@ -183,6 +174,22 @@ class LoaderWatch:
         return tuple(HostStorage(storage, kind) for storage, kind in sorted(self.kinds.items()))
 
 
+class Numbers:
+    """Numbers of objects, in the order in which they are first seen. The objects are not kept alive."""
+
+    def __init__(self) -> None:
+        self._identities: list[Callable[[Any], bool]] = []
+        """By number: whether an object is the one with this number (`_identifies`)."""
+
+    def number_of(self, thing: Any) -> int:
+        """Return the number that identifies an object."""
+        for number, is_it in enumerate(self._identities):
+            if is_it(thing):
+                return number
+        self._identities.append(_identifies(thing))
+        return len(self._identities) - 1
+
+
 class _Pass:
     """A pass over a loader."""
 
@@ -224,13 +231,13 @@ class _Pass:
         )  # fmt: skip
 
 
-def _identifies(data_set: Any) -> Callable[[Any], bool]:
-    """Return a function that returns whether an object is this data set, which it does not keep alive. Lists and other
+def _identifies(thing: Any) -> Callable[[Any], bool]:
+    """Return a function that returns whether an object is this one, which it does not keep alive. Lists and other
     objects without weak references are compared by ``id()``."""
     try:
-        reference = weakref.ref(data_set)
+        reference = weakref.ref(thing)
     except TypeError:
-        number = id(data_set)
+        number = id(thing)
         return lambda other: id(other) == number
     return lambda other: reference() is other
 

@@ -337,7 +337,10 @@ class Observer:
         on_card = on_host = False
         for position, name in signature.positions:
             value = args[position] if position < len(args) else kwargs.get(name)
-            for item in value if isinstance(value, (list, tuple)) else (value,):
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            if items and isinstance(items[0], (list, tuple)):  # of collectives, a list for each device
+                items = [item for inner in items for item in inner]
+            for item in items:
                 if not isinstance(item, torch.Tensor):
                     continue
                 parts = self.ledger.parts(item, None)  # the last is the tensor itself, or the values if it is sparse
