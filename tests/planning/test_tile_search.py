@@ -128,10 +128,12 @@ def test_the_outer_level_of_a_u_net_is_never_whole() -> None:
     fitted = memplan.fit(model, images, targets=classes, budget=budget, loss=F.cross_entropy, allow="reordered")
     assert any(tile.repeats for tile in fitted.plan.tiles)
     assert fitted.proof.ok
+    assert fitted.loss is not None
+    loss = fitted.loss
 
     def step() -> None:
         model.zero_grad()
-        fitted.loss(images, classes).backward()
+        loss(images, classes).backward()
 
     step()
     model.zero_grad()
