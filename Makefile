@@ -100,8 +100,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The compilers and the emulators on which exports for small devices are tried (Debian's), and what example projects for
-# boards are built with. Without them, tests that need them are skipped; `pip install ziglang` brings a clang where there
-# is none.
+# boards are built with. Without them, tests that need them are skipped, or fail where MEMPLAN_REQUIRE_TOOLCHAIN is 1, as
+# in CI; `pip install ziglang` brings a clang where there is none.
 TOOLCHAIN = gcc-arm-none-eabi libnewlib-arm-none-eabi qemu-system-arm clang gcc-riscv64-unknown-elf \
     picolibc-riscv64-unknown-elf gcc-avr avr-libc arduino-core-avr qemu-system-misc cmake
 .PHONY: toolchain

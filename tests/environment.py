@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,17 @@ needs_sizes_as_symbols = pytest.mark.skipif(
     reason="attention on the CPU asks for numbers in torch 2.11: each new size is captured by itself there",
 )
 """For attention that is traced with symbols for sizes."""
+
+
+def skip_without(*tools: str) -> None:
+    """Skip a test for which commands or folders of `make toolchain` are missing; where MEMPLAN_REQUIRE_TOOLCHAIN is 1,
+    as in CI, the test fails instead."""
+    missing = [tool for tool in tools if shutil.which(tool) is None and not Path(tool).is_dir()]
+    if missing:
+        message = f"{', '.join(missing)} not found: make toolchain"
+        if os.environ.get("MEMPLAN_REQUIRE_TOOLCHAIN") == "1":
+            pytest.fail(message, pytrace=False)
+        pytest.skip(message)
 
 
 def slow(*cases: Any) -> list[Any]:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from environment import skip_without
 from truth.emulated_boards import ARDUINO, build_sketch, build_zephyr, printed_on_cortex_m3, serial_port
 
 GESTURES = Path(__file__).parents[1] / "examples" / "gestures"
 SINGLE = 1e-4
 """How far losses of 60 steps in float32 lie apart at most: float32's error of some 1e-7, after 60 updates."""
-
-
-def needs(*tools: str) -> None:
-    lacking = [tool for tool in tools if shutil.which(tool) is None]
-    if lacking:
-        pytest.skip(f"{', '.join(lacking)} not found")
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +29,7 @@ def project() -> ModuleType:
 
 
 def test_a_sketch_learns_on_an_arduino(project: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    needs("avr-gcc", "avr-g++", "qemu-system-avr")
-    if not ARDUINO.is_dir():
-        pytest.skip("no arduino-core-avr")
+    skip_without("avr-gcc", "avr-g++", "qemu-system-avr", str(ARDUINO))
     exported = project.write("arduino", tmp_path)
     program = build_sketch(tmp_path / "gestures", tmp_path)
     with serial_port(program) as (read, write):
@@ -51,7 +43,7 @@ def test_a_sketch_learns_on_an_arduino(project: ModuleType, tmp_path: Path, caps
 
 
 def test_an_application_for_zephyr_learns_on_a_cortex_m3(project: ModuleType, tmp_path: Path) -> None:
-    needs("cmake", "arm-none-eabi-gcc", "qemu-system-arm")
+    skip_without("cmake", "arm-none-eabi-gcc", "qemu-system-arm")
     project.write("zephyr", tmp_path)
     build = tmp_path / "build"
     build.mkdir()

@@ -6,7 +6,6 @@ On a Cortex-M4 and a RISC-V core that QEMU emulates, and on this machine, in a t
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,8 @@ class Core:
     run: tuple[str, ...]
 
     @property
-    def missing(self) -> list[str]:
-        return [tool for tool in (self.compiler, self.run[0]) if shutil.which(tool) is None and tool != "./painted"]
+    def tools(self) -> list[str]:
+        return [tool for tool in (self.compiler, self.run[0]) if tool != "./painted"]
 
 
 QUIET = ("-nographic", "-monitor", "none", "-serial", "none", "-semihosting-config", "enable=on,target=native")

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from environment import skip_without
 from models.microcontroller_networks import NETWORKS
 from torch.nn import functional as F
 
 import memplan
 from memplan.errors import UsageError
 from memplan.exporting.trials import cortex
-from memplan.exporting.trials.cortex import CORES, CortexRun, missing
+from memplan.exporting.trials.cortex import CORES, CortexRun
 
 
 def run(name: str, core: str, folder: Path) -> CortexRun:
-    if missing(core):
-        pytest.skip(missing(core))
+    skip_without(cortex.COMPILER, cortex.EMULATOR)
     make, inputs, targets, loss = NETWORKS[name]
     torch.manual_seed(0)
     step = {

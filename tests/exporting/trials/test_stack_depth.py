@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from environment import slow
+from environment import skip_without, slow
 from models.microcontroller_networks import NETWORKS, Inverted, normed
 from torch import nn
 from truth.painted_stack import TARGETS, painted
 
 import memplan
-from memplan.exporting.trials.cortex import missing
+from memplan.exporting.trials import cortex
 from memplan.exporting.trials.stack_depth import stack_depth
 
 
@@ -77,8 +77,7 @@ def exported(name: str, folder: Path, **options: Any) -> memplan.Exported:
 
 
 def needs(target: str) -> None:
-    if lacking := TARGETS[target].missing:
-        pytest.skip(f"{', '.join(lacking)} not found")
+    skip_without(*TARGETS[target].tools)
 
 
 def disassembled(folder: Path, target: str) -> str:
@@ -103,8 +102,7 @@ def test_a_stack_is_as_deep_as_is_said(name: str, target: str, level: str, tmp_p
 
 @pytest.mark.parametrize("name", [*slow(*STEPS)])
 def test_the_figure_of_an_export_is_above_a_painted_stack(name: str, tmp_path: Path) -> None:
-    if missing("cortex-m4"):
-        pytest.skip(missing("cortex-m4"))
+    skip_without(cortex.COMPILER, cortex.EMULATOR)
     core = exported(name, tmp_path, device="cortex-m4").core
     assert core is not None
     measured = max(painted(tmp_path, "cortex-m4", "-O2").values())
