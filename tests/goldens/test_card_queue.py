@@ -388,6 +388,38 @@ def test_errors_and_seconds_of_a_kernel() -> None:
     assert row["torch"]["ours_over_it"] > 0
 
 
+def test_every_kernel_of_memplan_is_in_the_queue() -> None:
+    chosen = [*functions._named(functions.TOKEN_KERNELS), *functions._named(functions.IMAGE_KERNELS)]
+    assert sorted(chosen) == sorted(functions._kernels())
+    updates = {"adamw_step", "sgd_step"}  # timed by what calls them, PackedMasters
+    assert {name.split(",")[0] for name in chosen} | updates == set(memplan.kernels.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "expected"),
+    [
+        # by hand, in float32: logits of 4 classes three times, and int64 labels twice, at 2 * 64 * 4 positions
+        ("dice_cross_entropy", 1, (3 * 16 + 2 * 8) * 512),
+        # scores five times; a mask that samples share, forward; with dropout twice, and a bit of each score, twice
+        ("softmax_dropout, mask", 1024, (5 * 4 * 2 + 1) * 512 * 4096),
+        ("softmax_dropout, mask, dropout", 1024, (5 * 4 * 2 + 2 + 2 * 2 / 8) * 512 * 4096),
+    ],
+)
+def test_all_that_kernels_move_is_counted(name: str, rows: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "paired", lambda *_: {"eager_seconds": 1, "seconds": 1, "ratio": 1, "quartiles": [1, 1]})
+    kernel = functions._kernels()[name]
+    row = functions._times(kernel, torch.float32, rows, functions.Setting(device="cpu"), None, ("torch",))
+    assert row["least_bytes"] == expected
+
+
+def test_dropout_of_a_kernel_is_that_of_its_truth() -> None:
+    kernel = functions._kernels()["softmax_dropout, mask, dropout"]
+    kernel = replace(kernel, shapes=lambda rows: [(2, 8, 16)])
+    errors = functions._errors(kernel, torch.float32, 1, functions.Setting(device="cpu"))["errors"]
+    assert len(errors) == 2
+    assert all(0 < row["error"] < 1e-6 for row in errors)
+
+
 def test_a_kernel_that_fails_is_an_entry_and_the_others_stand() -> None:
     def refused(x: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -427,6 +459,7 @@ def test_forms_equal_themselves() -> None:
 def test_packed_masters_are_masters() -> None:
     found = noted(functions.packed, elements=1 << 12, updates=3)
     assert all(row["differing"] == 0 for row in found.values())
+    assert all(row["fused"] == ("one pass" in name) for name, row in found.items())
     # bytes a parameter beside its own two: states, and half of a master weight instead of a whole one
     each = {name: (row["state_bytes"] >> 12, row["plain_bytes"] >> 12) for name, row in found.items()}
     assert each == {kind + how: of for kind, of in (("AdamW", (10, 12)), ("SGD", (6, 8))) for how in ("", ", one pass")}

@@ -210,7 +210,8 @@ _WEIGHTS = "weight gradients of convolutions, some of which take more than cuDNN
 _ENCODINGS = "saved values as bits, small integers and int8, and in host memory: as on the CPU, and bytes a second"
 ENTRIES: tuple[Entry, ...] = (
     function("proof", "fit's proof, which has not run on a real card as it is now", 4, dry_skip=NEEDS_VALUES),
-    function("kernels", "memplan.kernels: errors from float64, and seconds beside torch, Inductor and Liger", 3),
+    function("kernels", "memplan.kernels: errors from float64, and seconds beside torch, Inductor and Liger", 4),
+    function("image_kernels", "likewise those of convolutional networks: norms, depthwise convolutions, losses", 3),
     function("measure", "memplan measure --device cuda beside the prediction", 1.5, starts_card=True),
     function("run", "memplan run --measure --device cuda, whose script runs behind the barrier", 1.5),
     function("encodings", _ENCODINGS, 1),

@@ -187,6 +187,10 @@ class Kernel:
     """Of its operands, by the number of rows."""
     passes: int
     """How often an element of the first operand is read or written in both passes, at least."""
+    complete: Callable[[list[Any]], list[Any]] = lambda operands: operands
+    """From normally distributed operands of these shapes to those of the function: another layout, and further ones."""
+    further: tuple[float, ...] = ()
+    """How often an element of each operand after those of `shapes` is read or written; of bits: of a flag's byte."""
     liger: str = ""
     """Name of the same in `liger_kernel.ops`, or in the functions below."""
     classes: int = 0
@@ -212,6 +216,15 @@ def _kernels() -> dict[str, Kernel]:
     def head(rows: int) -> list[tuple[int, ...]]:
         return [(rows, 2048), (vocabulary, 2048)]
 
+    def images(rows: int) -> list[tuple[int, ...]]:
+        return [(max(1, rows // 64), 64, 56, 56), (64,), (64,)]
+
+    def wide_images(rows: int) -> list[tuple[int, ...]]:
+        return [(max(1, rows // 64), 96, 56, 56), (96, 1, 7, 7), (96,)]
+
+    def scores(rows: int) -> list[tuple[int, ...]]:
+        return [(max(1, rows // 512), 512, width)]
+
     def volumes(rows: int) -> list[tuple[int, ...]]:
         return [(max(1, rows // 1024), 64, 32, 32, 32), (64, 1, 3, 3, 3), (64,)]
 
@@ -221,30 +234,101 @@ def _kernels() -> dict[str, Kernel]:
 
     return {
         "rms_norm": Kernel(lambda x, weight: kernels.rms_norm(x, weight, eps=1e-6),
-                           lambda x, weight: F.rms_norm(x, (width,), weight, 1e-6), rows, 5, "rms_norm"),
+                           lambda x, weight: F.rms_norm(x, (width,), weight, 1e-6), rows, 5, liger="rms_norm"),
         "layer_norm, residual": Kernel(
             lambda x, weight, bias, residual: kernels.layer_norm(x, weight, bias, residual=residual), added,
             with_residual, 8,
         ),
-        "swiglu": Kernel(kernels.swiglu, lambda gate, up: F.silu(gate) * up, gates, 8, "swiglu"),
+        "swiglu": Kernel(kernels.swiglu, lambda gate, up: F.silu(gate) * up, gates, 8, liger="swiglu"),
         "geglu, tanh": Kernel(lambda gate, up: kernels.geglu(gate, up, approximate="tanh"),
-                              lambda gate, up: F.gelu(gate, approximate="tanh") * up, gates, 8, "geglu"),
+                              lambda gate, up: F.gelu(gate, approximate="tanh") * up, gates, 8, liger="geglu"),
         "depthwise_conv, 3D": Kernel(
             lambda x, weight, bias: kernels.depthwise_conv(x, weight, bias, padding=1),
             lambda x, weight, bias: F.conv3d(x, weight, bias, padding=1, groups=64), volumes, 6,
         ),
+        "depthwise_conv, 2D, channels last": Kernel(
+            lambda x, weight, bias: kernels.depthwise_conv(x, weight, bias, padding=3),
+            lambda x, weight, bias: F.conv2d(x, weight, bias, padding=3, groups=96), wide_images, 6,
+            complete=_channels_last,
+        ),
+        "batch_norm_act, channels last": Kernel(
+            kernels.batch_norm_act,
+            lambda x, weight, bias: F.relu(F.batch_norm(x, None, None, weight, bias, training=True)), images, 8,
+            complete=_channels_last,
+        ),
+        "group_norm_act, silu": Kernel(
+            lambda x, weight, bias: kernels.group_norm_act(x, 32, weight, bias, activation="silu"),
+            lambda x, weight, bias: F.silu(F.group_norm(x, 32, weight, bias)), images, 8,
+        ),
+        "instance_norm_act, leaky_relu": Kernel(
+            lambda x, weight, bias: kernels.instance_norm_act(x, weight, bias, activation="leaky_relu"),
+            lambda x, weight, bias: F.leaky_relu(F.instance_norm(x, weight=weight, bias=bias)), images, 8,
+        ),
         "softmax_dropout, scaled": Kernel(lambda x: kernels.softmax_dropout(x, scale=0.5),
                                           lambda x: F.softmax(x * 0.5, -1), lambda rows: [(rows, width)], 5),
+        "softmax_dropout, mask": Kernel(
+            kernels.softmax_dropout, lambda x, hidden: F.softmax(x.masked_fill(hidden, float("-inf")), -1), scores, 5,
+            complete=lambda made: [*made, _hidden(made[0])], further=(1,),
+        ),
+        "softmax_dropout, mask, dropout": Kernel(
+            lambda x, hidden, kept: kernels.softmax_dropout(x, hidden, p=DROPPED), _masked_dropout, scores, 5,
+            complete=lambda made: [*made, _hidden(made[0]), _kept(made[0])], further=(2, 2 / 8),
+        ),
         "dice_cross_entropy": Kernel(
-            lambda logits: kernels.dice_cross_entropy(logits, _labels(logits)),
-            lambda logits: _dice_cross_entropy(logits, _labels(logits)), lambda rows: [(2, 4, 64, 4 * rows)], 3,
+            kernels.dice_cross_entropy, _dice_cross_entropy, lambda rows: [(2, 4, 64, 4 * rows)], 3,
+            complete=lambda made: [*made, _labels(made[0])], further=(2,),
         ),
         "cross_entropy": Kernel(
             lambda hidden, weight, targets: kernels.cross_entropy(hidden, weight, targets),
-            lambda hidden, weight, targets: F.cross_entropy(F.linear(hidden, weight).float(), targets),
-            head, 3, "cross_entropy", vocabulary,
+            lambda hidden, weight, targets: F.cross_entropy(_logits(hidden, weight), targets),
+            head, 3, liger="cross_entropy", classes=vocabulary,
+        ),
+        "log_probs": Kernel(
+            kernels.log_probs,
+            lambda hidden, weight, ids: _logits(hidden, weight).log_softmax(-1).gather(-1, ids[:, None])[:, 0],
+            head, 3, classes=vocabulary,
         ),
     }  # fmt: skip
+
+
+def _channels_last(operands: list[Any]) -> list[Any]:
+    import torch
+
+    return [operands[0].contiguous(memory_format=torch.channels_last), *operands[1:]]
+
+
+def _logits(hidden: Any, weight: Any) -> Any:
+    """Logits in float32, or float64."""
+    import torch
+
+    logits = torch.nn.functional.linear(hidden, weight)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+DROPPED = 0.1
+
+
+def _hidden(scores: Any) -> Any:
+    """A causal mask of the last queries."""
+    queries, keys = scores.shape[-2:]
+    return scores.new_ones(queries, keys).triu(keys - queries + 1).bool()
+
+
+def _kept(scores: Any) -> Any:
+    """What dropout of scores keeps after `SEED`."""
+    import torch
+
+    torch.manual_seed(SEED)
+    return torch.native_dropout(scores, DROPPED, True)[1]
+
+
+def _masked_dropout(scores: Any, hidden: Any, kept: Any) -> Any:
+    """In float64 with the draws of the dtype that is tested: a card draws others there."""
+    import torch
+    from torch.nn import functional as F
+
+    shares = F.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+    return shares * kept / (1 - DROPPED) if scores.dtype == torch.float64 else F.dropout(shares, DROPPED)
 
 
 def _labels(logits: Any) -> Any:
@@ -290,7 +374,16 @@ def _liger(name: str) -> Callable[..., Any]:
     return lambda hidden, weight, targets: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
 
 
+def _named(names: Sequence[str]) -> dict[str, Kernel]:
+    """The kernels of these public functions."""
+    return {name: kernel for name, kernel in _kernels().items() if name.split(",")[0] in names}
+
+
+TOKEN_KERNELS = ("rms_norm", "layer_norm", "swiglu", "geglu", "softmax_dropout", "cross_entropy", "log_probs")
+IMAGE_KERNELS = ("depthwise_conv", "batch_norm_act", "group_norm_act", "instance_norm_act", "dice_cross_entropy")
 RIVALS = ("torch", "inductor", "liger")
+SEED = 1
+"""Of what a function draws while its errors are measured."""
 
 
 def kernels(
@@ -315,9 +408,14 @@ def kernels(
     def measured(kernel: Kernel, dtype: Any) -> Row:
         return _errors(kernel, dtype, checked_rows, setting) | _times(kernel, dtype, rows, setting, copies, rivals)
 
-    for name, kernel in (_kernels() if of is None else of).items():
+    for name, kernel in (_named(TOKEN_KERNELS) if of is None else of).items():
         for dtype in dtypes:
             attempt(note, f"{name}, {dtype}", functools.partial(measured, kernel, getattr(torch, dtype)))
+
+
+def image_kernels(note: Note, setting: Setting) -> None:
+    """As `kernels`, of images and volumes."""
+    kernels(note, setting, of=_named(IMAGE_KERNELS))
 
 
 def _operands(kernel: Kernel, dtype: Any, rows: int, device: str) -> list[Any]:
@@ -328,22 +426,26 @@ def _operands(kernel: Kernel, dtype: Any, rows: int, device: str) -> list[Any]:
     if kernel.classes:
         made[1] *= 0.02  # logits as of a model, not of noise
         made.append(torch.randint(kernel.classes, (rows,), device=device))
-    return made
+    return kernel.complete(made)
 
 
 def _errors(kernel: Kernel, dtype: Any, rows: int, setting: Setting) -> Row:
     """The largest error of a value or gradient, in plain torch's own: both from float64's."""
+    import torch
     from truth.float64_errors import values_and_gradients
 
     operands = _operands(kernel, dtype, rows, setting.device)
     if not setting.has_values:
         values_and_gradients(kernel.ours, operands)
         return {"errors": "skipped: needs values"}
-    exact = [x.double() if x.is_floating_point() else x for x in operands]
-    truths = values_and_gradients(kernel.plain, exact)
-    columns = values_and_gradients(kernel.ours, operands), values_and_gradients(kernel.plain, operands)
+
+    def seeded(function: Callable[..., Any], operands: list[Any]) -> list[Any]:
+        torch.manual_seed(SEED)
+        return values_and_gradients(function, operands)
+
+    truths = seeded(kernel.plain, [x.double() if x.is_floating_point() else x for x in operands])
     found = []
-    for truth, mine, theirs in zip(truths, *columns, strict=True):
+    for truth, mine, theirs in zip(truths, seeded(kernel.ours, operands), seeded(kernel.plain, operands), strict=True):
         error, plain = float((mine - truth).norm()), float((theirs - truth).norm())
         found.append({"error": error / float(truth.norm()), "of_plain": error / plain if plain else None})
     return {"errors": found}
@@ -355,9 +457,11 @@ def _times(kernel: Kernel, dtype: Any, rows: int, setting: Setting, copies: floa
     import torch
 
     operands = _operands(kernel, dtype, rows, setting.device)
-    least = kernel.passes * operands[0].numel() * operands[0].element_size()
+    least = kernel.passes * operands[0].nbytes
     if kernel.classes:  # operands read and gradients written; the products decide, not the bytes
-        least = kernel.passes * sum(x.numel() * x.element_size() for x in operands[:2])
+        least = kernel.passes * sum(x.nbytes for x in operands[:2])
+    for passes, operand in zip(reversed(kernel.further), reversed(operands), strict=False):
+        least += round(passes * operand.nbytes)
     ours = _both_passes(kernel.ours, operands)
     rivals: dict[str, Callable[[], Callable[..., Any]]] = {
         "torch": lambda: kernel.plain, "inductor": lambda: torch.compile(kernel.plain, dynamic=False),
@@ -464,7 +568,8 @@ def encodings(note: Note, setting: Setting, *, elements: int = 1 << 26, checked:
 
 
 def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: int = 5) -> None:
-    """`memplan.PackedMasters` beside float32 master weights: the same bits, its bytes and its seconds."""
+    """`memplan.PackedMasters` beside float32 master weights: the same bits, its bytes, and its seconds beside those of
+    torch.optim, of its fused kernel where ours is one pass, too."""
     import fit
     import torch
 
@@ -489,9 +594,9 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: in
             ours.grad = given
             optimizer.step()
 
-        def plain_step() -> None:
+        def plain_step(optimizer: Any = of_master) -> None:
             master.grad = given.float()
-            of_master.step()
+            optimizer.step()
             plain.detach().copy_(master.detach())
 
         for _ in range(updates):
@@ -503,7 +608,9 @@ def packed(note: Note, setting: Setting, *, elements: int = 1 << 26, updates: in
         states = [one.state[parameter].values() for one, parameter in ((optimizer, ours), (of_master, master))]
         held = [sum(value.nbytes for value in values if torch.is_tensor(value)) for values in states]
         row |= {"state_bytes": held[0], "plain_bytes": held[1] + master.nbytes}
-        return row | fit.paired(plain_step, packed_step, 5)
+        timed = optimizer_class([master], fused=True, **options) if one_pass else of_master
+        row["fused"] = bool(timed.defaults["fused"])
+        return row | fit.paired(functools.partial(plain_step, timed), packed_step, 5)
 
     for optimizer_class, options in (
         (torch.optim.AdamW, {"lr": 1e-3}),
@@ -522,8 +629,8 @@ def watch(note: Note, setting: Setting, steps: Mapping[str, int] | None = None) 
 
 
 FUNCTIONS: dict[str, Callable[[Note, Setting], None]] = {
-    "proof": proof, "measure": measure, "run": run, "kernels": kernels, "encodings": encodings, "packed": packed,
-    "watch": watch,
+    "proof": proof, "measure": measure, "run": run, "kernels": kernels, "image_kernels": image_kernels,
+    "encodings": encodings, "packed": packed, "watch": watch,
 }  # fmt: skip
 
 
