@@ -31,7 +31,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 class Memory:
     """What the card's allocator gave and got back: allocated as blocks of 512 bytes, reserved as memplan's caching
-    allocator holds it from the card."""
+    allocator holds it from the card. On a real card allocated has what blocks keep unsplit, too."""
 
     def __init__(self, library: ctypes.CDLL, allocator: CachingAllocator) -> None:
         self._library, self._allocator, self._seen = library, allocator, 0

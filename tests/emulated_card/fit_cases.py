@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from verification.fitting import quick
 
-from memplan._bytes import ALLOCATOR_BLOCK
+from memplan._bytes import ALLOCATOR_BLOCK, round_to_blocks
 from memplan.errors import BudgetError, DeviceError, VerificationError
 from memplan.planning.cost import op_timing
 from memplan.planning.levers import encode
 from memplan.planning.ops import pieces
 from memplan.rewriting.engine import Engine
+from memplan.simulation.timeline import AllocatorEvent
 from memplan.verification.measurement import free_memory
 
 WIDTH, TOKENS, WORDS = 64, 128, 100
@@ -88,8 +89,15 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
+def peak_of_requests(log: Iterable[AllocatorEvent]) -> int:
+    """The most bytes of an allocator's log, in blocks of 512 bytes as the emulated card counts: without what blocks
+    have unsplit, up to 1 MiB each, which depends on what was freed before the step."""
+    signs = {"alloc": 1, "free_completed": -1}
+    return max(itertools.accumulate(signs.get(event.action, 0) * round_to_blocks(event.size) for event in log))
+
+
 def test_a_step_fits_in_less_with_the_same_bits_and_takes_what_was_predicted() -> None:
-    budget, model, (x, y) = between(0.425), language_model(), words()
+    budget, model, (x, y) = between(0.4), language_model(), words()
     expected = gradients(model, lambda: tokens_loss(model(x), y))
     model.zero_grad(set_to_none=True)
     before, numbers = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
@@ -118,8 +126,7 @@ def test_a_step_fits_in_less_with_the_same_bits_and_takes_what_was_predicted() -
     taken = torch.cuda.max_memory_allocated() - others
     libraries = fitted.plan.resident["workspace"]  # of which an emulated card has none
     assert libraries == 8_519_680  # both passes run in one thread; as torch documents it for this card
-    predicted = fitted.plan.predicted.peak_allocated - libraries
-    assert abs(predicted - taken) <= 0.01 * taken
+    assert peak_of_requests(fitted.plan.predicted.log) - libraries == taken
 
 
 @pytest.mark.slow
