@@ -173,7 +173,8 @@ def main() -> None:
         TABLE.write_text(text, encoding="utf-8")
     else:
         kept = json.loads(TABLE.read_text(encoding="utf-8"))
-        differing = [name for name in made["kernels"] if made["kernels"][name] != kept["kernels"].get(name)]
+        names = {**made["kernels"], **kept["kernels"]}
+        differing = [name for name in names if made["kernels"].get(name) != kept["kernels"].get(name)]
         print("\n".join(differing) or f"{len(made['kernels'])} as kept")
 
 

@@ -73,7 +73,9 @@ def test_what_kernels_take_of_a_card(
     made = tool.table(architectures, dtypes)
     assert made
     if triton.__version__ == KEPT["triton"]:
-        assert made == {name: KEPT["kernels"][name] for name in made}, "python tools/kernel_table.py --write"
+        ends = tuple(f", {dtype}, sm_{architecture}" for dtype in dtypes for architecture in architectures)
+        kept = {name: row for name, row in KEPT["kernels"].items() if name.endswith(ends)}
+        assert made == kept, "python tools/kernel_table.py --write"
     else:  # another compiler has other registers
         assert not any(row["spilled"] for name, row in made.items() if " 16384" not in name)
 
