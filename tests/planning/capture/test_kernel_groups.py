@@ -621,6 +621,11 @@ def test_losses_of_segmentation_that_the_kernel_does_not_take() -> None:
         (losses.DiceCELoss(weight=torch.ones(3), **of), "it weighs classes"),
         (losses.DiceCELoss(label_smoothing=0.1, **of), "it smooths labels"),
         (lambda scores, labels: losses.DiceCELoss(**of)(scores.double(), labels).float(), "it reads float64"),
+        (
+            lambda scores, labels: losses.DiceLoss(**of)(scores, labels)
+            + F.cross_entropy(scores, labels[:, 0], ignore_index=0),
+            "its cross-entropy ignores a class that the Dice loss counts",
+        ),
     ):
         captured = capture(Segmentation(loss), call_of(volumes(), {}))
         assert not captured.groups

@@ -129,6 +129,8 @@ def _reason(log: CallLog, named: dict[str, Any], match: Match) -> str:
     like, labels = (log.tensors[match.operands[name][1]].like for name in ("logits", "targets"))
     if labels.shape != (like.shape[0], 1, *like.shape[2:]):
         return "its targets are no label map (N, 1, ...)"
+    if 0 <= match.options["ignore_index"] < like.shape[1]:  # the kernel ignores it in the Dice sums, too
+        return "its cross-entropy ignores a class that the Dice loss counts"
     return ""
 
 
