@@ -137,8 +137,17 @@ def test_sums_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = partial(kernels.depthwise_conv, padding=1)
     once = values_and_gradients(ours, of)
     monkeypatch.setattr(source, "_TILE", 128)
-    monkeypatch.setattr(source, "part_length", lambda taps, positions: 2 * positions)
+    monkeypatch.setattr(source, "_LEAST_PART", 100)
     torch.testing.assert_close(values_and_gradients(ours, of), once, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+def test_sums_of_parts_of_several_samples(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of three samples, the last of two."""
+    monkeypatch.setattr(source, "_LEAST_PART", 100)
+    monkeypatch.setattr(source, "_PART_OF_TAPS", 1)
+    assert source.parts_of(5, 35, 9, 64) == (2, 3, 35)
+    assert_as_exact(*pair(last, padding=1), operands((5, 3, 5, 7), (3, 3)), torch.float32, few=True)
 
 
 def test_refused() -> None:
@@ -194,6 +203,19 @@ def blocks() -> Callable[[], None]:
 def test_a_recorded_step_takes_what_is_measured() -> None:
     predicted = memplan.simulate(memplan.record(blocks, device="cpu")).peak_allocated
     assert predicted == measured_peak(blocks)
+
+
+@pytest.mark.parametrize("samples", [1, 8, 128, 1000])
+@pytest.mark.parametrize("positions", [1, 49, 196, 1959, 1961, 3919, 3921, 50176])
+def test_sums_take_a_tenth_of_the_gradient_beside_one_of_each_filter(samples: int, positions: int) -> None:
+    """Of 7 x 7 filters. Each position is in one part."""
+    taps = 49
+    for tile in (1, 64, 1024):
+        programs, span, length = source.parts_of(samples, positions, taps, tile)
+        assert (programs - 1) * taps <= samples * positions / 10
+        of_sample = -(-positions // length)
+        assert programs == -(-samples // span) * of_sample
+        assert of_sample == 1 or (span == 1 and length % tile == 0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter copies what its kernels take")

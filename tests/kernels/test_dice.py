@@ -74,7 +74,7 @@ def test_values_and_gradients(options: str, dtype: torch.dtype) -> None:
     assert_as_exact(*pair(targets, **OPTIONS[options]), [logits], dtype)
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 1), (3, 4, 11), (2, 17, 3, 5), (1, 2, 40, 103)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 5, 1), (3, 4, 11), (2, 17, 3, 5), (1, 33, 40, 26)], ids=str)
 def test_odd_sizes(shape: tuple[int, ...]) -> None:
     """One position, in 1D and 2D, and more positions than a program sums."""
     logits, targets = operands(*shape)

@@ -376,6 +376,19 @@ def test_depthwise_convolutions_are_replaced_on_a_card_alone(card: str | None) -
     assert targets.count("aten.convolution.default") == 3 - len(groups)
 
 
+@pytest.mark.parametrize("less", [0, 1])
+def test_depthwise_convolutions_whose_sums_take_more_than_a_workspace_stay(less: int) -> None:
+    """By hand: one part, with 10 sums of each of 8 channels."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 2, 1))
+    _, study, _, settings = study_on("h100", model, (torch.randn(3, 3, 8, 8),))
+    graph = study.captured.graph
+    ops = tuple(replace(op, scratch=4 * 10 * 8 - less) for op in graph.ops)
+    study.captured = replace(study.captured, graph=replace(graph, ops=ops))
+    groups, reasons = offered(study, settings)
+    assert len(groups) == 1 - less
+    assert reasons == ["depthwise_conv: its sums take more than the workspace of torch's own"] * less
+
+
 @pytest.mark.usefixtures("without_tiles")
 def test_the_table_says_what_a_kernel_saves() -> None:
     """Bytes that torch's own hooks see saved for the backward pass by eager mode, and by the function of

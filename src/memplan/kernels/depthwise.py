@@ -14,11 +14,12 @@ Saved for the backward pass: x and weight, as in plain torch.
 Bytes moved, of b-byte elements, n of x and m of y: forward reads x and writes y, (n + m) b; the gradient of x reads dy
 and writes dx, (n + m) b; the gradient of the weight reads x and dy, (n + m) b. That is the least. Each element is used
 by up to K taps: a program loops over the taps of a tile, or of a part of tiles for the weight, whose elements it finds
-in the cache after the first. Besides, a part's sums are written and read again, 4 bytes a tap and channel each: parts
-are of at least 40 K positions, so these are 10 % of b bytes a position at most, of the 2 b that are read.
+in the cache after the first. Besides, a part's sums are written and read again, 4 bytes a tap and channel each. Parts
+are of at least 40 K positions, of several samples where one has fewer. So the sums take at most a tenth of what dy
+takes in float32, and those of a last part, which may have fewer, as much as the filters.
 
-Sums are made in a fixed order: taps in order, a part's positions in one program, parts by torch. No atomics, so that
-results are the same in each run; cuDNN has algorithms that add the weight's gradient by atomics.
+Sums are made in a fixed order: taps in order, a part's samples and positions in one program, parts by torch. No
+atomics, so that results are the same in each run; cuDNN has algorithms that add the weight's gradient by atomics.
 No layout is converted: channels last stays so, and y is laid out as x.
 """
 
@@ -304,38 +305,40 @@ def depthwise_kernel(
 
 @jit
 def weight_gradient_kernel(
-    d_y, x, sums, channels, positions, parts, length, of_h, of_w, from_d, from_h, from_w,
+    d_y, x, sums, samples, channels, positions, parts, span, length, of_h, of_w, from_d, from_h, from_w,
     stride_d, stride_h, stride_w, padding_d, padding_h, padding_w, dilation_d, dilation_h, dilation_w,
     result_channel, result_position, source_channel, source_position,
     TAPS: tl.constexpr, TAPS_H: tl.constexpr, TAPS_W: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """One program for CHANNELS channels and a part of `length` positions of a sample of dy: its sums for each tap, and
-    for the bias in the row behind those. ROWS is TAPS or one more."""
+    """One program for CHANNELS channels and a part of dy, `length` positions of each of `span` samples: its sums for
+    each tap, and for the bias in the row behind those. ROWS is TAPS or one more."""
     row = tl.program_id(0)
-    sample = (row // parts).to(tl.int64)
+    first = row // parts * span
+    last = tl.minimum(first + span, samples)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
-    d_y += sample * channels * positions
-    x += sample * channels * from_d * from_h * from_w
     of_dy = channel.to(tl.int64)[:, None] * result_channel
     of_x = channel.to(tl.int64)[:, None] * source_channel
     begin = (row % parts) * length
     end = tl.minimum(begin + length, positions)
+    tiles = tl.cdiv(end - begin, POSITIONS)
     for tap in range(ROWS):
         total = tl.zeros((CHANNELS, POSITIONS), tl.float32)
-        for start in range(begin, end, POSITIONS):
-            position = start + tl.arange(0, POSITIONS)
+        for tile in range(tiles * (last - first)):
+            sample = tl.cast(first + tile // tiles, tl.int64) * channels
+            position = begin + tile % tiles * POSITIONS + tl.arange(0, POSITIONS)
             within = position < end
             place, inside = _source_of(
                 position, tap, of_h, of_w, from_d, from_h, from_w, stride_d, stride_h, stride_w,
                 padding_d, padding_h, padding_w, dilation_d, dilation_h, dilation_w, TAPS_H, TAPS_W, False,
             )  # fmt: skip
             inside = inside & (tap < TAPS)
-            here = of_dy + position.to(tl.int64)[None, :] * result_position
+            here = sample * positions + of_dy + position.to(tl.int64)[None, :] * result_position
             given = tl.load(d_y + here, mask=present[:, None] & within[None, :], other=0.0).to(tl.float32)
             inside = present[:, None] & (inside & within)[None, :]
-            values = tl.load(x + of_x + place[None, :] * source_position, mask=inside, other=0.0).to(tl.float32)
+            here = sample * from_d * from_h * from_w + of_x + place[None, :] * source_position
+            values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
             values = tl.where(tap < TAPS, values, 1.0)
             total += given * values
         to = (row.to(tl.int64) * ROWS + tap) * channels + channel
@@ -414,9 +417,16 @@ def _convolve(
     )  # fmt: skip
 
 
-def part_length(taps: int, positions: int) -> int:
-    """Positions of which a program sums the gradient of a filter: full tiles of ``positions``."""
-    return -(-max(_LEAST_PART, _PART_OF_TAPS * taps) // positions) * positions
+def parts_of(samples: int, positions: int, taps: int, tile: int = 1) -> tuple[int, int, int]:
+    """How programs share dy to sum the gradient of a filter: parts of all samples, samples of a part, and positions of
+    each, which are full tiles if parts are smaller than a sample."""
+    least = max(_LEAST_PART, _PART_OF_TAPS * taps)
+    if positions < 2 * least:
+        span = max(1, min(samples, -(-least // max(1, positions))))
+        return -(-samples // span), span, positions
+    even = -(-positions // (positions // least))
+    length = -(-even // tile) * tile
+    return samples * -(-positions // length), 1, length
 
 
 def _sum_weight_gradient(
@@ -432,14 +442,15 @@ def _sum_weight_gradient(
     geometry = _Geometry(d_y, x, weight, (stride, padding, dilation))
     tile, taps = geometry.tile(16), geometry.taps
     samples, channels = d_y.shape[:2]
-    length = part_length(taps["TAPS"], tile["POSITIONS"])
+    programs, span, length = parts_of(samples, geometry.positions, taps["TAPS"], tile["POSITIONS"])
     parts, rows = -(-geometry.positions // length), taps["TAPS"] + (d_bias.numel() > 0)
-    sums = d_y.new_empty((samples * parts, rows, channels), dtype=accumulated(d_y.dtype))
+    sums = d_y.new_empty((programs, rows, channels), dtype=accumulated(d_y.dtype))
     launch(
-        weight_gradient_kernel, (samples * parts, -(-channels // tile["CHANNELS"])),
-        d_y, x, sums, channels, geometry.positions, parts, length, *geometry.sizes, **taps, ROWS=rows, **tile,
+        weight_gradient_kernel, (programs, -(-channels // tile["CHANNELS"])),
+        d_y, x, sums, samples, channels, geometry.positions, parts, span, length, *geometry.sizes, **taps, ROWS=rows,
+        **tile,
     )  # fmt: skip
-    total = sums.sum(0)  # (rows, C)
+    total = sums[0] if programs == 1 else sums.sum(0)  # (rows, C)
     if d_weight.numel():
         d_weight.view(channels, -1).copy_(total[: taps["TAPS"]].t())
     if d_bias.numel():

@@ -19,7 +19,8 @@ Saved for the backward pass: z and t. p is computed again, from the classes of a
 once. Plain torch saves the softmax, the log-softmax and the one-hot targets, each of z's size or twice that.
 
 Bytes moved, of b-byte elements and n of them, and of i-byte class indices: forward reads z and t, n b + N S i; backward
-reads both and writes dz, 2 n b + N S i. That is the least. Sums are made of parts in a fixed order: no atomics.
+reads both and writes dz, 2 n b + N S i. That is the least. Sums are made of parts of 512 positions or more, in a fixed
+order, without atomics: 16 bytes a class and part are written and read again, of a large z in float32 0.8 % each time.
 
 Held: besides z, t and dz nothing of their size, and an engine that knows that nothing else reads z has dz written over
 it.
@@ -43,7 +44,9 @@ LARGEST_CLASSES = 512
 _TILE = 1024
 """Elements that a program takes at a time."""
 _TILES = 16
-"""Tiles of a part whose sums a program makes."""
+"""Tiles of a part whose sums a program makes, and more where a tile has few positions."""
+_LEAST_PART = 512
+"""Positions of a part, at least: so that the parts' sums are few bytes."""
 _LEAST_PIECE = 1 << 13
 _PIECES = 32
 """The plain form computes so many pieces of a tensor one after the other, of at least `_LEAST_PIECE` elements."""
@@ -346,12 +349,21 @@ def class_sums_backward_kernel(
     )  # fmt: skip
 
 
+def part_length(classes: int) -> int:
+    """Positions of which a program makes sums."""
+    return max(_LEAST_PART, _TILES * _positions_of_tile(classes))
+
+
+def _positions_of_tile(classes: int) -> int:
+    return max(1, _TILE // (1 << (classes - 1).bit_length()))
+
+
 def _shape(logits: Tensor) -> tuple[int, int, tuple[int, int], dict[str, Any]]:
     """Classes, positions, the strides of each, and the compile-time arguments of the kernels."""
     classes, positions = logits.shape[1], logits.shape[2:].numel()
     strides = (positions, 1) if logits.is_contiguous() else (1, classes)
     of_tile = 1 << (classes - 1).bit_length()
-    at_once = max(1, _TILE // of_tile)
+    at_once = _positions_of_tile(classes)
     return classes, positions, strides, {
         "CLASSES": of_tile, "POSITIONS": at_once, "num_warps": warps_of(of_tile * at_once),
     }  # fmt: skip
@@ -359,7 +371,7 @@ def _shape(logits: Tensor) -> tuple[int, int, tuple[int, int], dict[str, Any]]:
 
 def _sums_in_triton(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, sums: Tensor) -> None:
     classes, positions, strides, tile = _shape(logits)
-    length = _TILES * tile["POSITIONS"]
+    length = part_length(classes)
     parts = -(-positions // length)
     of_parts = sums.new_empty(4, logits.shape[0], parts, classes)
     launch(

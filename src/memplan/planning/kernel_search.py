@@ -15,12 +15,14 @@ from math import prod
 from memplan._interrupts import safe_point
 from memplan.errors import BudgetError, RecordingError
 from memplan.kernels import launch
+from memplan.kernels.depthwise import parts_of
 from memplan.planning.capture.replaced_calls import GroupGone
 from memplan.planning.capture.side_effects import is_fake
 from memplan.planning.cost.op_timing import failing
-from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.joint_graph import JointGraph, Ref
 from memplan.planning.graph.op_schema import KERNELS
 from memplan.planning.ops.kernel_group import Group
+from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
 from memplan.planning.plan.decisions import saved_bytes
 from memplan.planning.segments import OverBudgetOp
 from memplan.planning.settings import Settings
@@ -125,6 +127,8 @@ def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:
             reasons.append(f"{group.kernel}: torch's own saves no more")
         elif group.kernel == "depthwise_conv" and card is None:
             reasons.append(f"{group.kernel}: on the CPU it is torch's own convolution")
+        elif group.kernel == "depthwise_conv" and _sums_of_filters(graph, group) > _scratch(graph, group):
+            reasons.append(f"{group.kernel}: its sums take more than the workspace of torch's own")
         else:
             groups.append(group)
     return groups, reasons
@@ -176,6 +180,22 @@ def _rows(graph: JointGraph, group: Group) -> int:
     """Return the rows of a norm's result."""
     made = [graph.values[value].shape for op in graph.forward_ops if op.call == group.last for value in op.makes]
     return prod(made[-1][:-1]) if made else 0
+
+
+def _scratch(graph: JointGraph, group: Group) -> int:
+    """Return the most bytes of workspace of an op of a group."""
+    return max((op.scratch for op in graph.ops if graph.call_of(op) in group.calls), default=0)
+
+
+def _sums_of_filters(graph: JointGraph, group: Group) -> int:
+    """Return the bytes of the sums for the weight's gradient in the kernel of a depthwise convolution."""
+    sums = 0
+    for op in graph.backward_ops:
+        if op.target == CONVOLUTION_BACKWARD and graph.call_of(op) in group.calls and op.outputs[1:] != (None, None):
+            d_y, _, weight = (graph.values[arg.value] for arg in op.args[:3] if isinstance(arg, Ref))
+            (samples, channels, *sizes), taps = d_y.shape, prod(weight.shape[2:])
+            sums = 4 * parts_of(samples, prod(sizes), taps)[0] * (taps + (op.outputs[2] is not None)) * channels
+    return sums
 
 
 def _notes(reasons: Sequence[str]) -> tuple[str, ...]:

@@ -622,8 +622,9 @@ def test_losses_of_segmentation_that_the_kernel_does_not_take() -> None:
         (losses.DiceCELoss(label_smoothing=0.1, **of), "it smooths labels"),
         (lambda scores, labels: losses.DiceCELoss(**of)(scores.double(), labels).float(), "it reads float64"),
         (
-            lambda scores, labels: losses.DiceLoss(**of)(scores, labels)
-            + F.cross_entropy(scores, labels[:, 0], ignore_index=0),
+            lambda scores, labels: (
+                losses.DiceLoss(**of)(scores, labels) + F.cross_entropy(scores, labels[:, 0], ignore_index=0)
+            ),
             "its cross-entropy ignores a class that the Dice loss counts",
         ),
     ):

@@ -15,6 +15,7 @@ from memplan.planning.graph.joint_graph import Value
 from memplan.planning.graph.op_schema import (
     CHANNEL_NORM,
     CHANNEL_NORM_BACKWARD,
+    CLASS_SUMS,
     DEPTHWISE,
     DEPTHWISE_BACKWARD,
     TOKEN_STATISTICS,
@@ -57,7 +58,7 @@ def test_norms_of_channels_read_their_input_twice(added: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_depthwise_convolutions_move_little_more_than_their_operands(dtype: str) -> None:
     """By hand: x is halved in each dimension. The least is x and y forward, and in the backward pass for each of two
-    gradients once more. A filter of 27 has parts of 1,080 positions."""
+    gradients once more. A filter of 27 has parts of 1,080 positions or more."""
     samples, channels, side, taps, size = 2, 32, 64, 27, 4 if dtype == "float32" else 2
     x = Value(0, "x", "result", 0, 0, (samples, channels, side, side, side), (), dtype)
     y = Value(0, "y", "result", 0, 0, (samples, channels, side // 2, side // 2, side // 2), (), dtype)
@@ -68,7 +69,7 @@ def test_depthwise_convolutions_move_little_more_than_their_operands(dtype: str)
     forward = WORKS[DEPTHWISE]((x, weight, None, *steps))
     assert (forward.flops, forward.bytes) == (2 * taps * positions, least)
     backward = WORKS[DEPTHWISE_BACKWARD]((y, x, weight, *steps, [True, True, False]))
-    sums = 2 * 4 * samples * channels * taps * -(-((side // 2) ** 3) // 1080)
+    sums = 2 * 4 * samples * channels * taps * ((side // 2) ** 3 // 1080)
     assert (backward.flops, backward.bytes) == (2 * forward.flops, 2 * least + sums)
     assert backward.bytes <= 1.1 * 2 * least
     frozen = WORKS[DEPTHWISE_BACKWARD]((y, x, weight, *steps, [True, False, False]))
@@ -108,5 +109,14 @@ def test_losses_of_segmentation_read_logits_and_targets_once() -> None:
     labels = torch.randint(3, (2, 64, 64))
     found = bytes_of(lambda logits: kernels.dice_cross_entropy(logits, labels))
     logits, targets, sums = 4 * 2 * 3 * 64 * 64, 8 * 2 * 64 * 64, 4 * 4 * 2 * 3
-    assert found["class_sums"] == logits + targets + sums
+    assert found["class_sums"] == logits + targets + sums + 2 * sums  # a part of 16 tiles of 256 positions
     assert found["class_sums_backward"] == 2 * logits + targets + sums
+
+
+@pytest.mark.parametrize("classes", [2, 60, 64, 512])
+def test_sums_of_a_loss_of_many_classes_are_few_bytes(classes: int) -> None:
+    """Those of parts are at most a 25th of the logits and the targets, also of bfloat16."""
+    logits = Value(0, "z", "result", 0, 0, (2, classes, 64, 64), (), "bfloat16")
+    targets = Value(0, "t", "result", 0, 0, (2, 64 * 64), (), "int64")
+    least = 2 * 2 * classes * 64 * 64 + 8 * 2 * 64 * 64
+    assert least < WORKS[CLASS_SUMS]((logits, targets, -100, False)).bytes <= 1.04 * least

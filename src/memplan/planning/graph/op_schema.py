@@ -46,7 +46,7 @@ TOKEN_STATISTICS = "memplan.token_statistics.default"
 TOKEN_STATISTICS_BACKWARD = "memplan.token_statistics_backward.default"
 CHANNEL_NORM, CHANNEL_NORM_BACKWARD = "memplan.channel_norm.default", "memplan.channel_norm_backward.default"
 DEPTHWISE, DEPTHWISE_BACKWARD = "memplan.depthwise.default", "memplan.depthwise_backward.default"
-CLASS_SUMS_BACKWARD = "memplan.class_sums_backward.default"
+CLASS_SUMS, CLASS_SUMS_BACKWARD = "memplan.class_sums.default", "memplan.class_sums_backward.default"
 MASKED_SOFTMAX_BACKWARD = "memplan.masked_softmax_backward.default"
 ELEMENTWISE = frozenset(
     """
@@ -91,7 +91,7 @@ KERNELS: Mapping[str, tuple[str, ...]] = {
     "memplan.pack_flags.default": ("flags",),
     "memplan.masked_softmax.default": ("x", "mask", "bits", "fill", "scale", "p", "dtype"),
     MASKED_SOFTMAX_BACKWARD: ("d_y", "x", "y", "mask", "bits", "statistics", "fill", "scale", "p"),
-    "memplan.class_sums.default": ("logits", "targets", "ignore_index", "squared"),
+    CLASS_SUMS: ("logits", "targets", "ignore_index", "squared"),
     CLASS_SUMS_BACKWARD: ("d_sums", "logits", "targets", "ignore_index", "squared"),
 }  # fmt: skip
 """Ops of `memplan.kernels`, and their argument names."""

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from memplan.kernels.depthwise import part_length
+from memplan.kernels import dice
+from memplan.kernels.depthwise import parts_of
 from memplan.planning.graph.joint_graph import Value
 from memplan.planning.graph.op_schema import (
     CHANNEL_NORM,
     CHANNEL_NORM_BACKWARD,
+    CLASS_SUMS,
     DEPTHWISE,
     DEPTHWISE_BACKWARD,
     KERNELS,
@@ -81,8 +83,8 @@ def _depthwise_backward(args: Sequence[Any]) -> Work:
     d_y, weight, wanted = named["d_y"], named["weight"], named["wanted"]
     taps, sums = prod(weight.shape[2:]), 0
     if wanted[1] or wanted[2]:
-        parts = -(-prod(d_y.shape[2:]) // part_length(taps, 1))
-        sums = d_y.shape[0] * parts * (taps + wanted[2]) * d_y.shape[1]
+        parts, _, _ = parts_of(d_y.shape[0], prod(d_y.shape[2:]), taps)
+        sums = parts * (taps + wanted[2]) * d_y.shape[1]
     return _of_filters(named["x"], d_y.shape, weight, products=wanted[0] + (wanted[1] or wanted[2]), sums=sums)
 
 
@@ -94,6 +96,17 @@ def _of_filters(x: Value, result: Sequence[int], weight: Value, *, products: int
     return Work(2 * products * prod(result) * taps, moved, "float32")
 
 
+def _class_sums(args: Sequence[Any]) -> Work:
+    """Reads logits and targets; the sums of parts are written and read again. More classes go through plain torch."""
+    named = dict(zip(KERNELS[CLASS_SUMS], args, strict=True))
+    logits, targets = named["logits"], named["targets"]
+    samples, classes, *sizes = logits.shape
+    parts = -(-prod(sizes) // dice.part_length(classes)) if classes <= dice.LARGEST_CLASSES else 0
+    operands = sum(prod(value.shape) * itemsize(value.dtype) for value in (logits, targets))
+    return Work(0, operands + 4 * 4 * samples * classes * (1 + 2 * parts), logits.dtype)
+
+
+WORKS[CLASS_SUMS] = _class_sums
 WORKS[CHANNEL_NORM] = _channel_norm
 WORKS[CHANNEL_NORM_BACKWARD] = _channel_norm_backward
 WORKS[DEPTHWISE] = _depthwise
