@@ -112,6 +112,16 @@ def test_strides() -> None:
     assert_as_exact(ours, theirs, [x, torch.cat((mask, mask), -1)], torch.float32, few=True)
 
 
+def test_a_mask_that_counts_beyond_int32_is_copied() -> None:
+    """Kernels count by int32 within a row: a transposed mask of 2^15 keys, and one of a key less."""
+    x, mask = torch.empty(1 << 16, 1 << 15, device="meta"), torch.empty(1 << 15, 1 << 16, device="meta")
+    for keys, stride in ((1 << 15, 1), ((1 << 15) - 1, 1 << 16)):
+        found = softmax._Masked.of(x[:, :keys], mask[:keys].t()).mask
+        assert found is not None
+        assert found.stride(-1) == stride
+        assert (keys - 1) * found.stride(-1) < 1 << 31
+
+
 def test_elements_that_are_filled_have_no_gradient() -> None:
     """Also in rows where all are, whose probabilities are even."""
     mask = torch.tensor([[True] * 5, [True, False, True, False, True]])
@@ -135,21 +145,23 @@ def test_results_of_another_dtype(of: torch.dtype, to: torch.dtype, p: float) ->
     """As transformers has it: in float32, and then cast. At most twice as far from float64's."""
     x, mask = operands(2, 3, 9, 37)
 
+    torch.manual_seed(1)
+    factors = F.dropout(torch.ones(x.shape, dtype=to), p).double()
+
     def ours(x: Tensor, mask: Tensor) -> Tensor:
         if x.dtype == torch.float64:
-            return plain(x, mask)
-        return kernels.softmax_dropout(x, mask, p=0.0, dtype=to)
+            return theirs(x, mask)
+        torch.manual_seed(1)
+        return kernels.softmax_dropout(x, mask, p=p, dtype=to)
 
     def theirs(x: Tensor, mask: Tensor) -> Tensor:
-        return (
-            F.softmax(x + mask, -1) if x.dtype == torch.float64 else F.softmax(x + mask, -1, dtype=torch.float32).to(to)
-        )
+        if x.dtype == torch.float64:
+            return F.softmax(x + mask, -1) * factors
+        torch.manual_seed(1)
+        return F.dropout(F.softmax(x + mask, -1, dtype=torch.float32).to(to), p)
 
     assert_as_exact(ours, theirs, [x, mask], of)
-    torch.manual_seed(1)
-    found = kernels.softmax_dropout(x.to(of), p=p, dtype=to)
-    torch.manual_seed(1)
-    assert torch.equal(found == 0, F.dropout(F.softmax(x.to(of), -1).to(to), p) == 0)
+    assert torch.equal(ours(x.to(of), mask.to(of)) == 0, factors == 0)
 
 
 def test_autocast_leaves_dtypes_as_they_are() -> None:
@@ -223,6 +235,9 @@ def test_refused() -> None:
     x, mask = operands(2, 3, 4)
     with pytest.raises(InputError, match=r"softmax_dropout does not run under torch.vmap"):
         torch.vmap(kernels.softmax_dropout)(x)
+    for options in ({}, {"randomness": "different"}, {"randomness": "same"}):
+        with pytest.raises(InputError, match=r"softmax_dropout does not run under torch.vmap"):
+            torch.vmap(lambda x: kernels.softmax_dropout(x, p=0.5), **options)(x)
     with pytest.raises(InputError, match=r"mask has the shape \(2, 3, 3\). Expected one that broadcasts to"):
         kernels.softmax_dropout(x, mask[..., 1:])
     with pytest.raises(InputError, match=r"mask has the shape \(1, 2, 3, 4\)"):

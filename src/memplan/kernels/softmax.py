@@ -20,7 +20,8 @@ dropout the bits, too, and with a mask what it has of its own. That is the least
 the second time from the cache, which holds them.
 
 k is drawn by torch, as `F.dropout` draws it, so that a step is the same with this function and without. torch's kernel
-writes a byte an element, and a product of y's size; both are freed before y is allocated.
+reads x and writes a byte an element and a product of y's size, 2 n b + n bytes; packing reads the bytes and writes the
+bits, 1.125 n. So with dropout twice what is least is moved forward. Product and bytes are freed before y is allocated.
 """
 
 from __future__ import annotations
@@ -98,11 +99,26 @@ def softmax_dropout(
     if p > 0:
         with torch.no_grad():
             like = x.detach() if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-            if p == 1:  # nothing is drawn
-                bits = x.new_zeros((x.numel() + 7) // 8, dtype=torch.uint8)
-            else:
-                bits = pack_flags(torch.native_dropout(like.contiguous(), p, True)[1])
+            # of 1 nothing is drawn
+            bits = x.new_zeros((x.numel() + 7) // 8, dtype=torch.uint8) if p == 1 else pack_flags(_drawn(like, p))
     return masked_softmax(x, mask, bits, fill, scale, p, dtype)[0]
+
+
+def _drawn(like: Tensor, p: float) -> Tensor:
+    """Which elements dropout keeps, as bytes."""
+    try:
+        return torch.native_dropout(like.contiguous(), p, True)[1]
+    except RuntimeError as error:
+        if "vmap: called random operation" in str(error):
+            raise _under_vmap() from error
+        raise
+
+
+def _under_vmap() -> InputError:
+    return InputError(
+        "memplan.kernels.softmax_dropout does not run under torch.vmap",
+        do="Call it on the whole batch: any leading dimensions are taken",
+    )
 
 
 def _check_mask(x: Tensor, mask: Tensor) -> None:
@@ -248,12 +264,12 @@ def _differentiate(ctx, d_y, d_statistics):
 masked_softmax.register_autograd(_differentiate, setup_context=_save)
 
 
-@masked_softmax.register_vmap
-def _(info, in_dims, *args):
-    raise InputError(
-        "memplan.kernels.softmax_dropout does not run under torch.vmap",
-        do="Call it on the whole batch: any leading dimensions are taken",
-    )
+def _refuse_vmap(info, in_dims, *args):
+    raise _under_vmap()
+
+
+pack_flags.register_vmap(_refuse_vmap)
+masked_softmax.register_vmap(_refuse_vmap)
 
 
 @dataclass(frozen=True)

@@ -529,6 +529,23 @@ def test_attention(attention: Function, options: dict[str, float], dtype: torch.
     assert not any("_softmax" in op.target and op.target.startswith("aten") for op in with_kernel.ops)
 
 
+@pytest.mark.parametrize(
+    ("dropout", "options"),
+    [
+        (lambda x: torch.dropout(x, p=0.4, train=False), {}),
+        (lambda x: torch.dropout(x, p=0.4, train=True), {"p": 0.4}),
+        (lambda x: F.dropout(x, training=True), {"p": 0.5}),
+    ],
+)
+def test_arguments_of_a_dropout_by_name(dropout: Function, options: dict[str, float]) -> None:
+    def attention(x: Tensor, weight: Tensor, last: nn.Module) -> Tensor:
+        scores = (x @ x.transpose(1, 2)).masked_fill(torch.ones(16, 16).triu(1) > 0, float("-inf"))
+        return last(dropout(F.softmax(scores, -1)) @ x)
+
+    (group,) = capture(Step(attention), call_of((tokens()[0],), {})).groups
+    assert group.options == options
+
+
 def test_a_result_of_another_dtype_than_the_scores() -> None:
     """Within autocast on a card, or by ``dtype``."""
 

@@ -18,6 +18,7 @@ from memplan.planning.graph.op_schema import (
     CLASS_SUMS,
     DEPTHWISE,
     DEPTHWISE_BACKWARD,
+    DROPOUT_MASK,
     TOKEN_STATISTICS,
     TOKEN_STATISTICS_BACKWARD,
 )
@@ -95,13 +96,21 @@ def bytes_of(loss: Callable[[Tensor], Tensor]) -> dict[str, int]:
 
 def test_attention_reads_and_writes_each_tensor_once() -> None:
     """By hand, as derived at the top of memplan.kernels.softmax: scores, probabilities, bits, a mask, and of each row
-    two numbers. At most a tenth more than the scores and probabilities alone."""
+    two numbers. Without dropout at most a tenth more than the scores and probabilities alone; with it torch's kernel
+    reads the scores and writes a byte of each element, on a card also a product, and what packs the bytes moves 9/8."""
     mask = torch.ones(64, 64).tril() == 0
-    found = bytes_of(lambda scores: kernels.softmax_dropout(scores, mask, p=0.1).square().sum())
     elements = 2 * 3 * 64 * 64
+    found = bytes_of(lambda scores: kernels.softmax_dropout(scores, mask).square().sum())
+    assert found["masked_softmax"] == 2 * 4 * elements + 64 * 64 <= 1.1 * 2 * 4 * elements
+    assert found["masked_softmax_backward"] == 3 * 4 * elements + 64 * 64 <= 1.1 * 3 * 4 * elements
+    found = bytes_of(lambda scores: kernels.softmax_dropout(scores, mask, p=0.1).square().sum())
     beside = elements // 8 + 64 * 64 + 8 * (elements // 64)
-    assert found["masked_softmax"] == 2 * 4 * elements + beside <= 1.1 * 2 * 4 * elements
-    assert found["masked_softmax_backward"] == 3 * 4 * elements + beside <= 1.1 * 3 * 4 * elements
+    assert found["masked_softmax"] == 2 * 4 * elements + beside
+    assert found["masked_softmax_backward"] == 3 * 4 * elements + beside
+    assert found["dropout_mask"] == (4 + 1) * elements
+    on_card = Value(0, "x", "result", 0, 0, (2, 3, 64, 64), (), "float32", place="cuda:0")
+    assert WORKS[DROPOUT_MASK]((on_card, 0.1)).bytes == (2 * 4 + 1) * elements
+    assert found["pack_flags"] == elements + elements // 8
 
 
 def test_losses_of_segmentation_read_logits_and_targets_once() -> None:

@@ -151,6 +151,28 @@ def test_what_is_not_updated_in_one_pass() -> None:
         memplan.PackedMasters(parameters, OPTIM.AdamW, one_pass=True, amsgrad=True, capturable=True)
 
 
+def test_options_that_are_not_updated_in_one_pass_are_refused_when_they_come_later() -> None:
+    """By a state that is loaded, of which nothing is kept, or by hand in the second group."""
+    weights = [nn.Parameter(torch.ones(2, dtype=BF16)) for _ in range(2)]
+    groups = [{"params": [weight]} for weight in weights]
+    optimizer = memplan.PackedMasters(groups, OPTIM.AdamW, one_pass=True, lr=0.5, weight_decay=0.0)
+    given = memplan.PackedMasters(copy.deepcopy(groups), OPTIM.AdamW, lr=0.1)
+    given.param_groups[1]["amsgrad"] = True
+    with pytest.raises(UsageError, match="in one pass with amsgrad"):
+        optimizer.load_state_dict(given.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    optimizer.param_groups[1]["amsgrad"] = True
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(UsageError, match="in one pass with amsgrad"):
+        optimizer.step()
+    assert weights[0].tolist() == [1.0, 1.0]
+    assert not optimizer.state[weights[0]]
+    optimizer.param_groups[1]["amsgrad"] = False
+    optimizer.step()
+    assert weights[0].tolist() == weights[1].tolist() == [0.5, 0.5]
+
+
 @pytest.mark.usefixtures("_small_pieces")
 @pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
 def test_a_training_goes_on_from_its_saved_state(how: str) -> None:

@@ -57,7 +57,8 @@ def drops_nothing(call: LoggedCall) -> bool:
     if call.name not in _DROPOUTS or call.in_place or len(call.reads) != 1 or len(call.results) != 1:
         return False
     named = {**dict(zip(("input", "p", "training"), call.args, strict=False)), **call.kwargs}
-    return named.get("p") == 0 or named.get("training") is False
+    trains = named.get("training", named.get("train"))  # as F.dropout and as torch.dropout name it
+    return named.get("p") == 0 or trains is False
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:

@@ -46,6 +46,7 @@ TOKEN_STATISTICS = "memplan.token_statistics.default"
 TOKEN_STATISTICS_BACKWARD = "memplan.token_statistics_backward.default"
 CHANNEL_NORM, CHANNEL_NORM_BACKWARD = "memplan.channel_norm.default", "memplan.channel_norm_backward.default"
 DEPTHWISE, DEPTHWISE_BACKWARD = "memplan.depthwise.default", "memplan.depthwise_backward.default"
+DROPOUT_MASK = "memplan.dropout_mask.default"
 CLASS_SUMS, CLASS_SUMS_BACKWARD = "memplan.class_sums.default", "memplan.class_sums_backward.default"
 MASKED_SOFTMAX_BACKWARD = "memplan.masked_softmax_backward.default"
 ELEMENTWISE = frozenset(
@@ -108,7 +109,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "memplan.tile.default": ("inputs", "statistics", "key"),
     "memplan.tile_with_gradients.default": ("inputs", "statistics", "needed", "key"),
     "memplan.tile_backward.default": ("inputs", "statistics", "gradients", "needed", "key"),
-    "memplan.dropout_mask.default": ("self", "p", "generator"),
+    DROPOUT_MASK: ("self", "p", "generator"),
     "memplan.is_not_zero.default": ("self",),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }  # fmt: skip

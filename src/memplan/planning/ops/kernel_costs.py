@@ -15,12 +15,14 @@ from memplan.planning.graph.op_schema import (
     CLASS_SUMS,
     DEPTHWISE,
     DEPTHWISE_BACKWARD,
+    DROPOUT_MASK,
     KERNELS,
     TOKEN_STATISTICS,
     TOKEN_STATISTICS_BACKWARD,
     itemsize,
 )
 from memplan.planning.graph.roofline import WORKS, Work
+from memplan.trace.records import HOST
 
 
 def _statistics(args: Sequence[Any]) -> Work:
@@ -106,7 +108,14 @@ def _class_sums(args: Sequence[Any]) -> Work:
     return Work(0, operands + 4 * 4 * samples * classes * (1 + 2 * parts), logits.dtype)
 
 
+def _dropout_mask(args: Sequence[Any]) -> Work:
+    """Reads the input and writes a byte an element; on a card torch's kernel writes a product, too."""
+    x, elements = args[0], prod(args[0].shape)
+    return Work(0, ((1 if x.place == HOST else 2) * itemsize(x.dtype) + 1) * elements, x.dtype)
+
+
 WORKS[CLASS_SUMS] = _class_sums
+WORKS[DROPOUT_MASK] = _dropout_mask
 WORKS[CHANNEL_NORM] = _channel_norm
 WORKS[CHANNEL_NORM_BACKWARD] = _channel_norm_backward
 WORKS[DEPTHWISE] = _depthwise

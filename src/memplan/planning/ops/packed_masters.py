@@ -109,16 +109,20 @@ class PackedMasters(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            refused = [name for name in _NOT_IN_ONE_PASS if self._one_pass and self.param_groups[-1].get(name)]
-            if refused:
-                found = f"PackedMasters in one pass with {' and '.join(refused)}"
-                raise UsageError(found, expected="none of these options", do="Leave them out, or one_pass")
+            self._check_options(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 if parameter.requires_grad:
                     _check(parameter)
         except UsageError:
             self.param_groups.pop()
             raise
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Raise UsageError if a group has options that ``one_pass`` does not take."""
+        refused = [name for name in _NOT_IN_ONE_PASS if self._one_pass and group.get(name)]
+        if refused:
+            found = f"PackedMasters in one pass with {' and '.join(refused)}"
+            raise UsageError(found, expected="none of these options", do="Leave them out, or one_pass")
 
     @property
     def packed_bytes(self) -> int:
@@ -143,8 +147,8 @@ class PackedMasters(torch.optim.Optimizer):
                 ``(max_norm / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1)``.
 
         Raises:
-            UsageError: a parameter that was frozen at first has a gradient, and cannot be updated (see the class).
-                Nothing is updated then.
+            UsageError: a parameter that was frozen at first has a gradient, and cannot be updated (see the class), or
+                an option that ``one_pass`` does not take was set since. Nothing is updated then.
         """
         loss = None
         if closure is not None:
@@ -156,6 +160,8 @@ class PackedMasters(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+        for group in self.param_groups:
+            self._check_options(group)
         for parameter, _ in trained:
             _check(parameter)
         try:
@@ -188,9 +194,19 @@ class PackedMasters(torch.optim.Optimizer):
         state[_TIES] = ties
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as `torch.optim.Optimizer.load_state_dict`, but in the dtypes that it has."""
+        """Load a state, as `torch.optim.Optimizer.load_state_dict`, but in the dtypes that it has.
+
+        Raises:
+            UsageError: it has options that ``one_pass`` does not take. Nothing is loaded then.
+        """
         loaded: list[dict[str, Any]] = []  # the state_dict, as the pre-hooks before ours changed it
-        pre_hook = self.register_load_state_dict_pre_hook(lambda _, changed: loaded.append(changed))
+
+        def keep(_: Any, changed: dict[str, Any]) -> None:
+            for group in changed["param_groups"]:
+                self._check_options(group)
+            loaded.append(changed)
+
+        pre_hook = self.register_load_state_dict_pre_hook(keep)
         post_hook = self.register_load_state_dict_post_hook(lambda _: self._restore_dtypes(*loaded), prepend=True)
         try:
             super().load_state_dict(state_dict)  # casts states to the dtype of their parameter

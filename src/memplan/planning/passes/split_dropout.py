@@ -12,11 +12,11 @@ import numpy as np
 
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
-from memplan.planning.graph.op_schema import NUMBERS
+from memplan.planning.graph.op_schema import DROPOUT_MASK, NUMBERS
 from memplan.trace.records import HOST
 
 DROPOUT = "aten.native_dropout.default"
-MASK = "memplan.dropout_mask.default"
+MASK = DROPOUT_MASK
 HALF = "memplan.dropout.default"
 """Op that applies mask and scale at once: in half precision torch's products with a scalar round differently."""
 _FULL_PRECISION = ("float32", "float64")
