@@ -19,6 +19,7 @@ import memplan
 from memplan import kernels
 from memplan.errors import InputError
 from memplan.kernels import updates
+from memplan.kernels.launch import without_data
 
 BF16 = torch.bfloat16
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -190,6 +191,27 @@ def test_other_strides_and_nothing(packed: bool) -> None:
     assert not packed or len(empty.packed["ties"]) == 0
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_channels_last_is_updated_in_place_by_a_kernel(name: str) -> None:
+    """To the bits of a contiguous parameter, positions of ties included, also from a gradient of another layout."""
+    start, *gradients = draws((6, 5, 3, 7), dtype=BF16)
+    last = start.contiguous(memory_format=torch.channels_last)
+    whole, ours = Updated(start.clone(), name, packed=True), Updated(last.clone(), name, packed=True)
+    ties = 0
+    for number, gradient in enumerate(gradients):
+        whole.step(gradient)
+        ours.step(gradient.contiguous(memory_format=torch.channels_last) if number % 2 else gradient)
+        ties += len(whole.packed["ties"])
+        assert torch.equal(whole.parameter, ours.parameter)
+        assert all(map(torch.equal, whole.states, ours.states))
+        assert all(torch.equal(whole.packed[key], ours.packed[key]) for key in ("low", "ties"))
+    assert ties > 0 or name != "sgd"
+    launched: list[Any] = []
+    with without_data("cuda", launched.append):
+        ours.step(gradients[0])
+    assert len(launched) == 1
+
+
 @pytest.mark.skipif(INTERPRETED, reason="of the plain form")
 def test_pieces_are_updated_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     start, *gradients = draws((1, 333), dtype=BF16)
@@ -206,7 +228,7 @@ def test_pieces_are_updated_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_positions_of_bits() -> None:
     ties = torch.tensor([0, 31, 32, 95, 97])
-    before, behind = updates._words(torch.empty(100), torch.empty(100, dtype=torch.int16), ties)
+    before, behind = updates._words(torch.empty(100, dtype=torch.int16), ties)
     assert before is not None
     assert behind is not None
     assert before.shape == behind.shape == (4,)

@@ -32,7 +32,7 @@ Held: a bit an element of packed master weights, twice where there were ties.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,10 +98,11 @@ def adamw_step(
     if step < 1 or not all(0 <= beta < 1 for beta in betas):
         raise InputError(f"step is {step}, betas {betas}", expected="a step from 1 on, and betas from 0 to below 1")
     with torch.no_grad():
-        before, behind = _words(parameter, low, ties)
-        numbers = (step, lr, *betas, eps, weight_decay, maximize)
-        adamw(parameter.detach(), gradient, exp_avg, exp_avg_sq, low, before, behind, clip, *numbers)
-        return None if behind is None else ties_of(behind)
+        order = _order(parameter, exp_avg, exp_avg_sq, low)
+        tensors = _permuted(order, parameter.detach(), gradient, exp_avg, exp_avg_sq, low)
+        before, behind = _words(low, _ties_in(order, parameter.shape, ties))
+        adamw(*tensors, before, behind, clip, step, lr, *betas, eps, weight_decay, maximize)
+        return _ties_behind(behind, order, parameter.shape)
 
 
 def sgd_step(
@@ -146,10 +147,11 @@ def sgd_step(
         options = f"momentum is {momentum}, dampening {dampening}, nesterov {nesterov}, with {buffer} momentum_buffer"
         raise InputError(options, expected="a buffer with momentum alone, and nesterov with momentum and no dampening")
     with torch.no_grad():
-        before, behind = _words(parameter, low, ties)
-        numbers = (lr, momentum, dampening, weight_decay, nesterov, maximize, first)
-        sgd(parameter.detach(), gradient, momentum_buffer, low, before, behind, clip, *numbers)
-        return None if behind is None else ties_of(behind)
+        order = _order(parameter, momentum_buffer, low)
+        tensors = _permuted(order, parameter.detach(), gradient, momentum_buffer, low)
+        before, behind = _words(low, _ties_in(order, parameter.shape, ties))
+        sgd(*tensors, before, behind, clip, lr, momentum, dampening, weight_decay, nesterov, maximize, first)
+        return _ties_behind(behind, order, parameter.shape)
 
 
 def _check(
@@ -176,10 +178,45 @@ def _check(
         raise InputError(of, expected="one dimension of int64, with low")
 
 
+# Layouts, such as channels last
+
+
+def _order(*tensors: Tensor | None) -> list[int]:
+    """Dimensions in the order of memory, if all tensors have the same and no gaps; else as they are."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    strides = present[0].stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    if all(tensor.permute(order).is_contiguous() for tensor in present):
+        return order
+    return list(range(len(strides)))
+
+
+def _permuted(order: list[int], *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.permute(order) for tensor in tensors]
+
+
+def _ties_in(order: Sequence[int], sizes: Sequence[int], ties: Tensor | None) -> Tensor | None:
+    """Positions of ties once dimensions are in this order."""
+    if ties is None or list(order) == sorted(order):
+        return ties
+    places, moved = torch.unravel_index(ties, tuple(sizes)), torch.zeros_like(ties)
+    for dim in order:
+        moved = moved * sizes[dim] + places[dim]
+    return moved.sort().values
+
+
+def _ties_behind(behind: Tensor | None, order: Sequence[int], sizes: Sequence[int]) -> Tensor | None:
+    """Positions of ties behind the update, in the parameter's own order of dimensions."""
+    if behind is None:
+        return None
+    back = sorted(range(len(order)), key=lambda dim: order[dim])
+    return _ties_in(back, [sizes[dim] for dim in order], ties_of(behind))
+
+
 # Ties, a bit for each element
 
 
-def _words(parameter: Tensor, low: Tensor | None, ties: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _words(low: Tensor | None, ties: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Words whose bits say where ties are, None if nowhere, and memory for those behind the update."""
     if low is None:
         return None, None
