@@ -1,0 +1,195 @@
+"""What training on whole slides and volumes takes: a U-Net of five levels, 32 to 512 features, batch norms, float32.
+
+    python benchmarks/whole_scans.py                    # plans every step, and writes whole_scans.json and .md
+    python benchmarks/whole_scans.py --only 2d-1024     # plans these, and keeps the other rows
+    python benchmarks/whole_scans.py --run 2d-4096      # plans this step, runs it once, and notes its peak
+
+Training is planned by the costs of a roofline. A step runs once, with one thread and without a proof, as eager mode
+needs more memory than machines have. Its peak is that of the events of the CPU's allocator, read without memplan
+(tests/truth/cpu_allocator.py). Of inference, the peaks are those that parts of the image are predicted to take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+for _path in (str(ROOT), str(ROOT / "src")):
+    if _path not in sys.path:
+        sys.path.insert(0, _path)
+
+from tests.truth.cpu_allocator import allocations, peak_of  # noqa: E402
+
+from memplan.planning.capture.flat_call import Call, call_of  # noqa: E402
+from memplan.planning.capture.loss_module import WithLoss  # noqa: E402
+from memplan.planning.planner import Planner  # noqa: E402
+from memplan.planning.settings import Settings  # noqa: E402
+from memplan.planning.study import Planned  # noqa: E402
+from memplan.planning.tiles.crops import Crops  # noqa: E402
+from memplan.rewriting.engine import Engine  # noqa: E402
+from memplan.trace.recording.session import called, recording_suspended, undisturbed  # noqa: E402
+from memplan.verification.fitting import inference  # noqa: E402
+from memplan.verification.measurement.peak_and_time import storage_bytes  # noqa: E402
+
+MIB, GIB = 1 << 20, 1 << 30
+Row = dict[str, Any]
+
+
+class UNet(nn.Module):
+    """Two convolutions with batch norms in each of five levels, skips joined by concatenation."""
+
+    def __init__(self, dims: int, channels: int, width: int = 32, levels: int = 5) -> None:
+        super().__init__()
+        conv, norm = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)
+        up = nn.ConvTranspose2d if dims == 2 else nn.ConvTranspose3d
+
+        def twice(inputs: int, outputs: int) -> nn.Sequential:
+            layers: list[nn.Module] = []
+            for before in (inputs, outputs):
+                layers += [conv(before, outputs, 3, padding=1, bias=False), norm(outputs), nn.ReLU(inplace=True)]
+            return nn.Sequential(*layers)
+
+        widths = [width << level for level in range(levels)]
+        self.down = nn.ModuleList(map(twice, (channels, *widths), widths))
+        self.pool = nn.MaxPool2d(2) if dims == 2 else nn.MaxPool3d(2)
+        self.up = nn.ModuleList(up(2 * features, features, 2, 2) for features in widths[-2::-1])
+        self.again = nn.ModuleList(twice(2 * features, features) for features in widths[-2::-1])
+        self.head = conv(width, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (N, channels, *space) -> (N, 2, *space)."""
+        skips: list[Tensor] = []
+        for level, down in enumerate(self.down):
+            x = down(self.pool(x) if level else x)
+            skips.append(x)
+        skips.pop()
+        for up, again in zip(self.up, self.again, strict=True):
+            x = again(torch.cat((skips.pop(), up(x)), 1))
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """An image or a volume, and the budget in bytes of what is done with it."""
+
+    title: str
+    shape: tuple[int, ...]
+    budget: int
+    train: bool = True
+
+
+SCANS = {
+    "2d-4096": Scan("2D", (1, 3, 4096, 4096), 4 * GIB),
+    "2d-1024": Scan("2D", (1, 3, 1024, 1024), 312 * MIB),
+    "3d-192": Scan("3D", (1, 1, 192, 192, 192), 3 * GIB),
+    "2d-8192-inference": Scan("2D, inference", (1, 3, 8192, 8192), 2 * GIB, train=False),
+}
+
+
+def network(scan: Scan) -> UNet:
+    torch.manual_seed(0)
+    return UNet(len(scan.shape) - 2, scan.shape[1])
+
+
+def planned_step(scan: Scan) -> tuple[nn.Module, Call, Planned]:
+    model = network(scan)
+    step = WithLoss(model, functional.cross_entropy, 1)
+    call = call_of((torch.randn(scan.shape), torch.randint(2, (scan.shape[0], *scan.shape[2:]))), {})
+    settings = Settings(costs="roofline", allow="reordered")
+    with called("memplan.plan"), recording_suspended(), undisturbed(cuda=False):
+        return step, call, Planner(step).planned(call, settings, scan.budget, remedies=False)
+
+
+def training_row(scan: Scan, *, run: bool) -> Row:
+    began = time.process_time()
+    step, call, planned = planned_step(scan)
+    plan = planned.plan
+    assert plan.step_seconds is not None, "a roofline tells seconds"
+    row: Row = {
+        "eager": plan.eager_peak, "predicted": plan.peak, "added": plan.seconds / plan.step_seconds,
+        "pieces": [tile.pieces for tile in plan.tiles], "repeating": sum(bool(tile.repeats) for tile in plan.tiles),
+        "planning": time.process_time() - began,
+    }  # fmt: skip
+    print(row, flush=True)
+    if run:
+        engine = Engine(planned.captured, planned.schedule)
+        there = storage_bytes((*step.parameters(), *step.buffers(), *call.tensors))
+        began, seconds = time.process_time(), time.perf_counter()
+        grown = peak_of(allocations(lambda: engine.run(step, call).backward()))
+        row["measured"], row["processor"] = there + grown, time.process_time() - began
+        row["finite"] = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in step.parameters())
+        print(f"measured peak {format_size(row['measured'])} of {format_size(scan.budget)}, predicted "
+              f"{format_size(plan.peak)}; {row['processor']:.0f} processor seconds, "
+              f"{time.perf_counter() - seconds:.0f} s; gradients finite: {row['finite']}", flush=True)  # fmt: skip
+    return row
+
+
+def inference_row(scan: Scan) -> Row:
+    """By the rules of `memplan.fit` with ``train=False``, which would run the image, too."""
+    began = time.process_time()
+    model = network(scan).eval()
+    before = inference._peak(model, scan.shape, torch.float32)
+    parts, predicted = inference._parts(model, Crops(model, scan.shape, torch.float32), scan.budget, before)
+    read = sum((high - low) * (right - left) for part in parts for (low, high), (left, right) in [part.input])
+    return {
+        "eager": before, "predicted": predicted, "added": read / (scan.shape[2] * scan.shape[3]) - 1,
+        "pieces": [len(parts)], "repeating": 0, "planning": time.process_time() - began,
+    }  # fmt: skip
+
+
+def format_size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
+
+
+def table(rows: dict[str, Row]) -> str:
+    lines = [
+        "| step | without a plan | budget | predicted peak | measured peak | added time |", "|---|--:|--:|--:|--:|--:|",
+    ]  # fmt: skip
+    for name, scan in SCANS.items():
+        if name in rows:
+            row = rows[name]
+            measured = format_size(row["measured"]) if "measured" in row else "not run"
+            lines.append(
+                f"| {scan.title}, {' x '.join(map(str, scan.shape))} | {format_size(row['eager'])} "
+                f"| {format_size(scan.budget)} | {format_size(row['predicted'])} | {measured} | {row['added']:.0%} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SCANS), metavar="A,B", help="plan these only")
+    runnable = [name for name, scan in SCANS.items() if scan.train]
+    parser.add_argument("--run", choices=runnable, help="plan this step only, and run it once")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    path = RESULTS / "whole_scans.json"
+    rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    for name in [options.run] if options.run else options.only.split(","):
+        scan = SCANS[name]
+        row = training_row(scan, run=name == options.run) if scan.train else inference_row(scan)
+        kept = {
+            key: rows.get(name, {})[key] for key in ("measured", "processor", "finite") if key in rows.get(name, {})
+        }
+        rows[name] = {**kept, **row} if row["predicted"] == rows.get(name, row)["predicted"] else row
+        print(name, rows[name], flush=True)
+        rows = {name: rows[name] for name in SCANS if name in rows}
+        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        (RESULTS / "whole_scans.md").write_text(table(rows))
+    return int(any(row.get("measured", 0) > SCANS[name].budget for name, row in rows.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
