@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from memplan import _torch
-from memplan.planning.capture.changed_tensors import ChangedTensors
+from memplan.planning.capture.changed_tensors import ChangedTensors, updated_statistics
 
 CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
     (torch.Tensor.mul_, (torch.ones(3), torch.full((3,), 2.0)), {}),
@@ -42,3 +42,15 @@ def test_tensors_of_inference_mode_have_no_version() -> None:
         before = ChangedTensors(torch.Tensor.mul_, (x, 2), {})
         x.mul_(2)
         assert before.after() == [x]
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+@pytest.mark.parametrize("trains", [False, True])
+def test_running_statistics_that_a_norm_updates(norm: Callable[..., Any], trains: bool) -> None:
+    """By position, as its layer gives them, and by name."""
+    x, mean, variance = torch.randn(2, 3, 4), torch.zeros(3), torch.ones(3)
+    name = "training" if norm is F.batch_norm else "use_input_stats"
+    updated = updated_statistics(norm, (x, mean, variance, None, None, trains), {})
+    assert updated == updated_statistics(norm, (x,), {"running_mean": mean, "running_var": variance, name: trains})
+    norm(x, mean, variance, None, None, trains)
+    assert bool(mean.any()) == bool(updated) == trains

@@ -216,7 +216,7 @@ def written_operand(m: Stem, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [written_result, written_operand])
 def test_results_with_memory_of_others_are_refused(function: Callable[[Stem, Tensor], Tensor]) -> None:
     """A view that leaves the segment would not see what is written behind it."""
-    with pytest.raises(NotTileable, match="view"):
+    with pytest.raises(NotTileable, match=r"view|changes what the segment reads"):
         captured(Stem(function), torch.randn(4, 2, 8, 8), "aten.relu.default")
 
 
@@ -350,3 +350,50 @@ def test_what_is_changed_behind_a_tile_is_not_computed_again() -> None:
         torch.testing.assert_close(mine.grad, their.grad, rtol=1e-10, atol=1e-12)
     with pytest.raises(NotTileable, match="changes a tensor from outside of the segment"):
         repeating(Skip(inplace=True).double(), x)
+
+
+class Centred(Skip):
+    """A level that begins with less of a buffer; ``change`` is called between its halves, with the model and the
+    input."""
+
+    def __init__(self, change: Callable[[Centred, Tensor], object]) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.full((2, 1, 1), 0.5))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean of the scores' logistic loss."""
+        y = self.down(x - self.mean)
+        small = torch.tanh(self.inner(F.avg_pool2d(y, 2)))
+        self.change(self, x)
+        return F.softplus(self.last(torch.cat((y * 3, self.up(small)), 1))).mean()
+
+
+def normalize(model: Centred, x: Tensor) -> None:
+    with torch.no_grad():
+        F.batch_norm(x, model.mean.view(-1), torch.ones(2), training=True)
+
+
+CHANGES: dict[str, Callable[[Centred, Tensor], object]] = {
+    "a buffer": lambda model, x: model.mean.lerp_(x.mean((0, 2, 3)).view(2, 1, 1), 0.1),
+    "a view of a buffer": lambda model, x: model.mean[:1].mul_(3),
+    "the data of a buffer": lambda model, x: model.mean.data.mul_(3),
+    "running statistics": normalize,
+    "the input": lambda model, x: x.clamp_(0, 1),
+    "the data of the input": lambda model, x: x.data.clamp_(0, 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_segment_whose_operand_is_changed_behind_it_is_refused(change: Callable[[Centred, Tensor], object]) -> None:
+    """Its derivative, and the tile that repeats it, would compute it from what is there then."""
+    with pytest.raises(NotTileable, match="changes what the segment reads") as caught:
+        repeating(Centred(change), torch.randn(2, 2, 16, 8))
+    assert caught.value.at == 0
+
+
+def test_what_no_segment_reads_may_be_changed() -> None:
+    """A buffer beside that which the first tile reads."""
+    _, tiled = repeating(Centred(lambda model, x: model.down[1].num_batches_tracked.mul_(2)), torch.randn(2, 2, 16, 8))  # pyright: ignore
+    assert [op.target for op in tiled.graph.forward_ops].count(TILE) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from memplan import _torch
 
@@ -15,7 +16,7 @@ class ChangedTensors:
 
     Neither source of changes is complete. A function's name does not tell of an ``inplace`` by position, of operators
     of other libraries, or of calls inside of it: autograd's version counters do. They do not count the changes of a
-    batch norm's running statistics.
+    batch norm's running statistics: see `updated_statistics`.
     """
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -46,3 +47,16 @@ def _changes_first(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     if (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__"):
         return True
     return kwargs.get("inplace") is True
+
+
+_NORM = "input", "running_mean", "running_var", "weight", "bias", "training"
+"""First parameters of torch's batch norm and instance norm; the latter calls the last one ``use_input_stats``."""
+
+
+def updated_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the running statistics that a call of a batch or instance norm updates."""
+    if func not in (F.batch_norm, F.instance_norm):
+        return []
+    named = {**dict(zip(_NORM, args, strict=False)), **kwargs}
+    trains = named.get("training", named.get("use_input_stats", func is F.instance_norm))
+    return [named[name] for name in _NORM[1:3] if trains and isinstance(named.get(name), Tensor)]

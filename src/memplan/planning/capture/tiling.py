@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memplan import _torch
 from memplan.planning.capture.allocation_probe import Allocations
-from memplan.planning.capture.changed_tensors import ChangedTensors
+from memplan.planning.capture.changed_tensors import ChangedTensors, updated_statistics
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.ops.tile import (
     TILE,
@@ -59,6 +59,8 @@ class Tiling:
         self._static: dict[int, Tensor] | None = None
         self.registered = []
         self._recorder: Recorder | None = None
+        self._finished: list[tuple[int, Recorder]] = []
+        """Index and recording of each segment that has become an op."""
         self._results: list[weakref.ref[Tensor]] = []
         self._replacements: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
         """id() of a tensor that a segment's call returned -> (tensor, its replacement, its position)."""
@@ -95,15 +97,17 @@ class Tiling:
         arguments, static = ChangedTensors(func, args, kwargs), self._static_tensors()
         if index is None:
             result = func(*args, **kwargs)
-            changed = [tensor for tensor in arguments.after() if id(tensor) not in static]
-            if changed:
+            changed = arguments.after()
+            if any(id(tensor) not in static for tensor in changed):
                 self.in_place.add(number)
                 self._forget_recordings_of(changed)
+            self._refuse_changes_of_operands((*changed, *updated_statistics(func, args, kwargs)))
             return result
         if all(id(tensor) in static for tensor in arguments.tensors):  # the same for each piece: runs once, as it is
             result = func(*args, **kwargs)
             if self._recorder is not None and any(map(self._recorder.reads, arguments.after())):
                 raise NotTileable("the segment changes a buffer that it read before")
+            self._refuse_changes_of_operands(arguments.after())
             static |= {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
         else:
             result = self._run_recorded(func, args, kwargs, repeats)
@@ -128,6 +132,15 @@ class Tiling:
         for tensor, output, _ in self._replacements.values():
             if id(_torch.viewed(output)) in bases:
                 self._recorded.pop(id(tensor), None)
+
+    def _refuse_changes_of_operands(self, changed: Sequence[Tensor]) -> None:
+        """Raise NotTileable if an earlier segment has read memory of these tensors, which are changed now: its
+        derivative, and segments that repeat it, would read that later. Autograd's versions miss some changes."""
+        for index, recorder in self._finished:
+            if any(map(recorder.reads, changed)):
+                reason = NotTileable("a later call changes what the segment reads")
+                reason.at = index
+                raise reason
 
     def _run_recorded(self, func: Callable[..., Any], args: Any, kwargs: Any, repeats: Sequence[int]) -> Any:
         """Add a call to the program of the current segment, and return its results without data.
@@ -186,7 +199,9 @@ class Tiling:
         outputs = TracedTile.apply(key, *recorder.sources.values())  # results, then statistics of batch norms
         for (position, tensor), output in zip(wanted, outputs, strict=False):
             self._replacements[id(tensor)] = tensor, output, (index, position)
+        self._refuse_changes_of_operands([source for sources, _ in recorder.running.values() for source in sources])
         self._update_running(tiled, recorder, outputs[len(wanted) :])
+        self._finished.append((index, recorder))
         return _torch.tree_map(self._replaced, result)
 
     def _update_running(self, tiled: Tiled, recorder: Recorder, statistics: Sequence[Tensor]) -> None:

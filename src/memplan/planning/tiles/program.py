@@ -114,8 +114,9 @@ class Recorder:
         return id(tensor) in self._value
 
     def reads(self, tensor: Tensor) -> bool:
-        """Return whether a recorded call read a tensor from outside, or another view of its memory."""
-        return any(_torch.viewed(tensor) is _torch.viewed(source) for source in self.sources.values())
+        """Return whether a recorded call read a tensor from outside, or other memory of its storage."""
+        key = _torch.storage_key(tensor.untyped_storage())
+        return any(_torch.storage_key(source.untyped_storage()) == key for source in self.sources.values())
 
     def share_memory(self, results: Sequence[Tensor]) -> bool:
         """Return whether any results share memory with each other or with tensors from outside of the recording, which
