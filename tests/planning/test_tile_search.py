@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from tests.planning.test_segments import Levels
 from tests.truth.cpu_allocator import allocations, peak_of
 from torch import nn
 from torch.nn import functional as F
 
 import memplan
 from memplan.errors import BudgetError
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.planner import Planner
+from memplan.planning.settings import Settings
+from memplan.planning.study import Planned
+from memplan.planning.tile_search import planned_in_tiles
+from memplan.planning.tiles.program import NotTileable
+from memplan.planning.tiles.tiled import Tile
 
 STEP = {"loss": F.cross_entropy, "costs": "roofline", "allow": "reordered"}
 
@@ -114,6 +126,44 @@ class UNet(nn.Module):
         first = self.down(x)
         second = F.softplus(self.inner(F.avg_pool2d(first, 2)))
         return self.head(self.join(torch.cat((first, self.up(second)), 1)))
+
+
+def in_tiles(captured: Callable[[Sequence[Tile]], Any]) -> Planned:
+    """Search tiles of a U-Net for less than half of the floor without. ``captured``: as for `planned_in_tiles`."""
+    study = Planner(Levels()).study(call_of((torch.randn(1, 1, 64, 64),), {}), settings := Settings(costs="roofline"))
+    budget = int(0.45 * study.search(settings).floor().peak)
+    with pytest.raises(BudgetError) as exact:
+        study.planned(settings, budget)
+    return planned_in_tiles(study, settings, budget, captured, exact.value)
+
+
+def test_levels_go_on_without_a_segment_that_the_trace_refuses() -> None:
+    """The error names it, and why."""
+    tried: list[Sequence[Tile]] = []
+
+    def captured(tiles: Sequence[Tile]) -> Any:
+        tried.append(tiles)
+        reason = NotTileable("it is refused" if len(tried) == 1 else "another reason, of no segment")
+        reason.at = 1 if len(tried) == 1 else None
+        raise reason
+
+    with pytest.raises(BudgetError, match=r"up\.0: it is refused"):
+        in_tiles(captured)
+    first, second = tried[:2]
+    assert first[1].repeats == second[1].repeats == (first[0].first,)
+    assert (first[0], first[1].first) == (second[0], second[1].first)
+    assert second[1].last < first[1].last
+
+
+@pytest.mark.parametrize(("by_levels", "around_ops"), [(1.0, 2.0), (2.0, 1.0)])
+def test_levels_are_taken_unless_segments_around_ops_are_faster(by_levels: float, around_ops: float) -> None:
+    """Seconds as given; whatever is tried fits."""
+
+    def captured(tiles: Sequence[Tile]) -> Any:
+        seconds = by_levels if any(tile.repeats for tile in tiles) else around_ops
+        return SimpleNamespace(planned=lambda *of: SimpleNamespace(plan=SimpleNamespace(seconds=seconds)))
+
+    assert in_tiles(captured).plan.seconds == 1
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import torch
 
@@ -349,7 +350,7 @@ class Segments:
 
         ``budget``: bytes, of which a piece takes a small part.
         """
-        outside = [call for call in self.calls if not any(tile.first <= call <= tile.last for tile in tiles)]
+        outside = {call for call in self.calls if not any(tile.first <= call <= tile.last for tile in tiles)}
         largest = max((self._bytes[call] for call in outside), default=0)
         large = {
             v for op in self._data if op.call is not None and 2 * self._bytes[op.call] > largest
@@ -359,12 +360,8 @@ class Segments:
             op.call for op in self._data
             if not large.isdisjoint((*self._nodes[op.index].reads, *self._nodes[op.index].outputs))
         }  # fmt: skip
-        runs, before = list[list[int]](), -1
-        for call in (call for call in self.calls if call in uses and call in set(outside)):
-            if before < 0 or self.calls.index(call) != self.calls.index(before) + 1:
-                runs.append([])
-            runs[-1].append(call)
-            before = call
+        groups = groupby(self.calls, lambda call: call in uses and call in outside)
+        runs = [list(calls) for chosen, calls in groups if chosen]
         level = list[Tile]()
         for run in runs:
             new = self._tiles_of(run, level, large, budget)

@@ -32,6 +32,8 @@ which the plan is quickly made; the second adds many small ones, and so reaches 
 FAR = 2.0
 """Tiles of whole levels come first for budgets below the smallest without tiles, divided by this: they reach the
 smallest budgets, in longer steps."""
+FEW = 4
+"""Captures at most to find a faster plan around ops where one by levels fits: most such budgets have none."""
 
 
 def planned_in_tiles(
@@ -54,6 +56,9 @@ def planned_in_tiles(
     far = FAR * budget < error.smallest_budget
     for way in (search.in_levels, first, second) if far else (first, search.in_levels, second):
         planned = way()
+        if planned is not None and far and way == search.in_levels:
+            other = search.around_ops(PREMIUMS[0], FEW)
+            return planned if other is None else min(planned, other, key=lambda found: found.plan.seconds)
         if planned is not None:
             return planned
     error, segments = search.error, search.segments
@@ -75,16 +80,18 @@ class _TileSearch:
         """The error with the smallest peak so far, and the last study with tiles."""
         self._study, self._settings, self._budget, self._captured = study, settings, budget, captured
 
-    def around_ops(self, premium: float) -> Planned | None:
-        """Return a plan with tiles around the ops that are above the budget; None if none fits. ``premium``: as for
-        `Segments.around`."""
+    def around_ops(self, premium: float, captures: int = ROUNDS + REFUSALS) -> Planned | None:
+        """Return a plan with tiles around the ops that are above the budget; None if none fits.
+
+        Args:
+            premium: as for `Segments.around`.
+            captures: most captures.
+        """
         segments, settings, budget = self.segments, self._settings, self._budget
         tiles, refusals = tuple[Tile, ...](), list[str]()
         self.tried = self._study
-        for _ in range(ROUNDS + REFUSALS):
+        for _ in range(captures):
             safe_point()
-            if len(refusals) >= ALIKE and len(set(refusals[-ALIKE:])) == 1:
-                break
             more = _more_tiles(segments, self.tried, settings, budget, tiles, premium)
             if more == tiles:
                 break
@@ -93,12 +100,9 @@ class _TileSearch:
                 self.tried = self._captured(more)
                 tiles = more
                 return self.tried.planned(settings, budget)
-            except NotTileable as reason:  # tracing shows more than the graph
-                _log.info("a segment cannot run piece by piece: %s", reason)
-                if reason.at is None:  # unknown which segment it was
+            except NotTileable as reason:
+                if not self._refuse(more, reason, refusals):
                     break
-                segments.refuse(more[reason.at], str(reason))
-                refusals.append(str(reason))
             except RecordingError as reason:
                 _log.info("the step cannot be traced with its segments in pieces: %s", reason)
                 break
@@ -111,10 +115,11 @@ class _TileSearch:
         repeats another.
 
         A tile of a level repeats what it reads of an earlier one, which so is never whole, and nor is its gradient. The
-        levels of the largest tensors come first, then further ones and more pieces.
+        levels of the largest tensors come first, then further ones and more pieces. Without a segment that is refused,
+        they are built anew.
         """
         segments, settings, budget = self.segments, self._settings, self._budget
-        tiles = segments.next_level((), budget)
+        tiles, levels, refusals = segments.next_level((), budget), 1, list[str]()
         for _ in range(ROUNDS + REFUSALS):
             safe_point()
             if not any(tile.repeats for tile in tiles):
@@ -123,7 +128,14 @@ class _TileSearch:
             try:
                 self.tried = self._captured(tiles)
                 return self.tried.planned(settings, budget)
-            except (NotTileable, RecordingError) as reason:
+            except NotTileable as reason:
+                if not self._refuse(tiles, reason, refusals):
+                    break
+                tiles = ()
+                for _ in range(levels):
+                    tiles = segments.next_level(tiles, budget)
+                continue
+            except RecordingError as reason:
                 _log.info("the levels cannot run piece by piece: %s", reason)
                 break
             except BudgetError as lower:
@@ -136,8 +148,22 @@ class _TileSearch:
             more = next((more for more in ((finer, deeper) if enough else (deeper, finer)) if more != tiles), None)
             if more is None:
                 break
+            levels += more is deeper
             tiles = more
         return None
+
+    def _refuse(self, tiles: Sequence[Tile], reason: NotTileable, refusals: list[str]) -> bool:
+        """Exclude the segment among these that cannot run piece by piece, as a trace shows more than the graph. Returns
+        whether others may: it is known which one it was, and not the last of several for the same reason.
+
+        ``refusals``: earlier reasons, to which this one is added.
+        """
+        _log.info("a segment cannot run piece by piece: %s", reason)
+        if reason.at is None:
+            return False
+        self.segments.refuse(tiles[reason.at], str(reason))
+        refusals.append(str(reason))
+        return len(refusals) < ALIKE or len(set(refusals[-ALIKE:])) > 1
 
     def _note(self, error: BudgetError) -> None:
         """Remember the error if its peak is the smallest so far."""
