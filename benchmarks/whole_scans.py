@@ -3,15 +3,20 @@
     python benchmarks/whole_scans.py                    # plans every step, and writes whole_scans.json and .md
     python benchmarks/whole_scans.py --only 2d-1024     # plans these, and keeps the other rows
     python benchmarks/whole_scans.py --run 2d-4096      # plans this step, runs it once, and notes its peak
+    python benchmarks/whole_scans.py --gradients        # gradients of small planned steps beside float64
 
 Training is planned by the costs of a roofline. A step runs once, with one thread and without a proof, as eager mode
 needs more memory than machines have. Its peak is that of the events of the CPU's allocator, read without memplan
 (tests/truth/cpu_allocator.py). Of inference, the peaks are those that parts of the image are predicted to take.
+
+Gradients are those of networks of 8 to 128 features with SiLU and average pools: at the kink of a ReLU, or between two
+equal elements of a pool, two right steps can differ by a whole element.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -50,7 +55,7 @@ Row = dict[str, Any]
 class UNet(nn.Module):
     """Two convolutions with batch norms in each of five levels, skips joined by concatenation."""
 
-    def __init__(self, dims: int, channels: int, width: int = 32, levels: int = 5) -> None:
+    def __init__(self, dims: int, channels: int, *, width: int = 32, levels: int = 5, smooth: bool = False) -> None:
         super().__init__()
         conv, norm = (nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)
         up = nn.ConvTranspose2d if dims == 2 else nn.ConvTranspose3d
@@ -58,12 +63,14 @@ class UNet(nn.Module):
         def twice(inputs: int, outputs: int) -> nn.Sequential:
             layers: list[nn.Module] = []
             for before in (inputs, outputs):
-                layers += [conv(before, outputs, 3, padding=1, bias=False), norm(outputs), nn.ReLU(inplace=True)]
+                layers += [conv(before, outputs, 3, padding=1, bias=False), norm(outputs)]
+                layers.append(nn.SiLU() if smooth else nn.ReLU(inplace=True))
             return nn.Sequential(*layers)
 
         widths = [width << level for level in range(levels)]
         self.down = nn.ModuleList(map(twice, (channels, *widths), widths))
-        self.pool = nn.MaxPool2d(2) if dims == 2 else nn.MaxPool3d(2)
+        kinds = (nn.AvgPool2d, nn.AvgPool3d) if smooth else (nn.MaxPool2d, nn.MaxPool3d)
+        self.pool = kinds[dims - 2](2)
         self.up = nn.ModuleList(up(2 * features, features, 2, 2) for features in widths[-2::-1])
         self.again = nn.ModuleList(twice(2 * features, features) for features in widths[-2::-1])
         self.head = conv(width, 2, 1)
@@ -98,13 +105,19 @@ SCANS = {
 }
 
 
-def network(scan: Scan) -> UNet:
+SMALL = {
+    "2d-512": Scan("2D", (1, 3, 512, 512), 20 * MIB),
+    "3d-64": Scan("3D", (1, 1, 64, 64, 64), 28 * MIB),
+}
+"""Steps whose gradients are compared."""
+
+
+def network(scan: Scan, **options: Any) -> UNet:
     torch.manual_seed(0)
-    return UNet(len(scan.shape) - 2, scan.shape[1])
+    return UNet(len(scan.shape) - 2, scan.shape[1], **options)
 
 
-def planned_step(scan: Scan) -> tuple[nn.Module, Call, Planned]:
-    model = network(scan)
+def planned_step(scan: Scan, model: nn.Module) -> tuple[nn.Module, Call, Planned]:
     step = WithLoss(model, functional.cross_entropy, 1)
     call = call_of((torch.randn(scan.shape), torch.randint(2, (scan.shape[0], *scan.shape[2:]))), {})
     settings = Settings(costs="roofline", allow="reordered")
@@ -114,7 +127,7 @@ def planned_step(scan: Scan) -> tuple[nn.Module, Call, Planned]:
 
 def training_row(scan: Scan, *, run: bool) -> Row:
     began = time.process_time()
-    step, call, planned = planned_step(scan)
+    step, call, planned = planned_step(scan, network(scan))
     plan = planned.plan
     assert plan.step_seconds is not None, "a roofline tells seconds"
     row: Row = {
@@ -136,6 +149,32 @@ def training_row(scan: Scan, *, run: bool) -> Row:
     return row
 
 
+def gradients_row(scan: Scan) -> Row:
+    """Of the parameter for which that is most: how often as far off from float64 as eager mode's the gradient is."""
+    model = network(scan, width=8, smooth=True)
+    step, call, planned = planned_step(scan, model)
+    plain, wide = copy.deepcopy(step), copy.deepcopy(step).double()
+    x, classes = call.tensors
+    Engine(planned.captured, planned.schedule).run(step, call).backward()
+    plain(x, classes).backward()
+    wide(x.double(), classes).backward()
+    rows: list[tuple[float, str, float, float]] = []
+    for (name, ours), theirs, true in zip(step.named_parameters(), plain.parameters(), wide.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert true.grad is not None
+        norm = true.grad.norm().item()
+        planned_error, eager_error = (
+            (grad.double() - true.grad).norm().item() / norm for grad in (ours.grad, theirs.grad)
+        )
+        rows.append((planned_error / eager_error, name, planned_error, eager_error))
+    ratio, name, *errors = max(rows)
+    return {
+        "predicted": planned.plan.peak, "repeating": sum(bool(tile.repeats) for tile in planned.plan.tiles),
+        "ratio": ratio, "parameter": name, "errors": errors,
+    }  # fmt: skip
+
+
 def inference_row(scan: Scan) -> Row:
     """By the rules of `memplan.fit` with ``train=False``, which would run the image, too."""
     began = time.process_time()
@@ -153,7 +192,7 @@ def format_size(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
 
 
-def table(rows: dict[str, Row]) -> str:
+def table(rows: dict[str, Row], gradients: dict[str, Row]) -> str:
     lines = [
         "| step | without a plan | budget | predicted peak | measured peak | added time |", "|---|--:|--:|--:|--:|--:|",
     ]  # fmt: skip
@@ -161,10 +200,19 @@ def table(rows: dict[str, Row]) -> str:
         if name in rows:
             row = rows[name]
             measured = format_size(row["measured"]) if "measured" in row else "not run"
+            added = f"{100 * row['added']:.0f} %" + ("" if scan.train else " is read again")
             lines.append(
                 f"| {scan.title}, {' x '.join(map(str, scan.shape))} | {format_size(row['eager'])} "
-                f"| {format_size(scan.budget)} | {format_size(row['predicted'])} | {measured} | {row['added']:.0%} |"
+                f"| {format_size(scan.budget)} | {format_size(row['predicted'])} | {measured} | {added} |"
             )
+    for name, row in gradients.items():
+        ours, eager = row["errors"]
+        lines += [
+            "",
+            f"Gradients in the L2 norm against float64, {' x '.join(map(str, SMALL[name].shape))} in "
+            f"{format_size(SMALL[name].budget)}: at most {row['ratio']:.1f} times as far off as eager mode's (of "
+            f"`{row['parameter']}`, {ours:.1e} instead of {eager:.1e}).",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -173,21 +221,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default=",".join(SCANS), metavar="A,B", help="plan these only")
     runnable = [name for name, scan in SCANS.items() if scan.train]
     parser.add_argument("--run", choices=runnable, help="plan this step only, and run it once")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients, and plan nothing else")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     path = RESULTS / "whole_scans.json"
-    rows: dict[str, Row] = json.loads(path.read_text())["rows"] if path.exists() else {}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    rows, gradients = found.get("rows", {}), found.get("gradients", {})
+
+    def write() -> None:
+        ordered = {name: rows[name] for name in SCANS if name in rows}
+        found = {"torch": torch.__version__, "rows": ordered, "gradients": gradients}
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / "whole_scans.md").write_text(table(ordered, gradients))
+
+    if options.gradients:
+        for name, scan in SMALL.items():
+            gradients[name] = gradients_row(scan)
+            print(name, gradients[name], flush=True)
+            write()
+        return int(any(row["ratio"] > 2 for row in gradients.values()))
     for name in [options.run] if options.run else options.only.split(","):
         scan = SCANS[name]
         row = training_row(scan, run=name == options.run) if scan.train else inference_row(scan)
-        kept = {
-            key: rows.get(name, {})[key] for key in ("measured", "processor", "finite") if key in rows.get(name, {})
-        }
-        rows[name] = {**kept, **row} if row["predicted"] == rows.get(name, row)["predicted"] else row
-        print(name, rows[name], flush=True)
-        rows = {name: rows[name] for name in SCANS if name in rows}
-        path.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
-        (RESULTS / "whole_scans.md").write_text(table(rows))
+        before = rows.get(name, {})
+        if row["predicted"] == before.get("predicted"):  # the same plan: its run counts
+            row = {**{key: before[key] for key in ("measured", "processor", "finite") if key in before}, **row}
+        rows[name] = row
+        print(name, row, flush=True)
+        write()
     return int(any(row.get("measured", 0) > SCANS[name].budget for name, row in rows.items()))
 
 
