@@ -32,8 +32,8 @@ which the plan is quickly made; the second adds many small ones, and so reaches 
 FAR = 2.0
 """Tiles of whole levels come first for budgets below the smallest without tiles, divided by this: they reach the
 smallest budgets, in longer steps."""
-FEW = 4
-"""Captures at most to find a faster plan around ops where one by levels fits: most such budgets have none."""
+FEW = 2
+"""Captures at most to find a faster plan around ops where one by levels fits: each takes seconds for large networks."""
 
 
 def planned_in_tiles(
