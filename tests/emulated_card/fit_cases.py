@@ -263,7 +263,7 @@ def test_pieces_on_a_card_hold_no_more_than_is_said(monkeypatch: pytest.MonkeyPa
     bits, half = ops.pack_bits(x, "sign"), x.bfloat16()
     flags = ops.unpack_bits(bits, x.shape, x.stride())
     some = pieces.quantized_piece(x.numel(), "cuda")
-    packing, direct = piece * encode._packing_bytes("cuda"), {one.target: one.buffers for one in encode.DIRECT.values()}
+    packing, direct = encode._flag_bytes(piece, "cuda"), {one.target: one.buffers for one in encode.DIRECT.values()}
     read = {
         name: piece * (1 + 4 * direct[f"memplan.{name}_bits"])
         for name in ("threshold_backward", "native_dropout_backward")

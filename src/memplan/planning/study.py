@@ -228,12 +228,8 @@ class _Step:
 
     @cached_property
     def least_reserved(self) -> tuple[Choices, int]:
-        """Choices of the smallest budget on a card that has a plan, and that budget in bytes.
-
-        Of kernels' temporaries the sum is known, not each: what free blocks they leave is not predicted well enough to
-        choose between schedules by it.
-        """
-        return least_reserved(self.search, 1) if self._study.kernels else least_reserved(self.search)
+        """Choices of the smallest budget on a card that has a plan, and that budget in bytes."""
+        return least_reserved(self.search)
 
     @cached_property
     def fusing(self) -> Fusing:

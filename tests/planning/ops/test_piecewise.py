@@ -314,10 +314,13 @@ def test_every_kernel_knows_its_results_without_data() -> None:
 
 @pytest.mark.parametrize("count", [1, 8, 13, 4096])
 def test_another_device_packs_the_same_bits(count: int) -> None:
-    flags = tensor(count) > 1
-    bits = kernels._pack_by_torch(flags)
-    same(bits, kernels._pack(flags))
-    same(kernels._unpack_by_torch(bits, count), kernels._unpack(bits, count))
+    numbers = tensor(count)
+    numbers[0] = torch.nan
+    for kind, values in (("bits", numbers > 1), ("sign", numbers), ("positive", numbers)):
+        bits = torch.empty((count + 7) // 8, dtype=torch.uint8)
+        kernels._pack_by_torch(bits, values, kind)
+        same(bits, kernels.pack_bits(values, kind))  # by numpy
+        same(kernels._unpack_by_torch(bits, count), kernels._unpack(bits, count))
 
 
 def test_the_kernels_are_registered_once() -> None:

@@ -36,8 +36,8 @@ class OnCard:
 
     graph: JointGraph
     """The graph, whose ops have the workspaces of CUDA's kernels."""
-    libraries: int
-    """Bytes of workspaces that libraries keep allocated after their first call."""
+    kept: Mapping[int, int]
+    """Bytes of workspaces that libraries keep allocated from their first call on, by index of the op that makes it."""
     expected: Mapping[int, ExpectedScratch] = field(default_factory=dict)
     """Possible workspaces, by index of the op, where a model of cuDNN's choice predicts them."""
 
@@ -66,7 +66,10 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     ]
     all_temporaries = [temporary for temporaries in temporaries_of_ops for temporary in temporaries]
     cudnn_bytes, expected_bytes = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
-    persistent = sum(round_to_blocks(temporary.bytes) for temporary in all_temporaries if temporary.permanent)
+    kept = {
+        op.index: sum(round_to_blocks(temporary.bytes) for temporary in temporaries if temporary.permanent)
+        for op, temporaries in zip(graph.ops, temporaries_of_ops, strict=True)
+    }
     ops, expected = list[GraphOp](), dict[int, ExpectedScratch]()
     for op, temporaries in zip(graph.ops, temporaries_of_ops, strict=True):
         if _declares_scratch(op):
@@ -86,7 +89,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
             ordered = sorted(probabilities)
             workspace = ExpectedWorkspace(scratch, tuple(ordered), tuple(probabilities[size] for size in ordered))
             expected[op.index] = ExpectedScratch(tuple(uncertain), workspace)
-    return OnCard(replace(graph, ops=tuple(ops)), persistent, expected)
+    return OnCard(replace(graph, ops=tuple(ops)), {index: size for index, size in kept.items() if size}, expected)
 
 
 def _declares_scratch(op: GraphOp) -> bool:
@@ -132,9 +135,10 @@ def _scratch(
     return scratch + cudnn_peak
 
 
-def libraries(graph: JointGraph, home: Home) -> int:
-    """Return the bytes of workspaces that libraries keep allocated on a step's device; 0 on the CPU."""
-    return 0 if home.card is None else on_card(graph, home.card).libraries
+def libraries(graph: JointGraph, home: Home) -> Mapping[int, int]:
+    """Return the bytes of workspaces that libraries keep allocated on a step's device, by index of the op whose call
+    allocates them; none on the CPU."""
+    return {} if home.card is None else on_card(graph, home.card).kept
 
 
 _known: dict[tuple[str, bool, bool], dict[str, int | None]] = {}

@@ -65,7 +65,7 @@ class Direct:
 
 DIRECT: Mapping[str, Direct] = {
     "aten.threshold_backward.default": Direct(
-        "self", "sign", "memplan.threshold_backward_bits", suits=lambda arguments: arguments["threshold"] == 0
+        "self", "sign", "memplan.threshold_backward_bits", buffers=0, suits=lambda arguments: arguments["threshold"] == 0
     ),
     "aten.leaky_relu_backward.default": Direct("self", "positive", "memplan.leaky_relu_backward_bits"),
     "aten.native_dropout_backward.default": Direct("mask", "bits", "memplan.native_dropout_backward_bits", buffers=2),
@@ -320,7 +320,8 @@ def _exact(
         scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
         form = SavedForm(
             NAME, value.id, _ID_TO_ASSIGN, "bits",
-            store_scratch=0 if value.place == HOST else piece * _packing_bytes(value.place), fetch_scratch=piece,
+            store_scratch=0 if value.place == HOST else _flag_bytes(piece, value.place),
+            fetch_scratch=_flag_bytes(piece, value.place),
             direct=tuple(op.index for op in direct), direct_scratch=scratch,
         )  # fmt: skip
         return form, _uint8_vector(value, "bits", packed(prod(value.shape)))
@@ -345,18 +346,15 @@ def _exact(
         return None
     codec, direct = max(kinds.items(), key=lambda item: len(item[1]))
     form = SavedForm(
-        NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piece * _packing_bytes(value.place) + NUMBERS, whole=False,
+        NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=_flag_bytes(piece, value.place), whole=False,
         direct=tuple(op.index for op in direct), direct_scratch=max(_direct_scratch(graph, op) for op in direct),
     )  # fmt: skip
     return form, _uint8_vector(value, codec, packed(prod(value.shape)))
 
 
-def _packing_bytes(place: str) -> int:
-    """Return the workspace of packing a piece into bits, in bytes an element.
-
-    numpy packs on the host, with one buffer. On a card there are four: flags, padded flags, weighted flags and bits.
-    """
-    return 1 if place == HOST else 4
+def _flag_bytes(piece: int, place: str) -> int:
+    """Return the workspace of packing a piece into bits, or of unpacking it: one buffer of whole bytes' flags."""
+    return 8 * packed(piece) + (NUMBERS if place == HOST else 0)
 
 
 def _uint8_vector(value: Value, codec: str, size: int) -> Value:
@@ -395,7 +393,8 @@ def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
     """Return the workspace in bytes of an op of `DIRECT` that reads bits: unpacked flags and temporary pieces."""
     direct = DIRECT[op.target]
     like = graph.values[arguments_of(op.target, op.args, op.kwargs)[direct.same].value]
-    return min(most(like.place), prod(like.shape)) * (1 + direct.buffers * itemsize(like.dtype)) + NUMBERS
+    piece = min(most(like.place), prod(like.shape))
+    return _flag_bytes(piece, like.place) + piece * direct.buffers * itemsize(like.dtype)
 
 
 def _cast_call(value: int, dtype: str) -> Called:

@@ -39,22 +39,35 @@ def _with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 # -- bits
 
 
-_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_TO_BITS = sum(1 << 56 - 7 * flag for flag in range(8))
+"""Times this, eight flags that lie in the bytes of an int64 are in its highest byte, the first as the lowest bit: byte i
+meets 2^(56 - 7 i) there. No two products of a flag and a power are the same power, so that there are no carries."""
+_REPEATED = sum(1 << 8 * flag for flag in range(8))
+_OWN_BIT = sum(1 << 9 * flag for flag in range(8)) - (1 << 64)
+"""In byte i bit i, as a signed int64."""
 
 
-def _pack(flags: Tensor) -> Tensor:
-    """Pack eight flags into each byte, the first as the lowest bit."""
-    if flags.device.type == "cpu":
-        return torch.from_numpy(np.packbits(flags.numpy().view(np.uint8), bitorder="little"))
-    return _pack_by_torch(flags)
+def _pack(bits: Tensor, piece: Tensor, kind: str) -> None:
+    """Write eight flags of a piece into each byte of ``bits``, the first as the lowest bit."""
+    if piece.device.type == "cpu":
+        flags = _FLAGS[kind](piece).numpy().view(np.uint8)
+        bits.copy_(torch.from_numpy(np.packbits(flags, bitorder="little")))
+    else:
+        _pack_by_torch(bits, piece, kind)
 
 
-def _pack_by_torch(flags: Tensor) -> Tensor:
-    """Pack eight flags into each byte, the first as the lowest bit, by torch's ops."""
-    padding = -flags.numel() % 8
-    padded = torch.nn.functional.pad(flags, (0, padding)) if padding else flags
-    weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=flags.device)
-    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+def _pack_by_torch(bits: Tensor, piece: Tensor, kind: str) -> None:
+    """Like `_pack`, by torch's ops, with a single buffer: a byte for each flag."""
+    flags, count = piece.new_empty(8 * bits.numel(), dtype=torch.bool), piece.numel()
+    flags[count:] = False
+    if kind == "bits":
+        flags[:count].copy_(piece)
+    elif kind == "sign":
+        torch.le(piece, 0, out=flags[:count]).logical_not_()
+    else:
+        torch.gt(piece, 0, out=flags[:count])
+    words = flags.view(torch.int64)
+    bits.copy_(words.mul_(_TO_BITS).bitwise_right_shift_(56))
 
 
 def _unpack(bits: Tensor, count: int) -> Tensor:
@@ -65,9 +78,9 @@ def _unpack(bits: Tensor, count: int) -> Tensor:
 
 
 def _unpack_by_torch(bits: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` flags of packed bits as bytes 0 or 1, by torch's ops."""
-    weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=bits.device)
-    return (bits[:, None] & weights).ne_(0).view(-1)[:count]
+    """Return the first ``count`` flags of packed bits as bytes 0 or 1, by torch's ops, in a single buffer."""
+    words = bits.to(torch.int64)
+    return words.mul_(_REPEATED).bitwise_and_(_OWN_BIT).view(torch.uint8).ne_(0)[:count]
 
 
 _FLAGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -86,7 +99,7 @@ def pack_bits(self: Tensor, kind: str) -> Tensor:
     counts) or ``positive`` (> 0) of numbers."""
     bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
     for packed_piece, piece in _with_bits(bits, self):
-        packed_piece.copy_(_pack(_FLAGS[kind](piece)))
+        _pack(packed_piece, piece, kind)
     return bits
 
 
@@ -135,8 +148,8 @@ def _register_bits_op(schema: str, kernel: Callable[..., None]) -> None:
 
 
 def _threshold(out: Tensor, gradient: Tensor, flags: Tensor, threshold: float) -> None:
-    """Write the gradient of a ReLU's input to ``out``; flags as numbers lie on the right side of the threshold 0."""
-    _ATEN.threshold_backward.grad_input(gradient, flags.to(gradient.dtype), threshold, grad_input=out)
+    """Write the gradient of a ReLU's input to ``out``, without numbers in place of flags: they took four bytes each."""
+    _masked_fill(out, gradient, flags.logical_not_(), 0.0)
 
 
 def _leaky_relu(out: Tensor, gradient: Tensor, flags: Tensor, slope: float, is_result: bool) -> None:

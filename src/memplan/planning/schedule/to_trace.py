@@ -77,6 +77,9 @@ class _Tracer:
         }
         """By gradient of a parameter: the parameter's name."""
         self.saved = set(schedule.saved)
+        run = {action.op for action in (*schedule.forward, *schedule.backward)}
+        self.kept = {op: size for op, size in self.outside_memory.kept.items() if op in run}
+        """Bytes of libraries' workspaces that are not allocated yet, by the op that will."""
         self.tick = 0
         """Allocations and frees so far."""
         self.entries: list[_Entry] = []
@@ -127,7 +130,9 @@ class _Tracer:
                 if value.kind == "parameter":
                     self._allocate(value.own_bytes, "parameter_gradient", value, None, value.path)
         for cause, size in self.outside_memory.by_cause().items():
-            self._allocate(size, cause, None, None, "")
+            later = sum(self.kept.values()) if cause == "workspace" else 0
+            if size > later:
+                self._allocate(size - later, cause, None, None, "")
 
     # -- storages
 
@@ -143,10 +148,14 @@ class _Tracer:
         self.tick += 1
         self.entries[entry].freed = self.tick
 
-    def _allocate_temporary(self, size: int, op: int) -> None:
-        """Allocate a workspace of an op and free it again. ``op``: its index in the trace."""
-        if size:
-            self._release(self._allocate(size, "temporary", None, op))
+    def _allocate_temporary(self, size: int, op: int, kept: int = 0) -> None:
+        """Allocate a workspace of an op and free it again. ``op``: its index in the trace; ``kept``: bytes that a
+        library allocates meanwhile, and keeps."""
+        temporary = self._allocate(size, "temporary", None, op) if size else None
+        if kept:
+            self._allocate(kept, "workspace", None, op)
+        if temporary is not None:
+            self._release(temporary)
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
         """Allocate the storage of a value that an op makes, with its cause.
@@ -185,7 +194,8 @@ class _Tracer:
             transient += self._free(action)
         for position, value in enumerate(self._without_host_values(action.makes)):
             self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        self._allocate_temporary(transient, op)
+        kept = self.kept.pop(action.op, 0) if action.kind == "run" and action.op is not None else 0
+        self._allocate_temporary(transient, op, kept)
         copy = self.bytes.gradient_copy_bytes(action)
         if copy and action.value is not None:
             of = self.graph.values[action.value]
