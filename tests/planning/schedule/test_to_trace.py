@@ -15,7 +15,7 @@ from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule, with_fewest_pieces
-from memplan.planning.schedule.to_trace import reserved_bytes, timeline_of
+from memplan.planning.schedule.to_trace import reserved_bytes, timeline_of, trace_of
 from memplan.trace.records import Cause
 
 
@@ -60,3 +60,28 @@ def test_reserved_bytes_are_those_of_the_timeline(seed: int, held: bool) -> None
     made = schedule(graph, Choices(drop, frozenset(), GradientUse(False, held)))
     outside_memory = OutsideMemory(1000, 3 << 20, home=Home("cuda:0", find("h100")))
     assert reserved_bytes(made, outside_memory) == timeline_of(made, outside_memory).peak_reserved
+
+
+def test_a_librarys_workspace_is_allocated_by_the_op_that_calls_it_first() -> None:
+    graph = random_graph(3, 12)
+    made = schedule(graph, Choices())
+    last = next(action.op for action in reversed(made.forward) if action.op is not None)
+    outside_memory = OutsideMemory(other_bytes={"workspace": 5000}, kept={last: 4000})
+    trace = trace_of(made, outside_memory)
+    early, late = (one for one in trace.storages if one.cause == "workspace")
+    assert (early.bytes, early.op) == (1000, None)
+    assert late.bytes == 4000
+    assert late.op == max(op.index for op in trace.ops if op.phase == "forward" and not op.name.startswith("memplan."))
+    assert late.died is None
+
+
+def test_the_requests_of_an_op_are_made_one_by_one() -> None:
+    graph = random_graph(3, 12)
+    op = graph.ops[0]
+    sized = replace(op, scratch=700, requests=(500, 200, -1, 300, -2, -3), scratch_into=None, discarded=0)
+    made = schedule(replace(graph, ops=(sized, *graph.ops[1:])), Choices())
+    first = next(one for one in trace_of(made).ops if one.phase == "forward")
+    temporary = [one for one in trace_of(made).storages if one.op == first.index and one.cause == "temporary"]
+    assert [one.bytes for one in temporary] == [500, 200, 300]
+    assert temporary[0].died is not None
+    assert temporary[1].born < temporary[0].died < temporary[2].born

@@ -39,6 +39,8 @@ class Allocations:
         """Start and end of each span, by name: ns of a profile, or ticks of a ledger."""
         self._events: list[tuple[int, int]] = []
         """(time, bytes, negative for a free), in order."""
+        self._lifetimes: list[tuple[int, int, int]] = []
+        """(time of the allocation, of the free, bytes) of memory without data that was freed, in order."""
 
     def __enter__(self) -> Allocations:
         if self._observer is None:
@@ -60,6 +62,12 @@ class Allocations:
         allocations = [(entry.born, entry.bytes) for entry in ledger.entries]
         frees = [(entry.died, -entry.bytes) for entry in ledger.entries if entry.died is not None]
         self._events = sorted(allocations + frees)
+        self._lifetimes = [
+            (entry.born, entry.died, entry.bytes)
+            for entry in ledger.entries
+            if entry.died is not None
+            and entry.shape != ()  # numbers that torch wraps are in host memory on a card, too
+        ]
 
     def _read(self, profile: _torch.Profile) -> None:
         """Copy spans and events from torch's profile, without frees of memory allocated before this context."""
@@ -92,6 +100,15 @@ class Allocations:
     def left(self, name: str) -> int:
         """Return the bytes at the end of a span, relative to its start."""
         return self._levels(name)[-1]
+
+    def temporaries(self, name: str) -> tuple[int, ...]:
+        """Return the requests for memory without data that a span allocates and frees, in order: a number above 0 of
+        bytes, or below 0 to free the memory of the request with that number, from 1."""
+        start, end = self._ranges[name]
+        within = [one for one in self._lifetimes if start <= one[0] and one[1] <= end and one[2]]
+        events = [(born, size) for born, _, size in within]
+        events += [(died, -number) for number, (_, died, _) in enumerate(within, 1)]
+        return tuple(request for _, request in sorted(events))
 
     def _levels(self, name: str) -> list[int]:
         """Return the allocated bytes relative to the start of a span: 0 first, then after each event in it."""

@@ -306,12 +306,13 @@ class Reader:
         backward = _torch.is_backward(node)
         layer, where, forward = self._locate(node, index, backward)
         region = None if backward else _torch.cast_in(node)
+        scratch, requests = _scratch(node, target) if effect is None else (0, ())
         if target == CAST and region is not None:
             self.casts[index] = region
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
-                discarded, scratch=_scratch(node, target) if effect is None else 0,
+                discarded, scratch=scratch, requests=requests,
                 random=_torch.is_random(function, args, kwargs),
                 once=effect is not None or self._must_run_once(target, reads),
                 layer=layer, where=where, gradient_of=forward,
@@ -349,13 +350,15 @@ class Reader:
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
 
 
-def _scratch(node: Any, target: str) -> int:
-    """Return the workspace of an op in bytes, from the fake tensors that its node has as arguments."""
+def _scratch(node: Any, target: str) -> tuple[int, tuple[int, ...]]:
+    """Return the workspace of an op in bytes, from the fake tensors that its node has as arguments, and its requests if
+    they are known."""
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
+    if (found := kernel_scratch(target, args, kwargs)) is not None:
+        return found
     scratch = opaque_calls.scratch(target, args)
     scratch = tile_scratch(target, args) if scratch is None else scratch
-    scratch = kernel_scratch(target, args, kwargs) if scratch is None else scratch
-    return transient_bytes(target, args, kwargs, node.meta["val"]) + NUMBERS if scratch is None else scratch
+    return (transient_bytes(target, args, kwargs, node.meta["val"]) + NUMBERS if scratch is None else scratch), ()
 
 
 def _placeholders(joint: _torch.Joint) -> list[Any]:

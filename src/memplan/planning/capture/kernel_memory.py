@@ -13,13 +13,15 @@ from memplan import _torch
 from memplan._bytes import round_to_blocks
 from memplan.kernels.launch import programs, without_data
 from memplan.planning.capture.allocation_probe import Allocations
+from memplan.planning.graph.joint_graph import peak_of
 from memplan.planning.graph.op_schema import KERNELS, NUMBERS, short
 from memplan.planning.graph.tensor_like import Like
 from memplan.trace.records import HOST
 
 
-def kernel_scratch(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the workspace of an op of `memplan.kernels` in bytes, in addition to its results; None for other ops.
+def kernel_scratch(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, tuple[int, ...]] | None:
+    """Return the workspace of an op of `memplan.kernels` in bytes, in addition to its results, and on a card the
+    requests that it consists of (see `GraphOp.requests`); None for other ops.
 
     Args:
         target: name of the op.
@@ -39,5 +41,7 @@ def kernel_scratch(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         with allocations.span("op"):
             results = _torch.run_kernel_of_ours(short(target), host_args, host_kwargs)
         del results
-    scratch = allocations.most("op") - allocations.left("op")
-    return scratch + NUMBERS if device.type == HOST else round_to_blocks(scratch)
+    if device.type == HOST:
+        return allocations.most("op") - allocations.left("op") + NUMBERS, ()
+    requests = tuple(one if one < 0 else round_to_blocks(one) for one in allocations.temporaries("op"))
+    return peak_of(requests), requests

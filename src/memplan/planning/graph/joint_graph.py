@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -118,6 +119,9 @@ class GraphOp:
     """Index of the forward op whose derivative a backward op computes; None if unknown, and for forward ops."""
     scratch_into: int | None = None
     """``scratch`` if its first result overwrites an operand piece by piece; None: the same as ``scratch``."""
+    requests: tuple[int, ...] = ()
+    """The requests whose peak is ``scratch``, in order: a number above 0 of bytes, or below 0 to free the memory of the
+    request with that number, from 1; (): a single request."""
     holds: tuple[int, ...] = ()
     """Ids of values that it reads through a reference of its own, not its arguments: they are neither recomputed nor
     encoded."""
@@ -189,6 +193,12 @@ class SavedForm:
     def use_seconds(self) -> float:
         """Seconds that storing the form and reading it directly add, without fetches."""
         return self.store_seconds + self.direct_seconds
+
+
+def peak_of(requests: Sequence[int]) -> int:
+    """Return the most bytes of `GraphOp.requests` that are live at once."""
+    sizes = [request for request in requests if request > 0]
+    return max(accumulate((one if one > 0 else -sizes[-one - 1] for one in requests), initial=0))
 
 
 @dataclass(frozen=True)

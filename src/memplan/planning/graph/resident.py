@@ -28,8 +28,9 @@ class OutsideMemory:
     packed: int = 0
     """Bytes of ``state`` that are low halves of master weights."""
     kept: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of libraries' workspaces in ``other_bytes``, by index of the op whose first run allocates them: where a block lies, and so what the
-    allocator reserves, depends on when it is allocated. Counts of live bytes have them from the step's begin on."""
+    """Bytes of libraries' workspaces in ``other_bytes``, by index of the op whose first run allocates them: where a
+    block lies, and so what the allocator reserves, depends on when it is allocated. Counts of live bytes have them from
+    the step's begin on."""
 
     @property
     def held_bytes(self) -> int:

@@ -65,7 +65,11 @@ class Direct:
 
 DIRECT: Mapping[str, Direct] = {
     "aten.threshold_backward.default": Direct(
-        "self", "sign", "memplan.threshold_backward_bits", buffers=0, suits=lambda arguments: arguments["threshold"] == 0
+        "self",
+        "sign",
+        "memplan.threshold_backward_bits",
+        buffers=0,
+        suits=lambda arguments: arguments["threshold"] == 0,
     ),
     "aten.leaky_relu_backward.default": Direct("self", "positive", "memplan.leaky_relu_backward_bits"),
     "aten.native_dropout_backward.default": Direct("mask", "bits", "memplan.native_dropout_backward_bits", buffers=2),

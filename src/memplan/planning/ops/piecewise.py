@@ -40,8 +40,8 @@ def _with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 _TO_BITS = sum(1 << 56 - 7 * flag for flag in range(8))
-"""Times this, eight flags that lie in the bytes of an int64 are in its highest byte, the first as the lowest bit: byte i
-meets 2^(56 - 7 i) there. No two products of a flag and a power are the same power, so that there are no carries."""
+"""Times this, eight flags that lie in the bytes of an int64 are in its highest byte, the first as the lowest bit: byte
+i meets 2^(56 - 7 i) there. No two products of a flag and a power are the same power, so that there are no carries."""
 _REPEATED = sum(1 << 8 * flag for flag in range(8))
 _OWN_BIT = sum(1 << 9 * flag for flag in range(8)) - (1 << 64)
 """In byte i bit i, as a signed int64."""

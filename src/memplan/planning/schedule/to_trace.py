@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from memplan.planning.capture import opaque_calls
-from memplan.planning.graph.joint_graph import RESIDENT, Kind, Value
+from memplan.planning.graph.joint_graph import RESIDENT, Kind, Value, peak_of
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.registry import find
 from memplan.planning.schedule.actions import Action
@@ -148,14 +148,28 @@ class _Tracer:
         self.tick += 1
         self.entries[entry].freed = self.tick
 
-    def _allocate_temporary(self, size: int, op: int, kept: int = 0) -> None:
-        """Allocate a workspace of an op and free it again. ``op``: its index in the trace; ``kept``: bytes that a
-        library allocates meanwhile, and keeps."""
-        temporary = self._allocate(size, "temporary", None, op) if size else None
+    def _allocate_temporary(self, size: int, op: int, requests: Sequence[int] = (), kept: int = 0) -> None:
+        """Allocate a workspace of an op and free it again.
+
+        Args:
+            size: bytes.
+            op: its index in the trace.
+            requests: as `GraphOp.requests`; a single one if their peak is not ``size``.
+            kept: bytes that a library allocates after the first request, and keeps.
+        """
+        if peak_of(requests) != size or not requests:
+            requests = (size, -1) if size else ()
+        made = list[int]()
+        for request in requests:
+            if request < 0:
+                self._release(made[-request - 1])
+                continue
+            made.append(self._allocate(request, "temporary", None, op))
+            if kept:
+                self._allocate(kept, "workspace", None, op)
+                kept = 0
         if kept:
             self._allocate(kept, "workspace", None, op)
-        if temporary is not None:
-            self._release(temporary)
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
         """Allocate the storage of a value that an op makes, with its cause.
@@ -194,8 +208,9 @@ class _Tracer:
             transient += self._free(action)
         for position, value in enumerate(self._without_host_values(action.makes)):
             self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        kept = self.kept.pop(action.op, 0) if action.kind == "run" and action.op is not None else 0
-        self._allocate_temporary(transient, op, kept)
+        runs = action.kind == "run" and action.op is not None
+        kept = self.kept.pop(action.op, 0) if runs else 0
+        self._allocate_temporary(transient, op, action.called(self.graph).requests if runs else (), kept)
         copy = self.bytes.gradient_copy_bytes(action)
         if copy and action.value is not None:
             of = self.graph.values[action.value]
