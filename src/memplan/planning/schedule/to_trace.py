@@ -208,9 +208,10 @@ class _Tracer:
             transient += self._free(action)
         for position, value in enumerate(self._without_host_values(action.makes)):
             self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        runs = action.kind == "run" and action.op is not None
-        kept = self.kept.pop(action.op, 0) if runs else 0
-        self._allocate_temporary(transient, op, action.called(self.graph).requests if runs else (), kept)
+        requests, kept = tuple[int, ...](), 0
+        if action.kind == "run" and action.op is not None:
+            requests, kept = action.called(self.graph).requests, self.kept.pop(action.op, 0)
+        self._allocate_temporary(transient, op, requests, kept)
         copy = self.bytes.gradient_copy_bytes(action)
         if copy and action.value is not None:
             of = self.graph.values[action.value]
