@@ -363,6 +363,8 @@ def test_biases_and_head_of_a_mobilenet_are_trained_in_300_kb(tmp_path: Path) ->
     [
         ({"int8_headroom": 0.9}, "int8_headroom=0.9"),
         ({"int8_headroom": float("nan")}, "int8_headroom=nan"),
+        ({"int8_headroom": 16.5}, "int8_headroom=16.5"),
+        ({"int8_headroom": 1e39}, "int8_headroom=1e"),
         ({"int8_headroom": 2, "trained_weights": "float32"}, "without trained_weights='int8'"),
         ({"optimizer": "adam"}, "Adam keeps moments in float32"),
         ({"optimizer": "rmsprop"}, "RMSprop keeps moments in float32"),
@@ -386,6 +388,14 @@ def test_a_weight_without_a_range_is_named(tmp_path: Path) -> None:
     nn.init.ones_(last.weight[1])
     done = exported(model, "2x6", tmp_path, verify=False)
     assert done.int8_trained is not None, "rows of zeros have the range of the others"
+
+
+@pytest.mark.parametrize("size", [1e-44, 3e37])
+def test_a_range_beyond_float32_is_named(size: float, tmp_path: Path) -> None:
+    model = nn.Linear(6, 3)
+    nn.init.constant_(model.weight, size)
+    with pytest.raises(InputError, match=r"weight has a largest magnitude of .* is no range of eight bits"):
+        exported(model, "2x6", tmp_path, verify=False, int8_headroom=16)
 
 
 def test_a_model_without_weights_for_eight_bits_is_refused(tmp_path: Path) -> None:

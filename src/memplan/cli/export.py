@@ -86,7 +86,7 @@ operation without a C kernel.
 )
 @click.option(
     "--int8-headroom", type=float, metavar="X",
-    help="With --trained-weights int8: range of eight bits over the largest magnitude of a weight. Default: 1.25.",
+    help="With --trained-weights int8: range of eight bits over a weight's largest magnitude, 1 to 16. Default: 1.25.",
 )  # fmt: skip
 @click.option(
     "--calibrate", "calibration", metavar="TARGET",

@@ -15,7 +15,7 @@ from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import ROUNDS, choose_offsets
 from memplan.exporting.fused_updates import with_fused_updates, worth_fusing
-from memplan.exporting.kernels.frozen_weights import Quantized, quantized, readable, trainable
+from memplan.exporting.kernels.frozen_weights import LARGEST, Quantized, quantized, readable, trainable
 from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.arena_input import IN_ARENA
 from memplan.exporting.lowering.device_graph import WORD, DeviceGraph
@@ -52,6 +52,8 @@ Narrow = Literal["float32", "int8"]
 HEADROOM = 1.25
 """Default range of a weight that is trained in eight bits, over its largest magnitude: over five seeds of two trainings
 accuracies were those without headroom, and fewer weights stood at their bounds (docs/export.md)."""
+MOST_HEADROOM = 16
+"""With more, the largest weight of a channel is below 8 of 127 steps, and most others round to zero."""
 
 Inputs = Mapping[int, str]
 """Name of the C argument of each tensor of the call, by its position."""
@@ -378,10 +380,17 @@ def _memory(request: Request, graphs: tuple[JointGraph, ...], trained: set[str],
 
 
 def _trainable(path: str, weight: np.ndarray, headroom: float) -> Quantized:
-    """Round a weight that is trained in eight bits. Raises InputError if it has no range."""
+    """Round a weight that is trained in eight bits. Raises InputError if it has no range, or one beyond float32."""
     if not weight.any():
         raise InputError(
             f"{path} has zeros alone", expected="weights whose largest magnitude is the range of the eight bits",
+            do="Initialize it, or train in float32: leave out trained_weights='int8'",
+        )  # fmt: skip
+    largest, floats = float(np.abs(weight).max()), np.finfo(np.float32)
+    if not LARGEST * float(floats.tiny) <= largest * headroom <= float(floats.max):
+        raise InputError(
+            f"{path} has a largest magnitude of {largest:g}, and {headroom:g} times that is no range of eight bits in "
+            "float32", expected="weights of usual size",
             do="Initialize it, or train in float32: leave out trained_weights='int8'",
         )  # fmt: skip
     return trainable(weight, headroom)

@@ -21,6 +21,7 @@ from memplan.errors import InputError, RecordingError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import (
     HEADROOM,
+    MOST_HEADROOM,
     DevicePlan,
     Narrow,
     Stored,
@@ -131,7 +132,7 @@ def export(
         trained_weights: ``"int8"`` trains convolutions and linear layers in weights of eight bits, by SGD without
             momentum, and measures the effect. Lossy.
         int8_headroom: how far such a weight can grow: the range of its eight bits over its largest magnitude, for each
-            output channel. At least 1; None: 1.25.
+            output channel. From 1 to 16; None: 1.25.
         calibrate: batches of inputs and targets for `frozen_layers`: the ranges of activations are those on this data.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
         arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
@@ -181,7 +182,7 @@ def export(
 
 def _headroom(given: float | None, trained_weights: Narrow) -> float:
     """Return the headroom of weights that are trained in eight bits. Raises UsageError if there are none, or if it is
-    below 1 or not finite."""
+    not from 1 to `MOST_HEADROOM`."""
     if given is None:
         return HEADROOM
     if trained_weights != "int8":
@@ -189,10 +190,11 @@ def _headroom(given: float | None, trained_weights: Narrow) -> float:
             f"int8_headroom={given:g} without trained_weights='int8'", expected="both, or neither",
             do="Give trained_weights='int8' (--trained-weights int8)",
         )  # fmt: skip
-    if not 1 <= given < float("inf"):
+    if not 1 <= given <= MOST_HEADROOM:
         raise UsageError(
-            f"int8_headroom={given:g}", expected="1 or more: a range that holds the weights", do="Give such as 1.25"
-        )
+            f"int8_headroom={given:g}", expected=f"from 1 to {MOST_HEADROOM}: a range that holds the weights, of which "
+            "the weights at first fill more than a few integers", do="Give such as 1.25",
+        )  # fmt: skip
     return float(given)
 
 
