@@ -13,6 +13,11 @@ import pytest
 from environment import skip_without
 from truth.emulated_boards import ARDUINO, build_sketch, build_zephyr, printed_on_cortex_m3, serial_port
 
+from memplan.devices.boards import find_board
+from memplan.exporting.board_fit import fit_on_board
+from memplan.exporting.step_outputs import Normalization
+from memplan.trace.step import StepOptions
+
 GESTURES = Path(__file__).parents[1] / "examples" / "gestures"
 SINGLE = 1e-4
 """How far losses of 60 steps in float32 lie apart at most: float32's error of some 1e-7, after 60 updates."""
@@ -40,6 +45,21 @@ def test_a_sketch_learns_on_an_arduino(project: ModuleType, tmp_path: Path, caps
     assert after > 0.9 * project.TESTED
     project.report(before, losses, after)
     assert f"recognized after training: {after} of {project.TESTED}" in capsys.readouterr().out
+
+
+def test_the_budget_leaves_room_for_constants_and_stack(project: ModuleType) -> None:
+    avr, normalization = find_board("mega2560"), Normalization.of((0.0, project.SCALE))
+    step = StepOptions(
+        (f"1x{project.READINGS}:int8",),
+        {},
+        f"1:int64<{project.GESTURES}",
+        "cross_entropy",
+        f"sgd:lr={project.RATE}",
+        None,
+    )
+    whole = fit_on_board(project.make, step, avr, reserve=2 << 10, normalization=normalization).parts[0]
+    assert whole.fits
+    assert whole.budget <= project.BUDGET <= avr.sram - whole.constants - (2 << 10)
 
 
 def test_an_application_for_zephyr_learns_on_a_cortex_m3(project: ModuleType, tmp_path: Path) -> None:

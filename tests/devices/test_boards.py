@@ -19,7 +19,7 @@ FIGURES = {
     "ESP32-S3": (480, 480, None, 240), "ESP32-C3": (384, 384, None, 160), "Teensy 4.1": (1024, 512, 7936, 600),
     "Arduino Nano 33 BLE": (256, 256, 1024, 64), "Arduino Portenta H7": (992, 512, 2048, 480),
     "ATSAMD51J19": (192, 192, 512, 120), "ATSAMD51P20": (256, 256, 1024, 120), "MAX78000": (128, 128, 512, 100),
-    "Arduino Mega 2560": (8, 8, 256, 16),
+    "Arduino Mega 2560": (8, 8, 248, 16),
 }  # fmt: skip
 WITHOUT_FPU = {"rp2040", "pico", "esp32-c3", "mega2560"}
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,10 +132,27 @@ def test_constants_count_as_sram_where_they_are_copied_there() -> None:
     assert part.flash is not None
     assert part.flash >= weights, "the initial weights"
     assert part.banks == dict.fromkeys(("arena", "state", "inputs", "reserve", "constants"), "SRAM")
-    needed = part.ram + part.flash
+    needed = part.ram
+    assert needed == part.arena + part.state + part.inputs + part.constants
+    assert part.constants == part.flash
     for spared, fits in ((avr.sram - needed, True), (avr.sram - needed + 512, False)):
         assert fitted("mlp", replace(avr, core="none"), spared).parts[0].fits is fits
         assert fitted("mlp", replace(avr, core="none", constants_in_sram=False), spared).parts[0].fits
+
+
+@pytest.mark.skipif(shutil.which("avr-gcc") is None, reason="no avr-gcc")
+@pytest.mark.parametrize("name", ["mlp", "denoiser"])
+def test_constants_are_those_that_avr_size_counts(name: str, tmp_path: Path) -> None:
+    """Weights, tables and the table of CRC-32; at -O1 the compiler drops some of them."""
+    board = replace(small_board(A=200), constants_in_sram=True)
+    part = fitted(name, board).parts[0]
+    exported(name, part.parameters, part.budget, tmp_path, apart=False)
+    (file,) = (file for file in tmp_path.glob("*.c") if not file.name.startswith("test_"))
+    build = ["avr-gcc", "-std=c99", "-O0", "-mmcu=atmega2560", "-c", file.name, "-o", "net.o"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    sizes = subprocess.run(["avr-size", "-A", "net.o"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    found = sum(int(size) for size in re.findall(r"^\.(?:rodata|data|bss)\S*\s+(\d+)", sizes, re.MULTILINE))
+    assert part.constants == found
 
 
 def test_the_model_stays_as_it_was() -> None:

@@ -45,7 +45,8 @@ class Board(Printed):
     note: str = ""
     """What else one should know; empty for nothing."""
     constants_in_sram: bool = False
-    """Whether C's constants are copied from flash into SRAM at the start, since pointers do not reach the flash."""
+    """Whether C's constants are copied from flash into SRAM at the start, since pointers do not reach the flash. Such a
+    board is an AVR, whose int and pointers have two bytes."""
 
     @property
     def sram(self) -> int:
@@ -190,9 +191,10 @@ BOARDS: tuple[Board, ...] = (
     ),
     Board(
         "mega2560", "Arduino Mega 2560 (Microchip ATmega2560)", "avr6", 16, False, (Bank("SRAM", 8 * _KIB),),
-        256 * _KIB,
+        248 * _KIB,
         "https://www.microchip.com/en-us/product/atmega2560", ("atmega2560", "arduino-mega", "arduino-mega-2560"),
-        "an AVR copies constants into SRAM: weights and tables take it beside the state", constants_in_sram=True,
+        "an AVR copies constants into SRAM: weights and tables take it beside the state; flash is without the 8 KiB of "
+        "Arduino's bootloader", constants_in_sram=True,
     ),
 )  # fmt: skip
 """Every microcontroller and board that memplan knows."""

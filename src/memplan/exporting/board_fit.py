@@ -16,6 +16,7 @@ from memplan.exporting.device_plan import Narrow, Stored, planned_step, state_an
 from memplan.exporting.export import captured_passes, device_copy, train_only
 from memplan.exporting.int8_training import check_rules
 from memplan.exporting.optimizer_rules import Gradients, UpdateRules, update_rules
+from memplan.exporting.source.program_text import constants_bytes
 from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization
 from memplan.exporting.trials.cortex import flash_bytes
 from memplan.planning.request import Request
@@ -26,6 +27,8 @@ from memplan.trace.recording.session import undisturbed
 from memplan.trace.step import StepOptions
 
 _NAME = "net"
+INT_OF_AVR = 2
+"""Bytes of an int and of a pointer where constants are copied into SRAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +41,15 @@ class TrainedPart:
     weights: int
     """Number of elements that are trained."""
     ram: int
-    """Bytes of arena, state and inputs, without the reserve: of the plan, or of the smallest one where none fits."""
+    """Bytes of arena, state, inputs and, if the board copies them into SRAM, constants, without the reserve: of the
+    plan, or of the smallest one where none fits."""
     arena: int
     """0 where state, inputs and reserve alone do not fit: then nothing is planned."""
     state: int
     """Bytes of weights, optimizer state and statistics."""
     inputs: int
     flash: int | None
-    """Bytes of weights and tables; None where no plan fits."""
+    """Bytes of weights and other constant tensors, with tables where constants lie in SRAM; None where no plan fits."""
     code: int | None
     """Bytes of code without libm; None where no plan fits or no cross compiler for the core was found."""
     banks: Mapping[str, str]
@@ -55,6 +59,13 @@ class TrainedPart:
     """What there is not enough of: SRAM or flash; empty if it fits."""
     trained_weights: Narrow = "float32"
     """Type of the trained weights."""
+    constants: int = 0
+    """Bytes of constants in SRAM: weights and tables, if the board copies them there."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes of the budget of `memplan.export`, which does not count constants."""
+        return self.ram - self.constants
 
     @property
     def fits(self) -> bool:
@@ -222,35 +233,42 @@ class _Study:
     def _part(self, what: str, paths: Collection[str], trained_weights: Narrow = "float32") -> TrainedPart:
         """Plan the step that trains parameters of these names."""
         captured, rules, stored = self._step(paths, trained_weights)
-        state, inputs = self._sizes(paths, trained_weights)
+        state, inputs, weights = self._sizes(paths, trained_weights)
         sizes = {path: parameter.numel() for path, parameter in self.request.model.named_parameters()}
         part = TrainedPart(
             what, tuple(paths), sum(sizes[path] for path in paths), 0, 0, state, inputs, None, None, {}, "",
             trained_weights,
         )  # fmt: skip
         fixed = {"state": state, "inputs": inputs, "reserve": self.reserve}
-        part = self._planned(part, captured, rules, stored, fixed)
-        if self.board.constants_in_sram and part.flash is not None:  # known from a first plan
-            return self._planned(part, captured, rules, stored, fixed | {"constants": part.flash})
-        return part
+        if not self.board.constants_in_sram:
+            return self._planned(part, captured, rules, stored, fixed)
+        part = replace(part, constants=weights)
+        while True:  # the tables are known from a plan, and one in less room may have more of them
+            planned = self._planned(part, captured, rules, stored, fixed | {"constants": part.constants})
+            if planned.flash is None or planned.flash <= part.constants:
+                return planned
+            part = replace(part, constants=planned.flash)
 
     def _planned(
         self, part: TrainedPart, captured: CapturedStep, rules: UpdateRules, stored: Stored, fixed: Mapping[str, int]
     ) -> TrainedPart:
         """Plan the step of a part, beside arrays of fixed sizes: bytes of state, inputs and reserve, by name."""
         state, inputs = part.state, part.inputs
+        outside = state + inputs + part.constants
         room = arena_room(self.board.banks, fixed.values())
         if room < 0:  # the other arrays alone do not fit
-            return replace(part, ram=state + inputs, arena=0, banks={}, flash=None, code=None, lacks="SRAM")
+            return replace(part, ram=outside, arena=0, banks={}, flash=None, code=None, lacks="SRAM")
         request = replace(self.request, budget=state + inputs + room)
         try:
             layout = planned_step(_NAME, request, captured, self.infer, rules, stored).layout
         except BudgetError as error:
             arena = error.smallest_budget - state - inputs
-            return replace(part, ram=error.smallest_budget, arena=arena, banks={}, flash=None, code=None, lacks="SRAM")
+            return replace(part, ram=outside + arena, arena=arena, banks={}, flash=None, code=None, lacks="SRAM")
         banks = placed(self.board.banks, {"arena": layout.arena, **fixed})
-        part = replace(part, ram=layout.arena + state + inputs, arena=layout.arena, banks=banks)
+        part = replace(part, ram=layout.arena + outside, arena=layout.arena, banks=banks)
         flash = layout.memory.flash + layout.constants
+        if self.board.constants_in_sram:
+            flash = constants_bytes(layout, INT_OF_AVR)
         whole = flash_bytes(self.board.core, layout)
         code = None if whole is None else whole - flash
         lacks = "flash" if self.board.flash is not None and (whole or flash) > self.board.flash else ""
@@ -264,8 +282,9 @@ class _Study:
         rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
         return captured, rules, Stored(trained=trained_weights, arena_apart=len(self.board.banks) > 1)
 
-    def _sizes(self, paths: Collection[str], trained_weights: Narrow) -> tuple[int, int]:
-        """Return the bytes of the state and of the inputs of a step that trains parameters of these names."""
+    def _sizes(self, paths: Collection[str], trained_weights: Narrow) -> tuple[int, int, int]:
+        """Return the bytes of the state, of the inputs and of the weights in flash of a step that trains parameters of
+        these names."""
         captured, rules, stored = self._step(paths, trained_weights)
         return state_and_inputs(self.request, captured, self.infer, rules, stored)
 

@@ -160,12 +160,13 @@ def _with_int8(device: DeviceGraph, paths: Collection[str]) -> DeviceGraph:
 
 def state_and_inputs(
     request: Request, captured: CapturedStep, infer: CapturedStep, rules: UpdateRules, stored: Stored
-) -> tuple[int, int]:
-    """Return the bytes of the state struct without the arena, and those of the inputs: they are the same in all plans.
-    Arguments are those of `planned_step`."""
+) -> tuple[int, int, int]:
+    """Return the bytes of the state struct without the arena, of the inputs, and of the weights in flash: they are the
+    same in all plans. Arguments are those of `planned_step`."""
     device, _, memory = _lowered_passes(request, captured, infer, stored)
     state = 4 * (sum(count for _, count in state_members(memory, rules)) + stored.pointers)
-    return state, sum(value.bytes for value in device.graph.values if value.kind == "input")
+    inputs = sum(value.bytes for value in device.graph.values if value.kind == "input")
+    return state, inputs, memory.flash
 
 
 def _peaks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -26,6 +27,8 @@ from memplan.planning.levers.encode import DIRECT
 from memplan.planning.schedule.actions import Action
 
 INDENT = "    "
+_NUMBER = re.compile(r"[^\s{},;]+")
+"""One in the braces of a table."""
 
 
 def program_text(layout: StepLayout) -> str:
@@ -38,6 +41,15 @@ def program_text(layout: StepLayout) -> str:
         )
         + "\n"
     )
+
+
+def constants_bytes(layout: StepLayout, of_int: int) -> int:
+    """Return the bytes of all constants of the program: weights, tensors of the model's code, and tables, whose numbers
+    and pointers have `of_int` bytes."""
+    writer = _ProgramWriter(layout)
+    writer.infer(), writer.step()  # they ask for the tables
+    numbers = sum(len(_NUMBER.findall(declaration.partition("=")[2])) for declaration in writer.tables)
+    return layout.memory.flash + layout.constants + of_int * numbers + saved_state.CRC_TABLE
 
 
 class _ProgramWriter:

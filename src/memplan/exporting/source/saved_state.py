@@ -10,6 +10,8 @@ from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import arrays
 from memplan.exporting.weights_file import HEADER, MAGIC
 
+CRC_TABLE = 64
+"""Bytes of the constant table of CRC-32."""
 STATUS = ("NO_STATE", "OTHER_EXPORT", "DAMAGED", "NO_ACCESS")
 """What NAME_load returns besides 0, after the values of `input_checks.STATUS`."""
 

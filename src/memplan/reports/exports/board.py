@@ -8,8 +8,9 @@ from memplan.reports.document import Code, Document, Facts, Field, Line, documen
 
 _LEGEND = (
     "RAM: arena, state (weights, optimizer, statistics) and inputs, each within one bank; of a step that does not fit, "
-    "the smallest there is. Flash: weights and tables, then code for the core without libm."
+    "the smallest there is. Flash: weights, then code and tables for the core without libm."
 )
+_CONSTANTS = " RAM and flash count weights and tables, which are copied into SRAM; the code is not counted."
 
 
 def report(fit: BoardFit) -> Document:
@@ -44,7 +45,11 @@ def report(fit: BoardFit) -> Document:
         [Facts(_facts(fit))],
         [table_of(fit.parts, fields)],
         [] if best is None else _advice(fit, best),
-        [Line(_LEGEND, "dim"), Line("Data sheet:", "dim"), Code(board.source)],  # not wrapped, to be copied
+        [
+            Line(_LEGEND if not board.constants_in_sram else _LEGEND.rpartition(" Flash:")[0] + _CONSTANTS, "dim"),
+            Line("Data sheet:", "dim"),
+            Code(board.source),
+        ],  # not wrapped, to be copied
     )
 
 
@@ -87,5 +92,5 @@ def _advice(fit: BoardFit, best: TrainedPart) -> list[str]:
     code = "" if best.code is not None else "; code is not counted: there is no cross compiler for the core"
     return [
         f"{best.what[0].upper()}{best.what[1:]}: {where}{code}.",
-        f"Export: memplan export --budget {best.ram}{separate}{narrow}{frozen}.",
+        f"Export: memplan export --budget {best.budget}{separate}{narrow}{frozen}.",
     ]
