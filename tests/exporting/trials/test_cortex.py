@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from models.microcontroller_networks import NETWORKS
 from torch.nn import functional as F
 
 import memplan
-from memplan.errors import UsageError
+from memplan.errors import UsageError, VerificationError
 from memplan.exporting.trials import cortex
 from memplan.exporting.trials.cortex import CORES, CortexRun
+from memplan.exporting.trials.stack_depth import stack_depth
 
 
 def run(name: str, core: str, folder: Path) -> CortexRun:
@@ -45,6 +47,28 @@ def test_a_step_runs_on_an_emulated_core(tmp_path: Path) -> None:
     sizes = subprocess.run(["arm-none-eabi-size", "net.o"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert found.text + found.rodata == int(sizes.stdout.splitlines()[1].split()[0]), "with the flags of the page"
     assert str(found).startswith("cortex-m4 at -O2: ")
+
+
+def test_the_stack_is_that_of_the_deeper_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-O2, and -O3 as the Makefile has it; a frame of a size that is not known is an error of memplan's."""
+    depths = list[int]()
+
+    def recorded(*arguments: Any) -> dict[str, int]:
+        found = stack_depth(*arguments)
+        depths.append(max(found.values()))
+        return found
+
+    monkeypatch.setattr(cortex, "stack_depth", recorded)
+    found = run("mlp", "cortex-m4", tmp_path)
+    assert len(set(depths)) == 2, "each level has its own frames"
+    assert found.stack == max(depths)
+
+    def of_register(*_: Any) -> dict[str, int]:
+        raise ValueError("expf has the instruction 'sub sp, r3': expected frames of a fixed size")
+
+    monkeypatch.setattr(cortex, "stack_depth", of_register)
+    with pytest.raises(VerificationError, match=r"The stack on the core is not known: expf has .* Leave device out"):
+        run("mlp", "cortex-m4", tmp_path)
 
 
 def test_a_step_runs_on_another_core(tmp_path: Path) -> None:

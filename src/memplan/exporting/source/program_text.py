@@ -47,7 +47,8 @@ def constants_bytes(layout: StepLayout, of_int: int) -> int:
     """Return the bytes of all constants of the program: weights, tensors of the model's code, and tables, whose numbers
     and pointers have `of_int` bytes."""
     writer = _ProgramWriter(layout)
-    writer.infer(), writer.step()  # they ask for the tables
+    for function in (writer.infer, writer.step):  # they ask for the tables
+        function()
     numbers = sum(len(_NUMBER.findall(declaration.partition("=")[2])) for declaration in writer.tables)
     return layout.memory.flash + layout.constants + of_int * numbers + saved_state.CRC_TABLE
 
