@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -411,7 +412,16 @@ def test_a_model_without_weights_for_eight_bits_is_refused(tmp_path: Path) -> No
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    [("int8", two_groups), *slow(("float32", two_groups), ("float32", "sgd:lr=0.1,momentum=0.9"), ("float32", "adam"))],
+    [
+        ("int8", two_groups),
+        ("int8", "sgd:lr=0.05"),
+        *slow(
+            ("float32", "sgd:lr=0.1"),
+            ("float32", two_groups),
+            ("float32", "sgd:lr=0.1,momentum=0.9"),
+            ("float32", "adam"),
+        ),
+    ],
 )
 def test_no_gradient_of_an_embedding_is_whole(kind: Literal["float32", "int8"], optimizer: Any, tmp_path: Path) -> None:
     """Rows that no index reads change by weight decay and moments, too."""
@@ -424,3 +434,45 @@ def test_no_gradient_of_an_embedding_is_whole(kind: Literal["float32", "int8"], 
     if kind == "int8":
         assert done.int8_trained is not None
         assert [row.name for row in done.int8_trained.weights] == ["0.weight", "2.weight"]
+
+
+COUNTED = """
+#include "net.h"
+#include <stdio.h>
+static net_state s;
+static long calls;
+__attribute__((no_instrument_function)) void __cyg_profile_func_enter(void *f, void *from) { calls += f != from; }
+__attribute__((no_instrument_function)) void __cyg_profile_func_exit(void *f, void *from) { calls += f == from; }
+int main(void)
+{
+    const int32_t x[5] = {3, 1, 3, 2, 19}, y[1] = {1};
+    net_init(&s);
+    calls = 0;
+    net_step(&s, x, y);
+    printf("%ld", calls);
+    return 0;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_rows_that_no_index_reads_cost_nothing(kind: Literal["float32", "int8"], tmp_path: Path) -> None:
+    """The compiler counts the calls, an update of an element each: without decay, they do not depend on the table."""
+
+    def counted(rows: int, decay: float) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(rows, 8, padding_idx=2), nn.Flatten(), nn.Linear(40, 3))
+        folder = tmp_path / f"{rows}-{decay}"
+        exported(
+            model, f"1x5:int64<{rows}", folder, targets="1:int64<3", trained_weights=kind, verify=False,
+            optimizer=f"sgd:lr=0.05,weight_decay={decay}",
+        )  # fmt: skip
+        (folder / "count.c").write_text(COUNTED)
+        build = ["cc", "-O0", "-finstrument-functions", "count.c", "net.c", "-lm", "-o", "count"]
+        subprocess.run(build, cwd=folder, check=True)
+        return int(subprocess.run(["./count"], cwd=folder, check=True, capture_output=True, text=True).stdout)
+
+    few = counted(20, 0.0)
+    assert counted(300, 0.0) == few
+    assert counted(20, 0.1) - few >= (20 - 3) * 8, "all rows but 1, 3 and 19 as well"

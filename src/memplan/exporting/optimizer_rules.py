@@ -127,6 +127,11 @@ class UpdateRules:
         """Number of counters and factors in the state: rate, step and random number, and what the options add."""
         return 3 + self.corrections + self.rates + self.gradients.kept
 
+    def of_zeros(self, path: str) -> bool:
+        """Return whether an update by a gradient of zeros changes the parameter of this name or its moments."""
+        options = self.options[self.group_of[path]]
+        return KINDS.get(self.kind) != "sgd" or options["momentum"] != 0 or options["weight_decay"] != 0
+
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a copy of the model in PyTorch."""
         named = dict(model.named_parameters())

@@ -31,6 +31,8 @@ class UpdateCall:
     """C for the update of element ``k`` by gradient ``g``."""
     first: str
     """C for the arguments."""
+    of_zeros: bool = True
+    """Whether a gradient of zero changes anything, too: by weight decay or moments."""
 
     @property
     def macros(self) -> dict[str, str]:

@@ -548,7 +548,8 @@ def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
-    """Call the kernel that adds the gradient of each row that was read, or that hands on the sums to the update."""
+    """Call the kernel that adds the gradient of each row that was read, or that hands on the sums to the update: of
+    other rows only where a gradient of zero changes them."""
     g, rows, count, ignored, by_frequency = op.args
     if by_frequency:
         raise refusal(op, " with scale_grad_by_freq", near="an embedding without")
@@ -557,7 +558,9 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     if update is not None:
         computed = w.value(rows).dtype == "float32"
         name = f"embedding_{update.function}{'_by_float' if computed else ''}"
-        macros = update.macros | {"INDEX": "float" if computed else "int32_t"}
+        macros = update.macros | {
+            "INDEX": "float" if computed else "int32_t", "ALL_ROWS": str(int(update.of_zeros))
+        }  # fmt: skip
         return [w.call(w.instance("embedding_update", name, macros), update.first, g, rows, *sizes)]
     return [w.call(_by_index(w, "embedding_gradient", rows), Ref(output_of(op)), g, rows, *sizes)]
 

@@ -257,13 +257,15 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         """Return the update of a parameter, or of a part of one."""
         function, path = self._update_function(parameter.path), parameter.path
         at = run.device.offsets.get(parameter.id, 0)
+        of_zeros = not self.kept and self.layout.rules.of_zeros(path)
         if path not in self.int8:
-            return _update_call(function, self.offset_of[path] + at)
+            return replace(_update_call(function, self.offset_of[path] + at), of_zeros=of_zeros)
         return UpdateCall(
             function,
             target="STATE *s, signed char *w, const float *scale, int row, int at",
             emit=f"{function}(s, w, scale[(at + (k)) / row], at + (k), g)",
             first=f"s, {self.weights[path]}, {self.scales[path]}, {self._row_elements(path)}, {at}",
+            of_zeros=of_zeros,
         )
 
     def _row_elements(self, path: str) -> int:
