@@ -223,6 +223,11 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         original = model if isinstance(model, nn.Module) else copied
         plan, choice, int8 = _planned(request, original, identifier, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
+        if options.input_in_arena and plan.layout.in_arena is None:
+            raise InputError(
+                "input_in_arena=True, and no op of the step reads the largest input",
+                expected="an input to compute with", do="Leave it out",
+            )  # fmt: skip
         if options.stored.trained == "int8":
             check_any(plan.layout.memory)
         rounding = round_frozen(request, plan.layout.memory) if options.stored.frozen == "int8" else None

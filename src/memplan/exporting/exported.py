@@ -41,7 +41,7 @@ class Exported(Written, Displayed):
     state: int
     """Bytes of trained weights, optimizer state and running statistics."""
     inputs: int
-    """Bytes of the inputs, which the caller owns."""
+    """Bytes of the inputs, which the caller owns, without one that lies in the arena."""
     flash: int
     """Bytes of weights in flash, with the initial values of those in RAM."""
     trained: int
@@ -63,6 +63,9 @@ class Exported(Written, Displayed):
     byte_inputs: tuple[tuple[str, bool], ...] = ()
     """C arguments in uint8 or int8, and whether a buffer of each in float32 is computed: else the ops that read it
     normalize each element."""
+    in_arena: tuple[str, int] | None = None
+    """C argument that lies in the arena, and its bytes, which are RAM besides if the caller passes it from elsewhere;
+    None without `input_in_arena`."""
     rounding: Rounding | None = None
     """The effect of int8 weights; None without `frozen_weights="int8"`."""
     choice: UpdateChoice | None = None
@@ -109,6 +112,7 @@ class Exported(Written, Displayed):
             held_by=tuple(o for o in budget_error(step.schedule, plan.surroundings, budget).held_by if o.bytes),
             timeline=timeline_of(step.schedule, plan.surroundings),
             byte_inputs=layout.byte_inputs,
+            in_arena=layout.in_arena,
             rounding=rounding,
             choice=choice,
             int8=int8,
@@ -128,6 +132,7 @@ class Exported(Written, Displayed):
         )  # fmt: skip
         return named(self, *names) | {
             "byte_inputs": [{"name": name, "buffer": buffer} for name, buffer in self.byte_inputs],
+            "in_arena": None if self.in_arena is None else dict(zip(("name", "bytes"), self.in_arena, strict=True)),
             "levers": [{"what": what, "live": size} for what, size in self.levers],
             "held_by": [{"what": str(owner), "bytes": owner.bytes} for owner in self.held_by],
             "proven": self.verdict.proven,

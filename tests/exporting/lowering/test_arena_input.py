@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,16 @@ int main(void)
 def test_steps_are_the_same_and_ram_is_less(apart: bool, tmp_path: Path) -> None:
     plain = exported(tmp_path / "a", verify=False)
     done = exported(tmp_path / "b", input_in_arena=True, arena_apart=apart)
-    assert done.verdict.proven, "of inputs elsewhere it makes a copy"
+    assert done.verdict.proven
     picture = 4 * 2 * 24 * 24
+    assert (plain.in_arena, done.in_arena) == (None, ("x0", picture))
+    assert json.loads(done.to_json())["in_arena"] == {"name": "x0", "bytes": picture}
+    assert "x0, in the arena" in str(done)
+    assert f"its {picture} bytes there are RAM besides" in " ".join((tmp_path / "b" / "net.h").read_text().split())
+    program = (tmp_path / "b" / "test_net.c").read_text()
+    assert program.count("x0 = NET_X0(&memory.state);") == 1, "the proof runs that path"
+    assert "static float *x0;" in program
+    assert "NET_X0" not in (tmp_path / "a" / "test_net.c").read_text()
     assert plain.inputs == picture + 3 * 4 + 4
     assert done.inputs == 3 * 4 + 4
     first, second = 4 * 4 * 12 * 12, 4 * 6 * 6 * 6
@@ -110,6 +119,23 @@ def test_bytes_lie_in_the_arena_too(tmp_path: Path) -> None:
     assert "#define NET_X(s) ((uint8_t *)((s)->arena + " in (tmp_path / "net.h").read_text()
     assert done.inputs == 4
     assert done.arena >= 2 * 9 * 9
+
+
+def test_an_input_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 3)
+
+        def forward(self, large: torch.Tensor, few: torch.Tensor) -> torch.Tensor:
+            return self.head(few)
+
+    with pytest.raises(InputError, match="no op of the step reads the largest input"):
+        memplan.export(
+            Small(), "1x90", "1x3", targets="1:int64<3", loss="cross_entropy", optimizer="sgd", folder=tmp_path,
+            verify=False, input_in_arena=True,
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
 
 
 def test_long_integers_are_refused(tmp_path: Path) -> None:

@@ -143,13 +143,13 @@ def _input_lines(layout: StepLayout) -> list[str]:
     found = layout.step.in_arena
     if found is None:
         return []
-    value, offset = found
+    value, offset, size = found
     name, upper = layout.step.inputs[value], layout.name.upper()
     pointer = f"(s)->arena + {offset // WORD}"
     kind = layout.step.c_type(value)
     return [
         f"/* Write {name} here before each call, which overwrites it, and pass this pointer. If {name} lies elsewhere,",
-        "   the call copies it here first. */",
+        f"   the call copies it here first, and its {size} bytes there are RAM besides. */",
         f"#define {upper}_{name.upper()}(s) ({f'({kind} *)({pointer})' if kind != 'float' else pointer})",
     ]
 
@@ -184,8 +184,10 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
     for value, argument in layout.step.inputs.items():
         kind = layout.step.c_type(value)
         array = recorded.inputs[argument].reshape(-1)
+        here = layout.in_arena is not None and layout.in_arena[0] == argument
         arrays += [f"static const {kind} given_{argument}[{array.size}] = {{", *lines_of(array), "};",
-                   f"static {kind} {argument}[{array.size}];"]  # fmt: skip
+                   f"static {kind} *{argument};" if here else f"static {kind} {argument}[{array.size}];"]  # fmt: skip
+        rolls += [f"{argument} = {layout.name.upper()}_{argument.upper()}(&memory.state);"] if here else []
         rolls += [f"for (int i = 0; i < {array.size}; i++)",
                   f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {array.size}];"]  # fmt: skip
     replacements = {
@@ -193,7 +195,7 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "UPPER": layout.name.upper(),
         "STEPS": str(len(recorded.losses)),
         "ARRAYS": "\n".join(arrays),
-        "ROLLS": "\n        ".join(rolls),
+        "ROLLS": "\n    ".join(rolls),
         "ARGUMENTS": ", ".join(layout.step.inputs.values()),
         "GIVEN": "".join(f", {'memory.arena' if name == 'arena' else name}" for _, name in init_parameters(layout)),
         "ARENA": f"float arena[{layout.name.upper()}_ARENA_BYTES / 4];\n    unsigned char end[64];"

@@ -123,13 +123,15 @@ class Pass:
         return self._declared(self.inputs.values())
 
     @property
-    def in_arena(self) -> tuple[int, int] | None:
-        """The input that lies in the arena, and its offset in bytes; None if none does."""
+    def in_arena(self) -> tuple[int, int, int] | None:
+        """The input that lies in the arena, its offset in bytes and its bytes; None if none does."""
         for at, action in enumerate(self.schedule.forward):
             op = None if action.op is None else action.called(self.schedule.graph)
             if op is not None and op.target == ARENA_INPUT:
                 source: int = op.args[0].value
-                return source, self.placement.offsets[self.lifetimes.buffer_of[at][output_of(op)]]
+                output = output_of(op)
+                offset = self.placement.offsets[self.lifetimes.buffer_of[at][output]]
+                return source, offset, self.schedule.graph.values[output].bytes
         return None
 
     @property
@@ -200,6 +202,12 @@ class StepLayout:
         names = [run.inputs[value] for run in runs for value in buffered(run.device.graph)]
         values = self.step.device.graph.values
         return tuple((name, name in names) for value, name in self.step.inputs.items() if values[value].dtype in BYTES)
+
+    @property
+    def in_arena(self) -> tuple[str, int] | None:
+        """The C argument that lies in the arena, and its bytes; None if none does."""
+        found = self.step.in_arena
+        return None if found is None else (self.step.inputs[found[0]], found[2])
 
     @property
     def arena(self) -> int:

@@ -46,6 +46,7 @@ def _facts(exported: Exported) -> dict[str, str]:
         "arena": f"{format_bytes(exported.arena)} ({format_bytes(exported.live)} in use at once)",
         "weights and state": f"{format_bytes(exported.state)} ({exported.trained} weights are trained)",
         "inputs": format_bytes(exported.inputs),
+        **_in_arena(exported),
         **{
             f"{name}, in eight bits": "in floats in a buffer of the arena" if buffer else "normalized as it is read"
             for name, buffer in exported.byte_inputs
@@ -58,6 +59,14 @@ def _facts(exported: Exported) -> dict[str, str]:
         "in the backward pass": f"{exported.recomputed} results recomputed",
         "updated element by element": f"{exported.fused} parameters",
     }
+
+
+def _in_arena(exported: Exported) -> dict[str, str]:
+    """Return what to know of an input that lies in the arena, by label."""
+    if exported.in_arena is None:
+        return {}
+    name, size = exported.in_arena
+    return {f"{name}, in the arena": f"passed from elsewhere, its {format_bytes(size)} come on top"}
 
 
 def _int8(int8: Int8Frozen) -> Iterator[Part]:

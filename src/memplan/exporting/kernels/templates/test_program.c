@@ -38,6 +38,12 @@ static int differs(const char *what, int at, float found, float wanted, float bo
     return 1;
 }
 
+/* The inputs of step k. */
+static void take(int k)
+{
+    @ROLLS@
+}
+
 int main(void)
 {
     int failures = 0;
@@ -45,7 +51,7 @@ int main(void)
         memory.before[k] = memory.after[k] = memory.end[k] = 0xA5;
 @IF_UNREAD@    @NAME@_init(&memory.state@GIVEN@);
 @OPEN_STEPS@    for (int k = 0; k < @STEPS@; k++) {
-        @ROLLS@
+        take(k);
         uint32_t before = ticks();
         float loss = @NAME@_step_to(&memory.state, @ARGUMENTS@, made);
         uint32_t spent = (ticks() - before) & 0xFFFFFF;
@@ -59,9 +65,11 @@ int main(void)
     @NAME@_get_weights(&memory.state, weights);
     for (unsigned k = 0; k < sizeof samples / sizeof *samples; k++)
         failures += differs("weight", samples[k].at, weights[samples[k].at], samples[k].value, samples[k].bound);
+    take(@STEPS@ - 1);
     @NAME@_infer(&memory.state, @INFER@, output);
     for (int k = 0; k < @CHECKED@; k++)
         failures += differs("output", k, output[k], expected[k], @OUTPUT_BOUND@);
+    take(@STEPS@ - 1);
     failures += differs("evaluated loss", 0, @EVALUATE@, @EVALUATED@, @EVALUATED_BOUND@);
     for (int k = 0; k < 64; k++)
         failures += memory.before[k] != 0xA5 || memory.after[k] != 0xA5 || memory.end[k] != 0xA5;
