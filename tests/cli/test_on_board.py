@@ -23,6 +23,12 @@ def wide():
     return nn.Sequential(nn.Flatten(), nn.Linear(24, 800), nn.ReLU(), nn.Linear(800, 4))
 
 
+def zeros():
+    model = wide()
+    nn.init.zeros_(model[3].weight)
+    return model
+
+
 def pixels():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4))
 """
@@ -59,6 +65,16 @@ def test_the_option_of_eight_bits_is_in_the_advice() -> None:
     assert "2 layers can be trained" not in floats.stdout
     assert "all 2 layers, weights in eight bits can be trained" in narrow.stdout, narrow.output
     assert "--trained-weights int8" in " ".join(narrow.stdout.split())
+
+
+def test_weights_of_zeros_cost_their_row_alone() -> None:
+    step = ("models.py:zeros", "--input", "1x3x8", *STEP, "--device-memory", "nrf52840", "--reserve", "180KiB")
+    result = run(*step, "--trained-weights", "int8", "--json", "-")
+    whole, narrow, *others = json.loads(result.stdout)["parts"]
+    assert (whole["lacks"], narrow["ram"]) == ("SRAM", 0)
+    assert narrow["lacks"] == "3.weight has zeros alone"
+    assert others[-1]["lacks"] == "", "the head alone is planned in float32"
+    assert "3.weight has zeros" in " ".join(run(*step, "--trained-weights", "int8").stdout.split())
 
 
 def test_exit_code_1_where_nothing_fits() -> None:

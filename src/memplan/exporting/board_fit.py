@@ -56,7 +56,8 @@ class TrainedPart:
     """Name of the bank of each of arena, state, inputs and reserve, and of constants if the board copies them into
     SRAM; empty where no plan fits."""
     lacks: str
-    """What there is not enough of: SRAM or flash; empty if it fits."""
+    """What there is not enough of, SRAM or flash, or why weights cannot be in eight bits: then RAM is not known, and 0.
+    Empty if it fits."""
     trained_weights: Narrow = "float32"
     """Type of the trained weights."""
     constants: int = 0
@@ -209,8 +210,17 @@ class _Study:
         and that makes its state smaller."""
         for part in self._float_parts():
             yield part
-            if self.eight_bits and not part.fits and self._sizes(part.parameters, "int8")[0] < part.state:
-                yield self._part(f"{part.what}, weights in eight bits", part.parameters, "int8")
+            if not self.eight_bits or part.fits:
+                continue
+            what = f"{part.what}, weights in eight bits"
+            try:
+                if self._sizes(part.parameters, "int8")[0] < part.state:
+                    yield self._part(what, part.parameters, "int8")
+            except InputError as error:  # such as of weights of zeros, which have no range
+                unknown = replace(
+                    part, what=what, ram=0, arena=0, state=0, constants=0, flash=None, code=None, banks={}
+                )
+                yield replace(unknown, lacks=error.found, trained_weights="int8")
 
     def _float_parts(self) -> Iterator[TrainedPart]:
         """Yield the parts in float32: all layers, last ones until they fit, biases and head, the head."""

@@ -25,7 +25,7 @@ def report(fit: BoardFit) -> Document:
         Field("weights", lambda part: f"{part.weights:,}", right=True, number=lambda part: part.weights, drop=3),
         Field(
             "RAM",
-            lambda part: ("" if part.arena else "> ") + format_bytes(part.ram),
+            lambda part: ("" if part.arena else "> ") + format_bytes(part.ram) if part.ram else "-",
             right=True,
             number=lambda part: part.ram,
         ),
@@ -36,7 +36,13 @@ def report(fit: BoardFit) -> Document:
             number=lambda part: part.arena,
             drop=2,
         ),
-        Field("state", lambda part: format_bytes(part.state), right=True, number=lambda part: part.state, drop=1),
+        Field(
+            "state",
+            lambda part: format_bytes(part.state) if part.state else "-",
+            right=True,
+            number=lambda part: part.state,
+            drop=1,
+        ),
         Field("flash", _flash, right=True),
         Field("fits", lambda part: "yes" if part.fits else f"no, {part.lacks}"),
     ]
