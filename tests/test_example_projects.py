@@ -62,6 +62,26 @@ def test_the_budget_leaves_room_for_constants_and_stack(project: ModuleType) -> 
     assert whole.budget <= project.BUDGET <= avr.sram - whole.constants - (2 << 10)
 
 
+def test_files_of_a_user_stay(project: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(model: object, folder: Path) -> str:
+        for name in project.EXPORTED:
+            (folder / name).write_text(f"{version}")
+        return version
+
+    monkeypatch.setattr(project, "export", export)
+    monkeypatch.setattr(project, "trained", lambda: None)
+    version, main = "1", tmp_path / "gestures" / "src" / "main.c"
+    project.write("zephyr", tmp_path)
+    project.write("zephyr", tmp_path)
+    main.write_text("mine")
+    version = "2"
+    with pytest.raises(FileExistsError, match=r"gestures\.c, .*main\.c; --renew writes"):
+        project.write("zephyr", tmp_path)
+    assert (main.read_text(), (main.parent / "gestures.c").read_text()) == ("mine", "1")
+    project.write("zephyr", tmp_path, renew=True)
+    assert (main.read_text(), (main.parent / "gestures.c").read_text()) == ("mine", "2")
+
+
 def test_an_application_for_zephyr_learns_on_a_cortex_m3(project: ModuleType, tmp_path: Path) -> None:
     skip_without("cmake", "arm-none-eabi-gcc", "qemu-system-arm")
     project.write("zephyr", tmp_path)
@@ -75,8 +95,9 @@ def test_an_application_for_zephyr_learns_on_a_cortex_m3(project: ModuleType, tm
     assert int(right[0][1]) < project.TESTED / 2
     assert int(right[1][1]) > 0.9 * project.TESTED
     # What twister, Zephyr's test runner, looks for.
-    assert re.search(r"recognized after training: (.*) of (.*)", printed)
-    assert "recognized after training: (.*) of (.*)" in (tmp_path / "gestures" / "sample.yaml").read_text()
+    (wanted,) = re.findall(r'- "(.*)"', (tmp_path / "gestures" / "sample.yaml").read_text())
+    assert re.search(wanted, printed)
+    assert not re.search(wanted, "recognized after training: 0 of 40")
 
 
 def test_a_board_that_falls_silent_is_told(project: ModuleType) -> None:

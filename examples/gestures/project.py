@@ -3,6 +3,7 @@
     python examples/gestures/project.py                  # what a board will do, computed here
     python examples/gestures/project.py arduino FOLDER   # FOLDER/gestures: a sketch
     python examples/gestures/project.py zephyr FOLDER    # FOLDER/gestures: an application
+    python examples/gestures/project.py zephyr FOLDER --renew    # the exported gestures*.c and .h there alone
     python examples/gestures/project.py stream PORT      # samples for the sketch, over a serial port
 
 The data is made up: a gesture is a pattern of eight moments by three axes, in noise. The board's sensor is mounted in
@@ -11,7 +12,6 @@ another direction than the one here, so what was learned here is wrong there, un
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,6 +31,7 @@ BUDGET = 4 << 10
 """Bytes for the step. An ATmega2560 has 8 KiB, of which constants, which an AVR copies into SRAM, take 2 KiB, and stack
 and Arduino's core as much."""
 HERE = Path(__file__).parent
+EXPORTED = ("gestures.c", "gestures.h", "gestures_weights.h")
 
 
 def make() -> nn.Module:
@@ -83,18 +84,32 @@ def losses_of(model: nn.Module) -> list[float]:
     return losses
 
 
-def write(kind: str, folder: Path) -> memplan.Exported:
-    """Write a project of a kind into a folder: its own files from here, beside those of the export."""
-    project = folder / "gestures"
-    shutil.copytree(HERE / kind, project, dirs_exist_ok=True)
-    sources = project if kind == "arduino" else project / "src"
+def write(kind: str, folder: Path, renew: bool = False) -> memplan.Exported:
+    """Write a project of a kind into a folder: its own files from here, beside those of the export. With `renew`, write
+    the latter alone, over older ones. Raises FileExistsError, before it writes, if a file there differs."""
+    project, sources = folder / "gestures", Path("." if kind == "arduino" else "src")
     with tempfile.TemporaryDirectory() as scratch:
         exported = export(trained(), Path(scratch))
-        for name in ("gestures.c", "gestures.h", "gestures_weights.h"):  # not its test, which has a main of its own
-            shutil.copy(Path(scratch) / name, sources)
-    if kind == "zephyr":
-        (sources / "samples.h").write_text(samples_text())
+        # not its test, which has a main of its own
+        made = {sources / name: (Path(scratch) / name).read_bytes() for name in EXPORTED}
+    if not renew:
+        own = (file for file in (HERE / kind).rglob("*") if file.is_file())
+        made |= {file.relative_to(HERE / kind): file.read_bytes() for file in own}
+        if kind == "zephyr":
+            made[sources / "samples.h"] = samples_text().encode()
+        differ = [str(name) for name, text in made.items() if _differs(project / name, text)]
+        if differ:
+            raise FileExistsError(
+                f"{project} has other files: {', '.join(differ)}; --renew writes the exported ones alone"
+            )
+    for name, text in made.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_bytes(text)
     return exported
+
+
+def _differs(file: Path, text: bytes) -> bool:
+    return file.exists() and file.read_bytes() != text
 
 
 def samples_text() -> str:
@@ -162,10 +177,13 @@ def rehearse() -> None:
     print(f"recognized after training: {right()} of {TESTED}")
 
 
-def main(command: str, where: str) -> None:
+def main(command: str, where: str, *options: str) -> None:
     """Write a project, or stream samples to a sketch."""
     if command != "stream":
-        exported = write(command, Path(where))
+        try:
+            exported = write(command, Path(where), renew=bool(options))
+        except FileExistsError as error:
+            sys.exit(str(error))
         print(f"{Path(where) / 'gestures'}: {exported.ram} bytes of RAM, proven: {exported.verdict.proven}")
         return
     import termios  # not on Windows
@@ -182,7 +200,13 @@ def main(command: str, where: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         rehearse()
-    elif len(sys.argv) == 3 and sys.argv[1] in ("arduino", "zephyr", "stream"):
+    elif sys.argv[1:2] + sys.argv[3:] in (
+        ["arduino"],
+        ["zephyr"],
+        ["stream"],
+        ["arduino", "--renew"],
+        ["zephyr", "--renew"],
+    ):
         main(*sys.argv[1:])
     else:
-        sys.exit(f"usage: {sys.argv[0]} [arduino FOLDER | zephyr FOLDER | stream PORT]")
+        sys.exit(f"usage: {sys.argv[0]} [arduino FOLDER [--renew] | zephyr FOLDER [--renew] | stream PORT]")
