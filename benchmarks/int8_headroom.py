@@ -3,8 +3,8 @@
     python benchmarks/int8_headroom.py
 
 Prints, for each headroom: accuracy over five seeds with its sample standard deviation, and the share of weights at
-their bounds in the end. "drift": a trained network of `drifting_bars` goes on for 400 steps of one image after its sensor has
-drifted. "random": 1,200 steps from random weights.
+their bounds in the end. "drift": a trained network of `drifting_bars` goes on for 400 steps of one image
+after its sensor has drifted. "random": 1,200 steps from random weights.
 """
 
 from __future__ import annotations

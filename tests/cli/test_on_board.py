@@ -81,6 +81,10 @@ def test_exit_code_1_where_nothing_fits() -> None:
     result = run(*NET, "--device-memory", "nrf52840", "--reserve", "256KiB")
     assert result.exit_code == 1, result.output
     assert "nothing of it can be trained" in result.stdout
+    assert "--input-in-arena), and layers before the first trained one in eight bits (--frozen-layers int8" in " ".join(
+        result.stdout.split()
+    )
+    assert "--input-in-arena" not in run(*NET, "--device-memory", "nrf52840").stdout
 
 
 @pytest.mark.parametrize(

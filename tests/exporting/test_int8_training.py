@@ -231,7 +231,8 @@ def test_a_network_learns_in_eight_bits_most_of_what_it_learns_in_floats(tmp_pat
                 at_bound += [weight.at_bound for weight in done.int8_trained.weights]
                 assert abs(done.int8_trained.int8_loss - done.int8_trained.loss) < 0.1
                 assert done.int8_trained.worst < 0.0125
-    means, spreads = ({kind: float(f(of)) for kind, of in reached.items()} for f in (np.mean, lambda of: np.std(of, ddof=1)))
+    means = {kind: float(np.mean(of)) for kind, of in reached.items()}
+    spreads = {kind: float(np.std(of, ddof=1)) for kind, of in reached.items()}
     assert means["float32"] > 0.9
     assert means["int8"] > means["float32"] - 0.03, "docs/export.md says both"
     assert max(spreads.values()) < 0.06

@@ -10,6 +10,10 @@ _LEGEND = (
     "RAM: arena, state (weights, optimizer, statistics) and inputs, each within one bank; of a step that does not fit, "
     "the smallest there is. Flash: weights, then code and tables for the core without libm."
 )
+_SMALLER = (
+    "What lacks SRAM may fit by what is not planned here, and memplan export can do: the input in the arena "
+    "(--input-in-arena), and layers before the first trained one in eight bits (--frozen-layers int8, lossy)."
+)
 _CONSTANTS = " RAM and flash count weights and tables, which are copied into SRAM; the code is not counted."
 
 
@@ -51,6 +55,7 @@ def report(fit: BoardFit) -> Document:
         [Facts(_facts(fit))],
         [table_of(fit.parts, fields)],
         [] if best is None else _advice(fit, best),
+        [_SMALLER] if any(part.lacks == "SRAM" for part in fit.parts) else [],
         [
             Line(_LEGEND if not board.constants_in_sram else _LEGEND.rpartition(" Flash:")[0] + _CONSTANTS, "dim"),
             Line("Data sheet:", "dim"),
