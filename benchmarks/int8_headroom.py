@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
-for _path in (ROOT / "tests", ROOT / "src"):
+for _path in (ROOT, ROOT / "tests", ROOT / "src"):
     sys.path.insert(0, str(_path))
 
-from models.drifting_bars import bars, small_cnn  # noqa: E402
+from tests.models.drifting_bars import bars, small_cnn  # noqa: E402
 
 from memplan.exporting.kernels.frozen_weights import LARGEST, trainable  # noqa: E402
 
@@ -72,6 +72,7 @@ def trained(model: nn.Module, seed: int, headroom: float | None, images: int, st
         F.cross_entropy(model(seen(new[at])), classes[at]).backward()
         with torch.no_grad():
             for weight in model.parameters():
+                assert weight.grad is not None, "it is trained"
                 if weight not in scales:
                     weight -= rate * weight.grad
                     continue

@@ -130,7 +130,8 @@ class UpdateRules:
     def of_zeros(self, path: str) -> bool:
         """Return whether an update by a gradient of zeros changes the parameter of this name or its moments."""
         options = self.options[self.group_of[path]]
-        return KINDS.get(self.kind) != "sgd" or options["momentum"] != 0 or options["weight_decay"] != 0
+        plain = isinstance(self.kind, type) and KINDS[self.kind] == "sgd"
+        return not plain or options["momentum"] != 0 or options["weight_decay"] != 0
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a copy of the model in PyTorch."""
