@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models.skip_levels import Levels
 from torch import nn
 
 from memplan.planning.capture.capture import Captured, capture
@@ -98,24 +99,6 @@ def test_the_segment_around_a_hot_op_holds_it_and_does_not_begin_in_place(stem: 
     assert tile.first not in stem.in_place_calls
     other = segments.around(hot, hot.level // 2, [tile], 2.0)
     assert other is None or (other.first <= tile.first and tile.last <= other.last)
-
-
-class Levels(nn.Module):
-    """A U-Net of three levels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(*pair, 3, padding=1) for pair in ((1, 8), (8, 8), (8, 8)))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(8, 8, 2, 2) for _ in range(2))
-        self.join = nn.ModuleList(nn.Conv2d(16, 8, 3, padding=1) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean square of the features of the first level."""
-        first = nn.functional.leaky_relu(self.down[0](x).view(x.shape[0], 8, *x.shape[2:]), inplace=True)
-        second = torch.sigmoid(self.down[1](nn.functional.avg_pool2d(first, 2)))
-        third = self.down[2](nn.functional.avg_pool2d(second, 2))
-        second = self.join[1](torch.cat((second, self.up[1](third)), 1))
-        return self.join[0](torch.cat((first, self.up[0](second)), 1)).square().mean()
 
 
 def test_levels_are_the_calls_on_the_largest_tensors() -> None:

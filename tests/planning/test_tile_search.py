@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planning.test_segments import Levels
+from models.skip_levels import Levels
 from tests.truth.cpu_allocator import allocations, peak_of
 from torch import nn
 from torch.nn import functional as F
