@@ -88,7 +88,7 @@ def depthwise_conv(
         _numbers(name, value, dims, least)
         for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
     ]
-    if min(_sizes_of_result(x, weight, *steps), default=1) < 1:
+    if any(size < 1 for size in _sizes_of_result(x, weight, *steps)):
         of = f"x has the shape {tuple(x.shape)}, with padding {tuple(steps[1])}"
         reach = tuple(d * (k - 1) + 1 for d, k in zip(steps[2], weight.shape[2:], strict=True))
         raise InputError(of, expected=f"at least the filter's reach, {reach}")

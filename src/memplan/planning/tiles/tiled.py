@@ -138,7 +138,7 @@ class Tiled:
             if shape[0] % samples == 0 and abs(tokens - self.axis.tokens) <= 1:
                 self.along[value] = Along(0, 1, samples)
         elif dim:
-            dim -= self._is_map(value)
+            dim -= dim > 1 and self._is_map(value)  # else the axis is that of tokens, and no space
             if len(shape) > dim and shape[dim] > 1:  # a single element is read by each piece
                 self.along[value] = Along(dim)
         elif shape[0] and shape[0] % samples == 0:  # samples, maybe merged with another dimension
