@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -36,3 +37,9 @@ def older_objects_frozen() -> Iterator[None]:
 def no_cudnn_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the cuDNN that a CUDA build of torch brings: workspaces are expected, with a band, not its own answers."""
     monkeypatch.setattr("memplan.cudnn.cudnn_library._installed", lambda: None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Forget what importing MONAI sets: it would size cuBLAS's workspaces in all later tests of the worker."""
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
