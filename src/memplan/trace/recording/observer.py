@@ -337,9 +337,9 @@ class Observer:
         on_card = on_host = False
         for position, name in signature.positions:
             value = args[position] if position < len(args) else kwargs.get(name)
-            items = value if isinstance(value, (list, tuple)) else (value,)
+            items: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
             if items and isinstance(items[0], (list, tuple)):  # of collectives, a list for each device
-                items = [item for inner in items for item in inner]
+                items = [*itertools.chain.from_iterable(items)]
             for item in items:
                 if not isinstance(item, torch.Tensor):
                     continue
