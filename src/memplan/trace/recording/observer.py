@@ -336,7 +336,7 @@ class Observer:
         needs: list[str] = []
         on_card = on_host = False
         for position, name in signature.positions:
-            value = args[position] if position < len(args) else kwargs.get(name)
+            value: Any = args[position] if position < len(args) else kwargs.get(name)
             items: Sequence[Any] = value if isinstance(value, (list, tuple)) else (value,)
             if items and isinstance(items[0], (list, tuple)):  # of collectives, a list for each device
                 items = [*itertools.chain.from_iterable(items)]
