@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import memplan
-from memplan.errors import UsageError
+from memplan.errors import InputError, UsageError
 
 
 def layers() -> Any:
@@ -101,3 +101,13 @@ def test_an_error_of_the_callable_is_raised_unchanged() -> None:
 
     with pytest.raises(LookupError, match=r"^'?no such configuration'?$"):
         memplan.plan(make, memplan.spec("1024x64"), budget="80%")
+
+
+@pytest.mark.parametrize("targets", [0, 2])
+def test_a_loss_that_takes_other_targets_is_refused_before_anything_runs(targets: int) -> None:
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return (output - labels).square().mean()
+
+    with pytest.raises(InputError, match=rf"the loss loss and {targets} target\(s\)") as caught:
+        memplan.plan(layers(), torch.randn(2, 8), targets=(torch.randn(2, 8),) * targets, loss=loss, budget="1 MiB")
+    assert "--target" in str(caught.value)

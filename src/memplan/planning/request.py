@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -98,6 +99,8 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     if loss is None and step.targets:
         count = len(step.targets)
         raise InputError(f"{count} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
+    if loss is not None:
+        _check_takes(loss, len(step.targets))
     module = built if loss is None else WithLoss(built, loss, len(step.targets))
     if options.gradients.updates:
         _check_shared_memory(module)
@@ -119,6 +122,23 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     if torch.float16 in {autocast, *(parameter.dtype for parameter in built.parameters() if parameter.requires_grad)}:
         notes.append(UNSCALED)
     return Request(built, module, call, autocast, settings, budget, tuple(notes))
+
+
+def _check_takes(loss: Callable[..., Any], targets: int) -> None:
+    """Raise InputError for a loss function that does not take an output and this number of targets."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # builtins have none
+        return
+    try:
+        signature.bind(None, *[None] * targets)
+    except TypeError as error:
+        name = getattr(loss, "__name__", "the loss")
+        raise InputError(
+            f"the loss {name} and {targets} target(s): {error}",
+            expected="a loss of the model's output and the targets",
+            do="Give the targets that it takes: targets (--target)",
+        ) from None
 
 
 def _check_allow(options: PlanOptions) -> None:
