@@ -103,7 +103,8 @@ def output(command: str) -> str:
 
 
 def _folded(line: str) -> str:
-    return line if len(line) <= COLUMNS else textwrap.fill(line, COLUMNS, subsequent_indent="  ")
+    is_address = " " not in line.strip()
+    return line if len(line) <= COLUMNS or is_address else textwrap.fill(line, COLUMNS, subsequent_indent="  ")
 
 
 def accuracy() -> str:
