@@ -180,22 +180,23 @@ def export(
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
 
 
-def _headroom(given: float | None, trained_weights: Narrow) -> float:
+def _headroom(headroom: float | None, trained_weights: Narrow) -> float:
     """Return the headroom of weights that are trained in eight bits. Raises UsageError if there are none, or if it is
     not from 1 to `MOST_HEADROOM`."""
-    if given is None:
+    if headroom is None:
         return HEADROOM
     if trained_weights != "int8":
         raise UsageError(
-            f"int8_headroom={given:g} without trained_weights='int8'", expected="both, or neither",
+            f"int8_headroom={headroom:g} without trained_weights='int8'", expected="both, or neither",
             do="Give trained_weights='int8' (--trained-weights int8)",
         )  # fmt: skip
-    if not 1 <= given <= MOST_HEADROOM:
+    if not 1 <= headroom <= MOST_HEADROOM:
         raise UsageError(
-            f"int8_headroom={given:g}", expected=f"from 1 to {MOST_HEADROOM}: a range that holds the weights, of which "
-            "the weights at first fill more than a few integers", do="Give such as 1.25",
+            f"int8_headroom={headroom:g}",
+            expected=f"a multiple of the weights' range from 1 to {MOST_HEADROOM}: more leaves few integers",
+            do="Give such as 1.25",
         )  # fmt: skip
-    return float(given)
+    return float(headroom)
 
 
 def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) -> Exported:

@@ -428,8 +428,8 @@ def _backward(
         mean.new_zeros(sets.shape[1:3], dtype=torch.float64) if of.numel() else None for of in (d_weight, d_bias)
     )  # fmt: skip
     for piece in _pieces(sets):
-        given, values, result, out, out_residual = (None if tensor is None else tensor[piece] for tensor in whole)
-        assert given is not None
+        grad, values, result, out, out_residual = (None if tensor is None else tensor[piece] for tensor in whole)
+        assert grad is not None
         assert values is not None
         assert out is not None
         rstd = _part(variances, piece).add(eps).rsqrt_()
@@ -438,7 +438,7 @@ def _backward(
             z = _affine(normalized.clone(), piece, scales)
         else:
             z = result if result is None else result.to(mean.dtype)
-        gradient = _before_activation(given.to(mean.dtype), z, activation, slope)
+        gradient = _before_activation(grad.to(mean.dtype), z, activation, slope)
         del z
         for total, numbers in ((of_bias, gradient), (of_weight, gradient * normalized)):
             if total is not None:
@@ -529,16 +529,16 @@ def _before_activation(d_y: Tensor, z: Tensor | None, activation: str, slope: fl
 
 
 @jit
-def _gradient(given, z, slope, ACTIVATION: tl.constexpr):
+def _gradient(grad, z, slope, ACTIVATION: tl.constexpr):
     """g of dy; z may be y where the activation keeps its sign."""
     if ACTIVATION == "relu":
-        given = tl.where(z <= 0, 0.0, given)
+        grad = tl.where(z <= 0, 0.0, grad)
     elif ACTIVATION == "leaky_relu":
-        given = tl.where(z > 0, given, given * slope)
+        grad = tl.where(z > 0, grad, grad * slope)
     elif ACTIVATION == "silu":
         share, rise = sigmoid(z)
-        given *= share + z * rise
-    return given
+        grad *= share + z * rise
+    return grad
 
 
 @jit
@@ -630,15 +630,15 @@ def gradient_sums_kernel(
         position = first + tl.arange(0, POSITIONS)
         inside = present[:, None] & (position < end)[None, :]
         here = start + position.to(tl.int64)[None, :] * position_stride
-        given = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
         centred = tl.load(x + here, mask=inside, other=0.0).to(tl.float32) - m
         if SIGNS:  # noqa: SIM108  # both sides of a conditional expression are compiled
             z = tl.load(y + here, mask=inside, other=0.0).to(tl.float32)
         else:
             z = centred * by + offset
-        given = tl.where(inside, _gradient(given, z, slope, ACTIVATION), 0.0)
-        of_gradient += given
-        of_product += given * centred
+        grad = tl.where(inside, _gradient(grad, z, slope, ACTIVATION), 0.0)
+        of_gradient += grad
+        of_product += grad * centred
     to = row.to(tl.int64) * channels + channel
     tl.store(sums + to, tl.sum(of_gradient, 1), mask=present)
     tl.store(products + to, tl.sum(of_product, 1), mask=present)
@@ -663,20 +663,20 @@ def differentiate_kernel(
     here += channel.to(tl.int64)[:, None] * channel_stride + position.to(tl.int64)[None, :] * position_stride
     of = sample * of_sample + channel
     by = tl.load(scale + of, mask=present, other=0.0)[:, None]
-    given = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(d_y + here, mask=inside, other=0.0).to(tl.float32)
     centred = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
     centred -= tl.load(mean + of, mask=present, other=0.0)[:, None]
     if SIGNS:
         z = tl.load(y + here, mask=inside, other=0.0).to(tl.float32)
     else:
         z = centred * by + tl.load(shift + channel, mask=present, other=0.0)[:, None]
-    given = _gradient(given, z, slope, ACTIVATION)
+    grad = _gradient(grad, z, slope, ACTIVATION)
     if RESIDUAL:
-        tl.store(d_residual + here, given.to(d_residual.dtype.element_ty), mask=inside)
-    given *= by
-    given -= tl.load(lower + of, mask=present, other=0.0)[:, None]
-    given -= centred * tl.load(steeper + of, mask=present, other=0.0)[:, None]
-    tl.store(d_x + here, given.to(d_x.dtype.element_ty), mask=inside)
+        tl.store(d_residual + here, grad.to(d_residual.dtype.element_ty), mask=inside)
+    grad *= by
+    grad -= tl.load(lower + of, mask=present, other=0.0)[:, None]
+    grad -= centred * tl.load(steeper + of, mask=present, other=0.0)[:, None]
+    tl.store(d_x + here, grad.to(d_x.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)

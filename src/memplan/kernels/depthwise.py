@@ -335,12 +335,12 @@ def weight_gradient_kernel(
             )  # fmt: skip
             inside = inside & (tap < TAPS)
             here = sample * positions + of_dy + position.to(tl.int64)[None, :] * result_position
-            given = tl.load(d_y + here, mask=present[:, None] & within[None, :], other=0.0).to(tl.float32)
+            grad = tl.load(d_y + here, mask=present[:, None] & within[None, :], other=0.0).to(tl.float32)
             inside = present[:, None] & (inside & within)[None, :]
             here = sample * from_d * from_h * from_w + of_x + place[None, :] * source_position
             values = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
             values = tl.where(tap < TAPS, values, 1.0)
-            total += given * values
+            total += grad * values
         to = (row.to(tl.int64) * ROWS + tap) * channels + channel
         tl.store(sums + to, tl.sum(total, 1), mask=present)
 

@@ -114,9 +114,9 @@ def dice_cross_entropy(
         of_classes, of_losses = of_classes * weight, of_losses * weight
     cross_entropy = of_losses.sum() / of_classes.sum()
     if batch:
-        intersections, predicted, counts = (one.sum(0, keepdim=True) for one in (intersections, predicted, counts))
+        intersections, predicted, counts = (sums.sum(0, keepdim=True) for sums in (intersections, predicted, counts))
     if not include_background:
-        intersections, predicted, counts = (one[:, 1:] for one in (intersections, predicted, counts))
+        intersections, predicted, counts = (sums[:, 1:] for sums in (intersections, predicted, counts))
         weight = None if weight is None else weight[1:]
     denominators = predicted + counts
     if jaccard:

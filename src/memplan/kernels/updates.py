@@ -270,13 +270,13 @@ def adamw(
     step_size, root = -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     if not _run_in_triton(gradient, *tensors):
         for piece in _pieces(parameter, gradient, low, before, behind, clip, exp_avg, exp_avg_sq):
-            master, given, (average, square) = piece.master, piece.gradient, piece.states
+            master, grad, (average, square) = piece.master, piece.gradient, piece.states
             if maximize:
-                given = -given
+                grad = -grad
             if weight_decay != 0:
                 master.mul_(1 - lr * weight_decay)
-            average.lerp_(given, 1 - beta1)
-            square.mul_(beta2).addcmul_(given, given, value=1 - beta2)
+            average.lerp_(grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             master.addcdiv_(average, (square.sqrt() / root).add_(eps), value=step_size)
             piece.store()
         return
@@ -313,18 +313,18 @@ def sgd(
     """As `sgd_step`. ``before`` and ``behind``: as for `adamw`."""
     if not _run_in_triton(gradient, parameter, momentum_buffer, low):
         for piece in _pieces(parameter, gradient, low, before, behind, clip, momentum_buffer):
-            master, given, buffer = piece.master, piece.gradient, next(iter(piece.states), None)
+            master, grad, buffer = piece.master, piece.gradient, next(iter(piece.states), None)
             if maximize:
-                given = -given
+                grad = -grad
             if weight_decay != 0:
-                given = given.add(master, alpha=weight_decay)
+                grad = grad.add(master, alpha=weight_decay)
             if buffer is not None:
                 if first:
-                    buffer.copy_(given)
+                    buffer.copy_(grad)
                 else:
-                    buffer.mul_(momentum).add_(given, alpha=1 - dampening)
-                given = given.add(buffer, alpha=momentum) if nesterov else buffer
-            master.add_(given, alpha=-lr)
+                    buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
+                grad = grad.add(buffer, alpha=momentum) if nesterov else buffer
+            master.add_(grad, alpha=-lr)
             piece.store()
         return
     elements, words, clipped = _flat(parameter, low), behind if behind is not None else parameter, clip is not None
@@ -423,16 +423,16 @@ def _pieces(
         flat = (None if whole or t is None else t.view(-1)[start : start + length] for t in tensors)
         parts = tensors if whole else list(flat)
         words = slice(start // _WORD, -(-(start + length) // _WORD))
-        weight, given, low_part, *other = parts
+        weight, grad, low_part, *other = parts
         of = [tensor for tensor in other if tensor is not None]
         assert weight is not None
-        assert given is not None
+        assert grad is not None
         dtype = accumulated(weight.dtype)
-        given = given.to(dtype)
+        grad = grad.to(dtype)
         if clip is not None:
-            given = given * clip.view(()).to(dtype)
+            grad = grad * clip.view(()).to(dtype)
         yield _Piece(
-            _unpacked(weight, low_part, None if before is None else before[words]), given,
+            _unpacked(weight, low_part, None if before is None else before[words]), grad,
             [tensor.to(dtype) for tensor in of], of, weight, low_part,
             None if behind is None else behind[words],
         )  # fmt: skip
@@ -492,34 +492,34 @@ def _store(master, parameter, low, behind, element, inside, count, PACKED: tl.co
 
 
 @jit
-def _given(gradient, clip, element, inside, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr):
+def _load_gradient(gradient, clip, element, inside, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr):
     """The gradient in float32, clipped, and negated to maximize."""
-    given = tl.load(gradient + element, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(gradient + element, mask=inside, other=0.0).to(tl.float32)
     if CLIP:
-        given = given * tl.load(clip).to(tl.float32)
+        grad = grad * tl.load(clip).to(tl.float32)
     if MAXIMIZE:
-        given = -given
-    return given
+        grad = -grad
+    return grad
 
 
 @jit
 def adamw_kernel(
     parameter, gradient, exp_avg, exp_avg_sq, low, before, behind, clip, count,
-    kept, share, beta2, share2, root, eps, step_size,
+    shrink, share, beta2, share2, root, eps, step_size,
     PACKED: tl.constexpr, TIES: tl.constexpr, CLIP: tl.constexpr, MAXIMIZE: tl.constexpr, DECAY: tl.constexpr,
     SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements. ``kept``: what decay leaves; ``share`` and ``share2``: of the gradient in the moments."""
+    """Update BLOCK elements. ``shrink``: 1 less the decay; ``share``, ``share2``: of the gradient in the moments."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
-    given = _given(gradient, clip, element, inside, CLIP, MAXIMIZE)
+    grad = _load_gradient(gradient, clip, element, inside, CLIP, MAXIMIZE)
     master = _restored(parameter, low, before, element, inside, PACKED, TIES)
     average = tl.load(exp_avg + element, mask=inside, other=0.0).to(tl.float32)
     square = tl.load(exp_avg_sq + element, mask=inside, other=0.0).to(tl.float32)
     if DECAY:
-        master = master * kept
-    average = tl.fma(given - average, share, average if SMALL else given)
-    square = tl.fma(given * share2, given, square * beta2)
+        master = master * shrink
+    average = tl.fma(grad - average, share, average if SMALL else grad)
+    square = tl.fma(grad * share2, grad, square * beta2)
     divisor = tl.div_rn(tl.sqrt_rn(square), root) + eps
     master = master + tl.div_rn(average * step_size, divisor)
     tl.store(exp_avg + element, average.to(exp_avg.dtype.element_ty), mask=inside)
@@ -536,17 +536,17 @@ def sgd_kernel(
     """Update BLOCK elements. ``share``: of the gradient in the momentum."""
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = element < count
-    given = _given(gradient, clip, element, inside, CLIP, MAXIMIZE)
+    grad = _load_gradient(gradient, clip, element, inside, CLIP, MAXIMIZE)
     master = _restored(parameter, low, before, element, inside, PACKED, TIES)
     if DECAY:
-        given = tl.fma(master, decay, given)
+        grad = tl.fma(master, decay, grad)
     if MOMENTUM:
         if FIRST:
-            velocity = given
+            velocity = grad
         else:
             velocity = tl.load(buffer + element, mask=inside, other=0.0).to(tl.float32)
-            velocity = tl.fma(given, share, velocity * momentum)
+            velocity = tl.fma(grad, share, velocity * momentum)
         tl.store(buffer + element, velocity.to(buffer.dtype.element_ty), mask=inside)
-        given = tl.fma(velocity, momentum, given) if NESTEROV else velocity
-    master = tl.fma(given, step_size, master)
+        grad = tl.fma(velocity, momentum, grad) if NESTEROV else velocity
+    master = tl.fma(grad, step_size, master)
     _store(master, parameter, low, behind, element, inside, count, PACKED, BLOCK)

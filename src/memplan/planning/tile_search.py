@@ -144,7 +144,7 @@ class _TileSearch:
                 break
             over = over_budget_ops_of(self.tried, settings, budget)
             finer, deeper = _finer(segments, tiles, over), segments.next_level(tiles, budget)
-            enough = all(op.level - budget <= op.scratch // 2 for op in over)  # whether twice as many pieces are
+            enough = all(op.level - budget <= op.scratch // 2 for op in over)  # with half the scratch each fits
             more = next((more for more in ((finer, deeper) if enough else (deeper, finer)) if more != tiles), None)
             if more is None:
                 break

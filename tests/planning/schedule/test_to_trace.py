@@ -66,7 +66,7 @@ def test_a_librarys_workspace_is_allocated_by_the_op_that_calls_it_first() -> No
     graph = random_graph(3, 12)
     made = schedule(graph, Choices())
     last = next(action.op for action in reversed(made.forward) if action.op is not None)
-    outside_memory = OutsideMemory(other_bytes={"workspace": 5000}, kept={last: 4000})
+    outside_memory = OutsideMemory(other_bytes={"workspace": 5000}, workspace_by_op={last: 4000})
     trace = trace_of(made, outside_memory)
     early, late = (one for one in trace.storages if one.cause == "workspace")
     assert (early.bytes, early.op) == (1000, None)

@@ -43,7 +43,7 @@ def bounds_of(op: GraphOp) -> tuple[float, float]:
 
 def _readers(graph: JointGraph) -> dict[int, list[GraphOp]]:
     """Return the values of the forward pass whose bits gradients can read, each with these ops, of the same bounds."""
-    found: dict[int, dict[tuple[float, float], list[GraphOp]]] = defaultdict(lambda: defaultdict(list))
+    ops_of: dict[int, dict[tuple[float, float], list[GraphOp]]] = defaultdict(lambda: defaultdict(list))
     for op in graph.backward_ops:
         if op.target == GRADIENT and isinstance(op.args[0], Ref) and isinstance(op.args[1], Ref):
             gradient, value = graph.values[op.args[0].value], graph.values[op.args[1].value]
@@ -51,5 +51,5 @@ def _readers(graph: JointGraph) -> dict[int, list[GraphOp]]:
             whole = value.base == value.id and value.kind == "result" and value.bytes == WORD * prod(value.shape)
             alike = is_contiguous(value) and is_contiguous(gradient) and gradient.base != value.id
             if whole and alike and value.bytes >= SMALLEST and maker is not None and maker.phase == "forward":
-                found[value.id][bounds_of(op)].append(op)
-    return {value: max(by_bounds.values(), key=len) for value, by_bounds in found.items()}
+                ops_of[value.id][bounds_of(op)].append(op)
+    return {value: max(by_bounds.values(), key=len) for value, by_bounds in ops_of.items()}

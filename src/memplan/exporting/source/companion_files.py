@@ -140,10 +140,9 @@ def _output_lines(layout: StepLayout) -> list[str]:
 
 def _input_lines(layout: StepLayout) -> list[str]:
     """Return the macro for the address of the input that lies in the arena, if one does."""
-    found = layout.step.in_arena
-    if found is None:
+    if layout.step.in_arena is None:
         return []
-    value, offset, size = found
+    value, offset, size = layout.step.in_arena
     name, upper = layout.step.inputs[value], layout.name.upper()
     pointer = f"(s)->arena + {offset // WORD}"
     kind = layout.step.c_type(value)

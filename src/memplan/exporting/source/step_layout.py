@@ -206,8 +206,10 @@ class StepLayout:
     @property
     def in_arena(self) -> tuple[str, int] | None:
         """The C argument that lies in the arena, and its bytes; None if none does."""
-        found = self.step.in_arena
-        return None if found is None else (self.step.inputs[found[0]], found[2])
+        if self.step.in_arena is None:
+            return None
+        value, _, size = self.step.in_arena
+        return self.step.inputs[value], size
 
     @property
     def arena(self) -> int:

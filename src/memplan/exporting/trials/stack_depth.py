@@ -65,10 +65,10 @@ def stack_depth(disassembly: str, functions: Collection[str]) -> dict[str, int]:
     calls = nx.DiGraph()
     calls.add_nodes_from(frames)
     for position, (address, _, instructions) in enumerate(blocks):
-        frames[address] += sum(frames[int(found[1], 16)] for line in instructions if (found := _SAVES.match(line)))
+        frames[address] += sum(frames[int(saves[1], 16)] for line in instructions if (saves := _SAVES.match(line)))
         called = (line for line in instructions if not _SAVES.match(line))
-        found = (int(digits, 16) for line in called for digits in _TARGET.findall(line))
-        calls.add_edges_from((address, target) for target in found if target in frames)
+        targets = (int(digits, 16) for line in called for digits in _TARGET.findall(line))
+        calls.add_edges_from((address, target) for target in targets if target in frames)
         if instructions and not _LEAVES.match(instructions[-1]):
             calls.add_edges_from((address, following) for following, _, _ in blocks[position + 1 : position + 2])
     _check(blocks, calls, {name: address_of.get(name) for name in functions})
@@ -98,22 +98,22 @@ def _blocks(disassembly: str) -> Iterator[Block]:
     head: tuple[int, str] | None = None
     instructions = list[str]()
     for line in disassembly.splitlines():
-        if found := _FUNCTION.match(line):
+        if function := _FUNCTION.match(line):
             if head is not None:
                 yield *head, instructions
-            head, instructions = (int(found[1], 16), found[2]), []
-        elif found := _INSTRUCTION.match(line):
-            instructions.append(_COMMENT.split(found[1].replace("\t", " "))[0])
+            head, instructions = (int(function[1], 16), function[2]), []
+        elif decoded := _INSTRUCTION.match(line):
+            instructions.append(_COMMENT.split(decoded[1].replace("\t", " "))[0])
     if head is not None:
         yield *head, instructions
 
 
 def _taken(instruction: str) -> int:
     """Return the bytes that an instruction takes from the stack pointer."""
-    if found := _REGISTERS.match(instruction):
-        return sum(map(_register_bytes, found[1].split(",")))
-    found = _BYTES.match(instruction)
-    return int(found[1]) if found else 0
+    if registers := _REGISTERS.match(instruction):
+        return sum(map(_register_bytes, registers[1].split(",")))
+    size = _BYTES.match(instruction)
+    return int(size[1]) if size else 0
 
 
 def _register_bytes(text: str) -> int:

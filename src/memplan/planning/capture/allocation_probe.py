@@ -105,9 +105,9 @@ class Allocations:
         """Return the requests for memory without data that a span allocates and frees, in order: a number above 0 of
         bytes, or below 0 to free the memory of the request with that number, from 1."""
         start, end = self._ranges[name]
-        within = [one for one in self._lifetimes if start <= one[0] and one[1] <= end and one[2]]
-        events = [(born, size) for born, _, size in within]
-        events += [(died, -number) for number, (_, died, _) in enumerate(within, 1)]
+        in_span = [(born, died, size) for born, died, size in self._lifetimes if start <= born and died <= end and size]
+        events = [(born, size) for born, _, size in in_span]
+        events += [(died, -number) for number, (_, died, _) in enumerate(in_span, 1)]
         return tuple(request for _, request in sorted(events))
 
     def _levels(self, name: str) -> list[int]:

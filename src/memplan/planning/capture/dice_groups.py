@@ -47,45 +47,45 @@ class _Chain:
 
     def maker(self, tensor: int, *names: str) -> LoggedCall:
         """Return the call that made a tensor, which must be one of these functions."""
-        made = self.log.maker(tensor)
-        if made is None or made.name not in names or made.results[:1] != (tensor,):
+        producer = self.log.maker(tensor)
+        if producer is None or producer.name not in names or producer.results[:1] != (tensor,):
             raise _Another
-        self.calls.append(made)
-        if made.in_place:
-            self.changes.add(made.number)
-        return made
+        self.calls.append(producer)
+        if producer.in_place:
+            self.changes.add(producer.number)
+        return producer
 
     def number(self, tensor: int, *names: str) -> tuple[int, float]:
         """Return the tensor and the number of a call of both, such as a product."""
-        made = self.maker(tensor, *names)
-        numbers = [arg for arg in made.args if isinstance(arg, float | int)]
-        if len(numbers) != 1 or len(made.reads) != 1 or made.kwargs:
+        producer = self.maker(tensor, *names)
+        numbers = [arg for arg in producer.args if isinstance(arg, float | int)]
+        if len(numbers) != 1 or len(producer.reads) != 1 or producer.kwargs:
             raise _Another
-        return made.reads[0], float(numbers[0])
+        return producer.reads[0], float(numbers[0])
 
     def pair(self, tensor: int, *names: str) -> tuple[int, int]:
         """Return both tensors of a call."""
-        made = self.maker(tensor, *names)
-        if len(made.reads) != 2 or len(made.args) != 2 or made.kwargs:
+        producer = self.maker(tensor, *names)
+        if len(producer.reads) != 2 or len(producer.args) != 2 or producer.kwargs:
             raise _Another
-        return made.reads[0], made.reads[1]
+        return producer.reads[0], producer.reads[1]
 
     def factor(self, tensor: int) -> tuple[int, float]:
         """Return a tensor and its factor, 1 where it has none."""
-        made = self.log.maker(tensor)
-        if made is not None and made.name == "mul" and len(made.reads) == 1:
+        producer = self.log.maker(tensor)
+        if producer is not None and producer.name == "mul" and len(producer.reads) == 1:
             return self.number(tensor, "mul")
         return tensor, 1.0
 
     def sum(self, tensor: int) -> tuple[int, tuple[int, ...]]:
         """Return the tensor and the dimensions of a sum."""
-        made = self.maker(tensor, "sum")
-        named = {**dict(zip(("input", "dim"), made.args, strict=False)), **made.kwargs}
-        dims, rank = named.pop("dim", None), len(self.log.tensors[made.reads[0]].like.shape)
+        producer = self.maker(tensor, "sum")
+        named = {**dict(zip(("input", "dim"), producer.args, strict=False)), **producer.kwargs}
+        dims, rank = named.pop("dim", None), len(self.log.tensors[producer.reads[0]].like.shape)
         dims = (dims,) if isinstance(dims, int) else dims
-        if len(made.reads) != 1 or not isinstance(dims, tuple | list) or set(named) - {"input"}:
+        if len(producer.reads) != 1 or not isinstance(dims, tuple | list) or set(named) - {"input"}:
             raise _Another
-        return made.reads[0], tuple(sorted(dim % rank for dim in dims))
+        return producer.reads[0], tuple(sorted(dim % rank for dim in dims))
 
 
 def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
@@ -96,12 +96,12 @@ def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
     loss = chain.maker(cross_entropy, "cross_entropy")
     named = {**dict(zip(_CROSS_ENTROPY, loss.args, strict=False)), **loss.kwargs}
     scores, targets = named.get("input"), named.get("target")
-    negated = (made := log.maker(dice)) is not None and made.name == "neg"
+    negated = (producer := log.maker(dice)) is not None and producer.name == "neg"
     mean = chain.maker(chain.maker(dice, "neg").reads[0] if negated else dice, "mean")
     if not isinstance(scores, Ref) or not isinstance(targets, Ref) or len(mean.args) != 1 or mean.kwargs:
         raise _Another
     losses = mean.reads[0]
-    weighted = (made := log.maker(losses)) is not None and made.name == "mul" and len(made.reads) == 2
+    weighted = (producer := log.maker(losses)) is not None and producer.name == "mul" and len(producer.reads) == 2
     if weighted:
         losses, _ = chain.pair(losses, "mul")
     softmax, labels, options = (_coefficient if negated else _dice)(chain, losses)
@@ -151,7 +151,7 @@ def _dice(chain: _Chain, tensor: int) -> tuple[LoggedCall, int, dict[str, Any]]:
     if (by, by_union) != (2, 2) or same != intersection:
         raise _Another
     halves = [chain.log.maker(tensor) for tensor in (first, second)]
-    halved = all(made is not None and made.name == "mul_" for made in halves)
+    halved = all(producer is not None and producer.name == "mul_" for producer in halves)
     options["jaccard"] = not halved
     sums = list[int]()
     for tensor in (first, second):
@@ -210,7 +210,10 @@ def _operands_of(
     if dims not in (spatial, (0, *spatial)):
         raise _Another
     options["batch"] = dims != spatial
-    sliced = [made is not None and made.name == "getitem" for made in map(chain.log.maker, (probabilities, targets))]
+    sliced = [
+        producer is not None and producer.name == "getitem"
+        for producer in map(chain.log.maker, (probabilities, targets))
+    ]
     if sliced[0] != sliced[1]:
         raise _Another
     options["include_background"] = not sliced[0]
@@ -252,10 +255,10 @@ def _sources(log: CallLog, tensor: int) -> Iterator[tuple[int, list[LoggedCall]]
     there."""
     calls = list[LoggedCall]()
     yield tensor, calls
-    while (made := log.maker(tensor)) is not None and made.name in _OF_LABELS and made.reads:
-        if made.name == "getitem" and made.args[1] != (slice(None), 0):
+    while (producer := log.maker(tensor)) is not None and producer.name in _OF_LABELS and producer.reads:
+        if producer.name == "getitem" and producer.args[1] != (slice(None), 0):
             return
-        if made.name in _LABEL_CASTS and log.tensors[tensor].like.dtype != torch.int64:
+        if producer.name in _LABEL_CASTS and log.tensors[tensor].like.dtype != torch.int64:
             return
-        calls, tensor = [*calls, made], made.reads[0]
+        calls, tensor = [*calls, producer], producer.reads[0]
         yield tensor, calls

@@ -354,8 +354,8 @@ def _scratch(node: Any, target: str) -> tuple[int, tuple[int, ...]]:
     """Return the workspace of an op in bytes, from the fake tensors that its node has as arguments, and its requests if
     they are known."""
     args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"])
-    if (found := kernel_scratch(target, args, kwargs)) is not None:
-        return found
+    if (probed := kernel_scratch(target, args, kwargs)) is not None:
+        return probed
     scratch = opaque_calls.scratch(target, args)
     scratch = tile_scratch(target, args) if scratch is None else scratch
     return (transient_bytes(target, args, kwargs, node.meta["val"]) + NUMBERS if scratch is None else scratch), ()

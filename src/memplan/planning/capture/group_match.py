@@ -46,9 +46,13 @@ def is_cast(log: CallLog, call: LoggedCall, source: int, result: int) -> bool:
 def before_casts(log: CallLog, tensor: int) -> tuple[int, list[LoggedCall]]:
     """Return what a tensor was cast from, and the casts."""
     casts = list[LoggedCall]()
-    while (made := log.maker(tensor)) is not None and made.reads and is_cast(log, made, made.reads[0], tensor):
-        casts.append(made)
-        tensor = made.reads[0]
+    while (
+        (producer := log.maker(tensor)) is not None
+        and producer.reads
+        and is_cast(log, producer, producer.reads[0], tensor)
+    ):
+        casts.append(producer)
+        tensor = producer.reads[0]
     return tensor, casts
 
 

@@ -162,29 +162,29 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
     match = Match("cross_entropy", calls, {}, {})
     tensor, reason, transposed = scores.value, "", False
     while True:
-        made = log.maker(tensor)
-        if made is None:
+        producer = log.maker(tensor)
+        if producer is None:
             return None
-        if made.name == "linear":
+        if producer.name == "linear":
             break
-        source = made.reads[0] if made.reads else None
-        step = None if source is None else _step_between(log, made, source, tensor, first=len(calls) == 1)
+        source = producer.reads[0] if producer.reads else None
+        step = None if source is None else _step_between(log, producer, source, tensor, first=len(calls) == 1)
         if source is None or step is None:
-            reason = f"its scores come from {made.name or 'another function'}, not straight from a linear layer"
+            reason = f"its scores come from {producer.name or 'another function'}, not straight from a linear layer"
             break
-        calls.append(made)
-        reshapes += [made.number] if step == "reshape" else []
+        calls.append(producer)
+        reshapes += [producer.number] if step == "reshape" else []
         transposed |= step == "transpose"
         scaled += [step] if isinstance(step, tuple) else []
         tensor = source
     if reason:
         calls[:] = [call]
         return replace(match, reason=reason)
-    calls.append(made)
-    arguments = {**dict(zip(("input", "weight", "bias"), made.args, strict=False)), **made.kwargs}
+    calls.append(producer)
+    arguments = {**dict(zip(("input", "weight", "bias"), producer.args, strict=False)), **producer.kwargs}
     for name, argument in (("hidden", "input"), ("weight", "weight"), ("bias", "bias")):
         if isinstance(arguments.get(argument), Ref):
-            match.operands[name] = made, arguments[argument].value
+            match.operands[name] = producer, arguments[argument].value
     match.operands["targets"] = call, targets.value
     calls.reverse()
     like = {name: log.tensors[tensor].like for name, (_, tensor) in match.operands.items()}
@@ -209,9 +209,12 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
         if scaled != [("mul", cap), ("tanh", 0.0), ("div", cap)] or not cap > 0:
             return replace(match, reason="its scores are scaled")
         match.options["softcap"] = cap
-    if not made.autocast[0] and len({like[name].dtype for name in ("hidden", "weight", "bias") if name in like}) > 1:
+    if (
+        not producer.autocast[0]
+        and len({like[name].dtype for name in ("hidden", "weight", "bias") if name in like}) > 1
+    ):
         return replace(match, reason="the linear layer's operands have several dtypes")
-    if made.autocast != call.autocast:
+    if producer.autocast != call.autocast:
         return replace(match, reason="autocast ends between the linear layer and the loss")
     return match
 
@@ -258,10 +261,10 @@ def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
     if call.name == "rms_norm":
         return _own_rms_norm(log, call)
     product, casts = before_casts(log, call.results[0])
-    made = log.maker(product)
-    if made is None or made.name != "mul" or len(made.reads) != 2:
+    producer = log.maker(product)
+    if producer is None or producer.name != "mul" or len(producer.reads) != 2:
         return None
-    for scale, normed in (made.reads, made.reads[::-1]):
+    for scale, normed in (producer.reads, producer.reads[::-1]):
         root, inner_casts = before_casts(log, normed)
         inner = _normalized(log, root)
         if inner is None:
@@ -270,8 +273,8 @@ def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
         shape = log.tensors[x].like.shape
         if log.tensors[scale].like.shape != shape[-1:]:
             continue
-        match = Match("rms_norm", [*calls, *inner_casts, made, *casts], {}, {"eps": eps})
-        match.operands = {"x": (reader, x), "weight": (made, scale)}
+        match = Match("rms_norm", [*calls, *inner_casts, producer, *casts], {}, {"eps": eps})
+        match.operands = {"x": (reader, x), "weight": (producer, scale)}
         before, after = log.tensors[x].like.dtype, log.tensors[call.results[0]].like.dtype
         if before != after and casts:
             return None  # what casts the norm's result does not belong to it
@@ -304,18 +307,18 @@ def _own_rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
 
 def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list[LoggedCall]] | None:
     """Recognize x · 1 / sqrt(mean(x²) + eps): return x, the first call that reads it, eps and the calls."""
-    made = log.maker(tensor)
-    if made is None or made.name not in ("mul", "div") or len(made.reads) != 2:
+    producer = log.maker(tensor)
+    if producer is None or producer.name not in ("mul", "div") or len(producer.reads) != 2:
         return None
-    for values, factor in (made.reads, made.reads[::-1]):
-        found = _root_mean_square(log, factor, inverse=made.name == "mul")
-        if found is None:
+    for values, factor in (producer.reads, producer.reads[::-1]):
+        recognized = _root_mean_square(log, factor, inverse=producer.name == "mul")
+        if recognized is None:
             continue
-        squared, eps, calls = found
+        squared, eps, calls = recognized
         x, casts = before_casts(log, values)
         of, others = before_casts(log, squared)
-        if x == of and (made.name == "mul" or values == made.reads[0]):
-            calls = [*casts, *others, *calls, made]
+        if x == of and (producer.name == "mul" or values == producer.reads[0]):
+            calls = [*casts, *others, *calls, producer]
             reader = min((call for call in calls if x in call.reads), key=lambda call: call.number)
             return x, reader, eps, calls
     return None
@@ -324,21 +327,21 @@ def _normalized(log: CallLog, tensor: int) -> tuple[int, LoggedCall, float, list
 def _root_mean_square(log: CallLog, tensor: int, *, inverse: bool) -> tuple[int, float, list[LoggedCall]] | None:
     """Recognize sqrt(mean(x²) + eps) over the last dimension, or its inverse: return x, eps and the calls."""
     root, calls = before_casts(log, tensor)
-    made = log.maker(root)
-    if made is None:
+    producer = log.maker(root)
+    if producer is None:
         return None
-    calls.append(made)
-    is_root = made.name == "sqrt" or (made.name == "pow" and made.args[1:] == (0.5,))
-    is_inverse = made.name == "rsqrt" or (made.name == "pow" and made.args[1:] == (-0.5,))
-    if inverse and (made.name == "reciprocal" or (made.name == "rdiv" and made.args[1:] in ((1,), (1.0,)))):
-        below = log.maker(made.reads[0])
+    calls.append(producer)
+    is_root = producer.name == "sqrt" or (producer.name == "pow" and producer.args[1:] == (0.5,))
+    is_inverse = producer.name == "rsqrt" or (producer.name == "pow" and producer.args[1:] == (-0.5,))
+    if inverse and (producer.name == "reciprocal" or (producer.name == "rdiv" and producer.args[1:] in ((1,), (1.0,)))):
+        below = log.maker(producer.reads[0])
         if below is None or below.name != "sqrt":
             return None
         calls.append(below)
-        made, is_inverse = below, True
-    if not made.reads or not (is_inverse if inverse else is_root):
+        producer, is_inverse = below, True
+    if not producer.reads or not (is_inverse if inverse else is_root):
         return None
-    added = log.maker(made.reads[0])
+    added = log.maker(producer.reads[0])
     if added is None or added.name != "add" or len(added.reads) != 1 or added.kwargs:
         return None
     eps = next((arg for arg in added.args if isinstance(arg, (int, float))), None)
@@ -376,10 +379,10 @@ def _gated(log: CallLog, call: LoggedCall) -> Match | None:
     if call.name != "mul" or len(call.reads) != 2 or len(call.results) != 1:
         return None
     for activated, up in (call.reads, call.reads[::-1]):
-        found = _activation(log, activated)
-        if found is None:
+        recognized = _activation(log, activated)
+        if recognized is None:
             continue
-        kernel, gate, options, calls = found
+        kernel, gate, options, calls = recognized
         reader = next(inner for inner in calls if gate in inner.reads)
         match = Match(kernel, [*calls, call], {"gate": (reader, gate), "up": (call, up)}, options)
         likes = log.tensors[gate].like, log.tensors[up].like
@@ -391,18 +394,18 @@ def _gated(log: CallLog, call: LoggedCall) -> Match | None:
 
 def _activation(log: CallLog, tensor: int) -> tuple[str, int, dict[str, Any], list[LoggedCall]] | None:
     """Recognize SiLU and GELU: return the kernel, what they read, its options and the calls."""
-    made = log.maker(tensor)
-    if made is None or not made.reads or made.in_place:
+    producer = log.maker(tensor)
+    if producer is None or not producer.reads or producer.in_place:
         return None
-    if made.name == "silu":
-        return "swiglu", made.reads[0], {}, [made]
-    if made.name == "gelu":
-        return "geglu", made.reads[0], {"approximate": made.kwargs.get("approximate", "none")}, [made]
-    if made.name == "mul" and len(made.reads) == 2:
-        for gate, share in (made.reads, made.reads[::-1]):
+    if producer.name == "silu":
+        return "swiglu", producer.reads[0], {}, [producer]
+    if producer.name == "gelu":
+        return "geglu", producer.reads[0], {"approximate": producer.kwargs.get("approximate", "none")}, [producer]
+    if producer.name == "mul" and len(producer.reads) == 2:
+        for gate, share in (producer.reads, producer.reads[::-1]):
             below = log.maker(share)
             if below is not None and below.name == "sigmoid" and below.reads == (gate,):
-                return "swiglu", gate, {}, [below, made]
+                return "swiglu", gate, {}, [below, producer]
     return None
 
 

@@ -43,5 +43,5 @@ def kernel_scratch(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         del results
     if device.type == HOST:
         return allocations.most("op") - allocations.left("op") + NUMBERS, ()
-    requests = tuple(one if one < 0 else round_to_blocks(one) for one in allocations.temporaries("op"))
+    requests = tuple(size if size < 0 else round_to_blocks(size) for size in allocations.temporaries("op"))
     return peak_of(requests), requests

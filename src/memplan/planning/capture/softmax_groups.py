@@ -14,7 +14,7 @@ _DROPOUT = ("input", "p", "training", "inplace")
 def softmax_dropout(log: CallLog, call: LoggedCall) -> Match | None:
     """Recognize ``dropout(softmax(scale * x + mask))``, from the dropout, the cast of the softmax, or the softmax.
 
-    A softmax alone, or of scores that are scaled, is none: torch's own saves as little.
+    A softmax alone, or of scores that are only scaled, is not recognized: torch's own saves as little.
     """
     if len(call.results) != 1 or call.in_place:
         return None
@@ -26,19 +26,19 @@ def softmax_dropout(log: CallLog, call: LoggedCall) -> Match | None:
             return None
         options["p"], tensor = float(p), call.reads[0]
         calls.append(call)
-    while (made := log.maker(tensor)) is not None and made.reads:
-        if not drops_nothing(made) and not is_cast(log, made, made.reads[0], tensor):
+    while (producer := log.maker(tensor)) is not None and producer.reads:
+        if not drops_nothing(producer) and not is_cast(log, producer, producer.reads[0], tensor):
             break
-        calls.append(made)
-        tensor = made.reads[0]
-    if made is None or made.name != "softmax" or len(made.results) != 1 or len(made.reads) != 1:
+        calls.append(producer)
+        tensor = producer.reads[0]
+    if producer is None or producer.name != "softmax" or len(producer.results) != 1 or len(producer.reads) != 1:
         return None
     dims = len(log.tensors[tensor].like.shape)
-    if not dims or _dimension(made) not in (-1, dims - 1):
+    if not dims or _dimension(producer) not in (-1, dims - 1):
         return None
-    calls.append(made)
+    calls.append(producer)
     match = Match("softmax_dropout", calls, {}, options)
-    _add_scores(log, match, made)
+    _add_scores(log, match, producer)
     numbers = match.operands["x"][1], *(number for inner in calls for number in inner.results)
     dtypes = {log.tensors[number].like.dtype for number in numbers}
     if "p" not in options and "mask" not in match.operands and len(dtypes) == 1:

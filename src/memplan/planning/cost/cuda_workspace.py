@@ -36,7 +36,7 @@ class OnCard:
 
     graph: JointGraph
     """The graph, whose ops have the workspaces of CUDA's kernels."""
-    kept: Mapping[int, int]
+    workspace_by_op: Mapping[int, int]
     """Bytes of workspaces that libraries keep allocated from their first call on, by index of the op that makes it."""
     expected: Mapping[int, ExpectedScratch] = field(default_factory=dict)
     """Possible workspaces, by index of the op, where a model of cuDNN's choice predicts them."""
@@ -66,7 +66,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     ]
     all_temporaries = [temporary for temporaries in temporaries_of_ops for temporary in temporaries]
     cudnn_bytes, expected_bytes = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
-    kept = {
+    workspace_by_op = {
         op.index: sum(round_to_blocks(temporary.bytes) for temporary in temporaries if temporary.permanent)
         for op, temporaries in zip(graph.ops, temporaries_of_ops, strict=True)
     }
@@ -89,7 +89,9 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
             ordered = sorted(probabilities)
             workspace = ExpectedWorkspace(scratch, tuple(ordered), tuple(probabilities[size] for size in ordered))
             expected[op.index] = ExpectedScratch(tuple(uncertain), workspace)
-    return OnCard(replace(graph, ops=tuple(ops)), {index: size for index, size in kept.items() if size}, expected)
+    return OnCard(
+        replace(graph, ops=tuple(ops)), {index: size for index, size in workspace_by_op.items() if size}, expected
+    )
 
 
 def _declares_scratch(op: GraphOp) -> bool:
@@ -138,7 +140,7 @@ def _scratch(
 def libraries(graph: JointGraph, home: Home) -> Mapping[int, int]:
     """Return the bytes of workspaces that libraries keep allocated on a step's device, by index of the op whose call
     allocates them; none on the CPU."""
-    return {} if home.card is None else on_card(graph, home.card).kept
+    return {} if home.card is None else on_card(graph, home.card).workspace_by_op
 
 
 _known: dict[tuple[str, bool, bool], dict[str, int | None]] = {}

@@ -64,11 +64,11 @@ def memory_outside_graph(
     idle_parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in trained_names]
     if gradients.adds:
         other_bytes["parameter_gradient"] = sum(home.allocated(p.numel() * p.element_size()) for p in idle_parameters)
-    kept = libraries(graph, home)
-    if kept:
-        other_bytes["workspace"] = sum(kept.values())
+    workspace_by_op = libraries(graph, home)
+    if workspace_by_op:
+        other_bytes["workspace"] = sum(workspace_by_op.values())
     if optimizer is None:
-        return OutsideMemory(other_bytes=other_bytes, kept=kept, loss_bytes=loss_bytes, home=home)
+        return OutsideMemory(other_bytes=other_bytes, workspace_by_op=workspace_by_op, loss_bytes=loss_bytes, home=home)
     parameters = [value for value in trained if value.kind == "parameter"]  # the others are inputs
     layouts: list[_TensorLayout] = [(value.shape, value.stride, value.dtype) for value in parameters]
     update = update_of(optimizer, layouts, home)
@@ -82,7 +82,8 @@ def memory_outside_graph(
         update_bytes = {value.id: update_by_layout[layout].most for value, layout in pairs}
     return OutsideMemory(
         state=update.state, packed=update.packed, update=(update_with_idle if gradients.adds else update).most,
-        update_by_parameter=update_bytes, other_bytes=other_bytes, kept=kept, loss_bytes=loss_bytes, home=home,
+        update_by_parameter=update_bytes, other_bytes=other_bytes, workspace_by_op=workspace_by_op,
+        loss_bytes=loss_bytes, home=home,
     )  # fmt: skip
 
 

@@ -198,7 +198,7 @@ class SavedForm:
 def peak_of(requests: Sequence[int]) -> int:
     """Return the most bytes of `GraphOp.requests` that are live at once."""
     sizes = [request for request in requests if request > 0]
-    return max(accumulate((one if one > 0 else -sizes[-one - 1] for one in requests), initial=0))
+    return max(accumulate((request if request > 0 else -sizes[-request - 1] for request in requests), initial=0))
 
 
 @dataclass(frozen=True)

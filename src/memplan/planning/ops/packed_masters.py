@@ -121,8 +121,8 @@ class PackedMasters(torch.optim.Optimizer):
         """Raise UsageError if a group has options that ``one_pass`` does not take."""
         refused = [name for name in _NOT_IN_ONE_PASS if self._one_pass and group.get(name)]
         if refused:
-            found = f"PackedMasters in one pass with {' and '.join(refused)}"
-            raise UsageError(found, expected="none of these options", do="Leave them out, or one_pass")
+            options = f"PackedMasters in one pass with {' and '.join(refused)}"
+            raise UsageError(options, expected="none of these options", do="Leave them out, or one_pass")
 
     @property
     def packed_bytes(self) -> int:

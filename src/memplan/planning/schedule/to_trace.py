@@ -78,7 +78,7 @@ class _Tracer:
         """By gradient of a parameter: the parameter's name."""
         self.saved = set(schedule.saved)
         run = {action.op for action in (*schedule.forward, *schedule.backward)}
-        self.kept = {op: size for op, size in self.outside_memory.kept.items() if op in run}
+        self.workspace_by_op = {op: size for op, size in self.outside_memory.workspace_by_op.items() if op in run}
         """Bytes of libraries' workspaces that are not allocated yet, by the op that will."""
         self.tick = 0
         """Allocations and frees so far."""
@@ -130,7 +130,7 @@ class _Tracer:
                 if value.kind == "parameter":
                     self._allocate(value.own_bytes, "parameter_gradient", value, None, value.path)
         for cause, size in self.outside_memory.by_cause().items():
-            later = sum(self.kept.values()) if cause == "workspace" else 0
+            later = sum(self.workspace_by_op.values()) if cause == "workspace" else 0
             if size > later:
                 self._allocate(size - later, cause, None, None, "")
 
@@ -148,28 +148,28 @@ class _Tracer:
         self.tick += 1
         self.entries[entry].freed = self.tick
 
-    def _allocate_temporary(self, size: int, op: int, requests: Sequence[int] = (), kept: int = 0) -> None:
+    def _allocate_temporary(self, size: int, op: int, requests: Sequence[int] = (), library_workspace: int = 0) -> None:
         """Allocate a workspace of an op and free it again.
 
         Args:
             size: bytes.
             op: its index in the trace.
             requests: as `GraphOp.requests`; a single one if their peak is not ``size``.
-            kept: bytes that a library allocates after the first request, and keeps.
+            library_workspace: bytes that a library allocates after the first request, and does not free.
         """
         if peak_of(requests) != size or not requests:
             requests = (size, -1) if size else ()
-        made = list[int]()
+        allocated = list[int]()
         for request in requests:
             if request < 0:
-                self._release(made[-request - 1])
+                self._release(allocated[-request - 1])
                 continue
-            made.append(self._allocate(request, "temporary", None, op))
-            if kept:
-                self._allocate(kept, "workspace", None, op)
-                kept = 0
-        if kept:
-            self._allocate(kept, "workspace", None, op)
+            allocated.append(self._allocate(request, "temporary", None, op))
+            if library_workspace:
+                self._allocate(library_workspace, "workspace", None, op)
+                library_workspace = 0
+        if library_workspace:
+            self._allocate(library_workspace, "workspace", None, op)
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
         """Allocate the storage of a value that an op makes, with its cause.
@@ -208,10 +208,11 @@ class _Tracer:
             transient += self._free(action)
         for position, value in enumerate(self._without_host_values(action.makes)):
             self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        requests, kept = tuple[int, ...](), 0
+        requests, library_workspace = tuple[int, ...](), 0
         if action.kind == "run" and action.op is not None:
-            requests, kept = action.called(self.graph).requests, self.kept.pop(action.op, 0)
-        self._allocate_temporary(transient, op, requests, kept)
+            requests = action.called(self.graph).requests
+            library_workspace = self.workspace_by_op.pop(action.op, 0)
+        self._allocate_temporary(transient, op, requests, library_workspace)
         copy = self.bytes.gradient_copy_bytes(action)
         if copy and action.value is not None:
             of = self.graph.values[action.value]
