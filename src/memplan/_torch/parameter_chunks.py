@@ -1,15 +1,14 @@
 """Chunks of `fully_shard`'s parameters, one view a rank, as they are read.
 
 `fully_shard` splits each parameter into a view for each rank and reads two of them: seconds would grow with the number
-of ranks. Private names: ``torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty`` (seen in torch 2.11, 2.13
-and 2.14).
+of ranks. Private names: ``torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty`` (seen in torch 2.13 and
+2.14).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -49,7 +48,6 @@ def chunks_on_demand() -> Iterator[None]:
     """Let `fully_shard` create only those chunks of a parameter that it reads."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    instead: dict[str, Any] = {"_chunk_with_empty": RankChunks}
-    present = {name: value for name, value in instead.items() if name in vars(_fsdp_param)}
-    with patched(_fsdp_param, **present):
+    has_chunks = "_chunk_with_empty" in vars(_fsdp_param)
+    with patched(_fsdp_param, _chunk_with_empty=RankChunks) if has_chunks else contextlib.nullcontext():
         yield

@@ -16,7 +16,7 @@ from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaded import new_tensors, shapes_of
 from memplan.integrations.scripts.trainer_schedule import TrainerSchedule
 from memplan.trace.program_facts import Batch
-from memplan.trace.recording.loading import Numbers
+from memplan.trace.recording.loading import ObjectNumbers
 from memplan.trace.recording.loads import as_recorded
 from memplan.trace.recording.session import running_recording
 from memplan.trace.records import HOST
@@ -79,7 +79,7 @@ class Loaders:
         self._watcher = watcher
         self._most, self._multiple = most, multiple
         self._repeats = repeats
-        self._loaders = Numbers()
+        self._loader_numbers = ObjectNumbers()
         self._seen_shapes: dict[int, Any] = {}
         """Number of a loader -> shapes of its second batch."""
         self._plain_length = DataLoader.__len__
@@ -177,7 +177,7 @@ class Loaders:
         Raises:
             StopIteration: the loader is exhausted.
         """
-        number = self._loaders.number_of(loader.loader)
+        number = self._loader_numbers.number_of(loader.loader)
         shapes = self._seen_shapes.get(number)
         if shapes is not None:
             if loader.progress.loaded >= (self.length(loader.loader) or self._most or 0):

@@ -18,7 +18,7 @@ from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script_run import ScriptRun
 from memplan.trace.program_facts import Ending, Facts, RunPart
 from memplan.trace.recording.boundaries import Boundaries
-from memplan.trace.recording.loading import Numbers
+from memplan.trace.recording.loading import ObjectNumbers
 from memplan.trace.records import HOST
 
 _PASSES = 2
@@ -43,7 +43,7 @@ class PhasedRun(ScriptRun):
         self._parts: list[RunPart] = []
         self._part = RunPart()
         """The part that runs."""
-        self._data_sets = Numbers()
+        self._data_sets = ObjectNumbers()
         self._passes: dict[int, int] = {}
         """Number of a data set -> passes over it in which a model was trained."""
         self._pass_trains = False

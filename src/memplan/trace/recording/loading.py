@@ -36,7 +36,7 @@ class LoaderWatch:
         self._is_loading = False
         """Whether a batch is being loaded."""
         self._passes: list[_Pass] = []
-        self._data_sets = Numbers()
+        self._data_sets = ObjectNumbers()
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """Iterator -> its loader."""
         self.kinds: dict[int, HostKind] = {}
@@ -174,7 +174,7 @@ class LoaderWatch:
         return tuple(HostStorage(storage, kind) for storage, kind in sorted(self.kinds.items()))
 
 
-class Numbers:
+class ObjectNumbers:
     """Numbers of objects, in the order in which they are first seen. The objects are not kept alive."""
 
     def __init__(self) -> None:
