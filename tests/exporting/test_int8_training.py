@@ -160,7 +160,7 @@ int main(void)
     found = floats_of(printed_by(tmp_path, text, "-ffp-contract=off")).astype(np.float32).reshape(20, -1)
     f4, scales, numbers, bias = np.float32, {}, {}, start["0.bias"].copy()
     for name in ("0.weight", "2.weight"):
-        scales[name] = (np.abs(start[name]).max(1) * f4(1.25) / f4(127)).astype(f4)  # the default headroom
+        scales[name] = (np.abs(start[name]).max(1) * f4(1.25) / f4(127)).astype(f4)  # the headroom
         numbers[name] = np.rint(start[name] / scales[name][:, None]).astype(int)
     places = {"0.weight": np.arange(30).reshape(5, 6), "2.weight": 30 + np.arange(20).reshape(4, 5)}
 
@@ -363,11 +363,6 @@ def test_biases_and_head_of_a_mobilenet_are_trained_in_300_kb(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"int8_headroom": 0.9}, "int8_headroom=0.9"),
-        ({"int8_headroom": float("nan")}, "int8_headroom=nan"),
-        ({"int8_headroom": 16.5}, "int8_headroom=16.5"),
-        ({"int8_headroom": 1e39}, "int8_headroom=1e"),
-        ({"int8_headroom": 2, "trained_weights": "float32"}, "without trained_weights='int8'"),
         ({"optimizer": "adam"}, "Adam keeps moments in float32"),
         ({"optimizer": "rmsprop"}, "RMSprop keeps moments in float32"),
         ({"optimizer": "sgd:lr=0.1,momentum=0.9"}, "momentum is an array in float32"),
@@ -392,12 +387,12 @@ def test_a_weight_without_a_range_is_named(tmp_path: Path) -> None:
     assert done.int8_trained is not None, "rows of zeros have the range of the others"
 
 
-@pytest.mark.parametrize("size", [1e-44, 3e37])
+@pytest.mark.parametrize("size", [1e-44, 3e38])
 def test_a_range_beyond_float32_is_named(size: float, tmp_path: Path) -> None:
     model = nn.Linear(6, 3)
     nn.init.constant_(model.weight, size)
     with pytest.raises(InputError, match=r"weight has a largest magnitude of .* is no range of eight bits"):
-        exported(model, "2x6", tmp_path, verify=False, int8_headroom=16)
+        exported(model, "2x6", tmp_path, verify=False)
 
 
 def test_a_model_without_weights_for_eight_bits_is_refused(tmp_path: Path) -> None:

@@ -85,10 +85,6 @@ operation without a C kernel.
     help="Precision of the trained weights, in RAM. int8: SGD without momentum; lossy, the report says how much.",
 )
 @click.option(
-    "--int8-headroom", type=float, metavar="X",
-    help="With --trained-weights int8: range of eight bits over a weight's largest magnitude, 1 to 16. Default: 1.25.",
-)  # fmt: skip
-@click.option(
     "--calibrate", "calibration", metavar="TARGET",
     help="A callable that returns batches of inputs and targets, for --frozen-layers int8.",
 )  # fmt: skip
@@ -111,7 +107,7 @@ operation without a C kernel.
 def command(
     budget: str, folder: str, accumulate: int, clip_norm: float | None, clip_value: float | None, normalize: str | None,
     name: str | None, batches: str | None, frozen_weights: Literal["float32", "int8"],
-    frozen_layers: Literal["float32", "int8"], trained_weights: Literal["float32", "int8"], int8_headroom: float | None,
+    frozen_layers: Literal["float32", "int8"], trained_weights: Literal["float32", "int8"],
     calibration: str | None, weights_file: bool, arena_apart: bool, input_in_arena: bool, flash: str | None,
     verify: bool | None, core: str | None, force: bool, json_file: str | None, **values: Any,
 ) -> int:  # fmt: skip
@@ -141,7 +137,7 @@ def command(
                 accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
                 normalize=None if normalize is None else read_normalization(normalize), folder=folder, name=name,
                 search_update=data, frozen_weights=frozen_weights, frozen_layers=frozen_layers,
-                trained_weights=trained_weights, int8_headroom=int8_headroom, calibrate=ranges,
+                trained_weights=trained_weights, calibrate=ranges,
                 weights_file=weights_file, arena_apart=arena_apart, input_in_arena=input_in_arena, flash=flash,
                 verify=verify, device=core, force=force,
             )  # fmt: skip

@@ -20,8 +20,6 @@ from memplan._torch.recurrent import recurrent_replaced
 from memplan.errors import InputError, RecordingError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import (
-    HEADROOM,
-    MOST_HEADROOM,
     DevicePlan,
     Narrow,
     Stored,
@@ -97,7 +95,6 @@ def export(
     frozen_weights: Narrow = "float32",
     frozen_layers: Narrow = "float32",
     trained_weights: Narrow = "float32",
-    int8_headroom: float | None = None,
     calibrate: Any = None,
     weights_file: bool = False,
     arena_apart: bool = False,
@@ -131,8 +128,6 @@ def export(
         frozen_layers: ``"int8"`` computes layers before the first trained one in eight bits, and measures the error.
         trained_weights: ``"int8"`` trains convolutions and linear layers in weights of eight bits, by SGD without
             momentum, and measures the effect. Lossy.
-        int8_headroom: how far such a weight can grow: the range of its eight bits over its largest magnitude, for each
-            output channel. From 1 to 16; None: 1.25.
         calibrate: batches of inputs and targets for `frozen_layers`: the ranges of activations are those on this data.
         weights_file: write weights to NAME.bin, which the caller of the C code reads, instead of NAME_weights.h.
         arena_apart: `init` takes memory for the arena, so that it and the state can lie in banks of their own.
@@ -170,33 +165,13 @@ def export(
             expected="both, or neither: the ranges of activations are those on your data",
             do="Give frozen_layers='int8' and calibrate=[(x, y), ...] (--frozen-layers int8 --calibrate TARGET)",
         )
-    headroom = _headroom(int8_headroom, trained_weights)
-    stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart, headroom)
+    stored = Stored(frozen_weights, trained_weights, weights_file, arena_apart)
     gradients = Gradients(accumulate, clip_norm, clip_value)
     seen = None if normalize is None else Normalization.of(normalize)
     options = _Options(
         budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate, input_in_arena
     )
     return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
-
-
-def _headroom(headroom: float | None, trained_weights: Narrow) -> float:
-    """Return the headroom of weights that are trained in eight bits. Raises UsageError if there are none, or if it is
-    not from 1 to `MOST_HEADROOM`."""
-    if headroom is None:
-        return HEADROOM
-    if trained_weights != "int8":
-        raise UsageError(
-            f"int8_headroom={headroom:g} without trained_weights='int8'", expected="both, or neither",
-            do="Give trained_weights='int8' (--trained-weights int8)",
-        )  # fmt: skip
-    if not 1 <= headroom <= MOST_HEADROOM:
-        raise UsageError(
-            f"int8_headroom={headroom:g}",
-            expected=f"a multiple of the weights' range from 1 to {MOST_HEADROOM}: more leaves few integers",
-            do="Give such as 1.25",
-        )  # fmt: skip
-    return float(headroom)
 
 
 def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) -> Exported:
