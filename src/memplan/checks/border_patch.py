@@ -43,13 +43,8 @@ def fix_of(finding: Finding, trace: Trace) -> Fix:
 
 
 def _proof(output: Sequence[int] | None, size: Sequence[int], stride: Sequence[float]) -> str:
-    """Return what the recording of the changed model shows, as a sentence.
-
-    Args:
-        output: spatial size of its output; None if it could not be recorded.
-        size: spatial size of its input.
-        stride: distance of neighbouring outputs in pixels of the input, by dimension.
-    """
+    """Return what the recording of the changed model shows, as a sentence. ``output`` is the spatial size of its
+    output, None if it could not be recorded; ``stride`` the distance of neighbouring outputs in pixels of the input."""
     if output is None:
         return "The padded model could not be recorded: run it before you rely on it."
     shown = " x ".join(map(str, output))
@@ -63,12 +58,8 @@ def _proof(output: Sequence[int] | None, size: Sequence[int], stride: Sequence[f
 
 
 def _patch(padding: Mapping[str, Any], created_at: Mapping[str, str | None]) -> tuple[str, str]:
-    """Return the diff and "", or "" and why there is no diff.
-
-    Args:
-        padding: layer -> its new padding, a list by dimension or "same".
-        created_at: layer -> ``file:line`` that created it.
-    """
+    """Return the diff and "", or "" and why there is no diff. ``padding`` maps a layer to its new padding,
+    ``created_at`` to the line that created it."""
     if not padding:
         return "", "no convolution or pool of the model can be padded from here"
     edits: dict[str, dict[int, Any]] = {}  # path -> line -> padding
@@ -144,12 +135,8 @@ def _literal(amount: Any) -> str:
 
 
 def _wrapper(details: Mapping[str, Any], why: str) -> Fix:
-    """Return the fix for a model that cannot be patched: a module that pads the model's input, or advice alone.
-
-    Args:
-        details: those of the finding.
-        why: reason why there is no patch.
-    """
+    """Return the fix for a model that cannot be patched: a module that pads the model's input, or advice alone. ``why``:
+    why there is no patch."""
     by_hand = "Pad the input yourself, or cut tiles that overlap."
     if not details.get("mirror_pad"):
         return Fix("none", "", why, by_hand)

@@ -89,13 +89,8 @@ def record_again(recorder: StepRecorder) -> Trace:
 def check_trace(
     trace: Trace, *, recorder: StepRecorder | None = None, context: int = 0, ignores: Sequence[Ignore] = ()
 ) -> list[Finding]:
-    """Return the findings about a recorded step, in the order of `check`.
-
-    Args:
-        trace: the step.
-        recorder: records it again after a change; without it, costs are only those that follow from the trace.
-        context: as for `check`.
-        ignores: findings to leave out.
+    """Return the findings about a recorded step, in the order of `check`. ``recorder`` records it again after a change;
+    without it, costs are only those that follow from the trace.
 
     Raises:
         InputError: a context that is no number of pixels; a trace file whose ops have impossible arguments.

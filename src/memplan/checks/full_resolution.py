@@ -90,15 +90,8 @@ def _strides(followed: Followed, op: int) -> list[Fraction]:
 
 
 def _finding(subject: Subject, run: list[_Layer], rows: list[dict[str, Any]], full: int, total: int) -> Finding:
-    """Return the finding, with the bytes that a recording of the model with a stride of 2 in the run saves.
-
-    Args:
-        subject: the step.
-        run: convolutions at the input's resolution.
-        rows: saved bytes by layer and line.
-        full: saved bytes at the input's resolution.
-        total: all saved bytes.
-    """
+    """Return the finding, with the bytes that a recording of the model with a stride of 2 in the run saves. Of
+    ``total`` saved bytes, ``full`` are at the input's resolution; ``rows`` has them by layer and line."""
     trace, first, last = subject.trace, run[0], run[-1]
     mended = subject.recorder.record(strided(first.name, last.name)) if subject.recorder is not None else None
     size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0

@@ -50,12 +50,8 @@ def not_ignored(
 ) -> list[Finding]:
     """Return the findings that are not ignored.
 
-    A finding about several layers (``details["layers"]``) is ignored if each of them is.
-
-    Args:
-        findings: of a step.
-        ignores: checks and patterns of layers.
-        created_at: layer -> ``file:line`` that created it, where a comment counts as well as at the call.
+    A finding about several layers (``details["layers"]``) is ignored if each of them is. A comment counts where a layer
+    is called, and where ``created_at`` says that it was created.
     """
     return [finding for finding in findings if not _is_ignored(finding, ignores, created_at)]
 

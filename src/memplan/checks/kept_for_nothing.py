@@ -139,13 +139,7 @@ def _dropout_before_relu(trace: Trace, dropouts: Sequence[Op]) -> dict[int, Stor
 
 def _kind(trace: Trace, storage: Storage, forms: Mapping[int, Form], before_dropout: bool) -> str | None:
     """Return why a storage is saved needlessly, as a key of ``_TEXTS``; None if a gradient needs it.
-
-    Args:
-        trace: the step.
-        storage: it is saved for backward.
-        forms: arguments of each forward op, by its index.
-        before_dropout: whether the first op that reads the storage is a dropout.
-    """
+    ``before_dropout``: whether the first op that reads the storage is a dropout."""
     keepers = keepers_of(storage)
     if not keepers:
         return None

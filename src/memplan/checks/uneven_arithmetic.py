@@ -69,13 +69,8 @@ def _sizes(trace: Trace, followed: Followed) -> dict[int, list[_Size]]:
 def _dropped_rows(form: Form, op: Op, sizes: dict[int, list[_Size]], *, dense: bool) -> list[Finding]:
     """Return a finding for the last rows of an input that no window of the kernel reaches.
 
-    A stride larger than the kernel leaves such rows between windows anyway: as many do not count at the end.
-
-    Args:
-        form: arguments and results of the op's call.
-        op: the op.
-        sizes: spatial sizes of each op's result, by its index.
-        dense: whether the model's output has spatial dimensions: then the finding is a warning.
+    A stride larger than the kernel leaves such rows between windows anyway: as many do not count at the end. The
+    finding is a warning if the output is ``dense``: has spatial dimensions.
     """
     windows = kernel_of(base_name(op.name), form)
     if windows is None or not form.writes:

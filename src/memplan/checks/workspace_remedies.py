@@ -34,12 +34,8 @@ class Remedy:
 
 
 def remedies(recorder: StepRecorder, dimensions: int) -> list[Remedy]:
-    """Return the changes for which the peak is known exactly, whether they lower it or not.
-
-    Args:
-        recorder: records the step again.
-        dimensions: of the input of the layer with the largest workspace, 4 or 5 with batch and channels.
-    """
+    """Return the changes for which the peak is known exactly, whether they lower it or not. ``dimensions``: of the
+    input of the layer with the largest workspace, 4 or 5 with batch and channels."""
     known: list[Remedy] = []
     for name, do, trace in _changed_steps(recorder, dimensions):
         if isinstance(trace, Trace):

@@ -51,13 +51,7 @@ class CiOutputs:
         return "-" in (self.sarif, self.junit)
 
     def write(self, target: str, rules: Sequence[str], annotations: Sequence[Annotation]) -> None:
-        """Write the outputs.
-
-        Args:
-            target: the target that was checked.
-            rules: the rules that were checked, each a test case of JUnit.
-            annotations: the findings.
-        """
+        """Write the outputs. Each rule is a test case of JUnit."""
         from memplan.reports.ci import github, junit, sarif
 
         annotations = [_in_project(annotation) for annotation in annotations]

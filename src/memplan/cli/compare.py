@@ -54,16 +54,8 @@ def command(
     a: str, b: str | None, a_options: tuple[str, ...], b_options: tuple[str, ...], really: bool, top: int,
     results: ResultFiles, **values: Any,
 ) -> int:  # fmt: skip
-    """Compare two steps, print the comparison, and return the exit code.
-
-    Args:
-        a, b: targets or files; without ``b``, it is ``a`` with other options.
-        a_options, b_options: options of one side, such as ``batch=8``.
-        really: whether to run both.
-        top: rows of each table; 0 for all.
-        results: files for the result.
-        values: options of both steps.
-    """
+    """Compare two steps, print the comparison, and return the exit code. Without ``b``, it is ``a`` with other options;
+    ``values`` are the options of both steps."""
     sides = [side_arguments(a, values, a_options), side_arguments(b or a, values, b_options)]
     if sides[0] == sides[1]:
         raise InputError(

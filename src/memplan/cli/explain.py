@@ -184,14 +184,8 @@ _FILES = "what memplan explain --trace or --json wrote"
 
 
 def _explain(arguments: StepArguments, really: bool, host: int | None, scales: bool) -> tuple[Trace, Explanation]:
-    """Record the target's step, run it, or load its trace, and explain it.
-
-    Args:
-        arguments: options of the step.
-        really: whether to run it.
-        host: budget of the host's memory in bytes.
-        scales: whether to record it with larger batches as well, for how it grows.
-    """
+    """Record the target's step, run it, or load its trace, and explain it. With ``scales`` it is recorded with larger
+    batches as well, for how it grows."""
     if is_trace(arguments.target):
         return _explain_file(arguments, really, host)
     task = f"{'running' if really else 'recording'} {arguments.target}"

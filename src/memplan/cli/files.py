@@ -51,12 +51,8 @@ OUTPUT = OutputFile()
 
 
 def writable(path: str, option: str, typed: Sequence[str] = ()) -> str:
-    """Check that a file can be written, and return its real path; ``-`` is returned unchanged.
-
-    Args:
-        path: as typed.
-        option: the option whose value it is.
-        typed: all arguments of the command; none of the others may name the same file.
+    """Check that a file can be written, and return its real path; ``-`` is returned unchanged. None of ``typed``, the
+    other arguments of the command, may name the same file.
 
     Raises:
         InputError: its folder does not exist or takes no new file, it is a folder itself, source code, or a file that

@@ -20,15 +20,7 @@ _ALLOWED = ("--arg", "--input", "--dtype", "--no-train")
 def fit_inference(
     arguments: StepArguments, described: Described, model_of: Callable[[], nn.Module], budget: str, results: ResultFiles
 ) -> int:
-    """Run the model whole and in parts, show what it takes, and return the exit code: 0 if it fits.
-
-    Args:
-        arguments: the options as typed.
-        described: the step that they describe.
-        model_of: builds the model.
-        budget: as typed.
-        results: where to write the figures.
-    """
+    """Run the model whole and in parts, show what it takes, and return the exit code: 0 if it fits."""
     import memplan
     from memplan.reports.fit import inference_report
     from memplan.verification.fitting.outcome import InferenceOutcome
@@ -47,13 +39,8 @@ def fit_inference(
 
 
 def check_options(arguments: StepArguments, budget: str | None, used: dict[str, object]) -> str:
-    """Return the budget. Raise InputError where there is none, or for options that inference does not have.
-
-    Args:
-        arguments: of the step.
-        budget: as typed.
-        used: each other option of `memplan fit` by its name; false where it was left out.
-    """
+    """Return the budget. Raise InputError where there is none, or for options that inference does not have. ``used``
+    has each other option of `memplan fit` by its name; false where it was left out."""
     wrong = [option for option in arguments.changed_options() if option not in _ALLOWED]
     wrong += [option for option, value in used.items() if value and option not in (*wrong, "--budget")]
     if wrong:

@@ -153,16 +153,7 @@ def _report(largest: Largest, results: ResultFiles) -> int:
 def _find(
     arguments: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any], title: str
 ) -> Largest:
-    """Return the largest value of an axis that fits.
-
-    Args:
-        arguments: options of the step.
-        axis: batch, size, patch, sequence, or an argument of the target.
-        room: what it has to fit.
-        window: the volume to infer in patches, if any.
-        options: further arguments of `find_largest`.
-        title: of the step.
-    """
+    """Return the largest value of an axis that fits. ``options`` are further arguments of `find_largest`."""
     from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}

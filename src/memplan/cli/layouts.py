@@ -116,16 +116,9 @@ script_option(command)
 def _of_script(
     request: Request, sizes: list[int], degrees: list[int], loss_parallel: bool, per_node: int, link: float | None
 ) -> Layouts:
-    """Compare the layouts of a script that takes them from its flags or its launcher.
-
-    Args:
-        request: the script, its device and its number of ranks.
-        sizes: micro-batches; [] for the script's own.
-        degrees: ranks that share each layer.
-        loss_parallel: whether to try the loss on shards of the logits, too.
-        per_node: cards of a machine.
-        link: bytes a second to another machine; None: those of the catalogue.
-    """
+    """Compare the layouts of a script that takes them from its flags or its launcher. ``sizes`` are micro-batches, []
+    for the script's own; ``degrees`` numbers of ranks that share each layer; ``link`` bytes a second to another
+    machine, None for those of the catalogue."""
     from memplan.devices import find
     from memplan.integrations.scripts.launchers import launcher_of
     from memplan.integrations.scripts.script_layouts import script_layouts

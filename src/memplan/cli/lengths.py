@@ -11,14 +11,8 @@ from memplan.trace.naming.targets import contained
 
 
 def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: int, *, measured: bool) -> int:
-    """Predict the memory of a sequence of batches with drawn lengths, print it, and return the exit code.
-
-    Args:
-        arguments: the step.
-        text: lengths and their shares, or a file of lengths.
-        outputs: files for the result: JSON alone.
-        top: number of lengths to list; 0 for all.
-        measured: whether the step was to be run for real.
+    """Predict the memory of a sequence of batches with drawn lengths, print it, and return the exit code. ``text`` has
+    lengths and their shares, or names a file of lengths.
 
     Raises:
         InputError: no such lengths, or an option does not go with them.

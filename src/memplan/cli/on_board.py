@@ -42,17 +42,8 @@ def fit_on(
     name: str, arguments: StepArguments, reserve: str | None, normalize: str | None,
     trained_weights: Literal["float32", "int8"], accumulate: int, results: ResultFiles,
 ) -> int:  # fmt: skip
-    """Plan the steps that fit on a board, show them and return the exit code.
-
-    Args:
-        name: of the board, as typed.
-        arguments: the step.
-        reserve: SRAM of the application, as typed.
-        normalize: of inputs of eight bits, as typed.
-        trained_weights: ``"int8"`` plans parts that do not fit in eight bits, too.
-        accumulate: backward passes to one update.
-        results: where to write the figures.
-    """
+    """Plan the steps that fit on a board, show them and return the exit code. ``trained_weights="int8"`` plans parts
+    that do not fit in eight bits, too."""
     from memplan._bytes import parse_bytes
     from memplan.devices.boards import find_board
     from memplan.exporting.board_fit import fit_on_board
@@ -76,13 +67,8 @@ def fit_on(
 
 
 def check_options(board: str | None, used: dict[str, object]) -> None:
-    """Raise InputError for options that do not go with a board, or need one.
-
-    Args:
-        board: as typed; None without ``--device-memory``.
-        used: by its name, each option that does not go with a board, or (reserve, normalize, trained weights) without
-            one; false where it was left out.
-    """
+    """Raise InputError for options that do not go with a board, or need one. ``used`` has each such option by its name;
+    false where it was left out."""
     alone = ("--reserve", "--normalize", "--trained-weights")
     wrong = [option for option, value in used.items() if value and (board is None) == (option in alone)]
     if wrong and board is None:

@@ -20,15 +20,8 @@ def show_on_cards(
     excluded: Mapping[str, Any], axis: str | None = None, most: int | None = None,
 ) -> int:  # fmt: skip
     """Report the memory of a step on each card of the catalogue, or the largest value of an axis that fits each card.
-
-    Args:
-        arguments: options of the step.
-        described: returns the step.
-        title: name of the step.
-        results: files to write the result to.
-        excluded: options that cannot be combined with ``--device all``, with their values.
-        axis: "batch" or "sequence"; None: the step as it is.
-        most: largest value to try.
+    ``axis`` is "batch" or "sequence"; None: the step as it is. ``excluded`` are options that cannot be combined with
+    ``--device all``, with their values.
 
     Returns:
         The exit code: 1 if nothing fits any card.

@@ -84,14 +84,7 @@ class Outputs:
     def write(
         self, trace: Trace, explanation: Explanation, dumps: Callable[[], str], settings: str | None = None
     ) -> None:
-        """Write the step to each file.
-
-        Args:
-            trace: the step.
-            explanation: the explanation of the step.
-            dumps: returns the explanation as JSON text.
-            settings: settings of the caching allocator.
-        """
+        """Write the step to each file."""
         if self.trace is not None:
             write(self.trace, trace.to_json())
         self.results.write(dumps)

@@ -15,12 +15,6 @@ from memplan.trace.naming.targets import contained
 def quantize(arguments: StepArguments, weights: str | None, activations: str | None, outputs: Outputs, top: int) -> int:
     """Compare inference of a model with its quantized copy, print the comparison, and return the exit code.
 
-    Args:
-        arguments: the step.
-        weights, activations: their dtypes: int8, int4 or None.
-        outputs: files for the result, as JSON or a page.
-        top: number of layers to list; 0 for all.
-
     Raises:
         InputError: an option does not go with these.
     """

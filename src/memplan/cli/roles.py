@@ -36,13 +36,7 @@ def check(world: int | None, really: bool, outputs: Outputs) -> None:
 
 
 def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, top: int) -> int:
-    """Explain all ranks of a target and return the exit code.
-
-    Args:
-        arguments: the step; its ``rank`` is not read.
-        room: budget of the host's memory in bytes.
-        outputs: files for the result, as JSON or a page.
-        top: rows of each table; 0 for all.
+    """Explain all ranks of a target and return the exit code. ``room``: budget of the host's memory in bytes.
 
     Raises:
         InputError: the target is a file.
@@ -76,16 +70,8 @@ def run_roles(
     request: Request, run: Callable[[Request], RunResult], room: int | None, settings: str | None, outputs: Outputs,
     top: int,
 ) -> int:  # fmt: skip
-    """Record all ranks of a script, each in a process of its own, and return the exit code.
-
-    Args:
-        request: the script, as rank 0.
-        run: records a rank.
-        room: budget of the host's memory in bytes.
-        settings: of the caching allocator.
-        outputs: files for the result, as JSON or a page.
-        top: rows of each table; 0 for all.
-    """
+    """Record all ranks of a script, each in a process of its own, and return the exit code. ``room``: budget of the
+    host's memory in bytes."""
     from memplan.explanation.explain import explain_trace
     from memplan.reports import run as reports
     from memplan.studies.roles.roles import find_roles

@@ -112,15 +112,8 @@ def _sweep(
     arguments: StepArguments, named_axes: dict[str, Values], vary: dict[str, Values], layers: list[tuple[str, Values]],
     jobs: int | None,
 ) -> Sweep:  # fmt: skip
-    """Record the points of all axes.
-
-    Args:
-        arguments: options of the step.
-        named_axes: values of batch, size, sequence and precision, by name.
-        vary: values of arguments of the target, by name.
-        layers: pattern of layers with an attribute (``encoder.*.kernel_size``), and its values.
-        jobs: number of processes; None: as many as save time.
-    """
+    """Record the points of all axes. ``layers`` has patterns of layers with an attribute (``encoder.*.kernel_size``),
+    and its values."""
     from memplan.studies.axes.axes import Argument, axis_of
     from memplan.studies.sweeps.sweep import sweep_subject
 

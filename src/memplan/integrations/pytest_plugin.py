@@ -95,13 +95,8 @@ def _check(item: pytest.Function, test: Callable[[], Any], arguments: Mapping[st
 
 
 def _assert_limits(title: str, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-    """Record the test without allocating anything, and check the peak of the step that it returns.
-
-    Args:
-        title: of the step, for messages.
-        test: the test function without arguments.
-        arguments: keyword arguments of the mark.
-    """
+    """Record the test without allocating anything, and check the peak of the step that it returns. ``arguments`` are
+    those of the mark."""
     from memplan.studies.guarding.assert_peak import assert_peak
 
     limits = {"at_most": arguments.get("peak"), "reserved": arguments.get("reserved")}
@@ -132,11 +127,8 @@ class _ReturnsModule(BaseException):
 
 
 def _build(test: Callable[[], Any], expects_module: bool) -> Any:
-    """Run the test and return its result as a module or a step, which a ``build`` has to return.
-
-    Args:
-        test: the test function without arguments.
-        expects_module: the mark has arguments that apply to a module only, so that a callable must create one.
+    """Run the test and return its result as a module or a step, which a ``build`` has to return. ``expects_module``:
+    the mark has arguments that apply to a module only, so that a callable must create one.
 
     Raises:
         _ReturnedTrace: it returned a Trace.

@@ -84,12 +84,6 @@ def plan_or_floor(model: Any, step: StepOptions, budget: int, device: str | None
 
     Faster than `plan` where nothing fits: no other settings are tried for the error's advice.
 
-    Args:
-        model: as for `plan`.
-        step: inputs, loss, optimizer and autocast.
-        budget: bytes.
-        device: the card; None for this machine.
-
     Raises:
         UsageError, RecordingError: as for `plan`.
     """

@@ -42,14 +42,9 @@ STATISTICS = 8
 def planned_with_kernels(
     study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Group]], Study], error: BudgetError
 ) -> Planned:
-    """Return a plan within the budget in which kernels replace groups of calls.
-
-    Args:
-        study: the step without kernels, which has no plan within the budget.
-        settings: options of the plan.
-        budget: bytes.
-        captured: returns the study of the step with kernels in the place of groups, or raises GroupGone.
-        error: the error of the step without kernels.
+    """Return a plan within the budget in which kernels replace groups of calls. ``study`` and ``error`` are those of
+    the step without kernels; ``captured`` returns the study of the step with kernels in the place of groups, or raises
+    GroupGone.
 
     Raises:
         BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.

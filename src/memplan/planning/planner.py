@@ -129,12 +129,8 @@ class Planner:
         return request.bounded(self.study(request.call, request.settings, key).eager_peak(request.settings))
 
     def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[FrontierPoint, ...]:
-        """Return the Pareto frontier of predicted bytes and seconds, over all allowed precisions.
-
-        Args:
-            call, settings, key: as for `planned`.
-            points: most plans in each precision.
-        """
+        """Return the Pareto frontier of predicted bytes and seconds, over all allowed precisions. Each precision has
+        ``points`` plans at most."""
         return frontier(lambda settled: self.study(call, settled, key), self._model, settings, points)
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:

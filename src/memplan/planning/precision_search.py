@@ -214,13 +214,8 @@ def frontier(
     study: Callable[[Settings], Study], model: nn.Module, settings: Settings, points: int
 ) -> tuple[FrontierPoint, ...]:
     """Return the Pareto frontier in bytes and seconds, the largest peak first: of the exact plans, and of all plans.
-
-    Args:
-        study: returns the `Study` (capture, costs and search) of the call in the precision of the settings.
-        model: the step.
-        settings: settings of the plans.
-        points: most plans in each precision.
-    """
+    ``study`` returns the `Study` of the call in the precision of the settings; each precision has ``points`` plans at
+    most."""
     plans = list[FrontierPoint]()
     exact_seconds = step_seconds(study(replace(settings, precision=EXACT)).captured.graph)
     for precision in tiers(model, settings) if settings.chooses_precision else [settings.fixed_precision]:
@@ -319,12 +314,8 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:
-    """Return the dtype to compute in on a device: bfloat16, or float16 for a card that has only this.
-
-    Args:
-        card: the card that seconds are estimated for; None: this machine's ``device``.
-        device: ``cpu`` or ``cuda``.
-    """
+    """Return the dtype to compute in on a device: bfloat16, or float16 for a card that has only this. ``card`` is the
+    one that seconds are estimated for; None: this machine's ``device``, "cpu" or "cuda"."""
     if card is not None:
         only_float16 = card.flops.get("float16") and not card.flops.get("bfloat16")
     else:

@@ -68,13 +68,8 @@ class Request:
 
 
 def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) -> Request:
-    """Check the arguments of a plan, call the callable that returns the model, and make tensors of specs.
-
-    Args:
-        model: a module, or a callable that returns one.
-        step: inputs, loss and optimizer.
-        options: all other arguments.
-        fake: make the model and inputs as fake tensors.
+    """Check the arguments of a plan, call the callable that returns the model, and make tensors of specs. With ``fake``
+    the model and its inputs are made as fake tensors.
 
     Raises:
         UsageError: an argument is invalid (or a subclass of UsageError).

@@ -39,14 +39,8 @@ FEW = 2
 def planned_in_tiles(
     study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Tile]], Study], error: BudgetError
 ) -> Planned:
-    """Return a plan within the budget with segments that run piece by piece.
-
-    Args:
-        study: the step without tiles, which has no plan within the budget.
-        settings: options of the plan.
-        budget: bytes.
-        captured: returns the study of the step with tiles, or raises NotTileable.
-        error: the error of the step without tiles.
+    """Return a plan within the budget with segments that run piece by piece. ``study`` and ``error`` are those of the
+    step without tiles; ``captured`` returns the study of the step with tiles, or raises NotTileable.
 
     Raises:
         BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
@@ -81,12 +75,8 @@ class _TileSearch:
         self._study, self._settings, self._budget, self._captured = study, settings, budget, captured
 
     def around_ops(self, premium: float, captures: int = ROUNDS + REFUSALS) -> Planned | None:
-        """Return a plan with tiles around the ops that are above the budget; None if none fits.
-
-        Args:
-            premium: as for `Segments.around`.
-            captures: most captures.
-        """
+        """Return a plan with tiles around the ops that are above the budget; None if none fits. ``premium``: as for
+        `Segments.around`."""
         segments, settings, budget = self.segments, self._settings, self._budget
         tiles, refusals = tuple[Tile, ...](), list[str]()
         self.tried = self._study
@@ -193,14 +183,7 @@ def _more_tiles(
     """Return the tiles to try next; the same tiles if nothing is expected to help.
 
     For each op above the budget, the highest first, its tile is cut into more pieces, or a new tile is laid around it.
-
-    Args:
-        segments: segments that the step can be cut into.
-        study: the step with ``tiles``.
-        settings: options of the plan.
-        budget: bytes.
-        tiles: present tiles.
-        premium: as for `Segments.around`.
+    ``study`` is the step with ``tiles``; ``premium``: as for `Segments.around`.
     """
     if budget < study.least_peak(settings):
         return tiles

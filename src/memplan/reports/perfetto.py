@@ -22,12 +22,8 @@ _EVERY = 1 << 62
 
 
 def dumps(trace: Trace, explanation: Explanation, settings: str | None = None) -> str:
-    """Return a step as Chrome trace JSON for ui.perfetto.dev; the same text for the same step.
-
-    Args:
-        trace: of the step.
-        explanation: of the same step.
-        settings: the caching allocator's settings that were simulated.
+    """Return a step as Chrome trace JSON for ui.perfetto.dev; the same text for the same step. ``settings`` are those
+    of the caching allocator that was simulated.
 
     Example:
         >>> json.loads(dumps(trace, explanation))["traceEvents"][0]["ph"]

@@ -18,13 +18,7 @@ _DIFFERENCES = 3
 
 def report(result: Roles, top: int = 12, fullest: Document | None = None) -> Document:
     """Report each role, which is a group of ranks with equal steps, the explanation of the fullest rank, and the causes
-    of the others.
-
-    Args:
-        result: the ranks.
-        top: rows of each table, 0 for all.
-        fullest: report of the fullest rank, instead of its explanation.
-    """
+    of the others. ``fullest`` replaces the explanation of the fullest rank; tables have ``top`` rows, 0 for all."""
     text = summary(result) + (explain.report(result.fullest.explanation, top) if fullest is None else fullest)
     for role in result.roles[1:]:
         text += explain.causes(role.explanation)

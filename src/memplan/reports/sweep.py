@@ -163,16 +163,9 @@ def draw(sweep: Sweep) -> Figure:
 
 
 def _bars(subplot: Any, axis: str, fixed: dict[str, Any], rows: list[Row], unit: int, handles: dict[str, Any]) -> None:
-    """Draw a panel of the chart: a stacked bar for each row, with axis ``axis`` as x.
-
-    Args:
-        subplot: matplotlib's axes.
-        axis: name of the x axis.
-        fixed: the panel's values of the other axes.
-        rows: the panel's points.
-        unit: bytes of a unit of the y axis.
-        handles: receives a bar of each category, for the figure's legend.
-    """
+    """Draw a panel of the chart: a stacked bar for each row, with axis ``axis`` as x. ``fixed`` has the panel's values
+    of the other axes, ``unit`` the bytes of a unit of the y axis; ``handles`` receives a bar of each category, for the
+    legend."""
     bottom = [0.0] * len(rows)
     for number, (part, causes) in enumerate(PARTS.items()):
         heights = [sum(row[cause] for cause in causes) / unit for row in rows]

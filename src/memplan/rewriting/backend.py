@@ -66,13 +66,8 @@ def memplan(
 def plan_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], planner_of: Callable[[nn.Module], Planner]
 ) -> Callable[..., Any]:
-    """Return a graph from Dynamo as a planned function. The first call with a new key is planned.
-
-    Args:
-        graph: the graph.
-        inputs: inputs of its first call.
-        planner_of: returns the planner for a module that runs the graph.
-    """
+    """Return a graph from Dynamo as a planned function. The first call with a new key is planned. ``inputs`` are those
+    of its first call; ``planner_of`` returns the planner for a module that runs the graph."""
     _warn_of_break(graph)
     lifted = _Lifted(graph, inputs)
     install(lifted, planner_of(lifted))

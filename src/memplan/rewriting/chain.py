@@ -66,14 +66,8 @@ class Chain:
         self, inputs: list[Any], saved: list[torch.Tensor], outputs: list[torch.Tensor],
         differentiated: Mapping[int, torch.Tensor],
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Return the outputs of a forward pass with the chain attached as their ``grad_fn``.
-
-        Args:
-            inputs: inputs of the forward pass; None for inputs that the backward pass does not read.
-            saved: values that the forward pass saved.
-            outputs: results of the forward pass.
-            differentiated: tensors whose gradients are computed, by value.
-        """
+        """Return the outputs of a forward pass with the chain attached as their ``grad_fn``. Inputs are None where the
+        backward pass does not read them; ``differentiated`` has the tensors whose gradients are computed, by value."""
         call = _Call(self, inputs, saved, outputs)
         tokens: dict[frozenset[int], torch.Tensor] = {}
         """Result of the first node of each chain, by the positions of the tangents that the chain depends on."""
@@ -190,12 +184,8 @@ class _Call:
     def gradients(self, group: int, values: tuple[int, ...], next_nodes: list[Any]) -> list[torch.Tensor | None]:
         """Run the backward pass up to a group of gradients, and return some of its gradients.
 
-        A gradient is None if no output that it depends on has a gradient.
-
-        Args:
-            group: number of the group, in the order of the backward pass.
-            values: values whose gradients are returned.
-            next_nodes: next autograd node of each chain. If none will run, the state is freed.
+        A gradient is None if no output that it depends on has a gradient. Groups are numbered in the order of the
+        backward pass. ``next_nodes`` has the next autograd node of each chain: if none will run, the state is freed.
         """
         try:
             if _torch.backward_pass() == self._pass and self._received is not None:

@@ -49,13 +49,7 @@ class Engine:
     """Runs a planned step, from any thread."""
 
     def __init__(self, captured: Captured, schedule: Schedule, functions: Functions | None = None) -> None:
-        """Compile the schedule.
-
-        Args:
-            captured: the captured step.
-            schedule: a schedule that the validator has checked.
-            functions: the schedule as fused kernels; None: run its program.
-        """
+        """Compile the schedule. ``functions`` are the schedule as fused kernels; None: run its program."""
         graph = captured.graph
         self.text = program(schedule)
         """The program as Python, also if fused kernels run instead."""
@@ -75,11 +69,8 @@ class Engine:
         self._close()
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """Run the forward pass and return the model's output, with the planned backward pass attached to it.
-
-        Args:
-            model: the captured model, or another with the same parameters and buffers.
-            call: a call with the captured shapes.
+        """Run the forward pass and return the model's output, with the planned backward pass attached to it. The model
+        is the captured one, or another with the same parameters and buffers.
 
         Raises:
             GuardedError: a guard fails: the model must run unplanned in this call, to raise its own exception.
@@ -231,14 +222,8 @@ def _read_after_gradient(
     schedule: Schedule, groups: tuple[tuple[int, ...], ...], guarded: list[int], last_read: dict[int, int]
 ) -> Iterable[tuple[int, ...]]:
     """Yield for each group of gradients the guarded inputs that are read after their own gradient was returned to
-    autograd, so that a hook may have changed them.
-
-    Args:
-        schedule: the planned step.
-        groups: values whose gradients are returned together, in order.
-        guarded: the values of the guarded inputs. The results are indices into this list.
-        last_read: as `_last_read` returns it.
-    """
+    autograd, so that a hook may have changed them. Results are indices into ``guarded``; ``last_read``: see
+    `_last_read`."""
     returned_at = {action.value: position for position, action in enumerate(schedule.backward) if action.kind == "give"}
     returned = set[int]()
     for group in groups:

@@ -288,13 +288,8 @@ class Installed:
         return output
 
     def _count_unplanned(self, reason: str, needs_gradient: bool, *, above: int = 0) -> None:
-        """Count a call that runs unplanned, and warn of the reason once.
-
-        Args:
-            reason: as shown to the user.
-            needs_gradient: whether a result requires a gradient.
-            above: number of frames between the caller and `_call`.
-        """
+        """Count a call that runs unplanned, and warn of the reason once. ``above`` is the number of frames between the
+        caller and `_call`."""
         if needs_gradient:
             self.calls.unplanned(reason)
             self._warn(f"a call runs unplanned: {reason}", above=above)
@@ -302,11 +297,7 @@ class Installed:
             self.calls.without_grad()
 
     def prepare(self, call: Call, has_gradients: bool) -> None:
-        """Plan a call in advance.
-
-        Args:
-            call: a call of the module.
-            has_gradients: whether parameters have gradients when the call begins.
+        """Plan a call in advance. ``has_gradients``: whether parameters have gradients when the call begins.
 
         Raises:
             BudgetError: no plan fits.

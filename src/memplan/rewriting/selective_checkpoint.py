@@ -116,12 +116,8 @@ class CheckpointedCall:
 
 @contextmanager
 def logged_calls(module: nn.Module, rates: Rates) -> Iterator[list[CheckpointedCall]]:
-    """Within this context each forward call of ``module`` is appended to the list, as it runs.
-
-    Args:
-        module: hooks on it run as before.
-        rates: of the device, for the seconds of ops.
-    """
+    """Within this context each forward call of ``module`` is appended to the list, as it runs. Hooks on the module run
+    as before; ``rates`` are for the seconds of ops."""
     calls: list[CheckpointedCall] = []
     forward = module.forward
 
@@ -151,13 +147,8 @@ def _checkpointed_call(
     logged: list[_torch.LoggedOp], packed: Mapping[int, int], saved: int, inputs: int, rates: Rates
 ) -> CheckpointedCall:
     """Decide which ops' results must be saved or recomputed, and find what keeps the call from being checkpointed.
-
-    Args:
-        logged: ops of the call.
-        packed: key -> bytes of the storages that autograd saves.
-        saved, inputs: see `CheckpointedCall`.
-        rates: of the device.
-    """
+    ``packed`` has the bytes of the storages that autograd saves, by key; ``saved``, ``inputs``: see
+    `CheckpointedCall`."""
     reached = -1
     for index, op in enumerate(logged):
         if any(key in packed for key in (*op.changed, *(key for key, _ in op.made))):

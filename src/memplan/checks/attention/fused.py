@@ -34,14 +34,8 @@ Kernel = Callable[..., Any]
 
 
 class Fusing:
-    """Replaces attention that is written out by the fused call, during a recording.
-
-    Args:
-        trace: the recorded step.
-        attention: what to replace.
-        on_card: whether the step is recorded for a card.
-        weights: whether to call torch's own layers with ``need_weights=False``.
-    """
+    """Replaces attention that is written out by the fused call, during a recording. ``on_card``: whether the step is
+    recorded for a card. ``weights``: whether to call torch's own layers with ``need_weights=False``."""
 
     def __init__(self, trace: Trace, attention: Sequence[Attention], *, on_card: bool, weights: bool = False) -> None:
         self._score_sites = {site(trace, block.scores) for block in attention}

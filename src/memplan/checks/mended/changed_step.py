@@ -59,13 +59,7 @@ class StepRecorder:
         around: AbstractContextManager[Any] | None = None,
     ) -> Trace | NotRecorded:
         """Return the trace of the changed step, or why there is none: the change does not apply, or the step fails.
-
-        Args:
-            change: changes the modules.
-            wrap: returns another module around the model.
-            options: replace those of the step.
-            around: a context for the recording.
-        """
+        ``wrap`` returns another module around the model; ``around`` is a context for the recording."""
         step_options = self.options if options is None else options
         build = build_of(self._changed_build(change, wrap), step_options, on_card=self.target.card is not None)
         try:

@@ -12,13 +12,8 @@ from memplan.trace.trace import Trace, at_least
 
 
 def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[Storage] = ()) -> int:
-    """Return the bytes by which the peak of a step falls if its storages change; 0 if it rises.
-
-    Args:
-        trace: the recorded step.
-        changed: id of a storage -> its replacement, or None to leave it out.
-        added: further storages.
-    """
+    """Return the bytes by which the peak of a step falls if its storages change; 0 if it rises. ``changed`` maps the id
+    of a storage to its replacement, None to leave it out; ``added`` are further storages."""
     storages = [changed.get(storage.id, storage) for storage in trace.storages]
     remaining = [*(storage for storage in storages if storage is not None), *added]
     numbered = tuple(replace(storage, id=number) for number, storage in enumerate(remaining))

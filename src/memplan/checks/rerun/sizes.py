@@ -167,11 +167,7 @@ def _partner_shape(trace: Trace, form: Form, replayed: Mapping[View, torch.Tenso
     """Return the new shape of the tensor that an op's result is merged with by the op that reads it first.
 
     Further crops in between are passed over. None if it is not merged, or if that tensor is not computed yet.
-
-    Args:
-        trace: the recorded step.
-        form: how the op was called there.
-        replayed: tensors that are computed already, by the view that they had when the step was recorded.
+    ``replayed`` has the tensors that are computed already, by the view that they had when the step was recorded.
     """
     result = canonical(form.writes[0])
     for reader in trace.forms:

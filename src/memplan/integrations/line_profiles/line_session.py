@@ -241,13 +241,7 @@ def _event_count() -> int:
 
 
 def _host_measurement(profile: _torch.Profile, resident: _ResidentStorages, watch: LineWatch) -> Measured:
-    """Return the measurement of the host from the profiler's record.
-
-    Args:
-        profile: the record: the allocator's events and the markers, both with times.
-        resident: storages from before it.
-        watch: knows which lines ran.
-    """
+    """Return the measurement of the host from the profiler's record. ``resident`` are storages from before it."""
     events: list[tuple[int, int, int]] = []  # time, bytes (below 0 for a free), address
     for number, size in enumerate(resident.sizes):
         marker = profile.ranges.get(f"{_FREED}{number}")
@@ -272,11 +266,7 @@ def _levels(
     level: int, changes: Sequence[tuple[int, int]]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int | None], ...]]:
     """Return the levels (tick, bytes) and lives (allocated, freed; in ticks) that follow from a sequence of changes.
-
-    Args:
-        level: bytes before the first change.
-        changes: (bytes, address), with bytes below 0 for a free.
-    """
+    Changes are (bytes, address), with bytes below 0 for a free; ``level`` is the bytes before them."""
     levels, lives, live = [(0, level)], dict[int, int | None](), dict[int, int]()
     for tick, (size, address) in enumerate(changes, start=1):
         level += size

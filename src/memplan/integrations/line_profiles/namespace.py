@@ -48,11 +48,8 @@ class FakeNamespace:
         self._contents = [cell.cell_contents for cell in self._cells]
 
     def record(self, call: Callable[[Any], object], device: str | None) -> Trace:
-        """Record a call; the copies of tensors, modules and optimizers count as allocated before it.
-
-        Args:
-            call: takes the copy of the arguments.
-            device: as for `memplan.record`.
+        """Record a call; the copies of tensors, modules and optimizers count as allocated before it. The call takes the
+        copy of the arguments.
 
         Raises:
             MemplanError: as `memplan.record`. Also InputError, if the call runs a backward pass through ops of an

@@ -136,12 +136,8 @@ class Lines(tuple[LineProfile, ...]):
 
 
 def _parse(line: str, options: tuple[str, ...], usage: str) -> _MagicLine:
-    """Parse the options at the beginning of a line; the statement is what follows them, unchanged.
-
-    Args:
-        line: the line behind the magic's name.
-        options: names of the options with a value; ``--measure`` is always allowed.
-        usage: for error messages.
+    """Parse the options at the beginning of a line; the statement is what follows them, unchanged. ``options`` are
+    those with a value; ``--measure`` is always allowed.
 
     Raises:
         InputError: an unknown option, an option without a value, or both ``--device`` and ``--measure``.

@@ -16,11 +16,8 @@ SAMPLES = 100_000
 
 @contextmanager
 def absent_data(on_failure: Callable[[str], None]) -> Iterator[None]:
-    """Let data sets of classes defined in this context be constructed without their files.
-
-    Args:
-        on_failure: called with the class name of each data set whose constructor failed.
-    """
+    """Let data sets of classes defined in this context be constructed without their files. ``on_failure`` is called
+    with the class name of each data set whose constructor failed."""
 
     def init_subclass(cls: Any, **arguments: Any) -> None:
         super(Dataset, cls).__init_subclass__(**arguments)

@@ -26,12 +26,8 @@ _PLACES = ("layer", "where")
 
 
 def text_of_run(ran: RunResult, contributed: str | None) -> str:
-    """Return a run as text: a line of JSON, and the trace's own JSON after it.
-
-    Args:
-        ran: the run.
-        contributed: the text of the file that `memplan.measure` wrote for a contribution.
-    """
+    """Return a run as text: a line of JSON, and the trace's own JSON after it. ``contributed`` is the text of the file
+    that `memplan.measure` wrote for a contribution."""
     largest = ran.largest and _plain_fields(ran.largest, omitted=("room", "planned"))
     fitting = ran.fitting and _plain_fields(ran.fitting, omitted=("shortfall",))
     if ran.fitting is not None and fitting is not None:

@@ -30,11 +30,8 @@ _INPUT, _ERRORS = 0, 2
 
 
 def answer(text: str) -> NoReturn:
-    """Answer the request on standard input, and end the process at once: the script may have left threads.
-
-    Args:
-        text: a `Setting` as JSON.
-    """
+    """Answer the request on standard input, and end the process at once: the script may have left threads. ``text`` is
+    a `Setting` as JSON."""
     setting = Setting(**json.loads(text))
     with open(_INPUT, "rb", closefd=False) as file:
         request: Request = pickle.loads(file.read())

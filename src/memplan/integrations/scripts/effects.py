@@ -27,11 +27,7 @@ _LONGEST = 200
 
 
 class Effects:
-    """The effects of a run of a script.
-
-    Args:
-        script: the folder of the script's own code.
-    """
+    """The effects of a run of a script. ``script`` is the folder of the script's own code."""
 
     def __init__(self, script: str) -> None:
         self._script = script
@@ -55,13 +51,9 @@ class Effects:
     def rows(
         self, changes: Iterable[Change], *, ignored_folders: tuple[str, ...] = (), writes: bool = False
     ) -> tuple[Held, ...]:
-        """Return the prevented effects: checkpoints, connections, programs, and changes of files.
-
-        Args:
-            changes: of the files, as the sandbox has them.
-            ignored_folders: changes below these are not the script's.
-            writes: whether the script may write, connect and start programs: then only checkpoints and removals are.
-        """
+        """Return the prevented effects: checkpoints, connections, programs, and changes of files. Changes below the
+        ignored folders are not the script's. With ``writes`` the script may write, connect and start programs: then
+        only checkpoints and removals are prevented."""
         kinds = ("checkpoint", "removed") if writes else get_args(HeldKind)
         rows = [Held(kind, what, where, count) for (kind, what, where), count in self._rows.items() if kind in kinds]
         checkpoints = {row.what for row in rows if row.kind == "checkpoint"}

@@ -94,10 +94,7 @@ class CallWatch:
     @contextmanager
     def watching(self, is_outermost: Callable[[], bool]) -> Iterator[None]:
         """Within this context, find the first training call, and note the ticks of each later call of that model.
-
-        Args:
-            is_outermost: returns whether no module runs.
-        """
+        ``is_outermost`` returns whether no module runs."""
         plain = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -35,12 +35,8 @@ class _Executor(concurrent.futures.ThreadPoolExecutor):
 @contextmanager
 def in_one_process(folder: str, *, values: bool, world: int | None = None, rank: int = 0) -> Iterator[None]:
     """Run pools in threads, limit process groups to this process, and refuse processes that a script starts.
-
-    Args:
-        folder: of the script's own code.
-        values: whether tensors have values that collective operations reduce; if not, process groups are fake.
-        world, rank: be this rank of so many, as torchrun starts it, in fake process groups.
-    """
+    ``values``: whether tensors have values that collective operations reduce; if not, process groups are fake. With
+    ``world`` this is rank ``rank`` of so many, as torchrun starts it."""
 
     def refuse(*_: Any) -> NoReturn:
         """Raise the error of a script that starts a process, with other advice for Hugging Face's datasets."""

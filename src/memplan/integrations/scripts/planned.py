@@ -42,12 +42,8 @@ _ROUNDS = 3
 
 
 def planned(trace: Trace, script: Script, request: Request) -> Fitting:
-    """Plan the model of a recorded script, and record the script with the plan to confirm the bound.
-
-    Args:
-        trace: trace of the script.
-        script: the recorded script.
-        request: has the budget of the whole script.
+    """Plan the model of a recorded script, and record the script with the plan to confirm the bound. The request has
+    the budget of the whole script.
 
     Raises:
         InputError: no model was trained, or it was called with something that cannot be described.
@@ -91,13 +87,7 @@ def planned(trace: Trace, script: Script, request: Request) -> Fitting:
 
 def _fit_within(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[str, Any]) -> Fitting:
     """Plan the model within the budget that the script leaves; return the outcome with the plan or the shortfall.
-
-    Args:
-        fitting: budget and sizes of the script.
-        call: the model and its arguments.
-        room: the card, and the limit of the whole script.
-        options: further arguments of `memplan.plan`.
-    """
+    ``room`` has the limit of the whole script, ``options`` are further arguments of `memplan.plan`."""
     budget = max(room.limit - fitting.beside - fitting.surplus, 1)
     try:
         inner_plan = plan(

@@ -37,11 +37,8 @@ _TAIL_BYTES = 64 << 10
 
 
 def run_script(request: Request, warn: Callable[[str], None] = lambda _: None) -> RunResult:
-    """Run a script in a process of its own and return its steps.
-
-    Args:
-        request: what to run, and how.
-        warn: called with a message for each file that was permitted but could not be written.
+    """Run a script in a process of its own and return its steps. ``warn`` is called with a message for each file that
+    was permitted but could not be written.
 
     Raises:
         InputError: there is no such script.
@@ -203,13 +200,8 @@ def _send(process: subprocess.Popen[bytes], request: Request) -> None:
 
 
 class _Tail:
-    """Reads a stream in a thread, and stores its last bytes and the number of its lines.
-
-    Args:
-        stream: to read to its end.
-        copy: a stream to which all of it is written as well.
-        limit: greatest number of bytes to store.
-    """
+    """Reads a stream in a thread, and stores its last bytes and the number of its lines. All of it is written to
+    ``copy`` as well; at most ``limit`` bytes are stored."""
 
     def __init__(self, stream: IO[bytes], copy: IO[bytes] | None, limit: int = _TAIL_BYTES) -> None:
         self._stream, self._copy, self._limit = stream, copy, limit

@@ -39,11 +39,7 @@ _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
 def run_request(request: Request, view: View, give_up: GiveUp) -> RunResult:
     """Run a script, and return its trace, the facts about the run, and the largest batch or plan if requested.
-
-    Args:
-        request: script, device and options.
-        view: the file system as the script sees it.
-        give_up: called with the error of a script that catches the exception that ends it.
+    ``give_up`` is called with the error of a script that catches the exception that ends it.
 
     Raises:
         InputError: the largest batch of a script without a loader of torch, or the plan of a script without a model.
@@ -136,12 +132,8 @@ def _first_pass(parts: Sequence[RunPart]) -> list[RunPart]:
 
 
 def _accumulated(parts: Sequence[RunPart], updates: Sequence[int]) -> int:
-    """Return the number of batches whose gradients are accumulated for an update.
-
-    Args:
-        parts: parts of a pass.
-        updates: indices of the parts with an update.
-    """
+    """Return the number of batches whose gradients are accumulated for an update. ``updates`` are the indices of the
+    parts of a pass with an update."""
     loads = [sum(part.loads for part in parts[last + 1 : this + 1]) for last, this in pairwise([-1, *updates])]
     if loads and parts[-1].exhausted and parts[-1].trains:  # the first update came after a batch was fetched ahead
         loads[0] -= 1

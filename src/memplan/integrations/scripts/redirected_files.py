@@ -39,11 +39,8 @@ class Note(Protocol):
 
 class RedirectedFiles:
     """A shadow of the file system: a folder with the files that a script writes, each below its own absolute path.
-
-    Args:
-        folder: an empty folder, which may be removed afterwards.
-        note: called with the path of each file that is written for the first time, removed or renamed.
-    """
+    ``folder`` is empty. ``note`` is called with the path of each file that is written for the first time, removed or
+    renamed."""
 
     def __init__(self, folder: str, note: Note) -> None:
         self._folder = os.path.realpath(folder)

@@ -79,13 +79,8 @@ class RunResult:
 
 
 class ScriptEnded(StepError):
-    """A script that ended before it called a model.
-
-    Args:
-        name: name of the script.
-        code: argument of sys.exit; None if the script did not call it.
-        said: output of the script.
-    """
+    """A script that ended before it called a model. ``code`` is the argument of sys.exit, None if the script did not
+    call it; ``said`` its output."""
 
     def __init__(self, name: str, code: int | str | None, said: str = "") -> None:
         how = "" if code is None else f" with exit code {code}"

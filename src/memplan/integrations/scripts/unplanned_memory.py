@@ -108,13 +108,8 @@ def _size(storage: Storage, trace: Trace) -> int:
 
 
 class _PlannedMemory:
-    """Which storages of a script a plan of the model counts, and at which ticks.
-
-    Args:
-        trace: the script.
-        layers: names of the model's layers in the trace.
-        calls: of the model.
-    """
+    """Which storages of a script a plan of the model counts, and at which ticks. ``layers`` are the names of the
+    model's layers in the trace."""
 
     def __init__(self, trace: Trace, layers: frozenset[str], calls: Calls) -> None:
         self._trace, self._layers, self._calls = trace, layers, calls
@@ -183,11 +178,6 @@ def _layer_names(trace: Trace, kind: str, paths: Collection[str]) -> frozenset[s
     """Return the names of a model's layers in a trace.
 
     In a trace of a larger model they begin with the path of the model: the path with which most names exist.
-
-    Args:
-        trace: the trace.
-        kind: class of the model.
-        paths: of the modules below the model.
     """
     names = {layer.name for layer in trace.layers} | {op.layer for op in trace.ops}
     roots = ["", *dict.fromkeys(f"{layer.name}." for layer in trace.layers if layer.kind == kind)]

@@ -82,11 +82,8 @@ def tensors_on(keys: Collection[int]) -> dict[int, list[torch.Tensor]]:
 
 
 class Owners:
-    """Finds the owners of tensors in the running functions and loaded modules at the time of construction.
-
-    Args:
-        models: layers of these, and their hooks, are named in the answers.
-    """
+    """Finds the owners of tensors in the running functions and loaded modules at the time of construction. Layers of
+    the models, and their hooks, are named in the answers."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
@@ -136,13 +133,8 @@ class Owners:
         return next((owner for owner in named if owner.stores), named[0] if named else nearest)
 
     def _named_owner(self, referrer: Any, referent: Any, chain: _Chain) -> Owner | None:
-        """Return the owner if the referrer has a name in the user's code, else None.
-
-        Args:
-            referrer: the object that is described by the last link of the chain.
-            referent: the object it refers to.
-            chain: references from the tensor up to the referrer.
-        """
+        """Return the owner if the referrer has a name in the user's code, else None. ``chain`` has the references from
+        the tensor up to the referrer, which its last link describes."""
         key = chain[-1].key
         if id(referrer) in self._globals:
             module = self._globals[id(referrer)]
@@ -192,14 +184,9 @@ class Owners:
         return Owner(owner.text, definition, is_tensor)
 
     def _owner_with_line(self, text: str, chain: _Chain, source: Any, name: str) -> Owner:
-        """Return an owner with the first line of ``source`` that stores into ``name``.
-
-        Args:
-            text: describes the owner.
-            chain: containers between the tensor and the owner, appended to the text.
-            source: a module, class or code object.
-            name: as a regular expression.
-        """
+        """Return an owner with the first line of ``source`` that stores into ``name``. The containers of ``chain``,
+        between the tensor and the owner, are appended to ``text``; ``source`` is a module, class or code object,
+        ``name`` a regular expression."""
         text += f" (in {' in '.join(link.text for link in chain)})" if chain else ""
         line, stores = _line_of(source, name)
         by = next((layer for code, layer in self._hooks if line is not None and _contains_line(code, line)), None)

@@ -24,11 +24,6 @@ def levers_for(subject: Subject, inputs: LastInputs, budget: int) -> dict[str, A
 
     The loss is the default of `memplan.explain`, and the user's hooks are left out.
 
-    Args:
-        subject: the model and its optimizer.
-        inputs: of the model's last call.
-        budget: bytes.
-
     Returns:
         ``fits`` True with ``peak`` and ``levers`` ({lever: {values, bytes}}); False with ``smallest_budget``; None with
         ``why_not`` if the step cannot be planned at all.

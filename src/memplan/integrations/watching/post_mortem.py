@@ -66,17 +66,7 @@ def post_mortem(
     """Write a report of a step that ran out of memory, as JSON and as text of the same name.
 
     This allocates nothing on the card. Both files are written first without levers, as the search for a plan is slow.
-
-    Args:
-        error: the out-of-memory error.
-        step: number of the failed step, from 1.
-        subject: the model and its optimizers.
-        prediction: prediction from the steps observed last; None if no step was observed.
-        is_failed_step: whether the failed step is among the observed steps, so that the prediction is about it.
-        device: the device that ran out of memory.
-        folder: folder for both files; it is created if missing.
-        inputs: the inputs of the model's last call.
-        ranks: this rank, and how many there are.
+    ``is_failed_step``: whether the failed step is among those of the prediction, so that it is about it.
 
     Returns:
         The path of the JSON file.
@@ -131,12 +121,9 @@ def _live_at_peak(prediction: Prediction | None, step: str) -> dict[str, Any]:
 
 
 def _available_memory(device: torch.device, resident: int) -> dict[str, Any]:
-    """Return the report's part on memory, in bytes: the allocator's, the device's, and ``budget``, available to a step.
-
-    Args:
-        device: that ran out of memory.
-        resident: bytes of the model and its optimizers, which on the CPU count as available in addition to free memory.
-    """
+    """Return the report's part on memory, in bytes: the allocator's, the device's, and ``budget``, available to a
+    step. ``resident``: bytes of the model and its optimizers, which on the CPU count as available in addition to
+    free memory."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         free, total = torch.cuda.mem_get_info(device)

@@ -33,13 +33,7 @@ class Schedule:
         """Whether the peaks of the last steps have clearly moved from the prediction."""
 
     def note(self, reading: Reading, seconds: float, *, observed: bool) -> None:
-        """Record a step's end.
-
-        Args:
-            reading: counters at its end.
-            seconds: duration of the step.
-            observed: whether the step ran in a window.
-        """
+        """Record a step's end. ``observed``: whether the step ran in a window."""
         if reading is not NO_READING:
             self._readings.append(reading)
         self._has_new_reading = reading is not NO_READING

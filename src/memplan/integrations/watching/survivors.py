@@ -135,16 +135,8 @@ def _owners(groups: dict[_Place, _Group], subject: Subject) -> dict[_Place, _Fou
 def _detected(
     window: Window, place: _Place, group: _Group, owner: Owner, saved_groups: list[_Group], before_collection: int
 ) -> DetectedLeak:
-    """Return the leak at a place.
-
-    Args:
-        window: the observed steps.
-        place: line, layer and op.
-        group: storages that were allocated there.
-        owner: of these.
-        saved_groups: what the autograd graphs of their tensors save, which counts as bytes of the leak.
-        before_collection: tick at which garbage was collected: what it frees was in a reference cycle.
-    """
+    """Return the leak at a place. What the autograd graphs of its tensors save (``saved_groups``) counts as its bytes.
+    What was freed after the tick ``before_collection``, at which garbage was collected, was in a reference cycle."""
     entries = group.entries
     steps = sorted({window.step_of(entry) for entry in entries})
     cycle = all(entry.died is not None and entry.died > before_collection for entry in group.alive)

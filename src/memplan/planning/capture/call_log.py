@@ -60,11 +60,7 @@ class LoggedCall:
 
 
 class CallLog:
-    """The calls of the last pass of a trace.
-
-    Args:
-        device: type of the step's device, whose autocast counts.
-    """
+    """The calls of the last pass of a trace. Autocast counts on ``device``, the type of the step's device."""
 
     def __init__(self, device: str) -> None:
         self._device = device

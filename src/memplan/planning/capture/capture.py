@@ -546,15 +546,9 @@ def _annotating_ops(
     names: Mapping[int, str], place: Place, region: Callable[[], int | None], free_tensors: FreeTensors,
     calls: _Calls | None,
 ) -> Iterator[None]:  # fmt: skip
-    """Within this context each traced op is annotated with its layer, line and autocast region.
-
-    Args:
-        names: the name of each layer, by id() of the module.
-        place: the module that is running.
-        region: returns the number of the active autocast region, None where autocast caches no casts.
-        free_tensors: replaces free tensors among the arguments by constants.
-        calls: runs, replaces or logs each call of a torch function; None: they run as they are.
-    """
+    """Within this context each traced op is annotated with its layer, line and autocast region. ``names`` are those of
+    layers by id() of the module; ``region`` returns the number of the active autocast region, None where autocast
+    caches no casts."""
     lines: dict[tuple[str, int] | None, str | None] = {}
     numbers = itertools.count()
 

@@ -111,13 +111,8 @@ class Values:
     def add_results(
         self, node: Any, results: Sequence[Any], tokens: int, index: int
     ) -> tuple[tuple[int | None, ...], int]:
-        """Add a value for each result of an op that another op reads.
-
-        Args:
-            node: the op.
-            results: its result tensors.
-            tokens: number of effect tokens that the node returns before the results.
-            index: the op's index.
+        """Add a value for each result of an op that another op reads. The node returns ``tokens`` effect tokens before
+        the results.
 
         Returns:
             The value of each result, None for a result that nothing reads; and the bytes of unread results, which are

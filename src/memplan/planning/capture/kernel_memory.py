@@ -21,12 +21,8 @@ from memplan.trace.records import HOST
 
 def kernel_scratch(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, tuple[int, ...]] | None:
     """Return the workspace of an op of `memplan.kernels` in bytes, in addition to its results, and on a card the
-    requests that it consists of (see `GraphOp.requests`); None for other ops.
-
-    Args:
-        target: name of the op.
-        args, kwargs: its arguments; the tensors are fake, on the step's device.
-    """
+    requests that it consists of (see `GraphOp.requests`); None for other ops. Tensors among the arguments are fake, on
+    the step's device."""
     if target not in KERNELS:
         return None
     device = next(leaf.device for leaf in _torch.tree_leaves(tuple(args)) if isinstance(leaf, Tensor))

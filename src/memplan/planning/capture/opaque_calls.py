@@ -85,11 +85,8 @@ class OpaqueCall(Printed):
         """Return the gradients of the arguments that need one, in the layouts of `gradient_layouts`, where known.
 
         Each has a storage of its own: a gradient that shares memory with another or with an incoming one is copied.
-
-        Args:
-            recorded: the call's run under autograd.
-            gradients: the incoming gradient of each result, None for zeros.
-            keep: keep autograd's graph for a further backward pass.
+        ``gradients`` are those of the results, None for zeros. ``keep``: keep autograd's graph for a further backward
+        pass.
         """
         computed = recorded.gradients(gradients, keep=keep)
         used_storages = {_storage(gradient) for gradient in gradients if gradient is not None}
@@ -405,14 +402,8 @@ def _measure_memory(
     title: str, function: Callable[..., Any], arguments: Structure, inputs: Sequence[torch.Tensor] | Sequence[Like],
     needs_gradient: Sequence[bool], layer: str,
 ) -> tuple[OpaqueCall, list[torch.Tensor]]:  # fmt: skip
-    """Run a call and its derivative to measure their memory, and return its description and its results.
-
-    Args:
-        title, function, layer: as in `OpaqueCall`.
-        arguments: structure of the call's arguments, which ``inputs`` fill.
-        inputs: its tensors, or their layouts for a run without data.
-        needs_gradient: for each input, whether its gradient is computed.
-    """
+    """Run a call and its derivative to measure their memory, and return its description and its results. ``arguments``
+    is the structure that ``inputs``, tensors or their layouts for a run without data, fill."""
     real = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
     call = OpaqueCall(
         "", title, format_frame(user_frame()), layer, function, arguments, tuple(needs_gradient),
@@ -484,12 +475,8 @@ def _saved_positions(
 
 
 def _backward_workspace(call: OpaqueCall, gradients: Sequence[torch.Tensor | None]) -> int:
-    """Return the peak bytes that the derivative of a call allocates.
-
-    Args:
-        call: the call.
-        gradients: the incoming gradient of each result, None for zeros. Only their layouts count.
-    """
+    """Return the peak bytes that the derivative of a call allocates. ``gradients`` are those of the results, None for
+    zeros; only their layouts count."""
     if call.backward_workspace is not None:  # measured with contiguous gradients: it is assumed to copy all others
         return call.backward_workspace + sum(
             math.prod(like.shape) * like.dtype.itemsize

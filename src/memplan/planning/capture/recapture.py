@@ -29,12 +29,7 @@ MIN_CONVOLUTION_SHARE = 0.1
 def recapture_in_channels_last(
     model: nn.Module, call: Call, captured: Captured, precision: Precision
 ) -> Captured | None:
-    """Capture a call again with its convolutions in channels last; None if the step would not profit.
-
-    Args:
-        model, call, precision: as for `capture`.
-        captured: the call in the layout of the user's code.
-    """
+    """Capture a call again with its convolutions in channels last; None if the step would not profit."""
     graph = captured.graph
     convolutions = [op for op in graph.forward_ops if op.target == "aten.convolution.default"]
     images = (graph.values[op.args[0].value] for op in convolutions)

@@ -240,12 +240,8 @@ class Tiling:
 
 
 def tile_scratch(target: str, args: Sequence[Any]) -> int | None:
-    """Return the workspace of a segment's op in bytes, in addition to its results; None for other ops.
-
-    Args:
-        target: name of the op.
-        args: its arguments; the tensors have no data.
-    """
+    """Return the workspace of a segment's op in bytes, in addition to its results; None for other ops. Tensors among
+    the arguments have no data."""
     if target not in TILE_OPS:
         return None
     layouts = _torch.tree_map(lambda leaf: Like.of(leaf) if isinstance(leaf, Tensor) else leaf, args)

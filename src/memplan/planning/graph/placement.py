@@ -44,10 +44,6 @@ class Home:
 def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
     """Return the home of a step. Inputs in host memory, such as sizes or masks, are ignored.
 
-    Args:
-        step: the module to plan.
-        tensors: its inputs.
-
     Raises:
         DeviceError: parameters and buffers on several devices, inputs on another card, or a device that is neither.
     """

@@ -66,11 +66,8 @@ class Candidate:
 
 
 class Fusing:
-    """Search for steps of fused kernels of a graph, for any number of budgets.
-
-    Args:
-        search: on a graph with the costs of `as_fusible`.
-    """
+    """Search for steps of fused kernels of a graph, for any number of budgets. The search is on a graph with the costs
+    of `as_fusible`."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
@@ -255,13 +252,8 @@ class TargetBounds:
         return self.budget if known is None else self._offset(*known)
 
     def narrowed(self, target: int, search_peak: int, peak: int) -> TargetBounds:
-        """Return the bounds after a search.
-
-        Args:
-            target: in bytes.
-            search_peak: peak of its plan as the search counts it.
-            peak: peak of the generated code.
-        """
+        """Return the bounds after a search. The plan for ``target`` has the peak ``search_peak`` as the search counts
+        it, and ``peak`` in the generated code."""
         # Targets between the target and the plan's peak lead to the same candidate.
         if peak <= self.budget:
             return replace(self, largest_fitting=max(target, search_peak, self.largest_fitting or 0))

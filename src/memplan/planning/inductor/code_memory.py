@@ -26,12 +26,8 @@ from memplan.trace.records import HOST
 
 
 def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> Timeline:
-    """Return the memory timeline of a step, from its inputs to the optimizer's update.
-
-    Args:
-        fused: the step.
-        codes: result of `inductor.code_of` by name of the part.
-        outside_memory: memory outside of the graph's values.
+    """Return the memory timeline of a step, from its inputs to the optimizer's update. ``codes`` has the result of
+    `inductor.code_of` by name of the part.
 
     Raises:
         CompileError: the code calls an op that cannot run without data.

@@ -43,12 +43,8 @@ Source: aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_tem
 
 
 def fusion_of(fused: Fused, codes: Mapping[str, inductor.Code], device: Device | None = None) -> Fusion | None:
-    """Compare a fused step with the same plan run op by op.
-
-    Args:
-        fused: the step.
-        codes: code that Inductor generated, by name of the part.
-        device: device whose rates count; None: those of a CPU.
+    """Compare a fused step with the same plan run op by op. ``codes`` has Inductor's code by name of the part;
+    ``device`` is the one whose rates count, None for a CPU.
 
     Returns:
         None if Inductor did not list its kernels.

@@ -51,9 +51,6 @@ class Part:
 def lowering(name: str) -> Iterator[None]:
     """Convert any exception while a part is traced, lowered or compiled to a `CompileError`.
 
-    Args:
-        name: of the part.
-
     Raises:
         CompileError: in place of what Inductor or the compiler raised.
     """
@@ -284,13 +281,8 @@ def _cut_into_parts(
 
 
 class CompiledPasses:
-    """Forward and backward functions of a planned step, made of compiled parts. See
-    `memplan.planning.schedule.codegen` for their signatures.
-
-    Args:
-        step: the fused step.
-        compiler: compiles each part to a function.
-    """
+    """Forward and backward functions of a planned step, made of compiled parts. See `memplan.planning.schedule.codegen`
+    for their signatures. ``compiler`` compiles each part to a function."""
 
     def __init__(self, step: Fused, compiler: Compiler) -> None:
         self._step = step
@@ -324,13 +316,8 @@ class CompiledPasses:
 def _run(
     names: Sequence[str], parts: Sequence[tuple[Part, inductor.Boxed]], tensors: list[Any]
 ) -> Iterator[list[Tensor]]:
-    """Run the parts of a pass in order, yield the results of each, and free tensors that no later part reads.
-
-    Args:
-        names: of the arguments of the pass.
-        parts: each part, and its compiled function.
-        tensors: the arguments; the list is cleared.
-    """
+    """Run the parts of a pass in order, yield the results of each, and free tensors that no later part reads. The list
+    of tensors is cleared."""
     used = {name for part, _ in parts for name in (*part.arguments, *part.returned)}
     live = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name in used}
     tensors.clear()

@@ -261,15 +261,8 @@ def _lossy(
     that, else bfloat16.
 
     None if the plan is exact, if the value is not the floating-point main result of its op, if it is a mere cast, or if
-    backward ops only compare it with 0: then bits are smaller, and exact.
-
-    Args:
-        graph: the step.
-        value: a forward value.
-        maker: the op that computes it.
-        readers: the backward ops that read it.
-        save: lowest precision in which values may be saved.
-        is_amplified: whether forward ops amplify an error of the value, which rules eight bits out.
+    backward ops only compare it with 0: then bits are smaller, and exact. ``is_amplified``: whether forward ops amplify
+    an error of the value, which rules eight bits out; ``readers`` are backward ops.
     """
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
@@ -310,13 +303,8 @@ def _exact(
     """Return the exact encoding of a value, and the encoded value; None if it has none.
 
     Exact: gradients have the same bits as with the value itself. In this order: a bool as bits, indices as a narrower
-    integer type, and, where readers only compare the value with 0, the results of that comparison as bits.
-
-    Args:
-        graph: the step.
-        value: a forward value.
-        maker: the op that computes it.
-        readers: the backward ops that read it.
+    integer type, and, where readers only compare the value with 0, the results of that comparison as bits. ``readers``
+    are backward ops.
     """
     piece = min(most(value.place), prod(value.shape))  # elements packed or unpacked at a time
     if value.dtype == "bool":  # a bit for each element

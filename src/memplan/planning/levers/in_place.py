@@ -85,13 +85,7 @@ def overwrites(
     target: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value], result: int
 ) -> tuple[int, ...]:
     """Return the values that the first result of a call can overwrite, best first. The result is the same bit for bit.
-
-    Args:
-        target: the op, as in `GraphOp`.
-        args: its arguments, with Ref in place of tensors.
-        kwargs: its keyword arguments.
-        values: the graph's values.
-        result: id of the op's first result.
+    ``result`` is the id of the op's first result; tensors among the arguments are Refs, as in `GraphOp`.
 
     Returns:
         Ids of values that own memory (`Value.base`).
@@ -280,13 +274,7 @@ class Piecewise:
     a piece takes as long as the whole. Nor are ops that draw random numbers."""
 
     def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], result: Value) -> bool:
-        """Return whether this form supports the arguments of a call and saves at least half of the result's bytes.
-
-        Args:
-            arguments: of the call, by name.
-            values: the graph's values.
-            result: the op's first result.
-        """
+        """Return whether this form supports the arguments of a call and saves at least half of the result's bytes."""
         if self.contiguous and not is_contiguous(result):
             return False
         if not arguments.get("output_mask", (True,))[0]:  # the first result is not computed

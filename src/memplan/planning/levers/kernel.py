@@ -17,13 +17,8 @@ class Kernel(Lever):
         return "reordered"
 
     def reason_of(self, kernel: str, before: int, after: int, workspace: int) -> Reason:
-        """Describe what a group's kernel saves, for the plan's table.
-
-        Args:
-            kernel: function of `memplan.kernels`.
-            before, after: bytes that the group's calls and the kernel save for the backward pass, without operands.
-            workspace: bytes that the kernel allocates and frees again, forward or backward.
-        """
+        """Describe what a group's kernel saves, for the plan's table. The group's calls save ``before`` bytes for the
+        backward pass, the kernel ``after``; it allocates and frees ``workspace``."""
         text = f"by memplan.kernels.{kernel}, which saves {format_bytes(after)} instead of {format_bytes(before)}"
         text += f"; its workspace is {format_bytes(workspace)}" if workspace else ""
         details = {"kernel": kernel, "kept_bytes": after, "workspace": workspace}

@@ -23,15 +23,8 @@ class LowerPrecision(Lever):
         self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, results: Sequence[int], copies: Sequence[int]
     ) -> tuple[Reason, Sequence[int]]:
         """Describe what a block of layers computes in lower precision, and return the ids of the values that are
-        smaller.
-
-        Args:
-            graph: the step in lower precision.
-            ops: ops of the block, of both passes.
-            dtype: the lower precision.
-            results: forward values of the block, without copies of weights.
-            copies: copies of weights in lower precision.
-        """
+        smaller. ``results`` are forward values of the block without copies of weights; ``copies`` are these copies in
+        lower precision."""
         low = [v for v in results if graph.values[v].dtype == dtype]
         copy_bytes = sum(graph.values[v].bytes for v in copies)
         text = f"{dtype} in {len(low)} of {len(results)} results, forward and backward in "

@@ -41,13 +41,8 @@ def without_copies(graph: JointGraph) -> JointGraph:
 
 
 def with_views(graph: JointGraph, ops: Iterable[GraphOp], bases: Mapping[int, int]) -> JointGraph:
-    """Return the graph with some values turned into views.
-
-    Args:
-        graph: the graph.
-        ops: its new ops: those that computed such a value are views.
-        bases: by such a value, the value that owns its memory from now on.
-    """
+    """Return the graph with some values turned into views. ``ops`` are its new ops, in which those that computed such a
+    value are views; ``bases`` maps it to the value that owns its memory from now on."""
     values = tuple(
         replace(value, base=bases[value.base], bytes=0) if value.base in bases else value for value in graph.values
     )

@@ -19,14 +19,7 @@ from memplan.planning.passes.split_dropout import DROPOUT, split_dropouts
 
 
 def prepare(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *, on_cpu: bool) -> JointGraph:
-    """Return a captured graph, prepared for the search.
-
-    Args:
-        graph: as captured.
-        casts: casts of autocast, as for `cast_once`.
-        precision: precision in which a lossy plan computes and saves.
-        on_cpu: whether its tensors are on the CPU.
-    """
+    """Return a captured graph, prepared for the search. ``casts``: of autocast, as for `cast_once`."""
     graph = without_copies(copy_before_mutation(cast_once(graph, casts)))
     graph = fused(split_dropouts(split(graph)))
     if on_cpu:

@@ -16,12 +16,8 @@ _SUM = "aten.add.Tensor"
 
 
 def cast_once(graph: JointGraph, casts: Mapping[int, int]) -> JointGraph:
-    """Cast each parameter to a lower precision once, as autocast's cache does in eager mode.
-
-    Args:
-        graph: as traced.
-        casts: autocast region of each cast that autocast inserted, by index of the op.
-    """
+    """Cast each parameter to a lower precision once, as autocast's cache does in eager mode. ``casts`` has the autocast
+    region of each cast that autocast inserted, by index of the op."""
     uses: dict[tuple[int, int, str], list[GraphOp]] = defaultdict(list)
     for index, region in casts.items():
         op = graph.ops[index]

@@ -53,14 +53,8 @@ class Remedy(Printed):
 def budget_error(
     floor: Schedule, outside_memory: OutsideMemory, budget: int, predicted: Timeline | None = None
 ) -> BudgetError:
-    """Build the error of a budget that no plan meets.
-
-    Args:
-        floor: the schedule with the smallest peak that the search reached.
-        outside_memory: memory on the device in addition to the graph's.
-        budget: the user's budget in bytes.
-        predicted: timeline of the step if it runs as fused kernels, whose memory differs from that of the single ops.
-    """
+    """Build the error of a budget that no plan meets. ``floor`` is the schedule with the smallest peak that the search
+    reached; ``predicted`` the timeline of a step of fused kernels, whose memory differs from that of the single ops."""
     trace = trace_of(floor, outside_memory)
     timeline = simulate(trace)
     least = (predicted or timeline).peak_reserved

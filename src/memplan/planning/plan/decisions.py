@@ -37,13 +37,7 @@ def decide(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory 
 
 
 def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> list[Decision]:
-    """Return a decision for each segment that runs piece by piece.
-
-    Args:
-        graph: the step with tiles.
-        plain: the step as written.
-        tiles: the segments.
-    """
+    """Return a decision for each segment that runs piece by piece. ``plain`` is the step without tiles."""
     decisions = list[Decision]()
     for tile in tiles:
         ops = [op for op in plain.forward_ops if op.call is not None and tile.first <= op.call <= tile.last]
@@ -63,13 +57,7 @@ def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> 
 
 
 def by_kernels(graph: JointGraph, plain: JointGraph, groups: Sequence[Group]) -> list[Decision]:
-    """Return a decision for each group of calls that a kernel replaces.
-
-    Args:
-        graph: the step with kernels.
-        plain: the step as written.
-        groups: the groups.
-    """
+    """Return a decision for each group of calls that a kernel replaces. ``plain`` is the step without kernels."""
     decisions = list[Decision]()
     for group in groups:
         ops = [op for op in plain.forward_ops if op.call in group.calls]

@@ -59,13 +59,8 @@ def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
 
 
 def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
-    """Return the blocks that compute in lower precision and take longer there than in the exact step.
-
-    Args:
-        exact: the step as written, with seconds.
-        low: the same step in lower precision, with seconds.
-        compute: its dtype, such as ``bfloat16``.
-    """
+    """Return the blocks that compute in lower precision and take longer there than in the exact step. ``low`` is the
+    step that computes in ``compute``; both graphs have seconds."""
     exact_seconds = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
     slower = list[str]()
     for block, ops in blocks(low).items():

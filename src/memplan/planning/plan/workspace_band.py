@@ -22,12 +22,8 @@ def workspace_band(
     workspace.
 
     The reserved bytes depend on all workspaces together, as segments that an op leaves can be too small for the next.
-    So the step is simulated with workspaces drawn by their probabilities.
-
-    Args:
-        schedule: the planned step.
-        outside_memory: memory on the device in addition to the graph's.
-        expected: index of an op -> its possible workspaces.
+    So the step is simulated with workspaces drawn by their probabilities. ``expected`` maps the index of an op to its
+    possible workspaces.
     """
     graph = schedule.graph
     # without ops whose workspace was measured

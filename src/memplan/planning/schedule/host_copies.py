@@ -64,12 +64,8 @@ def seconds_of(copy: SavedForm) -> float:
 
 def fetch_positions(graph: JointGraph, needed: Mapping[int, int], copies: Mapping[int, SavedForm]) -> dict[int, int]:
     """Return, by value, the position in ``graph.backward_ops`` of the op before which its copy to the device begins.
-
-    Args:
-        graph: the graph.
-        needed: by value, the position of the op that needs it first. Values are copied in this order.
-        copies: by value, the form in host memory.
-    """
+    ``needed`` has the position of the op that needs a value first: values are copied in this order. ``copies`` has the
+    forms in host memory."""
     op_starts, latest_start = backward_begins(graph), inf
     positions = dict[int, int]()
     for value, needed_at in sorted(needed.items(), key=lambda item: (-item[1], -item[0])):

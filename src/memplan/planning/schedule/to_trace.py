@@ -149,14 +149,9 @@ class _Tracer:
         self.entries[entry].freed = self.tick
 
     def _allocate_temporary(self, size: int, op: int, requests: Sequence[int] = (), library_workspace: int = 0) -> None:
-        """Allocate a workspace of an op and free it again.
-
-        Args:
-            size: bytes.
-            op: its index in the trace.
-            requests: as `GraphOp.requests`; a single one if their peak is not ``size``.
-            library_workspace: bytes that a library allocates after the first request, and does not free.
-        """
+        """Allocate a workspace of an op and free it again. ``requests``: as `GraphOp.requests`, a single one if their
+        peak is not ``size``. ``library_workspace``: bytes that a library allocates after the first request, and does
+        not free."""
         if peak_of(requests) != size or not requests:
             requests = (size, -1) if size else ()
         allocated = list[int]()
@@ -172,14 +167,8 @@ class _Tracer:
             self._allocate(library_workspace, "workspace", None, op)
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
-        """Allocate the storage of a value that an op makes, with its cause.
-
-        Args:
-            value: id of the value.
-            op: index of the op in the trace.
-            phase: pass in which it runs.
-            into: value whose storage it takes over; None for a new storage.
-        """
+        """Allocate the storage of a value that an op makes, with its cause. ``into`` is the value whose storage it
+        takes over, None for a new storage."""
         tensor = self.graph.values[value]
         maker, name = self.graph.maker.get(value), ""
         cause: Cause = "saved" if phase == "forward" and value in self.saved else "activation"

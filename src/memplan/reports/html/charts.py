@@ -59,13 +59,8 @@ def of_step(explanation: Explanation, capacity: int | None) -> Iterator[Chart]:
 def over_time(
     timelines: list[tuple[str, MemoryTimeline]], capacity: int | None = None, budget: int | None = None
 ) -> Chart:
-    """Chart memory over time.
-
-    Args:
-        timelines: (name, timeline); only the last is split by category, the others are lines.
-        capacity: bytes of the card, drawn as a line if they are known.
-        budget: bytes, also drawn as a line.
-    """
+    """Chart memory over time. Only the last (name, timeline) is split by category, the others are lines, as are
+    the card's capacity and the budget, where given."""
     series = [
         {
             "name": name,

@@ -12,11 +12,8 @@ _Kind = TypeVar("_Kind")
 
 
 class Fields:
-    """A JSON object whose fields are checked when they are read.
-
-    Args:
-        plain: the parsed JSON.
-        place: name of the object in error messages, such as "it.rows[3]".
+    """A JSON object whose fields are checked when they are read. ``place`` is its name in error messages, such as
+    "it.rows[3]".
 
     Raises:
         Unreadable: ``plain`` is no mapping.

@@ -135,11 +135,8 @@ def fit(
 def _fit(request_of: Callable[[], Request], pairs: int) -> Fitted:
     """Fit the step of a request. On any exception, Ctrl-C during the return included, the model is as before.
 
-    An exception of the user's own code that interrupted tracing is raised in place of memplan's.
-
-    Args:
-        request_of: builds the request.
-        pairs: how many times the step is timed, with and without the plan.
+    An exception of the user's own code that interrupted tracing is raised in place of memplan's. The step is timed
+    ``pairs`` times, with and without the plan.
     """
     fitting: _Fitting | None = None
     try:
@@ -329,12 +326,8 @@ class _Fitting:
 
     def _with_measured_peak(self, error: BudgetError, budget: int) -> BudgetError:
         """Return an error whose smallest budget is the measured peak of the smallest plan, or of the unplanned step if
-        that is less.
-
-        Args:
-            error: of the planner, with the predicted peak of the smallest plan.
-            budget: bytes planned for, less than the user's budget once a plan was measured above that.
-        """
+        that is less. ``error`` has the predicted peak of the smallest plan; ``budget`` is less than the user's once a
+        plan was measured above that."""
         message = error.found
         if budget != self.budget:
             message = (

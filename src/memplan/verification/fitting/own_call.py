@@ -36,14 +36,8 @@ def plan_own_call(
 ) -> tuple[Installed, str | None]:
     """Plan the model's own calls and install that plan.
 
-    It is first planned for callers that keep the output during backward, then for callers that drop it.
-
-    Args:
-        request: a request with a loss.
-        settings: settings of the plan.
-        joint: the plan of model and loss.
-        notify: as for `Plans`.
-        undo: receives the callback that uninstalls it.
+    It is first planned for callers that keep the output during backward, then for callers that drop it. ``joint`` is
+    the plan of model and loss, ``notify`` as for `Plans`; ``undo`` receives the callback that uninstalls it.
 
     Returns:
         The installed plans, and a note for the user where the budget is kept only if the output is dropped, or not at

@@ -73,12 +73,7 @@ class _NoRoomError(UsageError):
 
 
 class Prover:
-    """Prove plans for a request.
-
-    Args:
-        request: the model, its call, the budget and the settings.
-        pairs: number of times that both steps are timed.
-    """
+    """Prove plans for a request. Both steps are timed ``pairs`` times."""
 
     def __init__(self, request: Request, pairs: int) -> None:
         self._request, self._step, self._settings, self._pairs = request, request.step, request.settings, pairs
@@ -92,12 +87,9 @@ class Prover:
         return self._prove(plan, None, lambda: lambda: None)
 
     def proof(self, planned: Planned, install_plan: Callable[[], Callable[[], None]]) -> Proof:
-        """Compare the planned step with the unplanned one.
-
-        Args:
-            planned: the plan.
-            install_plan: makes calls of the step run as planned, and returns what undoes it; called after the
-                reference was built, and a second time where fewer samples have to be compared after all.
+        """Compare the planned step with the unplanned one. ``install_plan`` makes calls of the step run as planned, and
+        returns what undoes it; it is called after the reference was built, and a second time where fewer samples have
+        to be compared after all.
 
         Raises:
             UsageError: there is not enough memory, and the step cannot be proven for fewer samples.
@@ -105,24 +97,15 @@ class Prover:
         return self._prove(planned.plan, planned, install_plan)
 
     def peak(self, predicted: int, planned: Planned | None) -> int | None:
-        """Measure the peak bytes of the step by itself, as it runs now; None if there is not enough memory.
-
-        Args:
-            predicted: the predicted peak, in bytes.
-            planned: the installed plan, if any.
-        """
+        """Measure the peak bytes of the step by itself, as it runs now; None if there is not enough memory."""
         return self._measure(planned)[1] if self._has_room(predicted, free_memory.available(self._home)) else None
 
     def _prove(self, plan: Plan, planned: Planned | None, install_plan: Callable[[], Callable[[], None]]) -> Proof:
         """Compare the planned step with the unplanned one, and measure its peak.
 
         If memory does not suffice for both, fewer samples are compared, and the peak is measured with all of them if
-        there is room.
-
-        Args:
-            plan: any plan of the step, which predicts bytes.
-            planned: the plan to prove; None if the step stays unplanned.
-            install_plan: makes calls of the step run as planned, and returns the function that undoes it.
+        there is room. ``plan`` is any plan of the step, which predicts bytes; ``planned`` the one to prove, None if the
+        step stays unplanned.
         """
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._request.bytes
         memory = _Memory(plan.eager_peak, self._idle_bytes(plan))
@@ -305,11 +288,7 @@ class Prover:
 
         On a card it is the largest for which there is room for all comparisons: bits that differ are held against the
         step in float64. Where there is room for none, it is the smallest for which there is room for the first one.
-
-        Args:
-            plan: the plan.
-            memory: what the whole call takes.
-            needed: bytes, where it is known that they do not suffice for the whole call.
+        ``memory`` is what the whole call takes; ``needed`` the bytes where it is known that they do not suffice for it.
 
         Raises:
             UsageError: no smaller call fits.

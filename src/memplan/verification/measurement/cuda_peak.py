@@ -48,9 +48,6 @@ def measuring_peak(device: str) -> Iterator[CardPeak]:
     """Measure the peak of the step that runs within this context.
 
     First the allocator's cache and the workspaces of cuBLAS are freed, so that the step reserves all that it needs.
-
-    Args:
-        device: the card's name in torch, such as ``cuda:0``.
     """
     peak, before = CardPeak(), allocated(device)
     torch.cuda.empty_cache()

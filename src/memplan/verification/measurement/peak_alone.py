@@ -18,10 +18,6 @@ def measure_trial(trial: Trial, home: Home) -> tuple[int, int]:
 
     On a card the peak is that of the reserved bytes, less what is allocated outside of the trial. The larger of two
     measurements counts, since the second reuses segments that the first has left in the allocator.
-
-    Args:
-        trial: the step, with its update if that is part of it.
-        home: the device that it runs on.
     """
     if home.card is None:
         with Meter() as meter:

@@ -45,13 +45,8 @@ COMPILED = Peer("torch.compile", compiled=True)
 
 
 def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS, autocast: torch.dtype | None = None) -> tuple[Peer, ...]:
-    """Return the peers in the step's own precision, eager mode first; then those under autocast.
-
-    Args:
-        blocks: whether the model has blocks to checkpoint.
-        budgets: values of ``activation_memory_budget``.
-        autocast: dtype; None: no peers under autocast.
-    """
+    """Return the peers in the step's own precision, eager mode first; then those under autocast. ``blocks``: whether
+    the model has blocks to checkpoint; ``budgets``: values of ``activation_memory_budget``."""
     checkpoints = (Peer("checkpoint per block", checkpointed=True),) if blocks else ()
     both = (Peer("torch.compile, checkpoint per block", checkpointed=True, compiled=True),) if blocks else ()
     budgeted = (Peer(f"torch.compile, memory budget {share}", compiled=True, memory_budget=share) for share in budgets)
@@ -64,14 +59,8 @@ def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS, autocast: torch.d
 
 
 def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = (), device: str = "cpu") -> Any:
-    """Return ``call`` as this peer runs it. Nothing is compiled before the first call.
-
-    Args:
-        call: the step: forward, and the loss if that is to be compiled, too.
-        peer: the techniques to use.
-        blocks: the modules in ``call`` that are checkpointed separately, if the peer checkpoints.
-        device: device type for autocast.
-    """
+    """Return ``call`` as this peer runs it. Nothing is compiled before the first call. ``blocks`` are the modules in
+    ``call`` that are checkpointed separately, if the peer checkpoints."""
     run = torch.compile(lambda *args, **kwargs: call(*args, **kwargs)) if peer.compiled else call
     checkpointed = {block: functools.partial(checkpoint, block.forward, use_reentrant=False) for block in blocks}
 

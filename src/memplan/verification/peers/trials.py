@@ -95,12 +95,7 @@ def measure_peers(
     plans are allowed, under autocast, too.
 
     Each runs on copies of the module's state, in this process; parameters, gradients and random state do not change.
-
-    Args:
-        request: the request for the step.
-        eager_peak: predicted bytes of the step in eager mode.
-        pairs: number of times that eager mode and each peer are timed.
-        on_start: receives the name of each peer before it runs.
+    ``on_start`` receives the name of each peer before it runs; each is timed ``pairs`` times in turn with eager mode.
 
     Raises:
         UsageError: there is too little memory to run the step in eager mode, and in float64.

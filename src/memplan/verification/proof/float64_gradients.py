@@ -56,13 +56,8 @@ class GradientErrors:
 
 
 def drew_same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
-    """Return whether a step drew the same random numbers as the step in float64, judged by their losses.
-
-    Args:
-        loss: of the step.
-        true: loss in float64.
-        lossy: whether the step computes in lower precision.
-    """
+    """Return whether a step drew the same random numbers as the step in float64, judged by their losses. ``lossy``:
+    whether the step computes in lower precision."""
     return abs(loss - true) <= (SAME_LOSSY if lossy else SAME_LOSS) * max(abs(loss), abs(true))
 
 

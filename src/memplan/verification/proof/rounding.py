@@ -58,13 +58,8 @@ class Tolerance:
     """Largest error of a yardstick, as a multiple of that of the step without a plan."""
 
     def allowed(self, reference: float, largest: float, dtype: torch.dtype) -> float:
-        """Return the allowed error of a tensor (L2).
-
-        Args:
-            reference: the largest error of the yardsticks.
-            largest: the norm of the largest gradient of the same module.
-            dtype: the tensor's.
-        """
+        """Return the allowed error of a tensor (L2). ``reference`` is the largest error of the yardsticks, ``largest``
+        the norm of the largest gradient of the same module."""
         scaled = max(CHANCE * reference, min(self.factor * reference, self.share * largest))
         return scaled + self.slack * torch.finfo(self.dtype or dtype).eps * largest
 
@@ -235,12 +230,8 @@ def beyond_tolerance(
 ) -> list[Difference]:
     """Return the differences that are not allowed, described by their errors.
 
-    Differences that are no matter of numbers, such as other shapes, are returned unchanged.
-
-    Args:
-        differences: all differences.
-        errors: the errors of the same tensors.
-        truth: label of the step that errors are measured from.
+    Differences that are no matter of numbers, such as other shapes, are returned unchanged. ``truth`` is the label of
+    the step that errors are measured from.
     """
     by_name = {error.name: error for error in errors}
     reported = list[Difference]()

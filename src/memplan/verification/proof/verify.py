@@ -118,13 +118,7 @@ def compare(
     does not run or draws other random numbers. The errors of the yardstick are allowed. Where it does not run or is not
     accurate enough (`rounding.is_yardstick`), the errors of the step without a plan are allowed; where errors are
     measured from that step, only the tolerance's few eps are. A candidate as accurate as the step without a plan needs
-    no yardstick, unless it is lossy.
-
-    Args:
-        baselines, candidate: trials that have not run yet.
-        steps: number of steps to compare.
-        tolerance: `EXACT`, `ROUNDING` or `LOSSY`.
-        predicted, budget: bytes, for the proof.
+    no yardstick, unless it is lossy. Trials have not run yet; ``predicted`` and ``budget`` are bytes, for the proof.
     """
     reference = baselines.reference
     if tolerance.grade == "exact":
@@ -351,16 +345,8 @@ class _Comparison:
         differences: list[Difference], number: int,
     ) -> None:  # fmt: skip
         """Add the differences of a kind of tensors to the comparison; with a criterion, only those that it does not
-        allow.
-
-        Args:
-            kind: outputs, gradients, parameters or buffers.
-            step: number of the step.
-            trials: reference and candidate.
-            tensors_of: returns a trial's tensors of this kind by name.
-            differences: tensors whose bits differ.
-            number: how many tensors were compared.
-        """
+        allow. ``differences`` are tensors whose bits differ, of ``number`` that were compared; ``tensors_of`` returns a
+        trial's tensors of this kind by name."""
         self.tensors[kind] += number
         if self.criterion is not None:
             reference, candidate = (self._tensors_to_measure(kind, tensors_of(trial)) for trial in trials)

@@ -47,12 +47,8 @@ class SandboxedProgram:
 
 
 def start(sandbox: SandboxedProgram, failures: int) -> int:
-    """Start the processes and return the number of the first, which ends with the others.
-
-    Args:
-        sandbox: what runs there.
-        failures: a pipe to which an error before the script's start is written; it is closed when the script starts.
-    """
+    """Start the processes and return the number of the first, which ends with the others. ``failures`` is a pipe to
+    which an error before the script's start is written; it is closed when the script starts."""
     ready, unshared = os.pipe()
     mapped, go = os.pipe()
     first = os.fork()
@@ -102,14 +98,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _enter_namespaces(sandbox: SandboxedProgram, unshared: int, mapped: int, failures: int) -> None:
-    """First process: enter the namespaces, have the users mapped from outside, start the second and wait for it.
-
-    Args:
-        sandbox: what runs there.
-        unshared: a pipe to which a byte is written once the namespaces are entered.
-        mapped: a pipe from which a byte is read once the users are mapped.
-        failures: a pipe for an error before the script's start.
-    """
+    """First process: enter the namespaces, have the users mapped from outside, start the second and wait for it. A byte
+    is written to the pipe ``unshared`` once the namespaces are entered, and read from ``mapped`` once the users are
+    mapped; an error is written to ``failures``."""
     kernel.die_with_parent(signal.SIGKILL)
     clones = _clone_folders(f"{sandbox.scratch}/clones")
     kernel.unshare(_ALL | (kernel.NEW_NET if sandbox.own_network else 0))
@@ -144,12 +135,7 @@ def _clone_folders(scratch: str) -> dict[str, str]:
 
 def _run_second_process(sandbox: SandboxedProgram, clones: Mapping[str, str], failures: int) -> None:
     """Second process, number 1 in the namespace, whose end ends all: mount the view, start and follow the script.
-
-    Args:
-        sandbox: what runs there.
-        clones: folder -> a clone of its mount, for folders with mounts below them.
-        failures: a pipe for an error before the script's start.
-    """
+    ``clones`` maps folders with mounts below them to clones of their own mount; an error is written to ``failures``."""
     kernel.die_with_parent(signal.SIGKILL)
     kernel.mount(None, "/", flags=kernel.PRIVATE | kernel.RECURSIVE)
     mounts = {path for path in mount_points() if not path.startswith(sandbox.scratch)}

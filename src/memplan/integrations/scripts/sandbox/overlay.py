@@ -49,12 +49,8 @@ class _OverlaidFolder:
 
 @dataclass
 class Tree:
-    """The view of the file system below a new root.
-
-    Args:
-        root: an empty folder: a mount of its own, whose mounts reach the script's namespace.
-        scratch: a folder on a disk, for what is written.
-    """
+    """The view of the file system below a new root. ``root`` is an empty folder and a mount of its own, whose mounts
+    reach the script's namespace; ``scratch`` a folder on a disk for what is written."""
 
     root: str
     scratch: str
@@ -69,12 +65,7 @@ class Tree:
     """Path of a file or folder that `commit` could not write -> why."""
 
     def build(self, mounts: set[str], clones: Mapping[str, str]) -> None:
-        """Create the folders of the view and mount the overlays. Raises OSError.
-
-        Args:
-            mounts: paths of all mounts of this namespace.
-            clones: clones of folders with mounts below them, of `clone_mounts`.
-        """
+        """Create the folders of the view and mount the overlays. Raises OSError. Clones are those of `clone_mounts`."""
         folders, files = self._copy_entries("/", self.root, size_limit=0)
         for path in files:
             self._bind_read_only(path)
@@ -202,11 +193,8 @@ class Tree:
             kernel.mount("tmpfs", f"{self.scratch}/layers", "tmpfs", kernel.NO_SUID)
 
     def renew(self, *, keep: bool = False) -> None:
-        """Discard the run's writes, so that the next run sees the real files again. Raises OSError.
-
-        Args:
-            keep: whether to keep what the first run wrote, for `commit`; that of later runs is always removed.
-        """
+        """Discard the run's writes, so that the next run sees the real files again. Raises OSError. ``keep``: whether
+        to keep what the first run wrote, for `commit`; that of later runs is always removed."""
         keeps_first_run = keep and not self._first_run
         if keeps_first_run:
             self._first_run = tuple(self._layers())
@@ -271,10 +259,6 @@ def mount_points() -> set[str]:
 
 def clone_mounts(mounts: set[str], scratch: str) -> dict[str, str]:
     """Clone the mount of each folder that has others below it, without those.
-
-    Args:
-        mounts: paths of all mounts.
-        scratch: a folder for the clones.
 
     Returns:
         {folder: its clone}; without folders that cannot be cloned.
@@ -380,15 +364,8 @@ def _collect_entry(
 def _file_change(
     path: str, copy: str, status: os.stat_result, before: os.stat_result | None, *, commits: bool
 ) -> Change:
-    """Return the change of a file: only metadata, its content, or a checkpoint that is not to be written.
-
-    Args:
-        path: the real file.
-        copy: the file in the upper layer.
-        status: of ``copy``.
-        before: status of the real file; None: there is none.
-        commits: as for `Tree.changes`.
-    """
+    """Return the change of a file: only metadata, its content, or a checkpoint that is not to be written. ``copy`` is
+    the file in the upper layer, with ``status``; ``before`` is the status of the real file, None if there is none."""
     if before is not None and stat.S_ISREG(before.st_mode):
         if status.st_size == before.st_size <= _SMALL and _read(path) == _read(copy):
             return Change(path, "changed")

@@ -228,11 +228,7 @@ def _follow(
 @dataclass
 class _Requests:
     """Answers the requests of a script's process without blocking, as the script may leave an answer unread.
-
-    Args:
-        control: a non-blocking socket.
-        answer: returns the answer to a request.
-    """
+    ``control`` is a non-blocking socket."""
 
     control: int
     answer: Callable[[], bytes]

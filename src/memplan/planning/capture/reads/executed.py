@@ -191,12 +191,8 @@ class Executed:
                 self.modules.add(importlib.util.resolve_name(str(name), relative_to or ""))
 
     def _record_full_reads(self, owners: list[tuple[str, ...] | None], frame: FrameType) -> None:
-        """Record that code reads all attributes of some objects.
-
-        Args:
-            owners: the objects, as (variable, attribute, ...) in the frame; None for a computed object.
-            frame: in which the code runs.
-        """
+        """Record that code reads all attributes of some objects. ``owners`` are (variable, attribute, ...) in the
+        frame, None for a computed object."""
         for owner in owners:
             value = None if owner is None else _value_of(owner, frame)
             if value is None:
@@ -497,11 +493,8 @@ def _string_constants(constants: Any) -> Iterator[str]:
 
 
 def _arguments(frame: FrameType, offset: int) -> tuple[tuple[str, ...] | None, str | None]:
-    """Return the object and the name that ``getattr(object, name)`` is about to be called with.
-
-    Args:
-        frame: of the caller.
-        offset: of the call instruction in its bytecode.
+    """Return the object and the name that ``getattr(object, name)`` is about to be called with. ``offset``: of the call
+    instruction in the caller's bytecode.
 
     Returns:
         The object as (variable, attribute, ...), and the name. Each is None if it is computed.

@@ -64,10 +64,7 @@ class Readable:
 
     def take_snapshot(self, moment: object = None) -> Snapshot:
         """Return a snapshot of the present values: the same object as in the last call if nothing has changed.
-
-        Args:
-            moment: token that is the same object while no module's attributes change; None: unknown.
-        """
+        ``moment`` is the same object while no module's attributes change; None: unknown."""
         modules_unchanged = moment is not None and moment is self._moment
         if self._snapshot is None or self._walk is None or not self._walk.unchanged(modules=not modules_unchanged):
             self._walk = self._traverse()

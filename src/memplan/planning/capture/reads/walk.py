@@ -165,11 +165,8 @@ class Walk(Watched):
         return Snapshot(tuple(self._nodes), tuple(self._labels), tuple(self._unseen))
 
     def start(self, modules: list[tuple[str, dict[str, Any], frozenset[str], type]]) -> None:
-        """Traverse from the model's modules and from the code.
-
-        Args:
-            modules: (name, attributes, names of attributes that do not count, class) of each of the model's modules.
-        """
+        """Traverse from the model's modules and from the code. Modules are (name, attributes, names of attributes that
+        do not count, class)."""
         for path, own, without, kind in modules:
             of = f" of {path}" if path else ""
             without |= _torch.BOOKKEEPING
