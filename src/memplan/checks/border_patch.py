@@ -135,8 +135,8 @@ def _literal(amount: Any) -> str:
 
 
 def _wrapper(details: Mapping[str, Any], why: str) -> Fix:
-    """Return the fix for a model that cannot be patched: a module that pads the model's input, or advice alone. ``why``:
-    why there is no patch."""
+    """Return the fix for a model that cannot be patched: a module that pads the model's input, or advice alone.
+    ``why``: reason why there is no patch."""
     by_hand = "Pad the input yourself, or cut tiles that overlap."
     if not details.get("mirror_pad"):
         return Fix("none", "", why, by_hand)

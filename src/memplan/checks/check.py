@@ -77,11 +77,8 @@ def check(
 
 
 def record_again(recorder: StepRecorder) -> Trace:
-    """Return the trace of the recorder's step, without a change.
-
-    Raises:
-        StepError, DataDependentError: the step cannot be recorded.
-    """
+    """Return the trace of the recorder's step, without a change. Raises StepError or DataDependentError if the step
+    cannot be recorded."""
     on_card = recorder.target.card is not None
     return record_for(build_of(recorder.what, recorder.options, on_card=on_card), recorder.target)
 
@@ -90,11 +87,8 @@ def check_trace(
     trace: Trace, *, recorder: StepRecorder | None = None, context: int = 0, ignores: Sequence[Ignore] = ()
 ) -> list[Finding]:
     """Return the findings about a recorded step, in the order of `check`. ``recorder`` records it again after a change;
-    without it, costs are only those that follow from the trace.
-
-    Raises:
-        InputError: a context that is no number of pixels; a trace file whose ops have impossible arguments.
-    """
+    without it, costs are only those that follow from the trace. Raises InputError for a context that is no number of
+    pixels, or a trace file whose ops have impossible arguments."""
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")
     subject = Subject(trace, _card_of(trace) if recorder is None else recorder.target.card, recorder, context)
@@ -113,12 +107,8 @@ def _card_of(trace: Trace) -> Device | None:
 
 
 def _findings_of(check: Check, subject: Subject) -> list[Finding]:
-    """Return the findings of a check.
-
-    Raises:
-        InputError: the trace came from a file, and an op in it has impossible shapes or arguments. Loading a trace does
-            not compare them with the ops' schemas.
-    """
+    """Return the findings of a check. Raises InputError if the trace came from a file, and an op in it has impossible
+    shapes or arguments: loading does not compare them with the ops' schemas."""
     try:
         return check.find(subject)
     except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:

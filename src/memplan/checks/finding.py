@@ -67,11 +67,8 @@ class Findings(Saved):
 
     @classmethod
     def _prepared(cls, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return the plain data of a JSON file once ``details["layers"]`` of each finding is checked.
-
-        Raises:
-            Unreadable: a row lacks a column that reports show, or its value has another type.
-        """
+        """Return the plain data of a JSON file once ``details["layers"]`` of each finding is checked. Raises Unreadable
+        if a row lacks a column that reports show, or its value has another type."""
         findings = plain.get("findings")
         for position, finding in enumerate(findings if isinstance(findings, list) else []):
             details = finding.get("details") if isinstance(finding, dict) else None

@@ -73,11 +73,8 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command as click does, with former spellings of options replaced.
-
-        Raises:
-            click.UsageError: there is no such command; the message has the nearest names.
-        """
+        """Resolve a command as click does, with former spellings of options replaced. Raises click.UsageError if there
+        is no such command; the message has the nearest names."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from memplan.trace.naming.parsing import offer
 

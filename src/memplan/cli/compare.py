@@ -91,12 +91,8 @@ def _title(side: StepArguments, other: StepArguments) -> str:
 
 
 def _side_request(side: StepArguments, title: str) -> SideRequest:
-    """Return a side of the comparison: a target's step, or a saved result.
-
-    Raises:
-        InputError: options of a step were used for a file.
-        TargetError: there is no such target or file.
-    """
+    """Return a side of the comparison: a target's step, or a saved result. Raises InputError if options of a step were
+    used for a file, and TargetError if there is no such target or file."""
     from memplan.studies.comparisons.compare import SideRequest
 
     if not _is_file(side.target):

@@ -149,11 +149,8 @@ recipe_option(command)
 
 
 def _read_saved(arguments: StepArguments, really: bool, host: str | None, outputs: Outputs) -> Explanation | None:
-    """Return the explanation of a target that is a file which --json wrote. Return None for other targets.
-
-    Raises:
-        InputError: options that describe a step were used, or the explanation is damaged.
-    """
+    """Return the explanation of a target that is a file which --json wrote. Return None for other targets. Raises
+    InputError if options that describe a step were used, or the explanation is damaged."""
     from memplan.explanation.model import Explanation
 
     if not arguments.target.endswith(".json") or begins_as_trace(arguments.target):

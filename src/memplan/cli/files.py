@@ -52,12 +52,8 @@ OUTPUT = OutputFile()
 
 def writable(path: str, option: str, typed: Sequence[str] = ()) -> str:
     """Check that a file can be written, and return its real path; ``-`` is returned unchanged. None of ``typed``, the
-    other arguments of the command, may name the same file.
-
-    Raises:
-        InputError: its folder does not exist or takes no new file, it is a folder itself, source code, or a file that
-            another argument names.
-    """
+    other arguments of the command, may name the same file. Raises InputError if its folder does not exist or takes no
+    new file, it is a folder itself, source code, or a file that another argument names."""
     if path == "-":
         return path
     real = os.path.realpath(path)
@@ -131,12 +127,8 @@ class ResultFiles:
     html: str | None = None
 
     def checked(self) -> ResultFiles:
-        """Check and return the paths.
-
-        Raises:
-            InputError: ``--html -``.
-            UsageError: the libraries for pages are not installed.
-        """
+        """Check and return the paths. Raises InputError for ``--html -``, and UsageError if the libraries for pages are
+        not installed."""
         if self.html == "-":
             raise InputError("--html -", expected="a file: a page of some megabytes is for a browser", do="Name one")
         if self.html is not None:

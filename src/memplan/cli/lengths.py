@@ -12,11 +12,8 @@ from memplan.trace.naming.targets import contained
 
 def explain_lengths(arguments: StepArguments, text: str, outputs: Outputs, top: int, *, measured: bool) -> int:
     """Predict the memory of a sequence of batches with drawn lengths, print it, and return the exit code. ``text`` has
-    lengths and their shares, or names a file of lengths.
-
-    Raises:
-        InputError: no such lengths, or an option does not go with them.
-    """
+    lengths and their shares, or names a file of lengths. Raises InputError for wrong lengths, or an option that does
+    not go with them."""
     _check(arguments, outputs, measured)
     from memplan.reports.lengths import report
     from memplan.studies.lengths.distribution import parse_lengths

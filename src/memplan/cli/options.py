@@ -246,11 +246,7 @@ class StepArguments:
 
     @property
     def assumed(self) -> dict[str, float]:
-        """Shares of ``--assume``, by ``FILE:LINE``.
-
-        Raises:
-            UsageError: an option of another form.
-        """
+        """Shares of ``--assume``, by ``FILE:LINE``. Raises UsageError for an option of another form."""
         return dict(_parse_assumption(text) for text in self.assume)
 
     def recorded_for(self) -> RecordedFor:
@@ -327,11 +323,7 @@ def _parse_assumption(text: str) -> tuple[str, float]:
 
 def describe(step: StepArguments) -> Described:
     """Import the target and parse all options. Sets ``sys.argv`` to the target's file and its arguments after ``--``.
-
-    Raises:
-        TargetError: there is no such target.
-        InputError: an option is malformed, or contradicts another.
-    """
+    Raises TargetError if there is no such target, and InputError if an option is malformed, or contradicts another."""
     arguments = {name: literal(text) for name, text in named(step.args, "--arg").items()}
     sys.argv = [step.target.rpartition(":")[0], *step.argv]
     target = resolve_quietly(step.target)
@@ -367,10 +359,7 @@ def subject_of(described: Described, arguments: StepArguments) -> Subject:
 
 def resolve_quietly(text: str) -> Target:
     """Resolve a target. As the command ends, say on stderr how many lines the import printed that were not shown.
-
-    Raises:
-        TargetError: as `resolve`.
-    """
+    Raises TargetError as `resolve`."""
     target, context = resolve(text), click.get_current_context(silent=True)
     if target.printed_lines and context is not None:
         by = f"that importing {text.rpartition(':')[0]} printed"

@@ -37,11 +37,7 @@ contribute_option = click.option(
 
 
 def check_contribute(path: str | None, device: str | None) -> None:
-    """Check the options of ``--contribute``.
-
-    Raises:
-        InputError: the device is no GPU, or the file is stdout.
-    """
+    """Check the options of ``--contribute``. Raises InputError if the device is no GPU, or the file is stdout."""
     if path is None:
         return
     if device is None or device.lower() == "cpu":
@@ -62,11 +58,7 @@ class Outputs:
     perfetto: str | None
 
     def checked(self) -> Outputs:
-        """Check and return the paths.
-
-        Raises:
-            InputError: two of them are stdout, or one is that needs a viewer.
-        """
+        """Check and return the paths. Raises InputError if two of them are stdout, or one is that needs a viewer."""
         if self.results.json == self.trace == "-":
             raise InputError(
                 "--json - and --trace -", expected="stdout for one of them", do="Name a file for the other"

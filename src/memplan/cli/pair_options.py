@@ -38,10 +38,7 @@ def pair_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def side_arguments(target: str, common: Mapping[str, Any], texts: Sequence[str]) -> StepArguments:
     """Return the step options of a side: the options in ``texts`` (``batch=8``, ``no-train``) override ``common``.
-
-    Raises:
-        click.UsageError: no such option, or an invalid value.
-    """
+    Raises click.UsageError for an unknown option, or an invalid value."""
     words = [f"--{text.strip()}" for text in texts]
     context = _one_side.make_context("compare", [*words, "--", target], obj=True)
     arguments = {field.name: common[field.name] for field in fields(StepArguments) if field.name in common}

@@ -52,11 +52,8 @@ def recipe_option(command: click.Command) -> click.Command:
 def take_recipe(values: dict[str, Any]) -> RecipeTarget | None:
     """Pop the options of a recipe from a command's values; return the recipe, or None without ``--model``.
 
-    The target in ``values`` becomes the recipe's script, a file that exists as long as the command runs.
-
-    Raises:
-        UsageError: a model, recipe or option that cannot be used.
-    """
+    The target in ``values`` becomes the recipe's script, a file that exists as long as the command runs. Raises
+    UsageError for a model, recipe or option that cannot be used."""
     name, recipe, sequence = values.pop("model"), values.pop("recipe"), values.pop("seq")
     checkpointing = values.pop("checkpointing")
     if name is None:

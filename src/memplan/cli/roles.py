@@ -36,11 +36,8 @@ def check(world: int | None, really: bool, outputs: Outputs) -> None:
 
 
 def explain_roles(arguments: StepArguments, room: int | None, outputs: Outputs, top: int) -> int:
-    """Explain all ranks of a target and return the exit code. ``room``: budget of the host's memory in bytes.
-
-    Raises:
-        InputError: the target is a file.
-    """
+    """Explain all ranks of a target and return the exit code. ``room``: budget of the host's memory in bytes. Raises
+    InputError if the target is a file."""
     from memplan.explanation.explain import explain_trace
     from memplan.studies.roles.roles import find_roles
     from memplan.trace.record import record_for

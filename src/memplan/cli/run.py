@@ -151,11 +151,8 @@ def _compare_with_prediction(request: Request, ran: RunResult, settings: str | N
 
 
 def request_of(values: dict[str, Any]) -> Request:
-    """Return the request for a script from the values of the command's options, by name.
-
-    Raises:
-        InputError: an option is malformed, or contradicts another.
-    """
+    """Return the request for a script from the values of the command's options, by name. Raises InputError if an option
+    is malformed, or contradicts another."""
     from memplan.integrations.line_profiles.places import parse_lines_option
     from memplan.integrations.scripts.command import Command
     from memplan.integrations.scripts.loaders import Rules

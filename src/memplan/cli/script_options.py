@@ -43,11 +43,8 @@ def target_or_script(values: dict[str, Any], *, modules: bool = False) -> Reques
     """Pop ``--script`` and ``--unprotected`` from a command's values.
 
     Return the script request, or None if TARGET was used instead. With ``modules``, ``--script`` may also name a module
-    such as ``package.train``.
-
-    Raises:
-        InputError: neither --script nor TARGET, or options that only a target has.
-    """
+    such as ``package.train``. Raises InputError without ``--script`` and TARGET, or for options that only a target
+    has."""
     script, unprotected = values.pop("script"), values.pop("unprotected")
     if script is None:
         if values["target"] is None:

@@ -132,11 +132,8 @@ def _sweep(
 def describe_first_point(arguments: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
     """Return the step at the first values of its axes, so that an axis may set an argument without a default.
 
-    ``batches`` are the values of the batch, ``vary`` those of arguments of the target by name.
-
-    Raises:
-        TargetError, InputError: as `describe`, and for a trace, which cannot be recorded for other values.
-    """
+    ``batches`` are the values of the batch, ``vary`` those of arguments of the target by name. Raises TargetError and
+    InputError as `describe`, and for a trace, which cannot be recorded for other values."""
     if is_trace(arguments.target):
         raise InputError(
             f"{arguments.target} is a trace",

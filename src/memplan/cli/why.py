@@ -113,11 +113,8 @@ def _is_folder(path: str) -> bool:
 
 
 def _text(message: str | None) -> str:
-    """Return the message: the argument itself, the text of the file that it names, or standard input.
-
-    Raises:
-        TargetError: the file cannot be read.
-    """
+    """Return the message: the argument itself, the text of the file that it names, or standard input. Raises
+    TargetError if the file cannot be read."""
     from memplan._json import Unreadable, read_text
     from memplan.simulation.oom_message import LONGEST
 

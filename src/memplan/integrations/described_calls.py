@@ -21,11 +21,8 @@ class Unknown(Exception):
 
 
 def specs_of(value: Any) -> Any:
-    """Return an argument with a `Spec` in place of each tensor; mappings become dicts.
-
-    Raises:
-        Unknown: it contains a value of another type.
-    """
+    """Return an argument with a `Spec` in place of each tensor; mappings become dicts. Raises Unknown if it contains a
+    value of another type."""
     if isinstance(value, torch.Tensor):
         return Spec(tuple(value.shape), value.dtype)
     if isinstance(value, _PLAIN):

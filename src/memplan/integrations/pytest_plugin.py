@@ -128,11 +128,8 @@ class _ReturnsModule(BaseException):
 
 def _build(test: Callable[[], Any], expects_module: bool) -> Any:
     """Run the test and return its result as a module or a step, which a ``build`` has to return. ``expects_module``:
-    the mark has arguments that apply to a module only, so that a callable must create one.
-
-    Raises:
-        _ReturnedTrace: it returned a Trace.
-    """
+    the mark has arguments that apply to a module only, so that a callable must create one. Raises _ReturnedTrace if it
+    returned a Trace."""
     from torch import Tensor, nn
 
     from memplan import _torch

@@ -82,11 +82,8 @@ def plan(
 def plan_or_floor(model: Any, step: StepOptions, budget: int, device: str | None) -> Plan | int:
     """Return the cheapest exact plan of a step by the costs of a roofline, or the smallest budget that has one.
 
-    Faster than `plan` where nothing fits: no other settings are tried for the error's advice.
-
-    Raises:
-        UsageError, RecordingError: as for `plan`.
-    """
+    Faster than `plan` where nothing fits: no other settings are tried for the error's advice. Raises UsageError and
+    RecordingError as `plan`."""
     options = PlanOptions(budget=budget, device=device, costs="roofline", host_memory=True)
     with called("memplan.plan"):
         try:

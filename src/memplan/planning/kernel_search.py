@@ -44,11 +44,7 @@ def planned_with_kernels(
 ) -> Planned:
     """Return a plan within the budget in which kernels replace groups of calls. ``study`` and ``error`` are those of
     the step without kernels; ``captured`` returns the study of the step with kernels in the place of groups, or raises
-    GroupGone.
-
-    Raises:
-        BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
-    """
+    GroupGone. Raises BudgetError if there is none; its ``smallest_budget`` is the smallest peak that was reached."""
     groups, reasons = offered(study, settings)
     kinds, tried, current = frozenset[str](), {frozenset[str]()}, study
     kind_of, levels_without = _kind_of(groups), dict[str, int]()

@@ -138,11 +138,7 @@ class Planner:
         budget.
 
         Studies are cached by ``key`` and precision. An earlier plan's tiles and kernels (``settings.plan``) are part of
-        the study.
-
-        Raises:
-            UsageError: the tiles or kernels of the earlier plan do not apply to this call.
-        """
+        the study. Raises UsageError if the tiles or kernels of the earlier plan do not apply to this call."""
         precision = settings.fixed_precision
         earlier = settings.plan
         if earlier is not None and (earlier.tiles or earlier.kernels):

@@ -69,11 +69,8 @@ class Request:
 
 def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) -> Request:
     """Check the arguments of a plan, call the callable that returns the model, and make tensors of specs. With ``fake``
-    the model and its inputs are made as fake tensors.
-
-    Raises:
-        UsageError: an argument is invalid (or a subclass of UsageError).
-    """
+    the model and its inputs are made as fake tensors. Raises UsageError if an argument is invalid (or a subclass of
+    UsageError)."""
     if options.engine not in get_args(Engine):
         engines = " or ".join(map(repr, get_args(Engine)))
         raise UsageError(f"engine={options.engine!r}", expected=engines, do="Leave it out")

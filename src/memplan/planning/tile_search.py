@@ -40,11 +40,8 @@ def planned_in_tiles(
     study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Tile]], Study], error: BudgetError
 ) -> Planned:
     """Return a plan within the budget with segments that run piece by piece. ``study`` and ``error`` are those of the
-    step without tiles; ``captured`` returns the study of the step with tiles, or raises NotTileable.
-
-    Raises:
-        BudgetError: there is no such plan; ``smallest_budget`` is the smallest peak that was reached.
-    """
+    step without tiles; ``captured`` returns the study of the step with tiles, or raises NotTileable. Raises BudgetError
+    if there is none; its ``smallest_budget`` is the smallest peak that was reached."""
     search = _TileSearch(study, settings, budget, captured, error)
     first, second = (partial(search.around_ops, premium) for premium in PREMIUMS)
     far = FAR * budget < error.smallest_budget

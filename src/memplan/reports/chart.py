@@ -19,12 +19,8 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def check_drawable(path: str, option: str) -> None:
-    """Check early that a chart can be written to a file of this name.
-
-    Raises:
-        InputError: the name ends in none of `FORMATS`.
-        UsageError: matplotlib is not installed.
-    """
+    """Check early that a chart can be written to a file of this name. Raises InputError if the name ends in none of
+    `FORMATS`, and UsageError if matplotlib is not installed."""
     name = PurePath(path)
     if name.suffix.lower() not in FORMATS:
         raise InputError(f"{option} {name.name}", expected=f"a name that ends in {', '.join(FORMATS)}", do="Rename it")

@@ -13,11 +13,8 @@ from memplan.planning.inductor.partition import CompiledPasses, Fused, Part, low
 
 
 def compile_parts(step: Fused) -> CompiledPasses:
-    """Compile all parts of a step, through Inductor's on-disk cache.
-
-    Raises:
-        CompileError: there is no compiler, or it fails.
-    """
+    """Compile all parts of a step, through Inductor's on-disk cache. Raises CompileError if there is no compiler, or it
+    fails."""
     return CompiledPasses(step, _compile_part)
 
 

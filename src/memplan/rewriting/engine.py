@@ -70,11 +70,8 @@ class Engine:
 
     def run(self, model: nn.Module, call: Call) -> Any:
         """Run the forward pass and return the model's output, with the planned backward pass attached to it. The model
-        is the captured one, or another with the same parameters and buffers.
-
-        Raises:
-            GuardedError: a guard fails: the model must run unplanned in this call, to raise its own exception.
-        """
+        is the captured one, or another with the same parameters and buffers. Raises GuardedError if a guard fails: the
+        model must run unplanned in this call, to raise its own exception."""
         inputs = self._collect_inputs(model, call)
         differentiated = {value: inputs[at] for value, at in self._differentiated.items()}
         read = [

@@ -297,11 +297,8 @@ class Installed:
             self.calls.without_grad()
 
     def prepare(self, call: Call, has_gradients: bool) -> None:
-        """Plan a call in advance. ``has_gradients``: whether parameters have gradients when the call begins.
-
-        Raises:
-            BudgetError: no plan fits.
-        """
+        """Plan a call in advance. ``has_gradients``: whether parameters have gradients when the call begins. Raises
+        BudgetError if no plan fits."""
         model = self._model()
         assert model is not None, "a plan is prepared while its module exists"
         with suppress(UnkeyedError), one_at_a_time:  # the call itself will warn
@@ -325,11 +322,8 @@ class Installed:
         return variant
 
     def _find_cached(self, kind: _Kind, call: Call) -> _Variant | None:
-        """Return the cached plan of a call, None if it has to be planned.
-
-        Raises:
-            RecordingError: there are plans for too many branches that values of inputs decide.
-        """
+        """Return the cached plan of a call, None if it has to be planned. Raises RecordingError if there are plans for
+        too many branches that values of inputs decide."""
         other_branches, moment = list[_Variant](), self._keys.moment
         for variant in self._cache.variants_of(kind):
             if variant.are_reads_unchanged(moment):

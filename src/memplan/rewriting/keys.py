@@ -118,11 +118,8 @@ class Keys:
         """Interned states."""
 
     def key(self, model: nn.Module, call: Call) -> Key:
-        """Return the key of a call in the model's present state.
-
-        Raises:
-            UnkeyedError: an argument is neither a tensor nor plain data.
-        """
+        """Return the key of a call in the model's present state. Raises UnkeyedError if an argument is neither a tensor
+        nor plain data."""
         metadata = tuple([_tensor_metadata(tensor) for tensor in call.tensors])
         tensors = metadata, call.aliases, call.kinds, call.structure.spec
         return Key(_leaves(call.structure), self._state(model), tensors)
@@ -252,11 +249,7 @@ def _leaves(structure: Structure) -> tuple[Hashable, ...]:
 
 def _leaf(leaf: Any) -> Hashable:
     """Return the key of a leaf of the arguments: the value of plain data; of an object that contains tensors, its
-    class, its other attributes and its structure.
-
-    Raises:
-        UnkeyedError: the argument is of another kind.
-    """
+    class, its other attributes and its structure. Raises UnkeyedError if the argument is of another kind."""
     if leaf is TENSOR:
         return TENSOR
     if isinstance(leaf, Holder):
@@ -276,11 +269,8 @@ def _is_number(leaf: Hashable) -> bool:
 
 
 def _tensor_metadata(tensor: torch.Tensor | None) -> Any:
-    """Return the part of a key for a tensor: shape, strides, dtype, device and ``requires_grad``.
-
-    Raises:
-        UnkeyedError: the tensor is of a subclass or not strided.
-    """
+    """Return the part of a key for a tensor: shape, strides, dtype, device and ``requires_grad``. Raises UnkeyedError
+    if the tensor is of a subclass or not strided."""
     if tensor is None:
         return None
     is_recorded = type(tensor) is _torch.FakeTensor and isinstance(tensor.fake_mode, _torch.FakeMode)

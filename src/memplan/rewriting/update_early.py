@@ -49,11 +49,8 @@ class Early:
     """An optimizer that updates parameters in the backward pass; see `update_early`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Install the hooks that update each parameter as soon as its gradient is complete.
-
-        Raises:
-            UsageError: the optimizer needs a closure, or several processes run.
-        """
+        """Install the hooks that update each parameter as soon as its gradient is complete. Raises UsageError if the
+        optimizer needs a closure, or several processes run."""
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(
@@ -182,10 +179,7 @@ class Early:
 
     def _apply_update(self, parameter: torch.Tensor) -> None:
         """Run the optimizer's own update with this parameter as the only one of its groups, and free the gradient.
-
-        Raises:
-            UsageError: the update changes an option of the group, as every further parameter would.
-        """
+        Raises UsageError if the update changes an option of the group, as every further parameter would."""
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         if self._listed[0] is not groups or self._listed[1] != len(groups):  # after load_state_dict, add_param_group
             self._groups = {id(member): group for group in groups for member in group["params"]}

@@ -161,11 +161,8 @@ def _costs_by_replay(trace: Trace, layers: Sequence[str], failure: NotRecorded |
 
 
 def _paddings(trace: Trace, layers: Sequence[str]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Map the index of each convolution or pool of these layers to ``{"padding": ...}``, which keeps the border.
-
-    Raises:
-        ChangeError: the layers have no convolution or pool, or one side would need more padding than the other.
-    """
+    """Map the index of each convolution or pool of these layers to ``{"padding": ...}``, which keeps the border. Raises
+    ChangeError if the layers have no convolution or pool, or one side would need more padding than the other."""
     paddings: dict[int, dict[str, tuple[int, ...]]] = {}
     for form in trace.forms:
         op = trace.ops[form.op]

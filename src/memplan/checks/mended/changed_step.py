@@ -136,11 +136,7 @@ def _new_modules() -> Iterator[list[nn.Module]]:
 
 
 def module_at(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
-    """Return the module with a layer's path.
-
-    Raises:
-        ChangeError: no module has it.
-    """
+    """Return the module with a layer's path. Raises ChangeError if there is none."""
     if path not in modules:
         raise ChangeError(f"there is no module {path}")
     return modules[path]

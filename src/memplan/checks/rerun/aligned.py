@@ -46,11 +46,7 @@ Sizes = dict[int, tuple[int, int | None]]
 
 def _replayed_sizes(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage]]:
     """Return the sizes of the trace's storages in a replay with changes, and the workspaces that only the replay has.
-
-    Raises:
-        ChangeError: the replay does not have the same ops.
-        MemplanError: the replay failed.
-    """
+    Raises ChangeError if the replay does not have the same ops, and MemplanError if the replay failed."""
     program = Program(trace, changes)
     target = choose_target(trace.device, cudnn=None if trace.engines or trace.expected else False)
     replay = record_for(program.build, target, steps=1)
@@ -80,11 +76,7 @@ def _paired_ops(
     """Yield each op of a step with its counterpart in the replay, which has the ops of the first step.
 
     A later step may have further ops that only write to existing tensors: gradients are accumulated, or set to zero.
-    ``storages`` maps the index of an op to what it allocates.
-
-    Raises:
-        ChangeError: the ops differ in another way.
-    """
+    ``storages`` maps the index of an op to what it allocates. Raises ChangeError if the ops differ in another way."""
     remaining = iter(replay_ops)
     counterpart = next(remaining, None)
     for op in ops:
@@ -116,11 +108,8 @@ def _tensors_and_temporaries(storages: list[Storage]) -> tuple[list[Storage], li
 
 
 def _match_storages(op: Op, recorded: list[Storage], replayed: list[Storage], sizes: Sizes) -> Iterator[Storage]:
-    """Enter the replayed bytes of an op's storages into ``sizes``; yield temporaries that only the replay has.
-
-    Raises:
-        ChangeError: the replayed op allocates another number of tensors.
-    """
+    """Enter the replayed bytes of an op's storages into ``sizes``; yield temporaries that only the replay has. Raises
+    ChangeError if the replayed op allocates another number of tensors."""
     if op.name == _CONSTANT:
         return  # the replay has it as data from before the step
     recorded_tensors, recorded_temporaries = _tensors_and_temporaries(recorded)

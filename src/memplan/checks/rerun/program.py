@@ -49,11 +49,8 @@ class Program:
         self.grown: dict[View, tuple[int, ...]] = {}
 
     def build(self) -> Callable[[], None]:
-        """Create the tensors that exist before the step, and return the function that replays its ops.
-
-        Raises:
-            ChangeError: an op cannot be called again from what its form says.
-        """
+        """Create the tensors that exist before the step, and return the function that replays its ops. Raises
+        ChangeError if an op cannot be called again from what its form says."""
         for state in (self._tensors, self._last_view, self._leaves, self._overwritten):
             state.clear()
         computed: set[int] = set()  # storages that ops before the current one write to
@@ -95,11 +92,8 @@ class Program:
                 loss.backward(retain_graph=True)  # a second backward pass may follow
 
     def _run(self, op: Op) -> None:
-        """Call a recorded op on the replay's tensors, with changed arguments, and sizes that fit its new inputs.
-
-        Raises:
-            ChangeError: it cannot be called so.
-        """
+        """Call a recorded op on the replay's tensors, with changed arguments, and sizes that fit its new inputs. Raises
+        ChangeError if it cannot be called so."""
         form = self._forms.get(op.index)
         if form is None:
             raise ChangeError(f"how {op.name} was called is not known")

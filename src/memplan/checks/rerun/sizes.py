@@ -146,11 +146,8 @@ def _upsampled_size(
     """Return the size to upsample an input of shape ``new`` to.
 
     It is that of ``partner``, the tensor that the result is merged with. Without such a tensor, or if the recorded op
-    has a scale factor, it is the recorded multiple of the input's size.
-
-    Raises:
-        ChangeError: that is no whole number.
-    """
+    has a scale factor, it is the recorded multiple of the input's size. Raises ChangeError if that is no whole
+    number."""
     old, count = form.reads[0][1].shape, len(options["output_size"])  # pyright: ignore[reportArgumentType]  # a list
     has_factor = any(name.startswith("scale") and value for name, value in options.items())
     if partner is not None and not has_factor:

@@ -17,11 +17,8 @@ _EXPECTED = "FILE.py or FILE.py:FUNCTION, such as train.py:Trainer.step"
 
 
 def parse_lines_option(text: str) -> Followed:
-    """Parse the option: return its file, and its function or None for all functions of the file.
-
-    Raises:
-        InputError: the file does not exist, is not Python, or has no such function.
-    """
+    """Parse the option: return its file, and its function or None for all functions of the file. Raises InputError if
+    the file does not exist, is not Python, or has no such function."""
     file, function = _split(text)
     path = Path(file)
     if not path.is_file():

@@ -137,11 +137,8 @@ class Lines(tuple[LineProfile, ...]):
 
 def _parse(line: str, options: tuple[str, ...], usage: str) -> _MagicLine:
     """Parse the options at the beginning of a line; the statement is what follows them, unchanged. ``options`` are
-    those with a value; ``--measure`` is always allowed.
-
-    Raises:
-        InputError: an unknown option, an option without a value, or both ``--device`` and ``--measure``.
-    """
+    those with a value; ``--measure`` is always allowed. Raises InputError for an unknown option, an option without a
+    value, or both ``--device`` and ``--measure``."""
     values: dict[str, list[str]] = {name: [] for name in options}
     measure, statement = False, line.strip()
     while statement.startswith("-"):

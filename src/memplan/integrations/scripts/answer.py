@@ -42,12 +42,8 @@ def text_of_error(error: MemplanError) -> str:
 
 
 def read_answer(data: bytes, request: Request) -> tuple[RunResult, str | None]:
-    """Return the run that a script's process answered with, and its contribution.
-
-    Raises:
-        MemplanError: the answer is an error.
-        Unreadable: it is no answer.
-    """
+    """Return the run that a script's process answered with, and its contribution. Raises MemplanError if the answer is
+    an error, Unreadable if it is no answer."""
     head, _, trace = data.decode("utf-8", "replace").partition("\n")
     plain = parse(head)
     if not isinstance(plain, dict):
@@ -69,11 +65,8 @@ def read_answer(data: bytes, request: Request) -> tuple[RunResult, str | None]:
 
 
 def _read_fitting(plain: Any) -> Fitting:
-    """Read the outcome of planning. Its shortfall is an error, which `_plain_error` wrote.
-
-    Raises:
-        Unreadable: ``plain`` is no such outcome.
-    """
+    """Read the outcome of planning. Its shortfall is an error, which `_plain_error` wrote. Raises Unreadable if
+    ``plain`` is no such outcome."""
     values = dict(plain) if isinstance(plain, dict) else {}
     shortfall = values.pop("shortfall", None)
     error = None if shortfall is None else _read_error(shortfall)
@@ -88,11 +81,8 @@ def _plain_fields(value: Any, omitted: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _read_fields(kind: type, plain: Any) -> dict[str, Any]:
-    """Read the fields of a dataclass that are in ``plain``, by their type hints; the caller adds the others.
-
-    Raises:
-        Unreadable: ``plain`` is no mapping, or has a field that the dataclass lacks or of another type.
-    """
+    """Read the fields of a dataclass that are in ``plain``, by their type hints; the caller adds the others. Raises
+    Unreadable if ``plain`` is no mapping, or has a field that the dataclass lacks or of another type."""
     if not isinstance(plain, dict):
         raise Unreadable(f"{kind.__name__} is no mapping")
     hints = get_type_hints(kind, include_extras=True)
@@ -117,11 +107,7 @@ def _plain_error(error: MemplanError) -> dict[str, Any]:
 
 
 def _read_error(plain: Any) -> MemplanError:
-    """Return the error from the data of `_plain_error`.
-
-    Raises:
-        Unreadable: these are not the data of an error.
-    """
+    """Return the error from the data of `_plain_error`. Raises Unreadable if these are not the data of an error."""
     values: Mapping[str, Any] = from_plain(dict[str, str | int | None], plain, "error")
     texts = {name: None if values.get(name) is None else str(values[name]) for name in (*_TEXTS, *_PLACES, "text")}
     if values.get("kind") == ScriptEnded.__name__:

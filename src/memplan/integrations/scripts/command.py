@@ -37,11 +37,7 @@ class Command(Printed):
         return os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.place))
 
     def checked(self) -> Command:
-        """Return this command, after checking that the script exists.
-
-        Raises:
-            InputError: there is no such file.
-        """
+        """Return this command, after checking that the script exists. Raises InputError if there is no such file."""
         if not self.is_module and not os.path.exists(self.place):
             folder = Path(self.place).parent
             near = sorted(str(path) for path in folder.glob("*.py")) if folder.is_dir() else []

@@ -16,11 +16,8 @@ _MOVES, _TRUNCATES, _SCOPES = 2, 3, 6
 
 
 def refuse_effects(folder: str) -> None:
-    """Restrict writes of this thread and its children, for good, to a folder, devices and its own ``/proc``.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Restrict writes of this thread and its children, for good, to a folder, devices and its own ``/proc``. Raises
+    OSError if the kernel refuses."""
     version = kernel.landlock_version()
     whole_files = _WRITE_FILE | (_TRUNCATE if version >= _TRUNCATES else 0)
     rights = whole_files | _REMOVE_AND_MAKE | (_MOVE if version >= _MOVES else 0)

@@ -150,10 +150,7 @@ class Loaders:
 
     def next_batch(self, loader: Batches) -> Any:
         """Return a loader's next batch: its own, or tensors of the described shapes; in the requested batch size.
-
-        Raises:
-            StopIteration: the loader is exhausted, or has yielded as many batches as it may.
-        """
+        Raises StopIteration if the loader is exhausted, or has yielded as many batches as it may."""
         self._watcher.before_batch(loader)
         progress = loader.progress
         is_idle = self._idle_limit is not None and progress.idle >= self._idle_limit
@@ -172,11 +169,7 @@ class Loaders:
 
     def _unresized_batch(self, loader: Batches) -> Any:
         """Return a batch in the shapes of the loader's second batch if these repeat, else the loader's own, else
-        tensors of the described shapes.
-
-        Raises:
-            StopIteration: the loader is exhausted.
-        """
+        tensors of the described shapes. Raises StopIteration if the loader is exhausted."""
         number = self._loader_numbers.number_of(loader.loader)
         shapes = self._seen_shapes.get(number)
         if shapes is not None:

@@ -43,12 +43,8 @@ _ROUNDS = 3
 
 def planned(trace: Trace, script: Script, request: Request) -> Fitting:
     """Plan the model of a recorded script, and record the script with the plan to confirm the bound. The request has
-    the budget of the whole script.
-
-    Raises:
-        InputError: no model was trained, or it was called with something that cannot be described.
-        UsageError, RecordingError: as `memplan.plan`.
-    """
+    the budget of the whole script. Raises InputError if no model was trained, or it was called with something that
+    cannot be described; further as `memplan.plan`."""
     room = request.room
     assert room is not None, "the request has a budget"
     title = request.command.name
@@ -137,12 +133,9 @@ def _bytes_above_bound(
 
 
 def _plannable(call: ModelCall | None, title: str) -> ModelCall:
-    """Return the call of a script's model, if it can be planned. ``title`` is the script's name.
-
-    Raises:
-        InputError: there is no call, or an argument of it cannot be described.
-        MemplanError: why a plan would not equal eager.
-    """
+    """Return the call of a script's model, if it can be planned. ``title`` is the script's name. Raises InputError if
+    there is no call, or an argument of it cannot be described, and MemplanError if a plan would not equal eager
+    mode."""
     if call is None:
         raise InputError(
             f"{title} called no model in training",

@@ -39,11 +39,8 @@ _UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
 def run_request(request: Request, view: View, give_up: GiveUp) -> RunResult:
     """Run a script, and return its trace, the facts about the run, and the largest batch or plan if requested.
-    ``give_up`` is called with the error of a script that catches the exception that ends it.
-
-    Raises:
-        InputError: the largest batch of a script without a loader of torch, or the plan of a script without a model.
-    """
+    ``give_up`` is called with the error of a script that catches the exception that ends it. Raises InputError for the
+    largest batch of a script without a loader of torch, or the plan of a script without a model."""
     if not request.writes:
         os.environ.update({name: value for name, value in _OFFLINE.items() if name not in os.environ})
     script = Script(request, view, give_up)

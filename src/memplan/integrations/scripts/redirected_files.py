@@ -138,11 +138,8 @@ class RedirectedFiles:
         return path_now
 
     def _make_parents(self, real: str, shadow: str) -> None:
-        """Create the folders above the ``shadow`` of the path ``real``.
-
-        Raises:
-            OSError: the script sees no such folder, as the system would raise it.
-        """
+        """Create the folders above the ``shadow`` of the path ``real``. Raises the OSError of the system if the script
+        sees no such folder."""
         parent = os.path.dirname(real)
         path_now = os.fspath(self.path_to_read(parent))
         if not _is_folder(path_now):

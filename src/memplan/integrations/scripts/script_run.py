@@ -91,11 +91,7 @@ class ScriptRun:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Run the script.
-
-        Raises:
-            StepError: it ended before its first step.
-        """
+        """Run the script. Raises StepError if it ended before its first step."""
         try:
             with self._hooks():
                 self._command.execute()

@@ -23,11 +23,8 @@ class LastInputs:
         self._handle.remove()
 
     def specs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of the last call, with a `Spec` for each tensor.
-
-        Raises:
-            Unknown: the model was not called, or with an argument that is no tensor, number or container of these.
-        """
+        """Return the positional and keyword arguments of the last call, with a `Spec` for each tensor. Raises Unknown
+        if the model was not called, or with an argument that is no tensor, number or container of these."""
         if self._args is None:
             raise Unknown("the model was not called yet")
         return self._args, self._kwargs

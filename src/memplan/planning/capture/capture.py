@@ -203,11 +203,8 @@ class SymbolicError(Exception):
 def read(
     joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[OpaqueCall, ...] = (), precision: Precision = EXACT
 ) -> Captured:
-    """Convert a traced call to a JointGraph, and run the passes that prepare it for planning in a precision.
-
-    Raises:
-        InputError: nothing in the step needs a gradient.
-    """
+    """Convert a traced call to a JointGraph, and run the passes that prepare it for planning in a precision. Raises
+    InputError if nothing in the step needs a gradient."""
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
     graph = reader.graph()
@@ -233,11 +230,8 @@ def _trace_with_retries(
     """Call ``trace()`` until it succeeds. Returns its result.
 
     After a failure the model runs for real. The run shows whether the flag that forward() read can become a guard, or
-    measures the untraceable function or op, which becomes an opaque call.
-
-    Raises:
-        MemplanError: the cause of a failure can become neither.
-    """
+    measures the untraceable function or op, which becomes an opaque call. Raises MemplanError if the cause of a failure
+    can become neither."""
 
     def run() -> None:
         """Run forward() on copies of inputs and buffers, and restore all other state."""

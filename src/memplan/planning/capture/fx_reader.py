@@ -60,11 +60,8 @@ class Values:
             self._add_placeholder(node, role)
 
     def _add_placeholder(self, node: Any, role: _torch.Role) -> None:
-        """Add the value of a graph input: a parameter, a buffer, an argument of the call or a tangent.
-
-        Raises:
-            UsageError: the step has an input that plans do not support.
-        """
+        """Add the value of a graph input: a parameter, a buffer, an argument of the call or a tangent. Raises
+        UsageError if the step has an input that plans do not support."""
         if role.kind == "token":
             return
         if role.kind not in _KINDS:
@@ -90,12 +87,8 @@ class Values:
             self.tangents.append(role.index)
 
     def add_constant(self, node: Any) -> None:
-        """Add a constant tensor of the graph: one value for all nodes that get the same tensor.
-
-        Raises:
-            RecordingError: it is a `torch.Generator`.
-            InputError: it needs a gradient.
-        """
+        """Add a constant tensor of the graph: one value for all nodes that get the same tensor. Raises RecordingError
+        if it is a `torch.Generator`, and InputError if it needs a gradient."""
         tensor = getattr(self._module, node.target)
         if isinstance(tensor, torch.Generator):
             _refuse_generator(node)
@@ -211,12 +204,8 @@ class Reader:
         """Values that the step changes."""
 
     def graph(self) -> JointGraph:
-        """Read all nodes: forward before backward, else in order.
-
-        Raises:
-            UsageError: forward() changes inputs or buffers in a way that plans do not support.
-            RecordingError: a node is no op of dense tensors.
-        """
+        """Read all nodes: forward before backward, else in order. Raises UsageError if forward() changes inputs or
+        buffers in a way that plans do not support, and RecordingError if a node is no op of dense tensors."""
         nodes, values = list(self._joint.module.graph.nodes), self.values
         output = next(node for node in nodes if node.op == "output")
         results = [

@@ -229,11 +229,8 @@ class OpaqueCallRegistry:
         """Whether an opaque call runs: opaque calls inside of it are part of it."""
 
     def mark(self, culprit: Any) -> bool:
-        """Make an autograd function or op opaque. Return whether it was not before; False for None.
-
-        Raises:
-            RecordingError: its memory cannot be measured, since torch's profiler is active.
-        """
+        """Make an autograd function or op opaque. Return whether it was not before; False for None. Raises
+        RecordingError if its memory cannot be measured, since torch's profiler is active."""
         if culprit is None or culprit in self._marked:
             return False
         if _torch.is_profiled():

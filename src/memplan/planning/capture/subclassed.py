@@ -25,11 +25,7 @@ Kinds = tuple[type | None, ...]
 def output_kinds(model: nn.Module, call: Call) -> Kinds:
     """Return the subclass of each tensor that a model returns for a call, None for a plain tensor.
 
-    Empty if all inputs are plain.
-
-    Raises:
-        InputError: a plan for plain tensors would not equal eager mode.
-    """
+    Empty if all inputs are plain. Raises InputError if a plan for plain tensors would not equal eager mode."""
     subclassed = next((like for like in call.likes if like is not None), None)
     if subclassed is None:
         return ()

@@ -165,11 +165,8 @@ class Tiling:
     def _finish(self, index: int, result: Any) -> Any:
         """Add the segment at an index to the traced graph as one op.
 
-        Returns ``result``, which its last call returned, with the op's results in place of tensors without data.
-
-        Raises:
-            NotTileable: the segment cannot run piece by piece.
-        """
+        Returns ``result``, which its last call returned, with the op's results in place of tensors without data. Raises
+        NotTileable if the segment cannot run piece by piece."""
         recorder, tile = self._recorder, self.tiles[index]
         if recorder is None:
             raise NotTileable("no call of the segment reads data")

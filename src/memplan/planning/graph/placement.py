@@ -42,11 +42,8 @@ class Home:
 
 
 def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
-    """Return the home of a step. Inputs in host memory, such as sizes or masks, are ignored.
-
-    Raises:
-        DeviceError: parameters and buffers on several devices, inputs on another card, or a device that is neither.
-    """
+    """Return the home of a step. Inputs in host memory, such as sizes or masks, are ignored. Raises DeviceError for
+    parameters and buffers on several devices, inputs on another card, or a device that is neither."""
     devices = {name: tensor.device for name, tensor in (*step.named_parameters(), *step.named_buffers())}
     devices |= {f"input {index}": tensor.device for index, tensor in enumerate(tensors) if tensor.device.type != HOST}
     # The first tensor on each device. Meta tensors can stand for any device.

@@ -27,11 +27,7 @@ from memplan.trace.records import HOST
 
 def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> Timeline:
     """Return the memory timeline of a step, from its inputs to the optimizer's update. ``codes`` has the result of
-    `inductor.code_of` by name of the part.
-
-    Raises:
-        CompileError: the code calls an op that cannot run without data.
-    """
+    `inductor.code_of` by name of the part. Raises CompileError if the code calls an op that cannot run without data."""
     home = outside_memory.home
     step, kernels = _Step(fused, codes, outside_memory), kernels_on(home, fused.schedule.graph)
     with torch.autocast(home.type, enabled=False):

@@ -49,11 +49,7 @@ class Part:
 
 @contextmanager
 def lowering(name: str) -> Iterator[None]:
-    """Convert any exception while a part is traced, lowered or compiled to a `CompileError`.
-
-    Raises:
-        CompileError: in place of what Inductor or the compiler raised.
-    """
+    """Convert any exception while a part is traced, lowered or compiled to a `CompileError`."""
     try:
         yield
     except Exception as error:

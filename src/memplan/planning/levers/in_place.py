@@ -101,11 +101,8 @@ def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
 
 
 def call_into(target: str, operand: str) -> Form:
-    """Return the in-place form that writes the op's first result over an operand that `overwrites` allows.
-
-    Raises:
-        KeyError: there is no such form.
-    """
+    """Return the in-place form that writes the op's first result over an operand that `overwrites` allows. Raises
+    KeyError if there is no such form."""
     if target in PIECEWISE:
         return Form(PIECEWISE[target].target)
     if target == TILE_BACKWARD:

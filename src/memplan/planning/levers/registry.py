@@ -33,11 +33,7 @@ LEVERS: list[Lever] = [
 
 
 def find(name: str) -> Lever:
-    """Return the lever of this name.
-
-    Raises:
-        KeyError: no such lever is registered.
-    """
+    """Return the lever of this name. Raises KeyError if no such lever is registered."""
     levers = {lever.name: lever for lever in LEVERS}
     if name not in levers:
         raise KeyError(f"{name!r} is no lever: there are {', '.join(levers)}")

@@ -307,11 +307,8 @@ class _Writer:
         return value
 
     def argument(self, part: Any, op: GraphOp | None) -> str:
-        """Return an argument as text. ``op``: the op that takes it, for error messages.
-
-        Raises:
-            RecordingError: the argument is neither a value nor plain data.
-        """
+        """Return an argument as text. ``op``: the op that takes it, for error messages. Raises RecordingError if the
+        argument is neither a value nor plain data."""
         if isinstance(part, Ref):
             return self.expression(part.value)
         if isinstance(part, tuple):
@@ -396,11 +393,8 @@ def _copy_handle(host: str) -> str:
 
 
 def _op_expression(target: str, op: GraphOp | None) -> str:
-    """Return the Python expression of an op: ``aten.relu.default``, or ``torch.ops.`` and its target.
-
-    Raises:
-        RecordingError: the target is no valid Python expression.
-    """
+    """Return the Python expression of an op: ``aten.relu.default``, or ``torch.ops.`` and its target. Raises
+    RecordingError if the target is no valid Python expression."""
     for part in target.split("."):
         _identifier(part, op)
     return target if target.startswith("aten.") else f"torch.ops.{target}"

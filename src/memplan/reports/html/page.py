@@ -30,11 +30,7 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 
 def check_installed(option: str) -> None:
-    """Check early that the libraries for HTML pages are installed.
-
-    Raises:
-        UsageError: jinja2 or plotly is not installed.
-    """
+    """Check early that the libraries for HTML pages are installed. Raises UsageError."""
     missing = [name for name in ("jinja2", "plotly") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(

@@ -599,11 +599,8 @@ def results_of(content: str, source: str) -> tuple[Result, ...]:
 
 def result_of(content: str, source: str) -> Result:
     """Return the page content of a saved result. ``content`` is JSON that a command wrote with ``--json``, ``--trace``
-    or ``--plan``, or a saved watch or proof; ``source`` names the file in error messages.
-
-    Raises:
-        MemplanError: the text is empty, cut off, not memplan's, or of another schema version.
-    """
+    or ``--plan``, or a saved watch or proof; ``source`` names the file in error messages. Raises MemplanError if the
+    text is empty, cut off, not memplan's, or of another schema version."""
     known = ", ".join(sorted(name.removeprefix("memplan.") for name in READERS))
     try:
         if not content.strip():

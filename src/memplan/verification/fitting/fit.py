@@ -239,11 +239,8 @@ class _Fitting:
                 self.notes.append(f"{relaxation} was tried and not taken: {error.found}")
 
     def _plan_until_it_fits(self) -> Fitted:
-        """Plan, and while the measured peak is over the budget, plan again for less.
-
-        Raises:
-            BudgetError: each plan was measured above the budget, or none is predicted within it.
-        """
+        """Plan, and while the measured peak is over the budget, plan again for less. Raises BudgetError if each plan
+        was measured above the budget, or none is predicted within it."""
         budget, lowest = self.budget, None
         for attempts_left in reversed(range(_ATTEMPTS)):
             planned = self._plan(budget)

@@ -82,12 +82,8 @@ class Plans:
         self._keys.release()
 
     def __call__(self, call: Call, accumulate: bool) -> Planned | Reused:
-        """Return the plan of a call. ``accumulate``: whether ``.grad`` is set when the call begins.
-
-        Raises:
-            BudgetError: no plan fits.
-            UnkeyedError: the call cannot be captured or compiled.
-        """
+        """Return the plan of a call. ``accumulate``: whether ``.grad`` is set when the call begins. Raises BudgetError
+        if no plan fits, and UnkeyedError if the call cannot be captured or compiled."""
         expected = self._expected
         if expected is not None and expected.schedule.choices.gradients.adds == accumulate:
             self._expected = None

@@ -289,10 +289,7 @@ class Prover:
         On a card it is the largest for which there is room for all comparisons: bits that differ are held against the
         step in float64. Where there is room for none, it is the smallest for which there is room for the first one.
         ``memory`` is what the whole call takes; ``needed`` the bytes where it is known that they do not suffice for it.
-
-        Raises:
-            UsageError: no smaller call fits.
-        """
+        Raises UsageError if no smaller call fits."""
         free, rounds = free_memory.available(self._home), self._settings.engine != "graph" or plan.grade != "exact"
         needed_for_all = memory.beside_float64 if rounds else memory.beside
         if free is None or (needed is None and needed_for_all <= free):

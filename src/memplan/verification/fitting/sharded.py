@@ -277,11 +277,7 @@ class _Fitting:
 
     def _kinds(self) -> tuple[list[_Kind], list[_CheckpointedKind]]:
         """Capture every block in a step, on its gathered parameters, and group those with equal graphs; the others by
-        their ops.
-
-        Raises:
-            UsageError: no block can be planned, or ranks have different graphs.
-        """
+        their ops. Raises UsageError if no block can be planned, or ranks have different graphs."""
         kinds: dict[str, _Kind] = {}
         """By fingerprint of the graph."""
         reasons: dict[str, str] = {}

@@ -244,12 +244,8 @@ class RandomState:
         return cls(generators)
 
     def restore(self) -> None:
-        """Make this the current state.
-
-        Raises:
-            UsageError: another thread has drawn from torch's stream since memplan's last run: it would draw the same
-                numbers again.
-        """
+        """Make this the current state. Raises UsageError if another thread has drawn from torch's stream since
+        memplan's last run: it would draw the same numbers again."""
         if not self.generators:
             return
         _refuse_other_draws()
@@ -333,10 +329,7 @@ def random_state_restored(*, draws: bool = True) -> Iterator[None]:
     """Restore the random streams afterwards.
 
     ``draws``: whether code in this context may draw from them. If not, they are not touched while other threads run.
-
-    Raises:
-        UsageError: another thread draws from torch's stream meanwhile. The stream is not restored then.
-    """
+    Raises UsageError if another thread draws from torch's stream meanwhile, which is not restored then."""
     has_other_threads, outermost = threading.active_count() > 1, _torch_generator.expected is None
     if has_other_threads and not draws:
         token = _generators_untouched.set(True)

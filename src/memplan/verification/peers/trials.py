@@ -96,10 +96,7 @@ def measure_peers(
 
     Each runs on copies of the module's state, in this process; parameters, gradients and random state do not change.
     ``on_start`` receives the name of each peer before it runs; each is timed ``pairs`` times in turn with eager mode.
-
-    Raises:
-        UsageError: there is too little memory to run the step in eager mode, and in float64.
-    """
+    Raises UsageError if there is too little memory to run the step in eager mode, and in float64."""
     free, needed = free_memory.available(request.settings.home), 3 * eager_peak
     if free is not None and needed > free:
         raise UsageError(

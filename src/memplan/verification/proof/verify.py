@@ -261,11 +261,7 @@ class _Comparison:
     """By parameter, the eps of its dtype."""
 
     def start(self, reference: Trial, candidate: Trial) -> None:
-        """Check that both begin with the same values.
-
-        Raises:
-            InputError: a parameter or a buffer differs.
-        """
+        """Check that both begin with the same values. Raises InputError if a parameter or a buffer differs."""
         actual = candidate.parameters | candidate.buffers
         for name, tensor in (reference.parameters | reference.buffers).items():
             if difference(name, 0, tensor, actual.get(name)) is not None:

@@ -127,10 +127,7 @@ class Tree:
 
     def _bind_read_only(self, path: str) -> None:
         """Mount a file or folder read-only into the view, from a staging mount, so that it is never writable there.
-
-        Raises:
-            OSError: the kernel refuses.
-        """
+        Raises OSError if the kernel refuses."""
         if os.path.isdir(path):
             staging, flags = f"{self.scratch}/folder", kernel.BIND | kernel.RECURSIVE
             os.makedirs(staging, exist_ok=True)
@@ -146,11 +143,8 @@ class Tree:
             raise
 
     def _mount(self) -> None:
-        """Mount a new overlay on each folder; a folder that cannot have one becomes read-only.
-
-        Raises:
-            OSError: it is the working folder, or above it.
-        """
+        """Mount a new overlay on each folder; a folder that cannot have one becomes read-only. Raises OSError if it is
+        the working folder, or above it."""
         self._runs += 1
         working_folder = os.getcwd()
         for number, covered in enumerate(self._overlaid_folders):
