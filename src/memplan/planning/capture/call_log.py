@@ -58,6 +58,10 @@ class LoggedCall:
         """Numbers of the tensors among its arguments, in order."""
         return tuple(refs((self.args, dict(self.kwargs))))
 
+    def named(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return its arguments by name. ``names``: of the function's parameters, in order."""
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
 
 class CallLog:
     """The calls of the last pass of a trace. Autocast counts on ``device``, the type of the step's device."""

@@ -9,13 +9,8 @@ from typing import Any
 import torch
 
 from memplan.planning.capture.call_log import CallLog, LoggedCall
-from memplan.planning.capture.group_match import Match
+from memplan.planning.capture.group_match import CROSS_ENTROPY, Match
 from memplan.planning.graph.joint_graph import Ref
-
-_CROSS_ENTROPY = (
-    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
-)  # fmt: skip
-"""Arguments of ``F.cross_entropy``."""
 
 _LABEL_CASTS = frozenset(("to", "long", "type"))
 _OF_LABELS = _LABEL_CASTS | {"squeeze", "getitem"}
@@ -80,7 +75,7 @@ class _Chain:
     def sum(self, tensor: int) -> tuple[int, tuple[int, ...]]:
         """Return the tensor and the dimensions of a sum."""
         producer = self.maker(tensor, "sum")
-        named = {**dict(zip(("input", "dim"), producer.args, strict=False)), **producer.kwargs}
+        named = producer.named(("input", "dim"))
         dims, rank = named.pop("dim", None), len(self.log.tensors[producer.reads[0]].like.shape)
         dims = (dims,) if isinstance(dims, int) else dims
         if len(producer.reads) != 1 or not isinstance(dims, tuple | list) or set(named) - {"input"}:
@@ -94,7 +89,7 @@ def _loss(chain: _Chain, dice: int, cross_entropy: int) -> Match:
     dice, dice_factor = chain.factor(dice)
     cross_entropy, cross_entropy_factor = chain.factor(cross_entropy)
     loss = chain.maker(cross_entropy, "cross_entropy")
-    named = {**dict(zip(_CROSS_ENTROPY, loss.args, strict=False)), **loss.kwargs}
+    named = loss.named(CROSS_ENTROPY)
     scores, targets = named.get("input"), named.get("target")
     negated = (producer := log.maker(dice)) is not None and producer.name == "neg"
     mean = chain.maker(chain.maker(dice, "neg").reads[0] if negated else dice, "mean")
@@ -176,7 +171,7 @@ def _coefficient(chain: _Chain, tensor: int) -> tuple[LoggedCall, int, dict[str,
     doubled, numerator_term = chain.number(numerator, "add")
     intersection, by = chain.number(doubled, "mul")
     clipped = chain.maker(denominator, "clip", "clamp")
-    named = {**dict(zip(("input", "min", "max"), clipped.args, strict=False)), **clipped.kwargs}
+    named = clipped.named(("input", "min", "max"))
     sizes, denominator_term = chain.number(clipped.reads[0], "add")
     least = named.get("min")
     if by != 2 or named.get("max") is not None or not isinstance(least, float | int) or least > denominator_term:
@@ -229,7 +224,7 @@ def _operands_of(
     if dim != 1 or len(dtypes) > 1:
         raise _Another
     scattered = chain.maker(targets, "scatter_")
-    named = {**dict(zip(("input", "dim", "index", "value"), scattered.args, strict=False)), **scattered.kwargs}
+    named = scattered.named(("input", "dim", "index", "value"))
     index, source = named.get("index"), named.get("input", scattered.args[0])
     if (named.get("dim"), named.get("value")) != (1, 1) or not isinstance(index, Ref) or not isinstance(source, Ref):
         raise _Another

@@ -10,6 +10,10 @@ import torch
 
 from memplan.planning.capture.call_log import CallLog, LoggedCall
 
+CROSS_ENTROPY = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+"""Arguments of ``F.cross_entropy``."""
 _CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
 _DROPOUTS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d"))
 
@@ -60,7 +64,7 @@ def drops_nothing(call: LoggedCall) -> bool:
     """Return whether a call is a dropout that returns what it is given (MONAI puts those behind each norm)."""
     if call.name not in _DROPOUTS or call.in_place or len(call.reads) != 1 or len(call.results) != 1:
         return False
-    named = {**dict(zip(("input", "p", "training"), call.args, strict=False)), **call.kwargs}
+    named = call.named(("input", "p", "training"))
     trains = named.get("training", named.get("train"))  # as F.dropout and as torch.dropout name it
     return named.get("p") == 0 or trains is False
 

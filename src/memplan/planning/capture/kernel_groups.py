@@ -20,7 +20,14 @@ from memplan._display import Printed
 from memplan.kernels.launch import DTYPES
 from memplan.planning.capture.call_log import OUTPUT, CallLog, LoggedCall
 from memplan.planning.capture.dice_groups import dice_cross_entropy
-from memplan.planning.capture.group_match import Match, before_casts, drops_nothing, is_cast, name_of_dtype
+from memplan.planning.capture.group_match import (
+    CROSS_ENTROPY,
+    Match,
+    before_casts,
+    drops_nothing,
+    is_cast,
+    name_of_dtype,
+)
 from memplan.planning.capture.replaced_calls import UPDATED
 from memplan.planning.capture.softmax_groups import softmax_dropout
 from memplan.planning.graph.joint_graph import Ref
@@ -29,10 +36,6 @@ from memplan.planning.ops.kernel_group import Group, Operand
 
 _RESHAPES = frozenset(("view", "reshape", "flatten", "contiguous", "getitem"))
 _TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
-_CROSS_ENTROPY = (
-    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
-)  # fmt: skip
-"""Arguments of ``F.cross_entropy``."""
 _CHANNEL_NORMS: Mapping[str, tuple[str, ...]] = {
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     "instance_norm": ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
@@ -154,7 +157,7 @@ def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:
 def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
     if call.name != "cross_entropy" or not call.results:
         return None
-    named = {**dict(zip(_CROSS_ENTROPY, call.args, strict=False)), **call.kwargs}
+    named = call.named(CROSS_ENTROPY)
     scores, targets = named.get("input"), named.get("target")
     if not isinstance(scores, Ref) or not isinstance(targets, Ref):
         return None
@@ -181,7 +184,7 @@ def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
         calls[:] = [call]
         return replace(match, reason=reason)
     calls.append(producer)
-    arguments = {**dict(zip(("input", "weight", "bias"), producer.args, strict=False)), **producer.kwargs}
+    arguments = producer.named(("input", "weight", "bias"))
     for name, argument in (("hidden", "input"), ("weight", "weight"), ("bias", "bias")):
         if isinstance(arguments.get(argument), Ref):
             match.operands[name] = producer, arguments[argument].value
@@ -286,7 +289,7 @@ def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
 
 def _own_rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
     """Return ``F.rms_norm`` as a match."""
-    named = {**dict(zip(("input", "normalized_shape", "weight", "eps"), call.args, strict=False)), **call.kwargs}
+    named = call.named(("input", "normalized_shape", "weight", "eps"))
     x, weight, eps = named.get("input"), named.get("weight"), named.get("eps")
     if not isinstance(x, Ref):
         return None
@@ -358,7 +361,7 @@ def _is_mean_of_rows(log: CallLog, call: LoggedCall) -> bool:
     if call.name != "mean" or len(call.reads) != 1:
         return False
     dims = len(log.tensors[call.reads[0]].like.shape)
-    named = {**dict(zip(("input", "dim", "keepdim"), call.args, strict=False)), **call.kwargs}
+    named = call.named(("input", "dim", "keepdim"))
     dim = named.get("dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if named.get("dtype") not in (None, torch.float32, torch.float64):  # float64 is refused with a reason
@@ -436,7 +439,7 @@ def _channel_norm(log: CallLog, call: LoggedCall) -> Match | None:
     activation = _ACTIVATIONS[call.name]
     match.options["activation"] = activation
     if activation == "leaky_relu":
-        named = {**dict(zip(("input", "negative_slope"), call.args, strict=False)), **call.kwargs}
+        named = call.named(("input", "negative_slope"))
         match.options["slope"] = float(named.get("negative_slope", 0.01))
     return replace(match, calls=[norm, *between, call], in_place=call.in_place)
 
@@ -446,7 +449,7 @@ def _norm_of_channels(log: CallLog, call: LoggedCall) -> Match | None:
     names = _CHANNEL_NORMS[call.name]  # the sixth: whether the statistics are those of the input
     if len(call.args) > len(names) or not set(call.kwargs) <= set(names):
         return None
-    named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    named = call.named(names)
     x = named.get("input")
     if not isinstance(x, Ref):
         return None
@@ -483,7 +486,7 @@ def _depthwise(log: CallLog, call: LoggedCall) -> Match | None:
     """Recognize a convolution with as many groups as channels."""
     if call.name not in _CONVOLUTIONS or len(call.results) != 1 or len(call.args) > len(_CONVOLUTION):
         return None
-    named = {**dict(zip(_CONVOLUTION, call.args, strict=False)), **call.kwargs}
+    named = call.named(_CONVOLUTION)
     operands = {
         name: (call, ref.value)
         for name, argument in (("x", "input"), ("weight", "weight"), ("bias", "bias"))

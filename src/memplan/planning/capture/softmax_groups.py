@@ -20,7 +20,7 @@ def softmax_dropout(log: CallLog, call: LoggedCall) -> Match | None:
         return None
     calls, options, tensor = list[LoggedCall](), {}, call.results[0]
     if call.name == "dropout" and not drops_nothing(call):
-        named = {**dict(zip(_DROPOUT, call.args, strict=False)), **call.kwargs}
+        named = call.named(_DROPOUT)
         p = named.get("p", 0.5)
         if len(call.reads) != 1 or not isinstance(p, float | int) or named.get("inplace"):
             return None
