@@ -27,8 +27,7 @@ _Shape = tuple[int, ...]
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return at most one finding, about all lines of user code that broadcast tensors of the same size, as (N, 1) and
-    (N)."""
+    """Return at most one finding, about all lines of user code that broadcast as many elements, as (N, 1) and (N)."""
     trace = subject.trace
     by_line: dict[str | None, _Broadcast] = {}
     for form in trace.forms:

@@ -24,8 +24,7 @@ Sides = tuple[Fraction, Fraction]
 
 @dataclass(frozen=True, slots=True)
 class LayerLoss:
-    """Positions of the input that a layer loses, for each dimension and side; negative for a pad, which adds
-    positions."""
+    """Input positions that a layer loses, for each dimension and side; negative for a pad, which adds some."""
 
     layer: str
     where: str | None
@@ -220,8 +219,7 @@ def _advice(sides: list[Sides], cost: Costs) -> list[str]:
 
 
 def _sides(sides: list[Sides]) -> str:
-    """Return text such as ``50 pixels on each side, 100 per dimension``, or that of `_widths` if any two sides
-    differ."""
+    """Return ``50 pixels on each side, 100 per dimension``, or the text of `_widths` if any two sides differ."""
     if len({side for pair in sides for side in pair}) == 1:
         value = number(sides[0][0])
         return f"{value:g} pixel{'' if value == 1 else 's'} on each side, {2 * value:g} per dimension"

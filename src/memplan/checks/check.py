@@ -128,8 +128,7 @@ def _with_severity(finding: Finding) -> Finding:
 
 
 def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge the findings of a kind that cost no bytes into a single finding about their layers; others stay as they
-    are."""
+    """Merge the findings of a kind that cost no bytes into one about their layers; others stay as they are."""
     groups: dict[Any, list[Finding]] = {}
     for position, finding in enumerate(findings):
         # a finding that costs bytes is a group of its own

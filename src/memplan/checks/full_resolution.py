@@ -60,8 +60,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _longest_run(trace: Trace, followed: Followed) -> list[_Layer]:
-    """Return the consecutive forward ops at the input's resolution, as layers: of all such runs, the one with the most
-    convolutions."""
+    """Return the run of forward ops at the input's resolution with the most convolutions, as layers."""
     best: list[_Layer] = []
     run: list[_Layer] = []
     for form in trace.forms:

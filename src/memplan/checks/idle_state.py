@@ -18,8 +18,7 @@ _ZEROING = ("zero", "_foreach_zero")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a finding for gradients that are zeroed in place, and one for models and optimizer states that no step
-    uses."""
+    """Return a finding for gradients that are zeroed in place, and one for models and optimizer states without use."""
     return [*_zeroed_gradients(subject.trace), *_unused(subject.trace)]
 
 

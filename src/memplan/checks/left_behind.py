@@ -40,8 +40,7 @@ def _never_freed(trace: Trace) -> list[Finding]:
 
 
 def _cycles(trace: Trace) -> list[Finding]:
-    """Return a finding for tensors that only garbage collection frees: those that die when the collector runs at a
-    step's end."""
+    """Return a finding for tensors that only garbage collection frees, as the collector runs at a step's end."""
     if len(trace.collected) != len(trace.steps) + 1:  # the ticks of collections: before the first step, after each
         return []
     by_step: list[list[Storage]] = []

@@ -52,8 +52,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _written_out(subject: Subject, attention: Sequence[Attention]) -> list[Finding]:
-    """Return a finding about attention that user code computes by products and a softmax, with what the fused call
-    saves."""
+    """Return a finding about attention written out as products and a softmax, with what the fused call saves."""
     trace = subject.trace
     matrix_bytes = _matrix_bytes_at_peak(trace, attention)
     if not matters(trace, matrix_bytes):

@@ -60,8 +60,7 @@ class _ActivationCopies:
                 yield storage, self._trace.ops[sharer.op], sharer.role
 
     def overwritable(self) -> Copies:
-        """Return inputs that only an activation saves, while another op saves its result: in place, the result is
-        enough."""
+        """Return inputs that only an activation saves, where another op saves its result: in place, that is enough."""
         changed: dict[int, Storage | None] = {}
         inputs: list[Storage] = []
         added: list[Storage] = []
@@ -86,8 +85,7 @@ class _ActivationCopies:
         return [] if gradient is None else [replace(storage, born=gradient.start + 1, died=gradient.end + 1)] * 2
 
     def _alive_until(self, op: Op, storage: Storage, died: int | None) -> Storage:
-        """Return the storage, freed at tick ``died`` (None: never), but not before the gradient of ``op`` is
-        computed."""
+        """Return the storage, freed at tick ``died`` (None: never), but not before the gradient of ``op``."""
         return replace(storage, died=None if died is None else max(died, self._gradient_ends.get(op.index, 0) + 1))
 
     def _can_overwrite(self, storage: Storage, op: Op, result: Storage) -> bool:

@@ -17,8 +17,7 @@ _MOST = 0.5
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Return a finding for each `DistributedDataParallel` whose gradients are reduced again, by hand or by each
-    micro-batch."""
+    """Return a finding for each `DistributedDataParallel` whose gradients are reduced again or by micro-batches."""
     return [finding for use in observed(subject) for finding in (*_by_hand(use), *_by_each_pass(use))]
 
 

@@ -31,8 +31,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _large_workspaces(subject: Subject) -> list[Finding]:
-    """Return a finding if the workspaces of convolutions can add a large share to the peak, with what would lower
-    them."""
+    """Return a finding if workspaces of convolutions can be a large share of the peak, with what lowers them."""
     trace = subject.trace
     plans_of = {answer.storage: answer.plans for answer in trace.engines}  # workspace -> cuDNN's plans for its op
     expected: set[int] = set()  # workspaces of convolutions whose size is an expected value

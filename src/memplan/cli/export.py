@@ -155,8 +155,7 @@ def command(
 
 
 def read_normalization(text: str) -> tuple[tuple[float, ...], ...]:
-    """Return mean and standard deviation of ``MEAN/STD``, each a number or a number for each channel. Raises InputError
-    for another text."""
+    """Return mean and deviation of ``MEAN/STD``, numbers or a number for each channel. Raises InputError."""
     try:
         mean, std = (tuple(map(float, part.split(","))) for part in text.split("/"))
     except ValueError as error:

@@ -99,8 +99,7 @@ def _path_error(path: str) -> str | None:
 
 
 def _names_file(argument: str, real: str) -> bool:
-    """Return whether an argument names the file ``real``: as ``FILE``, ``--option=FILE``, ``FILE:callable`` or
-    ``FILE#point``."""
+    """Return whether an argument names the file ``real``, also in ``--option=``, before ``:callable`` or ``#point``."""
     texts = {argument, argument.partition("=")[2]}
     texts |= {text.rpartition(mark)[0] for text in tuple(texts) for mark in ":#"}
     try:

@@ -65,8 +65,7 @@ def command(messages: tuple[str, ...], json_file: str | None) -> int:
 
 
 def _of_text(text: str) -> tuple[Document, Saved]:
-    """Return the report and the result for a text of a process, or of several ranks, whose lines begin with their
-    rank."""
+    """Return report and result for a text of a process, or of several ranks, whose lines begin with their rank."""
     from memplan.explanation.why import why
     from memplan.explanation.why_ranks import texts_by_rank, why_ranks
     from memplan.reports.why import ranks_report, report

@@ -95,8 +95,7 @@ def _check(item: pytest.Function, test: Callable[[], Any], arguments: Mapping[st
 
 
 def _assert_limits(title: str, test: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
-    """Record the test without allocating anything, and check the peak of the step that it returns. ``arguments`` are
-    those of the mark."""
+    """Record the test without allocating anything, and check its step's peak by the mark's ``arguments``."""
     from memplan.studies.guarding.assert_peak import assert_peak
 
     limits = {"at_most": arguments.get("peak"), "reserved": arguments.get("reserved")}

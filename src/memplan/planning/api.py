@@ -93,8 +93,7 @@ def plan_or_floor(model: Any, step: StepOptions, budget: int, device: str | None
 
 
 def _planned(model: Any, step: StepOptions, options: PlanOptions, *, remedies: bool = True) -> Plan:
-    """Check the arguments, then plan the step. ``remedies``: whether a BudgetError names other settings that meet the
-    budget."""
+    """Check the arguments and plan the step. ``remedies``: whether a BudgetError names settings that fit."""
     with recording_suspended(), undisturbed(cuda=is_on_card(model)):
         checked = request(model, step, options, fake=True)
         with checked.under_autocast():

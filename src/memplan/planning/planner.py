@@ -82,8 +82,7 @@ class Planner:
     def _plan_once(
         self, call: Call, settings: Settings, budget: int, key: Hashable, captured: Captured | None = None
     ) -> Planned:
-        """Like `planned`, but an error only advises what else to allow; other engines and precisions are not planned
-        for it."""
+        """Like `planned`, but an error only says what else to allow: nothing else is planned for it."""
         if settings.chooses_precision:
             return fastest(lambda settled: self.study(call, settled, key), self._model, settings, budget)
         study = self.study(call, settings, key, captured)
@@ -122,8 +121,7 @@ class Planner:
         return Study(self._model, call, captured, study, tuple(tiles), tuple(kernels))
 
     def bounded(self, request: Request, key: Hashable) -> Request:
-        """Return the request with its budget in bytes. For a relative budget, the step without a plan is recorded
-        first."""
+        """Return the request with its budget in bytes; for a relative one the plain step is recorded first."""
         if not isinstance(request.budget, Relative):
             return request
         return request.bounded(self.study(request.call, request.settings, key).eager_peak(request.settings))

@@ -174,8 +174,7 @@ class Segments:
         """Reasons for which single calls cannot run piece by piece."""
 
     def refuse(self, tile: Tile, reason: str) -> None:
-        """Exclude a segment that could not be traced, whatever its axis and number of pieces. ``reason``: for the
-        user."""
+        """Exclude a segment that could not be traced, whatever its axis and pieces. ``reason``: for the user."""
         self._refused[tile.first, tile.last] = reason
         self._segments = {key: segment for key, segment in self._segments.items() if key[:2] != (tile.first, tile.last)}
 
@@ -185,8 +184,7 @@ class Segments:
 
     @cached_property
     def _bytes(self) -> Mapping[int, int]:
-        """Bytes of the largest result of each call that depends on data; of one that joins others, of the largest of
-        these."""
+        """Bytes of the largest result of each call; of one that joins others, of the largest of these."""
         sizes = Counter[int]()
         for op in self._data:
             node = self._nodes[op.index]
@@ -196,8 +194,7 @@ class Segments:
         return sizes
 
     def reasons(self, ops: Iterable[OverBudgetOp]) -> list[str]:
-        """Return why refused segments and the calls of these ops do not run piece by piece, each with its layer:
-        "layer1.0: ..."."""
+        """Return why refused segments and these ops' calls do not run piece by piece: "layer1.0: ..."."""
         reasons = list(self._refused.items())
         reasons += [((op.call, op.call), self._untileable[op.call]) for op in ops if op.call in self._untileable]
         return list(dict.fromkeys(f"{self._layer(first, last)}{reason}" for (first, last), reason in reasons))
@@ -245,8 +242,7 @@ class Segments:
         return self._segments[key]
 
     def _build(self, first: int, last: int, axis: Axis, pieces: int, repeats: Ranges) -> Segment | None:
-        """Build the result of `segment`, which caches it. If a single call cannot run piece by piece, the reason is
-        noted."""
+        """Build the result of `segment`; note the reason if a single call cannot run piece by piece."""
         if (first, last) in self._refused:
             return None
         indices = [index for index, op in enumerate(self._data) if op.call in (first, last)]

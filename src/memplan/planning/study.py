@@ -183,8 +183,7 @@ class Study:
         return peak
 
     def step(self, settings: Settings) -> _Step:
-        """Return the cached search and baseline for the optimizer, the use of gradients and the engine of the
-        settings."""
+        """Return the cached search and baseline for the settings' optimizer, use of gradients and engine."""
         key = id(settings.optimizer), settings.gradients, settings.engine  # a step keeps its optimizer alive
         if key not in self._steps:
             self._steps[key] = _Step(self, settings)
@@ -343,8 +342,7 @@ class _Planning:
         return other, captured
 
     def fused(self) -> Planned:
-        """Plan for the engine ``inductor``: by the choices of an earlier plan, else by a search over compiled
-        candidates."""
+        """Plan for the engine ``inductor``: by an earlier plan's choices, else by a search over candidates."""
         fusing, graph, settings = self._study.step(self._settings).fusing, self._search.graph, self._settings
         if settings.plan is not None:
             self._check_graph(settings.plan)
@@ -467,8 +465,7 @@ def _without_storages(timeline: MemoryTimeline) -> MemoryTimeline:
 
 
 def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:
-    """Return whether the ops of a graph take clearly longer (by more than `SLOWER`) than those of the step as
-    written."""
+    """Return whether the ops of a graph take more than `SLOWER` times as long as those of the step as written."""
     return (step_seconds(graph) or 0.0) > SLOWER * (step_seconds(plain) or 0.0)
 
 
@@ -498,8 +495,7 @@ def _measures(settings: Settings) -> bool:
 
 
 def fits(planned: Schedule, outside_memory: OutsideMemory, budget: int) -> list[bool]:
-    """Return for each action of a schedule, forward and backward, whether the memory in use during it fits the
-    budget."""
+    """Return for each action, forward and backward, whether the memory in use during it fits the budget."""
     counted = levels(planned, outside_memory)
     return [level <= budget for level in (*counted.forward, *counted.backward)]
 

@@ -72,8 +72,7 @@ class _TileSearch:
         self._study, self._settings, self._budget, self._captured = study, settings, budget, captured
 
     def around_ops(self, premium: float, captures: int = ROUNDS + REFUSALS) -> Planned | None:
-        """Return a plan with tiles around the ops that are above the budget; None if none fits. ``premium``: as for
-        `Segments.around`."""
+        """Return a plan with tiles around ops above the budget; None if none fits. See `Segments.around`."""
         segments, settings, budget = self.segments, self._settings, self._budget
         tiles, refusals = tuple[Tile, ...](), list[str]()
         self.tried = self._study

@@ -33,8 +33,7 @@ def report(title: str, findings: Sequence[Finding], top: int = 12) -> Document:
 
 
 def fixes(trace: Trace, findings: Sequence[Finding]) -> str:
-    """Return text with a patch or a wrapper module for each warning of lost borders; a line that says so if there is
-    none."""
+    """Return a patch or a wrapper module for each warning of lost borders, or a line that there is none."""
     changes = [
         fix_of(finding, trace)
         for finding in findings
@@ -55,8 +54,7 @@ def _count(findings: Sequence[Finding]) -> str:
 
 
 def _finding(finding: Finding, top: int) -> Iterator[Part]:
-    """Yield the lines and tables of a finding: severity and cost, place, message, the layers that it is about,
-    advice."""
+    """Yield the parts of a finding: severity and cost, place, message, the layers that it is about, advice."""
     location = ", ".join(part for part in (finding.layer, finding.where) if part)
     cost = f"  {format_bytes(finding.bytes)}" if finding.bytes > 0 else ""
     yield Line(f"{finding.severity} {finding.id}{cost}", _STYLES[finding.severity])

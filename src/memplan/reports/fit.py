@@ -79,8 +79,7 @@ def _proof_section(proof: Proof) -> Section:
 
 
 def _verdict(outcome: Outcome) -> Line:
-    """Return the heading: whether the step fits its budget, whether it had to be changed, and how exact its result
-    is."""
+    """Return the heading: whether the step fits, whether it had to be changed, and how exact its result is."""
     title, plan, proof = outcome.title, outcome.plan, outcome.proof
     if outcome.shortfall is not None:
         least = format_bytes(outcome.shortfall.smallest_budget)

@@ -54,8 +54,7 @@ def _line(text: str, *, bold: bool = False) -> str:
 
 
 def _table(table: Table) -> str:
-    """Return a table as HTML, without its bars; if it has too many rows, the first ones and the last, which can be a
-    sum."""
+    """Return a table as HTML, without its bars; of too many rows the first and the last, which can be a sum."""
     columns = [column for column in table.columns if not column.bars]
     sides = ["right" if column.right else "left" for column in columns]
     headers = [escape(printable_lines(column.header)).replace("\n", "<br>") for column in columns]

@@ -38,8 +38,7 @@ _CLASSES = {0: "up to 1 MiB", 1: "1-2 MiB", 2: "2-10 MiB", 10: "10-20 MiB", 20: 
 
 
 def report(cases: Cases, top: int = 10) -> Document:
-    """Return the peaks under each setting, why memory ran out, and what holds it; tables with ``top`` rows, 0 for
-    all."""
+    """Return the peaks by setting, why memory ran out, and what holds it; ``top`` rows a table, 0 for all."""
     replay, why = cases.replay, cases.explanation
     settings = _settings_name(replay.recorded_settings)
     events = f"{len(replay.snapshot.entries)} events on" if replay.has_history else "no history,"
@@ -117,8 +116,7 @@ def _remarks(cases: Cases) -> Iterator[Part]:
 
 
 def _oom_sections(cases: Cases, why: OomExplanation, top: int) -> Iterator[Section]:
-    """Yield why memory ran out: the request, the free blocks that could not serve it, the owners, and settings that
-    help."""
+    """Yield why memory ran out: the request, the free blocks, the owners, and settings that help."""
     where = "before the history" if why.oom.index < 0 else f"at event {why.oom.index}"
     yield Section(tuple(Line(line, indent=2) for line in _oom_lines(why)), f"Out of memory {where}")
     if why.free:

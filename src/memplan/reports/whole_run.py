@@ -89,8 +89,7 @@ def _table(run: WholeRun, top: int) -> Table:
 
 
 def _advice(run: WholeRun) -> Iterator[Part]:
-    """Yield advice on memory that could be freed at the peak of a phase, each kind for the phase where it is
-    largest."""
+    """Yield advice on memory to free at the peak of a phase, each kind for the phase where it is largest."""
     growing = max(run.phases, key=lambda phase: phase.per_batch * (phase.length or 0))
     growth = growing.per_batch * (growing.length or 0)
     if growth > _SHARE * growing.allocated:

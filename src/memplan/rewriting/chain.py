@@ -225,8 +225,7 @@ class _Call:
             self._inputs, self._storages = None, []
 
     def _check(self, which: Iterable[int]) -> None:
-        """Raise BackwardError if a guarded input changed since the forward pass. ``which``: indices into
-        `Chain.guarded`."""
+        """Raise BackwardError if a guarded input (``which``: indices) changed since the forward pass."""
         assert self._inputs is not None
         for index in which:
             at, name = self._chain.guarded[index]
@@ -277,8 +276,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """Autograd node of a differentiable output, which it detaches so that the saved values form no cycle with the
-    graph."""
+    """Autograd node of a differentiable output, which it detaches: saved values form no cycle with the graph."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, at: int, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:

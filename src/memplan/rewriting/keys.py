@@ -118,8 +118,7 @@ class Keys:
         """Interned states."""
 
     def key(self, model: nn.Module, call: Call) -> Key:
-        """Return the key of a call in the model's present state. Raises UnkeyedError if an argument is neither a tensor
-        nor plain data."""
+        """Return the key of a call in the present state. Raises UnkeyedError for arguments of unknown kinds."""
         metadata = tuple([_tensor_metadata(tensor) for tensor in call.tensors])
         tensors = metadata, call.aliases, call.kinds, call.structure.spec
         return Key(_leaves(call.structure), self._state(model), tensors)

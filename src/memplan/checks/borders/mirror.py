@@ -63,8 +63,7 @@ def mirrored(trace: Trace, output: Output, followed: Followed) -> Mirror | None:
 
 
 def _outputs_of_same_call(trace: Trace, output: Output, followed: Followed) -> list[Output | None]:
-    """Return all outputs of the model call that returned this output, in order; None for those without spatial
-    dimensions."""
+    """Return all outputs of the model call of this one, in order; None for those without spatial dimensions."""
     spatial_outputs: dict[View, Output] = {canonical(other.view): other for other in followed.outputs if other.spatial}
     for returned in trace.returned:
         views = [canonical(view) for view in returned.tensors]
@@ -173,8 +172,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a value with ``change`` applied to its tensors, in order, within lists, tuples, mappings and
-    dataclasses."""
+    """Return a copy of a value with ``change`` applied to its tensors, within containers and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

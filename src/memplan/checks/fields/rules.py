@@ -275,8 +275,7 @@ def _reduce(call: Call) -> Fields:
 
 
 def _cat(call: Call) -> Fields:
-    """Receptive fields after a concatenation: that dimension cannot be traced, the others are as after an elementwise
-    op."""
+    """Receptive fields after a concatenation: that dimension is not traced, the others are as after elementwise ops."""
     axis = int(call.form.option("dim", 0)) % len(call.shape)
     operands = [
         (*fields[:axis], untraced(call.shape[axis]), *fields[axis + 1 :])

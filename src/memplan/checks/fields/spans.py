@@ -42,8 +42,7 @@ class Span:
         return Fraction(self.advance, self.period)
 
     def low(self, position: int) -> int:
-        """Return the first position of the input that a position sees. It repeats every `period` positions, moved by
-        `advance`."""
+        """Return the first input position that a position sees; it moves by `advance` every `period` positions."""
         periods, phase = divmod(position, self.period)
         return self.lows[phase] + periods * self.advance
 
@@ -124,8 +123,7 @@ class Span:
         return self.through(stride, 1, seen)
 
     def moved(self, offset: int, step: int = 1) -> Span | None:
-        """Return the receptive fields of a result whose position ``o`` is the position ``offset + step * o`` of this
-        tensor."""
+        """Return the fields of a result whose position ``o`` is this tensor's position ``offset + step * o``."""
         return self.through(1, step, lambda _: [offset])
 
     def union(self, other: Span) -> Span | None:

@@ -103,8 +103,7 @@ class _FieldPropagation:
         """As `Followed.last_traced`."""
 
     def run(self) -> Followed:
-        """Return the receptive fields of all results. Outputs are the tensors that models return and no layer reads
-        later."""
+        """Return the fields of all results. Outputs are tensors that models return and no later layer reads."""
         forms = iter(self._trace.forms)
         form = next(forms, None)
         outputs: list[Output] = []
@@ -227,7 +226,6 @@ def _is_within(layer: str, module: str) -> bool:
 
 
 def canonical(view: View) -> View:
-    """Return the view with stride 0 in dimensions of size 1, whose stride means nothing: so tensors of the same
-    elements are equal."""
+    """Return the view with stride 0 in dimensions of size 1, so that tensors of the same elements are equal."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True))
     return replace(view, strides=strides)

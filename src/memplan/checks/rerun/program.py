@@ -127,8 +127,7 @@ class Program:
         return in_place and form.reads[0][1] == operand and form.writes[0] not in all_reads
 
     def _read(self, op: Op, name: str, view: View) -> torch.Tensor:
-        """Return the replay's tensor for argument ``name`` of an op, detached if the recorded op had no gradient for
-        it."""
+        """Return the replay's tensor for argument ``name``, detached if the recorded op had no gradient for it."""
         tensor = self._tensors.get(canonical(view))
         if tensor is None:
             raise ChangeError(f"what {op.name} reads was made in a way that is not known")

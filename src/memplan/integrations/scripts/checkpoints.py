@@ -173,8 +173,7 @@ class Checkpoints:
         return text if isinstance(text, bytes) else b""
 
     def _loader_of_bytes(self, plain: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Return a replacement for ``plain``, which loads a checkpoint from bytes, that also reads texts of
-        `_store`."""
+        """Return a replacement for ``plain``, which loads bytes, that also reads texts of `_store`."""
 
         def load(data: bytes) -> Any:
             stored = None if self._has_values else self._load_stored(data, "cpu")

@@ -30,8 +30,7 @@ _INPUT, _ERRORS = 0, 2
 
 
 def answer(text: str) -> NoReturn:
-    """Answer the request on standard input, and end the process at once: the script may have left threads. ``text`` is
-    a `Setting` as JSON."""
+    """Answer the request on standard input, a `Setting` as JSON, and end at once: threads may be left."""
     setting = Setting(**json.loads(text))
     with open(_INPUT, "rb", closefd=False) as file:
         request: Request = pickle.loads(file.read())

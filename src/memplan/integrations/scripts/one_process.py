@@ -78,8 +78,7 @@ def in_one_process(folder: str, *, values: bool, world: int | None = None, rank:
 
 
 def _forget_ranks() -> None:
-    """Reset Accelerate's state, which would outlive the script's run and refer to its process group, which has
-    ended."""
+    """Reset Accelerate's state, which would outlive the script's run with its process group, which has ended."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

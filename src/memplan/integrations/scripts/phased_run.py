@@ -62,8 +62,7 @@ class PhasedRun(ScriptRun):
         return replace(super().facts(), parts=tuple(self._parts))
 
     def before_batch(self, batches: Batches) -> None:
-        """Begin a part of the run, from this batch to the next; end the run instead if a third pass over training data
-        begins."""
+        """Begin a part from this batch to the next, or end the run if a third pass over training data begins."""
         number = self._data_sets.number_of(getattr(batches.loader, "dataset", batches.loader))
         begins = batches.progress.loaded == 0  # a pass
         if begins and not self._to_the_end and self._passes.get(number, 0) >= _PASSES:
@@ -121,8 +120,7 @@ class PhasedRun(ScriptRun):
         self._part = replace(self._part, updates=self._part.updates + 1)
 
     def _begin(self, part: RunPart) -> None:
-        """End the part that runs, and begin ``part``. End the run instead if an endless loop or the time limit is
-        reached."""
+        """End the part that runs and begin ``part``, or end the run in an endless loop or at the time limit."""
         if self._over:
             self._stop()
         if not self._built:

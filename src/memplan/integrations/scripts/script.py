@@ -53,8 +53,7 @@ class Script:
 
     @property
     def has_time(self) -> bool:
-        """Return whether a further run as long as the longest would end within the time limit, with half of it to
-        spare."""
+        """Return whether a run as long as the longest would end within the time limit, with half of it to spare."""
         return time.monotonic() + 1.5 * self._longest_run < self._began + self._request.limit
 
     def facts(self, trace: Trace) -> Facts:

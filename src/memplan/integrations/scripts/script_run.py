@@ -162,8 +162,7 @@ class ScriptRun:
         self._at_boundary()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Hook after each module's call: take it off the running modules, and those within it whose hook did not
-        run."""
+        """Hook after each module's call: it runs no more, nor do those within it whose hook did not run."""
         module = _torch.hooked_module(module)
         if any(module is running for running in self._running):
             while self._running.pop() is not module:

@@ -402,8 +402,7 @@ def _autocast_to(model: nn.Module, names: Mapping[int, str], precision: Precisio
 
 
 def _without_autocast(module: nn.Module, device: str, autocast: torch.dtype) -> Callable[..., Any]:
-    """Return a layer's forward() with autocast disabled: inputs in autocast's dtype are cast to that of the
-    parameters."""
+    """Return a layer's forward() without autocast: inputs in its dtype are cast to that of the parameters."""
     forward = module.forward
     parameter_dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
@@ -515,8 +514,7 @@ class _Calls:
             handler.begin()
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any, layer: str) -> Any:
-        """Run the call with this number in a pass: a kernel may replace it, or a segment take it in; else it is
-        logged."""
+        """Run a call of a pass: a kernel may replace it, or a segment take it in; else it is logged."""
         if self.kernels.groups:
             return self.kernels.call(number, func, args, kwargs)
 

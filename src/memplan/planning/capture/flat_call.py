@@ -35,8 +35,7 @@ class Call:
         return self.structure.rebuild(tensors)
 
     def name_of(self, number: int) -> str:
-        """Return the argument that contains the tensor at an index, as in ``argument attention_mask`` or
-        ``argument 0``."""
+        """Return the argument that contains the tensor at an index, as in ``argument attention_mask``."""
         placeholders = [object() for _ in self.tensors]
         args, kwargs = self.structure.rebuild(placeholders)
         for name, argument in (*enumerate(args), *kwargs.items()):
@@ -125,8 +124,7 @@ class Flat(nn.Module):
         return frozenset(self.paths[name] for name, p in self.named_parameters() if _torch.has_gradient_hooks(p))
 
     def _register_name(self, path: str) -> str:
-        """Return an attribute name, without dots, for the model's parameter or buffer ``path``, and record it in
-        `paths`."""
+        """Return an attribute name without dots for the parameter or buffer ``path``; add it to `paths`."""
         name = f"tensor_{len(self.paths)}"
         self.paths[name] = path
         return name

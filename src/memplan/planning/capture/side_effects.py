@@ -308,8 +308,7 @@ class _Snapshot:
 
 
 def _content(value: Any) -> dict[Any, Any] | None:
-    """Return the elements of a container or the attributes of an object, by key; None if its content is not
-    compared."""
+    """Return a container's elements or an object's attributes by key; None if its content is not compared."""
     if isinstance(value, _COMPARED_BY_IDENTITY) or callable(value):
         return None
     if isinstance(value, dict):
@@ -363,8 +362,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Return whether two states of a random number generator are equal (tensors, numpy arrays, nested tuples,
-    dicts)."""
+    """Return whether two states of a random number generator (tensors, arrays, tuples, dicts) are equal."""
     if isinstance(before, torch.Tensor):
         return torch.equal(before, now)
     if isinstance(before, dict):

@@ -13,8 +13,7 @@ from memplan.planning.graph.joint_graph import Value
 
 
 def is_dense(value: Value) -> bool:
-    """Return whether a tensor's elements fill a range of memory, in some order of its dimensions, without gaps and
-    overlaps."""
+    """Return whether a tensor's elements fill a range of memory, in any order, without gaps and overlaps."""
     expected_stride = 1
     for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1):
         if stride != expected_stride:

@@ -66,8 +66,7 @@ class Candidate:
 
 
 class Fusing:
-    """Search for steps of fused kernels of a graph, for any number of budgets. The search is on a graph with the costs
-    of `as_fusible`."""
+    """Search for steps of fused kernels for any budget, on a search of a graph with the costs of `as_fusible`."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
@@ -189,8 +188,7 @@ class Fusing:
         return min(peak, self._targets.get(candidate.schedule.choices, peak))
 
     def _fastest_known(self, budget: int) -> Candidate | None:
-        """Return the fastest of the candidates lowered so far whose peak is within the budget; None if there is
-        none."""
+        """Return the fastest candidate so far whose peak is within the budget; None if there is none."""
         fit = (candidate for candidate in self.candidates if candidate.peak <= budget)
         return min(fit, key=lambda candidate: candidate.schedule.seconds, default=None)
 
@@ -247,8 +245,7 @@ class TargetBounds:
     """Smallest target whose candidate exceeded the budget."""
 
     def first_target(self, known: tuple[int, int] | None = None) -> int:
-        """Return the first target. ``known``: peaks of a candidate for a similar budget, of the search and of its
-        code."""
+        """Return the first target. ``known``: a similar budget's peaks, of the search and of the code."""
         return self.budget if known is None else self._offset(*known)
 
     def narrowed(self, target: int, search_peak: int, peak: int) -> TargetBounds:

@@ -172,8 +172,7 @@ class _Grouping:
         return "float32" if op is None else work_of(self.graph, op).rate
 
     def bound(self, size: int, work: Sequence[Work]) -> Bound:
-        """Return the resource that takes longer: memory, for ``size`` bytes, or computation, for the FLOPs of
-        ``work``."""
+        """Return what takes longer: "memory", for ``size`` bytes, or computation, for the FLOPs of ``work``."""
         computing = sum(self.rates.seconds(item) - self.rates.call for item in work)
         return "compute" if computing > size / self.rates.bandwidth else "bandwidth"
 
@@ -199,8 +198,7 @@ def unfused(fusion: Fusion) -> tuple[str, ...]:
 
 
 def _is_fallback(kernel: str) -> bool:
-    """Return whether an op of torch or another library runs unfused although Inductor generates kernels for its
-    kind."""
+    """Return whether an op of torch or a library runs unfused although Inductor generates kernels for its kind."""
     if kernel == COPY or kernel.startswith("memplan.") or _torch.flop_formula(kernel) is not None:
         return False
     try:

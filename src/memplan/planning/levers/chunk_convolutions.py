@@ -30,8 +30,7 @@ class ChunkConvolutions(Lever):
     name = "chunk convolutions"
 
     def rewrite(self, graph: JointGraph, precision: Precision) -> JointGraph:
-        """Return the graph with convolutions in chunks if the plan computes in lower precision on the CPU, else
-        unchanged."""
+        """Return the graph with convolutions in chunks if it computes in lower precision on the CPU."""
         is_whole = precision.whole or not precision.compute or graph.is_on_card
         return graph if is_whole else chunked(graph)
 

@@ -87,8 +87,7 @@ def _elements_of_last_dims(dims: int) -> _Bound:
 
 
 def _size_along(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> int:
-    """Return the bound of indices along ``dim``: the size of the input's dimension, or all its elements if ``dim`` is
-    None."""
+    """Return the bound of indices along ``dim``: the size of that dimension; all elements if ``dim`` is None."""
     dim = arguments.get("dim", -1)
     return prod(shape) if dim is None or not shape else shape[dim]
 
@@ -125,8 +124,7 @@ _NEVER_BELOW_0 = frozenset(f"aten.{name}.default" for name in ("relu", "sigmoid"
 
 
 class Encode(Lever):
-    """Save a value in a smaller encoding: bits of comparisons, narrow integers, or, in lossy plans, fewer bits an
-    element."""
+    """Save a value in a smaller encoding: bits of comparisons, narrow integers, or, lossy, fewer bits an element."""
 
     name = NAME
     verbs = ("encode", "decode")
@@ -146,8 +144,7 @@ class Encode(Lever):
                 yield encoding
 
     def store(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that encodes a value. ``form.how`` is the codec: see the codecs in this module's
-        docstring."""
+        """Return the call that encodes a value in the codec ``form.how`` (see this module's docstring)."""
         if form.how in ("index", "bfloat16"):
             return _cast_call(form.value, graph.values[form.encoded].dtype)
         if form.how in LOSSY:
@@ -155,8 +152,7 @@ class Encode(Lever):
         return "memplan.pack_bits.default", (Ref(form.value), form.how), {}
 
     def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
-        """Return the call that decodes a value. ``form.how`` is the codec: see the codecs in this module's
-        docstring."""
+        """Return the call that decodes a value from the codec ``form.how`` (see this module's docstring)."""
         value = graph.values[form.value]
         if form.how in ("index", "bfloat16"):
             return _cast_call(form.encoded, value.dtype)
@@ -166,8 +162,7 @@ class Encode(Lever):
         return "memplan.unpack_bits.default", (Ref(form.encoded), value.shape, value.stride), {}
 
     def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
-        """Return the call of a backward op that reads bits instead of the value. In place, it writes over its first
-        operand."""
+        """Return the call of a backward op that reads bits; in place, it writes over its first operand."""
         direct = DIRECT[op.target]
         arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(form.encoded)}
         return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}

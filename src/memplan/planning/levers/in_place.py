@@ -159,8 +159,7 @@ def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
 
 
 def _has_no_alias(operand: Operand, arguments: Mapping[str, Any], values: Sequence[Value], elementwise: bool) -> bool:
-    """Return whether no other argument shares the operand's memory. An elementwise op may read it twice with one
-    layout."""
+    """Return whether no other argument shares the operand's memory; elementwise ops may read it twice."""
     overwritten = values[operand.value]
     for name, argument in arguments.items():
         for other in refs(argument):

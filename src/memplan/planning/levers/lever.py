@@ -241,13 +241,11 @@ class Lever(Protocol):
         return None
 
     def counted(self, values: int, host_bytes: int) -> str:
-        """Return the part of a plan's summary on the number of encoded values; ``host_bytes``: their bytes in host
-        memory."""
+        """Return the summary's part on encoded values, of which ``host_bytes`` are in host memory."""
         return f"{values} by {self.name}" if values else ""
 
     def missing(self, values: str, device: str) -> tuple[str, str, str]:
-        """Return the error message (problem, expected, remedy) for a plan whose encodings the device does not
-        support."""
+        """Return (problem, expected, remedy) for a plan whose encodings the device does not support."""
         return (
             f"The plan keeps {values} by {self.name}, which is not possible on {device}",
             "a plan for where the step is to run",

@@ -46,8 +46,7 @@ class Offload(Lever):
         return ""
 
     def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
-        """Yield (the form in host memory, its value) for each value that may be offloaded, in the order of
-        computation."""
+        """Yield (the form in host memory, its value) for each value that may be offloaded, as computed."""
         if situation.card is None or situation.card.link is None:
             return
         rates, link = roofline.rates_of(situation.card), situation.card.link * roofline.LINK_SHARE  # bytes/s
@@ -84,8 +83,7 @@ class Offload(Lever):
         )
 
     def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
-        """Describe when the value is copied and how long the step waits for it. Its other encodings stay on the
-        device."""
+        """Describe when the value is copied and how long the step waits; other encodings stay on the device."""
         values, wait, copy_seconds = planned.graph.values, planned.waits(form), form.copy_seconds or 0.0
         size, others = values[form.value].bytes, planned.other_forms(form)
         smaller = sum(values[other.encoded].bytes for other in others)

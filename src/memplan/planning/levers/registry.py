@@ -67,8 +67,7 @@ def with_forms(graph: JointGraph, situation: Situation) -> JointGraph:
 
 
 def offered(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) -> JointGraph:
-    """Return the graph with the encodings of these levers in addition to its own. Encoded values get the next free
-    ids."""
+    """Return the graph with the encodings of these levers, too. Encoded values get the next free ids."""
     values, forms = list(graph.values), list(graph.forms)
     changed = {graph.base(target) for target, _ in graph.mutations}
     for lever in levers:

@@ -102,8 +102,7 @@ class _CopiesBeforeMutation(Rebuild):
         return Ref(self.views[value])
 
     def _add_view(self, value: Value) -> None:
-        """Repeat the op of a view of a mutated value on the copy, so that the backward pass can read the copy's
-        view."""
+        """Repeat a mutated value's view on the copy, for the backward pass."""
         assert value.op is not None, "a view is made by an op"
         op = self._reading_copies(self.graph.ops[value.op])
         outputs: list[int | None] = []

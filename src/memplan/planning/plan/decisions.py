@@ -179,8 +179,7 @@ class _Decider:
         return decisions
 
     def _encoding_decision(self, form: SavedForm, *others: SavedForm) -> tuple[str, Reason]:
-        """Return the lever and the reason of a value's encoding, less the bytes of ``others``: further encodings of the
-        value."""
+        """Return lever and reason of a value's encoding, less the bytes of ``others``, its further encodings."""
         reason = registry.find(form.lever).reason(self, form)
         if others and not form.is_copied:
             other_bytes = sum(self.graph.values[other.encoded].bytes for other in others)
@@ -273,8 +272,7 @@ class _Decider:
     # -- reasons
 
     def needed(self, value: int) -> str:
-        """Describe what reads a value in the backward pass: backward ops, else an op that recomputes another value;
-        else ""."""
+        """Describe what reads a value in the backward pass: ops, else one that recomputes a value; else ""."""
         readers = self.readers[value]
         plain = [action for action in readers if not action.recomputed]
         if plain:

@@ -74,7 +74,6 @@ class Action:
     frees: tuple[int, ...] = ()
 
     def called(self, graph: JointGraph) -> GraphOp:
-        """Return the op that a run action calls: a recomputed value may come from a cheaper op
-        (`GraphOp.recompute_op`)."""
+        """Return the op that a run action calls: for a recomputed value `GraphOp.recompute_op`."""
         assert self.op is not None, "only ops are called"
         return graph.ops[self.op].recompute_op if self.recomputed else graph.ops[self.op]

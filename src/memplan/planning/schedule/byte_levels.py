@@ -57,8 +57,7 @@ def levels(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> L
 
 
 class ActionBytes:
-    """Bytes that actions of a schedule allocate in addition to the values they make: workspaces, copies of
-    gradients."""
+    """Bytes that actions allocate in addition to the values they make: workspaces, copies of gradients."""
 
     def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
         self.graph, self.choices, self.outside_memory = schedule.graph, schedule.choices, outside_memory
@@ -86,8 +85,7 @@ class ActionBytes:
         return 0
 
     def gradient_copy_bytes(self, action: Action) -> int:
-        """Return the bytes of the gradient's copy that autograd keeps after an action returned it; 0 for other
-        actions."""
+        """Return the bytes of a returned gradient's copy that autograd keeps after an action."""
         if action.kind != "give" or action.value is None or frees_gradient(self.graph, self.choices, action.value):
             return 0
         return self._copied_bytes(action)

@@ -89,15 +89,13 @@ def read_in_backward(schedule: Schedule) -> frozenset[int]:
 
 
 def returned_gradients(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Return, for each list of gradients that the program's ``backward`` yields, the values that they are gradients
-    of."""
+    """Return the values whose gradients the program's ``backward`` yields, for each list of them."""
     groups = (group for is_give, group in _group_gradient_returns(schedule) if is_give)
     return tuple(tuple(_value_of(action) for action in group) for group in groups)
 
 
 def _group_gradient_returns(schedule: Schedule) -> Iterable[tuple[bool, list[Action]]]:
-    """Split the backward pass into runs of actions that return gradients (True), each a ``yield``, and other actions
-    (False)."""
+    """Split the backward pass into actions that return gradients (True), each a ``yield``, and others."""
     for is_give, group in groupby(schedule.backward, lambda action: action.kind == "give"):
         yield is_give, list(group)
 
@@ -232,8 +230,7 @@ class _Writer:
             self.write_layouts([target_value.id])
 
     def write_call(self, left: str, called: Called, note: str, op: GraphOp | None = None) -> None:
-        """Write ``left = call`` as a line of the program, with a comment. ``op``: the op of the call, for error
-        messages."""
+        """Write ``left = call`` with a comment. ``op``: the op of the call, for error messages."""
         target, args, kwargs = called
         self.write_list(f"{left} = {_op_expression(target, op)}(", self.arguments(args, kwargs, op), ")", note)
 
@@ -243,8 +240,7 @@ class _Writer:
         return [self.argument(part, op) for part in args] + named
 
     def write_mark(self, actions: int) -> None:
-        """With ``marked``, write the call of ``mark`` with the position of the next action; count ``actions``
-        positions."""
+        """With ``marked``, write the call of ``mark`` with the next position; count ``actions``."""
         if self.marked:
             self.write(f"mark({self.place})")
         self.place += actions

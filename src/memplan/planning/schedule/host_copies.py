@@ -32,8 +32,7 @@ def forward_ends(graph: JointGraph) -> list[float]:
 
 
 def backward_begins(graph: JointGraph) -> list[float]:
-    """Return the seconds from the beginning of the backward pass to the start of each op, and to the end of the
-    last."""
+    """Return the seconds from the begin of the backward pass to that of each op, and to its end."""
     return list(accumulate((op.seconds for op in graph.backward_ops), initial=0.0))
 
 

@@ -64,8 +64,7 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
 
 
 def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Return whether value ``of`` may change as soon as its gradient is returned: by an early update, or by its
-    hooks."""
+    """Return whether value ``of`` may change once its gradient is returned: by an early update, or hooks."""
     value = graph.values[of]
     return value.hooked or (choices.gradients.updates and value.kind == "parameter")
 

@@ -137,8 +137,7 @@ class _Tracer:
     # -- storages
 
     def _allocate(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
-        """Allocate a storage and return its index in ``entries``. ``op``: index in the trace; None for resident
-        memory."""
+        """Allocate a storage and return its index in ``entries``. ``op``: in the trace; None if resident."""
         self.tick += 1
         self.entries.append(_Entry(size, cause, self.tick, value, op, name=name))
         return len(self.entries) - 1

@@ -18,8 +18,7 @@ from memplan.planning.validation.host_copies import ENDS, check_copies
 def validate(
     graph: JointGraph, schedule: Schedule, budget: int | None = None, outside_memory: OutsideMemory | None = None
 ) -> int:
-    """Return the peak of a schedule in bytes. Raises ScheduleError if it exceeds the budget or does not compute the
-    graph."""
+    """Return the peak of a schedule in bytes. Raises ScheduleError if it is above the budget or wrong."""
     check_copies(schedule)
     return _Walk(graph, schedule, float("inf") if budget is None else budget, outside_memory or OutsideMemory()).walk()
 
@@ -98,8 +97,7 @@ class _Walk:
             self.return_gradient(action, value, source, phase)
 
     def run(self, action: Action, op: GraphOp, phase: str) -> None:
-        """Check that an op runs on its operands, once and in an allowed order, or again where recomputation is
-        allowed."""
+        """Check that an op runs on its operands, once and in an allowed order, or again where it may."""
         op = op.cheaper_recompute if action.recomputed and op.cheaper_recompute else op
         scratch = op.scratch if action.into is None else op.scratch - op.scratch_saved
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]

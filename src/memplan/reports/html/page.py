@@ -73,8 +73,7 @@ def page_of(results: Sequence[Result]) -> str:
 
 
 def names_of(results: Sequence[Result]) -> list[str]:
-    """Return a distinct name for each result: its title, else the name of its file, else the path, else the path
-    with a number."""
+    """Return a distinct name for each result: its title, else its file's name, else the path, with a number."""
     titles = [result.title for result in results]
     files = [os.path.basename(result.source) or result.title for result in results]
     paths = [result.source or result.title for result in results]

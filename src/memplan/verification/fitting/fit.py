@@ -297,8 +297,7 @@ class _Fitting:
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        """Within this context the step can be traced: under its autocast, and attributes that tracing changes are
-        restored."""
+        """Within this context the step can be traced: under its autocast; its attributes are restored."""
         with attributes_restored(self.request.step), self.request.under_autocast(), collector_held():
             yield
 

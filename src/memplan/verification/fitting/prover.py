@@ -239,8 +239,7 @@ class Prover:
         return replace(proof, full_float32=True)
 
     def _measure(self, planned: Planned | None) -> tuple[int, int]:
-        """Measure (resident bytes, peak bytes) of the step by itself, as it runs now. ``planned``: the installed
-        plan."""
+        """Measure (resident bytes, peak bytes) of the step as it runs now. ``planned``: the installed plan."""
         in_backward = planned is not None and self._settings.gradients.updates
         updates = self._settings.optimizer is not None
         self._warm_up(self._request.call, in_backward=in_backward, updates=updates)

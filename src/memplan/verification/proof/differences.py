@@ -147,8 +147,7 @@ def _equal_values(a: Any, b: Any, parents: tuple[int, ...] = ()) -> bool:
 
 
 def _value_difference(expected: Any, actual: Any) -> str:
-    """Describe how two non-tensor values differ: in their first plain item or attribute that differs, else as a
-    whole."""
+    """Describe how two non-tensor values differ: in their first differing item or attribute, else as a whole."""
     if type(expected) is type(actual):
         content, other = _items_or_attributes(expected), _items_or_attributes(actual)
         if content and other and content.keys() == other.keys():

@@ -109,8 +109,7 @@ class Proof(Saved, Displayed):
 
     @property
     def layers(self) -> tuple[LayerError, ...]:
-        """Errors of each output and of each layer's gradients (where updates are early, of its updates), where bits may
-        differ."""
+        """Errors of each output and of each layer's gradients (or early updates), where bits may differ."""
         return by_layer([error for error in self.rounded if error.kind != "buffers"])
 
     @property

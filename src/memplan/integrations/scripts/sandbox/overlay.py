@@ -380,8 +380,7 @@ def _is_text(path: str) -> bool:
 
 
 def _is_marked(path: str) -> bool:
-    """Return whether a file contains a checkpoint of tensors without values. Of a large file only both ends are
-    searched."""
+    """Return whether a file has a checkpoint of tensors without values; of a large file both ends are searched."""
     try:
         size = os.lstat(path).st_size
     except OSError:

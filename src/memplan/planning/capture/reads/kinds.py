@@ -139,8 +139,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def has_relevant_attributes(kind: type) -> bool:
-    """Return whether captured code may depend on attributes of a class: it is a user's, a library's, or a torch
-    layer."""
+    """Return whether captured code may read attributes of a class: a user's, a library's, or a torch layer."""
     module = module_of(kind)
     is_layer = module.startswith("torch.nn.") and kind is not nn.Module
     return is_layer or is_user_code({"__name__": module})
