@@ -87,14 +87,9 @@ class Findings(Saved):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The step that a check examines.
-
-    Args:
-        trace: the recorded step.
-        card: the card that it was recorded for; None for the CPU.
-        recorder: records and plans the step of a changed model; None if there is only a trace.
-        context: pixels on each side of the input that are declared to be context only.
-    """
+    """The step that a check examines. ``card`` is None for the CPU. ``recorder`` records and plans the step of a
+    changed model, None if there is only a trace. ``context``: pixels on each side of the input that are declared to be
+    context only."""
 
     trace: Trace
     card: Device | None = None

@@ -101,12 +101,8 @@ def _hidden_size(trace: Trace, classes: int) -> int | None:
 def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
     """Return bytes that torch's chunked loss allocates beyond its inputs and their gradients.
 
-    None if this version of torch has no such loss.
-
-    Args:
-        rows, classes: of the logits.
-        width: of the hidden states.
-        dtype: of both, such as "float32".
+    None if this version of torch has no such loss. ``rows`` and ``classes`` are those of the logits, ``width`` that of
+    the hidden states; ``dtype`` is of both.
     """
     if not hasattr(F, "linear_cross_entropy"):
         return None

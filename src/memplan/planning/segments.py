@@ -125,12 +125,8 @@ class OverBudgetOp:
 
 
 class Segments:
-    """The segments that a step can be cut into.
-
-    Args:
-        graph: the step without tiles, with seconds.
-        in_place: calls that change an operand, with which no segment may begin.
-    """
+    """The segments that a step can be cut into. The graph is without tiles, with seconds; ``in_place`` are calls that
+    change an operand, with which no segment may begin."""
 
     def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
         """Note which values depend on data and get gradients, and the seconds of derivatives."""
@@ -367,14 +363,9 @@ class Segments:
         return tuple(sorted((*tiles, *level), key=lambda tile: tile.first))
 
     def _tiles_of(self, run: Sequence[int], level: Sequence[Tile], large: Collection[int], budget: int) -> list[Tile]:
-        """Return the tiles that contain as many of some successive calls as can run piece by piece.
-
-        Args:
-            run: the calls.
-            level: earlier tiles of the same level, which can be repeated.
-            large: values for which they are.
-            budget: bytes.
-        """
+        """Return the tiles that contain as many of some successive calls as can run piece by piece. ``run`` are the
+        calls; ``level`` earlier tiles of the same level, which can be repeated; ``large`` the values for which they
+        are."""
         new, begin = list[Tile](), 0
         while begin < len(run):
             best = None

@@ -180,16 +180,8 @@ def table_of(
     *,
     indent: int = 0,
 ) -> Table:
-    """Return rows as a table.
-
-    Args:
-        rows: in order.
-        fields: the columns; the first names the row.
-        top: rows to list, 0 for all. A line with their number and totals stands for the others.
-        total: label of a last line with the totals; None for no such line.
-        total_of: the rows to add up in that line, if not ``rows``.
-        indent: of the whole table, in characters.
-    """
+    """Return rows as a table. ``top`` rows are listed, 0 for all; a line with their number and totals stands for the
+    others. A last line labelled ``total`` adds up the rows, or ``total_of``. ``indent`` is in characters."""
     shown = rows[:top] if top else rows
     hidden = rows[len(shown) :]
     columns: list[Column] = []

@@ -88,13 +88,9 @@ def _as_4d(tensor: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
 
 
 def _mask_as_4d(mask: torch.Tensor, shape: tuple[int, ...], scores: tuple[int, ...]) -> torch.Tensor:
-    """Return a mask that broadcasts against (batch, heads, queries, keys).
-
-    Args:
-        mask: broadcasts against ``shape``.
-        shape: of the scores when the mask was applied, after views.
-        scores: shape of the scores when they were computed: (..., heads, queries, keys).
-    """
+    """Return a mask that broadcasts against (batch, heads, queries, keys). The mask broadcasts against ``shape``, that
+    of the scores when it was applied, after views; ``scores`` is their shape when they were computed: (..., heads,
+    queries, keys)."""
     if shape != scores or len(scores) > 4:
         batch, heads = math.prod(scores[:-3]), scores[-3]  # the product of no sizes is 1
         return mask.expand(shape).reshape(batch, heads, *scores[-2:])

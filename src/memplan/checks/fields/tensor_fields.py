@@ -143,14 +143,8 @@ def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool 
 def after_op(
     dim: Dim, size: int, op: int, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0
 ) -> Dim:
-    """Return a dimension after an op, with the input's positions that the op lost at the border as a `Loss`.
-
-    Args:
-        dim: the operand's dimension.
-        size: positions of the result.
-        op: index of the op.
-        change, windowed, spread: as for `mapped`.
-    """
+    """Return a dimension after an op, with the input's positions that the op lost at the border as a `Loss`. ``size``
+    are the positions of the result; ``change``, ``windowed``, ``spread`` are as for `mapped`."""
     axis = resolved(dim)
     lost_before = {field.source: field.lost(size_of(dim)) for field in axis}
     moved = mapped(axis, change, windowed=windowed, spread=spread)

@@ -72,12 +72,8 @@ class Measured(Printed):
 
 
 class Session:
-    """Measures this thread from `begin` to `end`.
-
-    Args:
-        seconds: of the thread's CPU time, after which it stops by itself at the next line, because the profiler's
-            record grows with each op.
-    """
+    """Measures this thread from `begin` to `end`. After ``seconds`` of the thread's CPU time it stops by itself at the
+    next line, because the profiler's record grows with each op."""
 
     def __init__(self, seconds: float = float("inf")) -> None:
         self._seconds = seconds

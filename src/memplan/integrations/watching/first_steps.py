@@ -41,14 +41,9 @@ class FirstSteps:
 def peaks_of(
     events: Sequence[_torch.MemoryEvent], ends: Sequence[int], resident: Iterable[tuple[Entry, int | None]]
 ) -> list[tuple[int, int]]:
-    """Return (peak, bytes allocated at its end) of each step.
-
-    Args:
-        events: of the allocator, in order of time.
-        ends: times at which the steps ended, in ns.
-        resident: storages allocated before the first step, with the step (from 0) that freed them. The profiler does
-            not record these frees: each is counted at the beginning of its step.
-    """
+    """Return (peak, bytes allocated at its end) of each step. Steps end at ``ends``, in ns. ``resident`` are storages
+    allocated before the first step, with the step (from 0) that freed them: the profiler does not record these frees,
+    which are counted at the beginning of that step."""
     live: dict[int, int] = {}  # address -> bytes
     freed_in: dict[int | None, list[int]] = {}  # step -> addresses of resident storages
     for entry, step in resident:

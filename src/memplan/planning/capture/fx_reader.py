@@ -29,14 +29,9 @@ _KINDS: Mapping[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "inp
 
 
 class Values:
-    """Values of a graph, read from its nodes.
-
-    Args:
-        joint: the traced graph.
-        paths: the model's name of a parameter or buffer, by the traced module's name.
-        aliases: by input, the first input with the same memory.
-        hooked: the model's names of parameters with hooks that may change them in the backward pass.
-    """
+    """Values of a graph, read from its nodes. ``paths`` has the model's name of a parameter or buffer by the traced
+    module's; ``aliases`` the first input with the same memory, by input; ``hooked`` are parameters with hooks that may
+    change them in the backward pass."""
 
     def __init__(
         self, joint: _torch.Joint, paths: Mapping[str, str], aliases: Sequence[int], hooked: Collection[str]
@@ -179,13 +174,8 @@ class Values:
 
 
 class Reader:
-    """Reads a joint graph.
-
-    Args:
-        joint: the traced graph.
-        paths, aliases, hooked: as for `Values`.
-        written: the model's names of buffers whose new values are the last outputs.
-    """
+    """Reads a joint graph. ``paths``, ``aliases``, ``hooked``: as for `Values`; ``written`` are the model's names of
+    buffers whose new values are the last outputs."""
 
     def __init__(
         self, joint: _torch.Joint, paths: Mapping[str, str], written: Sequence[str], aliases: Sequence[int],

@@ -56,13 +56,8 @@ class _SizeFamily:
 
 
 class Shapes:
-    """Captures calls of a module, with symbols for sizes if possible.
-
-    Args:
-        module: the module that is called.
-        kind: returns a key of the call and the state of the module that does not depend on sizes.
-        precision, channels_last: as for `capture`.
-    """
+    """Captures calls of a module, with symbols for sizes if possible. ``kind`` returns a key of the call and the state
+    of the module that does not depend on sizes; ``precision`` and ``channels_last`` are as for `capture`."""
 
     def __init__(
         self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT, *,

@@ -36,12 +36,7 @@ _QUESTIONS = frozenset(("requires_grad", "requires_grad_", "grad_fn", "is_leaf")
 
 
 class Tiling:
-    """The segments of a trace, in each of its passes.
-
-    Args:
-        tiles: segments, in order.
-        model: whose parameters and buffers are the same for each piece.
-    """
+    """The segments of a trace, in each of its passes. The model's parameters and buffers are the same for each."""
 
     def __init__(self, tiles: Sequence[Tile], model: nn.Module) -> None:
         self.tiles, self._model = tiles, model
@@ -82,11 +77,8 @@ class Tiling:
             raise
 
     def _call_or_replace(self, index: int | None, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call of a torch function, or record it if it is part of a segment and reads data.
-
-        Args:
-            index: of the segment that the call is in; None outside of segments.
-            number, func, args, kwargs: the call, and its number in the trace.
+        """Run a call of a torch function, or record it if it is part of a segment and reads data. ``index`` is that of
+        the segment that the call is in, None outside of segments; ``number`` is the call's in the trace.
 
         Returns:
             The result of the call; of a segment's last call, in terms of the op that replaces the segment.

@@ -67,12 +67,8 @@ class OnCPU:
 
 
 class OnCard:
-    """Kernels of a card.
-
-    Args:
-        graph: of the step. Workspaces that libraries keep are counted with the graph, not with the code.
-        place: torch's name of the card.
-    """
+    """Kernels of a card. Workspaces that libraries keep are counted with the graph, not with the code. ``place`` is
+    torch's name of the card."""
 
     def __init__(self, graph: JointGraph, place: str) -> None:
         self._opaque_workspaces, self._place = _workspaces_of_opaque_calls(graph), place

@@ -101,14 +101,9 @@ def _op_at(trace: Trace, tick: int) -> str:
 
 
 def _remedies(floor: Schedule, live: list[Storage], peak: int) -> list[Remedy]:
-    """Return what users can change to need less, each with an estimate of the smallest budget then.
-
-    Args:
-        floor: the schedule with the smallest peak that the search reached.
-        live: storages at that peak.
-        peak: its bytes. For fused kernels they differ from those of ``live``; the difference is assumed to scale with
-            the inputs.
-    """
+    """Return what users can change to need less, each with an estimate of the smallest budget then. ``live`` are the
+    storages at the peak of ``floor``. For fused kernels the ``peak`` differs from their bytes; the difference is
+    assumed to scale with the inputs."""
     scaling = [storage for storage in live if storage.cause in _SCALING]
     scaling_bytes = sum(storage.bytes for storage in scaling)
     total = max(0, peak - sum(storage.bytes for storage in live) + scaling_bytes)  # what scales with the inputs

@@ -54,16 +54,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout,
 
 
 def program(schedule: Schedule, *, marked: bool = False) -> str:
-    """Write the text of a module with ``forward`` and ``backward``.
-
-    Args:
-        schedule: the actions of both functions.
-        marked: call ``mark`` with the position of each action, counted through both passes, before the action, and
-            ``laid_out`` with each value it makes, and the strides and dtype of this value.
-
-    Raises:
-        RecordingError: an op takes an argument that cannot be written down.
-    """
+    """Write the text of a module with ``forward`` and ``backward``. ``marked``: call ``mark`` with the position of each
+    action, counted through both passes, before the action, and ``laid_out`` with each value it makes, and the strides
+    and dtype of this value. Raises RecordingError if an op takes an argument that cannot be written down."""
     writer = _Writer(schedule, marked=marked)
     forward = ["def forward(inputs):", *writer.forward()]
     size = format_bytes(sum(schedule.graph.values[value].bytes for value in schedule.saved))

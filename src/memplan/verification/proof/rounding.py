@@ -156,13 +156,8 @@ def is_truth(errors: Sequence[Rounded]) -> bool:
 
 
 def is_yardstick(errors: Sequence[Rounded], tolerance: Tolerance = ROUNDING, *, exact: bool = True) -> bool:
-    """Return whether all yardsticks are the same computation, except for rounding.
-
-    Args:
-        errors: the errors of a comparison.
-        tolerance: bounds the error of a yardstick.
-        exact: whether errors are measured from float64; else from the step without a plan, whose own error is 0.
-    """
+    """Return whether all yardsticks are the same computation, except for rounding. ``exact``: whether errors are
+    measured from float64; else from the step without a plan, whose own error is 0."""
     own, reference, norm = _gradient_norms(errors)
     bound = tolerance.alike * (own + torch.finfo(torch.float32).eps * norm) if exact else math.inf
     return reference <= min(tolerance.sane * norm, bound)

@@ -179,14 +179,9 @@ def _follow(
     control: int | None = None,
     answer: Callable[[], bytes] = lambda: b"",
 ) -> Outcome:
-    """Wait for the script's process, reap all others, answer its requests, and end it at a limit of time or disk.
-
-    Args:
-        process: its number.
-        seconds: time limit. It then gets a signal to write its traceback, and is killed a little later.
-        room: limit of what it writes.
-        control: socket on which it sends requests.
-        answer: returns the answer to a request.
+    """Wait for the script's process, reap all others, answer its requests, and end it at a limit of time or disk. After
+    ``seconds`` it gets a signal to write its traceback, and is killed a little later; ``room`` limits what it writes.
+    ``control`` is the socket on which it sends requests, ``answer`` returns the answer to one.
 
     Returns:
         Its outcome, with the protection "namespaces".
