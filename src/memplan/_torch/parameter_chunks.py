@@ -18,11 +18,6 @@ from memplan._torch.patches import patched
 class RankChunks:
     """The chunks of a tensor, as `torch.chunk` splits it; empty tensors follow where there are fewer chunks than
     ranks. Each is a view that is created when it is read.
-
-    Args:
-        tensor: the tensor that is split.
-        num_chunks: number of chunks, the ranks of the group.
-        dim: dimension that is split.
     """
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:

@@ -14,9 +14,7 @@ from memplan.trace.trace import Trace
 def line_profiles(trace: Trace, timeline: Timeline) -> tuple[LineProfile, ...]:
     """Return the line profiles of the functions that were followed in a step.
 
-    Args:
-        trace: the step.
-        timeline: its timeline; on a card, bytes are those of the allocator's blocks.
+    ``timeline``: its timeline; on a card, bytes are those of the allocator's blocks.
     """
     if not trace.lines:
         return ()
@@ -36,11 +34,8 @@ def profiles_of(
     """Return the line profiles of functions.
 
     Args:
-        functions: the functions, with the ticks between which their lines ran.
         levels: (tick, bytes allocated from then on), in order; at most one storage is allocated at a tick.
         lives: the ticks at which storages are allocated and freed, None if they outlive the run.
-        device: the device of the bytes.
-        origin: of the Trace.
     """
     memory = _Memory(levels, lives)
     profiles: list[LineProfile] = []

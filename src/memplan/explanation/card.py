@@ -29,11 +29,7 @@ _ORDER: tuple[ChargeName, ...] = ("context", "workspace", "tensors", "rounding",
 def card_use(trace: Trace, timeline: Timeline, card: Device, settings: str | None = None) -> CardUse:
     """Return the memory of a step on a card, and whether it fits this card and the others of the catalogue.
 
-    Args:
-        trace: the step, recorded for the card.
-        timeline: its timeline, in the low case where a workspace is known as an interval only.
-        card: the card.
-        settings: of the caching allocator.
+    ``timeline``: its timeline, in the low case where a workspace is known as an interval only.
     """
     cases, band = _cases(trace, timeline, settings)
     charges = _charges(cases[0].terms_on(card), cases[1].terms_on(card))

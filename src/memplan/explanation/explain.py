@@ -126,12 +126,7 @@ def explain_build(
 
     Args:
         build_of_step: batch size (None: the step's own) and whether it trains -> the build.
-        target: the device and options of the recording.
-        train: whether the step trains.
         batch: batch size of the step; None if it cannot be changed.
-        title: its name in the explanation.
-        settings: of the caching allocator.
-        host: budget of the host's memory in bytes.
     """
     trace = record_for(build_of_step(None, train), target)
     # a ``build`` may run no backward pass, too
@@ -163,12 +158,8 @@ def explain_trace(
     """Explain a recorded or measured step.
 
     Args:
-        trace: the step.
-        title: its name in the explanation.
         train: whether it trains; by default whether it has backward ops.
         card: the card it was recorded for; by default looked up in the catalogue by the trace's device.
-        settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``; by default torch's.
-        host: budget of the host's memory in bytes.
     """
     train = any(op.phase == "backward" for op in trace.ops) if train is None else train
     if card is None:

@@ -65,10 +65,7 @@ def formulas(op: str) -> tuple[Formula, ...]:
 def gradients_reading(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return the gradients for which an op saves a tensor: (argument, name of the function that computes it).
 
-    Args:
-        op: overload name, such as ``aten.convolution.default``.
-        role: of the tensor: the name of an argument, or ``result``.
-        needs_grad: the arguments that get a gradient.
+    ``role``: of the tensor: the name of an argument, or ``result``.
     """
     base = op.removeprefix("aten.").split(".")[0]
     reads_by_variable = _READS.get(base, {})

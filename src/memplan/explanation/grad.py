@@ -25,7 +25,6 @@ def with_training_note(explanation: Explanation, build: Build, target: Target) -
     Args:
         explanation: of inference.
         build: the training step of the same model and inputs.
-        target: the device and options of the recording.
     """
     try:
         trace = record_for(build, target, 1)
@@ -38,13 +37,7 @@ def with_training_note(explanation: Explanation, build: Build, target: Target) -
 
 
 def with_eager_note(explanation: Explanation, build: Build, target: Target) -> Explanation:
-    """Return the explanation with a note on the peak that the compiled step would have in eager mode.
-
-    Args:
-        explanation: of the compiled step.
-        build: the step.
-        target: the device and options of the recording.
-    """
+    """Return the explanation with a note on the peak that the compiled step would have in eager mode."""
     with torch.compiler.set_stance("force_eager"):
         eager = simulate(at_least(record_for(build, target))).peak_allocated
     note = f"without torch.compile the step would peak at {format_bytes(eager)}"

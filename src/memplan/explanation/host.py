@@ -50,16 +50,7 @@ def host_need(
     trace: Trace, timeline: Timeline, card: Device | None, context: int, budget: int | None,
     op_at: Callable[[int], PeakRow | None],
 ) -> HostNeed | None:  # fmt: skip
-    """Return the host's memory of a recorded step; None for a step on the CPU without further host memory.
-
-    Args:
-        trace: the step.
-        timeline: its memory on the device.
-        card: the device, if that is a card.
-        context: bytes of the CUDA context on it.
-        budget: bytes of the host's memory.
-        op_at: tick -> the op that runs then.
-    """
+    """Return the host's memory of a recorded step; None for a step on the CPU without further host memory."""
     if trace.origin != "recorded":
         return None
     if trace.device == HOST and budget is None and not any(use.workers for use in trace.loaders):

@@ -171,13 +171,9 @@ def _saved_row(
     """Return the row of a storage and an op that saves it.
 
     Args:
-        trace: the step.
-        storage: that is saved.
         keeper: the op that the row is of, by its roles.
-        keepers: all ops that save the storage.
         producer: name of the op whose result the storage is; "" if it is among the keepers.
         counted: whether the storage counts for this row.
-        is_mask: whether it is a mask of dropout.
     """
     op = trace.ops[keeper[0].op]
     needs, needed_for = gradients_needing(trace, keeper)

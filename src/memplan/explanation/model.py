@@ -365,10 +365,7 @@ LABELS = {
 def headline(by_cause: dict[str, int], peak: int, whole: int) -> str:
     """Return the first sentence: ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations, ...``.
 
-    Args:
-        by_cause: bytes at the peak of the steps.
-        peak: the peak of the steps.
-        whole: the peak with building. If that is larger, as where a model is converted, the sentence ends with it.
+    ``whole``: the peak with building. If that is larger, as where a model is converted, the sentence ends with it.
     """
     largest = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
     parts = [f"{format_share(size, peak)} {LABELS[cause]}" for size, cause in largest[:4]]

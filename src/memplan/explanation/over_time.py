@@ -30,8 +30,6 @@ def memory_timeline_of(
 
     Args:
         trace: the step, in the case (low or high workspaces) that was simulated.
-        timeline: simulation of the trace.
-        settings: settings of the caching allocator in that simulation.
         moments: approximate number of ticks to keep.
 
     Example:

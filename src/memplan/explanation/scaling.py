@@ -30,10 +30,8 @@ def with_scaling(
     shows as a negative slope or intercept; or if, from batch 1, batch 3 does not lie on the line through 1 and 2.
 
     Args:
-        explanation: of the step.
         batch: its batch size; None or 0 returns the explanation unchanged.
         build_at: returns the build of the step at another batch size.
-        target: the device and options of the recording.
     """
     if batch is None or batch < 1:
         return explanation

@@ -98,9 +98,7 @@ def host_use(trace: Trace, budget: int | None = None) -> HostUse:
     Freed pinned blocks stay cached and are reused. A block whose tensor was freed counts as free, though copies to the
     card may still read it. Prefetched batches count as loaded all the time: the step takes longer than loading.
 
-    Args:
-        trace: a recorded step or run.
-        budget: bytes of host memory, for `HostUse.exceeded`.
+    ``budget``: bytes of host memory, for `HostUse.exceeded`.
     """
     # frees first: a tensor that moves to another term at a tick is not counted twice
     changes = sorted((*_of_storages(trace), *_of_loaders(trace)), key=lambda change: (change.tick, change.size > 0))
@@ -300,8 +298,6 @@ def _peak_of_samples(use: LoaderUse, on_host: list[Storage], marked: set[int], b
     """Return the peak bytes of samples while a batch is loaded, without the batch itself if it is pinned.
 
     Args:
-        use: of the loader.
-        on_host: the storages on the host, in order of allocation.
         marked: storages in pinned or shared memory, which do not count.
         below: only storages of less than this number of bytes count.
     """

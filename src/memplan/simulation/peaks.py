@@ -21,11 +21,8 @@ def timeline_of(
     """Return the timeline of ``events``, the levels after each event in order.
 
     Args:
-        device: its name.
         events: (tick, allocated, reserved), in bytes.
         bounds: 0, the ticks at which steps begin, and the last tick.
-        log: all events of the caching allocator.
-        segments: its segments at the end.
     """
     peaks = _peaks(events, bounds)
     highest = max(peaks, key=lambda peak: peak.peak_allocated)

@@ -181,8 +181,6 @@ def _bytes_moved(trace: Trace, op: Op, form: Form | None, source: Form | None) -
     """Return the bytes that an op reads and writes; of views, only the elements that they cover.
 
     Args:
-        trace: the step.
-        op: an op of it.
         form: shapes of the op's operands and results; None if they were not recorded.
         source: those of the forward op whose gradient ``op`` computes: what both read, they read in the same views.
     """

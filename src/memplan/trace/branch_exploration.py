@@ -52,11 +52,6 @@ def explore_branches(
 ) -> Trace:
     """Record a step again with other values and branches, and return the trace with the largest peak. Its assumptions
     compare the outcomes of each choice.
-
-    Args:
-        first: the recording without further overrides.
-        record_again: records the step with overrides.
-        has_time: whether there is time for another recording.
     """
     exploration = _Exploration(first, record_again, has_time)
     exploration.run()

@@ -95,8 +95,6 @@ def _replaced(module: Any, shared: Any, own: Any, others: dict[str, Any]) -> Ite
     """Within this context, functions of ``module`` (`random`, `numpy.random`) draw from ``own`` in recording threads.
 
     Args:
-        module: a module whose functions are methods of a shared generator.
-        shared: the shared generator.
         own: a generator of the same kind; it starts in the state of ``shared``.
         others: further functions of the module -> their replacements.
     """

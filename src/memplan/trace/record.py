@@ -119,11 +119,7 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
 
     Where an unknown value decides a branch, the step is recorded in both directions.
 
-    Args:
-        build: as for `record`.
-        target: the device and rank to record for.
-        steps: how often the step runs.
-        known: extends the target's semantics (see `Known`).
+    ``known``: extends the target's semantics (see `Known`).
     """
     as_rank = nullcontext()
     if target.world is not None and not isinstance(build, Program):  # a program creates its process groups itself
@@ -261,13 +257,6 @@ def _record(
         The last recording, with its trace, the error that ended it, or None (see `_Recording.run`).
 
     Args:
-        target: the device and rank to record for.
-        on_card: which storages are on the card.
-        known: extends the target's semantics.
-        build: as for `record`.
-        steps: how often the step runs.
-        compiled: how to treat compiled functions.
-        overrides: branches and scalar reads to override.
         counts: executions of lines -> number of elements that values select there.
         most_ops: for further recordings, the number of ops after which to give up; scalar reads then follow
             ``overrides`` alone.

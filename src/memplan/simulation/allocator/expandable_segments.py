@@ -17,8 +17,6 @@ class ExpandableSegments:
     """Maps and unmaps pages of reserved addresses, and updates the chunks and their pools.
 
     Args:
-        settings: for the page size of the large pool.
-        device: the memory that is mapped.
         place: maps the size of a new reservation to its address.
         total: bytes of the whole card; as in torch, addresses are reserved for 9/8 of it.
     """

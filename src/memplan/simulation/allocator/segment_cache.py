@@ -19,10 +19,7 @@ class SegmentCache:
     """The segments of a device: allocates new ones, and releases unused ones in torch's order.
 
     Args:
-        settings: as in PYTORCH_ALLOC_CONF.
-        device: the device's memory.
         place: maps the size of a new segment to its address.
-        total: bytes of the whole card.
         limit: bytes that the process may hold; garbage is collected only if there is a limit.
     """
 

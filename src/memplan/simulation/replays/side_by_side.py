@@ -67,11 +67,6 @@ def cases(replay: Replay, settings: Sequence[AllocatorSettings] = (), capacity: 
     """Return a snapshot's replay with its what-ifs, and an explanation if memory ran out.
 
     A replay of more than 300,000 events takes seconds, so then only the first of `REMEDIES` is tried.
-
-    Args:
-        replay: the replay under the recorded settings.
-        settings: other settings, each for a what-if.
-        capacity: bytes of the card available to torch; None: as in the recording.
     """
     base = replay if capacity is None else what_if(replay, None, capacity)
     others = tuple(what_if(replay, changed, capacity) for changed in settings)

@@ -76,11 +76,7 @@ class _WhatIfRun:
     def __init__(self, start: Start, settings: AllocatorSettings, capacity: int | None, *, as_recorded: bool) -> None:
         """Begin in the recorded state, or with its live blocks on a new allocator.
 
-        Args:
-            start: the recorded state.
-            settings: of the new allocator.
-            capacity: bytes of the card; None: unlimited.
-            as_recorded: whether to begin in the recorded state, if that is within the capacity.
+        ``as_recorded``: whether to begin in the recorded state, if that is within the capacity.
         """
         self.ooms: list[OutOfMemoryEvent] = []
         self.ended = False

@@ -376,10 +376,7 @@ def _sequence(subject: Subject) -> tuple[int, ...] | None:
 def _with_length(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
     """Return a shape with another sequence length, in dimension 1 or in both dimensions of a mask.
 
-    Args:
-        shape: of any input or target.
-        tokens: shape of the sequence, whose dimension 1 is the present length.
-        new: the length to set.
+    ``tokens``: shape of the sequence, whose dimension 1 is the present length.
     """
     old = tokens[1]
     if shape[-2:] == (old, old) and shape != tokens and len(shape) <= 4:  # a mask for each pair of positions

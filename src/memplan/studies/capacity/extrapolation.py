@@ -45,8 +45,6 @@ def extrapolate_storages(
 
     Args:
         samples: the recordings, in order; the three nearest to the last are used.
-        measure: the number that bytes grow with, at a position.
-        fits: whether a step fits.
         low: a position that fits, or 0.
         high: a position that does not fit.
     """
@@ -74,12 +72,7 @@ def extrapolate_need(
 ) -> int | None:
     """Predict the last position that fits by extrapolating the needed bytes alone; None if they do not grow.
 
-    Args:
-        samples: the recordings, in order; the three nearest to the last are used.
-        limit: bytes.
-        measure: the number that bytes grow with, at a position.
-        low: a position that fits, or 0.
-        high: a position that does not fit.
+    Arguments: as for `extrapolate_storages`.
     """
     last_by_need = {sample.need: sample for sample in samples}
     nearest = _nearest([sample for sample in samples if last_by_need[sample.need] is sample])
@@ -103,10 +96,7 @@ def _storage_sizes(
     """Return a function from a position to the bytes of each storage: by a parabola in the measure of the position, or,
     if a model pads positions to multiples of a stride, by a step function.
 
-    Args:
-        samples: the recordings.
-        rows: for each sample, the bytes of each storage.
-        measure: the number that bytes grow with, at a position: the pixels of an image as wide as the position.
+    ``rows``: for each sample, the bytes of each storage.
     """
     parabolas = _parabola(samples, rows)
     positions = [sample.position for sample in samples]

@@ -261,16 +261,7 @@ def find_largest(
     title: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Largest:
-    """Search as `largest` does, and return all recordings; ``value`` is 0 if nothing fits.
-
-    Args:
-        subject: the step.
-        name: of the axis.
-        room: the memory limit.
-        divisible, aspect, most, fit, settings: see `largest`.
-        title: name for reports; empty: that of the subject.
-        progress: called with the name of each point before it is recorded.
-    """
+    """Search as `largest` does, and return all recordings; ``value`` is 0 if nothing fits."""
     axis = _axis_with_aspect(subject, name, divisible, aspect)
     subject = without_data(subject)
     start = _current_value(subject, axis, divisible)

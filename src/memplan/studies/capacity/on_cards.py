@@ -93,15 +93,6 @@ def largest_on_cards(
 
     It and the next value are recorded, for the card or a card with the same kernels.
 
-    Args:
-        subject: the step.
-        name: of the axis: batch or sequence.
-        cards: cards of the catalogue.
-        target_of: returns the target of a recording for a card.
-        most: the last value to try.
-        settings: of the caching allocator.
-        progress: called with the name of each recording before it begins.
-
     Raises:
         InputError: another axis than batch or sequence, or the step has no such axis.
         MemplanError: the smallest value cannot be recorded.
@@ -190,11 +181,7 @@ class _Recorder:
 def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: list[Sample]) -> CardRow:
     """Search for the largest value that fits a card.
 
-    Args:
-        card: the card.
-        values: values to try, ascending.
-        recorder: records them.
-        others: samples of another card, for the first guess.
+    ``others``: samples of another card, for the first guess.
     """
 
     def fits(index: int) -> bool:

@@ -137,12 +137,7 @@ def _side_request(
 ) -> SideRequest:
     """Return the request of a side, whose own options take precedence over those in common.
 
-    Args:
-        what: the step, or a saved result.
-        common: options of both sides by name.
-        title: of the side.
-        side: name of the argument with its own options, for errors.
-        own_options: options of this side alone.
+    ``side``: name of the argument with its own options, for errors.
     """
     options = dict(common) | dict(own_options)
     target_options = {name: options[name] for name in _OUTSIDE_STEP}

@@ -49,14 +49,7 @@ class MeasuredComparison:
 def compare_with_prediction(
     predicted: Trace, measured: Trace, title: str, *, settings: str | None = None
 ) -> MeasuredComparison:  # fmt: skip
-    """Compare a measured step with its prediction.
-
-    Args:
-        predicted: the step, recorded for the card.
-        measured: the step as it ran on the card, with torch's counters.
-        title: name of the step.
-        settings: settings of the caching allocator in both.
-    """
+    """Compare a measured step with its prediction."""
     least, most = (simulate(predicted, settings=settings, workspace=case) for case in ("low", "high"))
     parts = ("building", *(f"step {number + 1}" for number in range(len(measured.counters) - 1)))
     peaks = list[Peak]()

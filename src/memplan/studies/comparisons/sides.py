@@ -38,11 +38,6 @@ KINDS = (
 def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
     """Return one side of a comparison.
 
-    Args:
-        what: a Trace, an Explanation, a Plan, a point of a Sweep, or the path of a file with one of them.
-        title: title of the side.
-        settings: of the caching allocator, for a Trace.
-
     Raises:
         InputError: the file has none of these, or ``settings`` with anything but a Trace.
         TargetError: the file cannot be read, or ``what`` is of another type.
@@ -145,11 +140,7 @@ _FILES = "what explain --json or --trace, fit --json or --plan, or sweep --json 
 def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: str | None = None) -> Side:
     """Return the side of a recorded or measured step, with its roofline time if the device's rates are known.
 
-    Args:
-        trace: the step.
-        title: of the side.
-        train: whether the step trains; None to infer it from the ops.
-        settings: of the caching allocator.
+    ``train``: whether the step trains; None to infer it from the ops.
     """
     explanation = explain_trace(trace, title=title, train=train, settings=settings)
     low = at_least(trace)

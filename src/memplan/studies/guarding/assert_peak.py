@@ -109,13 +109,7 @@ def check_peak(explanation: Explanation, bounds: Mapping[str, int]) -> None:
 
 
 def _details(explanation: Explanation, bound: int, *, by_reserved: bool) -> Iterator[str]:
-    """Yield the lines below the error's message: 95 % band, causes, largest layers, and the op at the peak.
-
-    Args:
-        explanation: of the step.
-        bound: the exceeded limit in bytes.
-        by_reserved: whether it is the limit of reserved bytes.
-    """
+    """Yield the lines below the error's message: 95 % band, causes, largest layers, and the op at the peak."""
     if explanation.card is not None and not by_reserved:
         yield from limit_in_band(bound, explanation.card.allocated_band)
     by_cause = explanation.by_cause_reserved if by_reserved else explanation.by_cause

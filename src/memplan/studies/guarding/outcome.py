@@ -152,10 +152,7 @@ _SHARE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*%", re.ASCII)
 def compare_with(before: Figures, step: RecordedFigures, tolerance: str = "0%") -> Outcome:
     """Compare a step with its baseline.
 
-    Args:
-        before: the baseline's figures of the step.
-        step: the step as recorded now.
-        tolerance: growth to accept of both peaks: ``1%``, ``64 MiB``.
+    ``tolerance``: growth to accept of both peaks: ``1%``, ``64 MiB``.
 
     Raises:
         UsageError: the tolerance has another form.

@@ -49,10 +49,7 @@ def figures_of_trace(
     """Return the figures of a recorded step: bytes at the peak by layer and cause, and the ops of each layer.
 
     Args:
-        trace: the step.
-        target, options: identify the step in baselines.
         train: whether the step trains; None to infer it from the ops.
-        settings: settings of the caching allocator, as in ``PYTORCH_ALLOC_CONF``.
         names_cudnn: whether the user named the cuDNN of the recording, instead of the version of this torch.
     """
     explanation = explain_trace(trace, title=target, train=train, settings=settings)
@@ -91,9 +88,7 @@ def with_forward_slashes(path: str) -> str:
 def bytes_by_layer(owners: Iterable[OwnerRow], rounding: int = 0) -> tuple[LayerBytes, ...]:
     """Return the sums of bytes live at the peak by layer and cause, in sorted order.
 
-    Args:
-        owners: rows with the layer, cause and bytes of what is live.
-        rounding: bytes that belong to no layer.
+    ``rounding``: bytes that belong to no layer.
     """
     totals: dict[tuple[str, str], int] = {(OUTSIDE, "rounding"): rounding} if rounding else {}
     for row in owners:

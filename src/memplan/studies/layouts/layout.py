@@ -77,11 +77,8 @@ def layouts_of(
     with gathered weights kept or not.
 
     Args:
-        world: number of ranks.
         per_node: ranks of a machine.
-        micro_batches: samples of a rank at a time.
         tensor: ranks that share each layer.
-        losses: values of `Layout.loss_parallel`.
 
     Raises:
         InputError: ``world`` is not a multiple of ``per_node``; a degree of ``tensor`` does not divide the ranks of a

@@ -181,9 +181,7 @@ class _Planned:
         """Note the attributes of an attention with its number of heads. Raises InputError if heads do not divide by the
         ranks.
 
-        Args:
-            attention: name of the module.
-            features: output features of its layers of queries, keys and values.
+        ``features``: output features of its layers of queries, keys and values.
         """
         module = self._model.get_submodule(attention)
         config = getattr(module, "config", None)

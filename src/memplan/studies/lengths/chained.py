@@ -45,9 +45,7 @@ def chained(traces: Mapping[int, Trace], order: Sequence[int]) -> Trace:
     gradient, is freed where a step of the next batch's length frees it. The inputs of a batch are allocated before its
     step; then the inputs of the previous batch are freed.
 
-    Args:
-        traces: length -> recording of two steps, all for the same device.
-        order: the length of each batch.
+    ``traces``: length -> recording of two steps, all for the same device.
 
     Raises:
         InputError: the model itself differs between lengths.
@@ -155,13 +153,7 @@ class _Chain:
         self.storages[number] = replace(self.storages[number], died=tick)
 
     def _add_workspace(self, trace: Trace, old: int, new: int) -> None:
-        """Copy what is known of a workspace: cuDNN's engine and its expected size.
-
-        Args:
-            trace: the recording.
-            old: number of the storage in it.
-            new: number of its copy in the chain.
-        """
+        """Copy what is known of a workspace: cuDNN's engine and its expected size."""
         if id(trace) not in self._engines_of:
             self._engines_of[id(trace)] = {engine.storage: engine for engine in trace.engines}
             self._sizes_of[id(trace)] = {size.storage: size for size in trace.expected}

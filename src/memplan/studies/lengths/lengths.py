@@ -116,12 +116,7 @@ def lengths_of(
 ) -> Lengths:
     """Predict the memory of a sequence of batches whose lengths, or image sizes, are drawn from a distribution.
 
-    Args:
-        subject: the step.
-        shares: share of all batches by length.
-        target: the device to record for.
-        settings: settings of a card's caching allocator.
-        title: name for reports.
+    ``shares``: share of all batches by length.
 
     Raises:
         InputError: the step has no sequence and no image, or its model depends on the length.
@@ -271,14 +266,7 @@ def _fits(trace: Trace, settings: str | None, capacity: int) -> bool:
 
 
 def _changed(change: Change, trace: Trace, settings: str | None, capacity: int | None) -> ChangedSequence:
-    """Return the peaks of a changed sequence, and whether it fits on the card.
-
-    Args:
-        change: its name.
-        trace: the sequence.
-        settings: of the caching allocator.
-        capacity: bytes of the card; None on the CPU.
-    """
+    """Return the peaks of a changed sequence, and whether it fits on the card."""
     timeline = _run(trace, settings)
     fits = None
     if capacity is not None:

@@ -125,9 +125,6 @@ def _measure_inference(
     """Measure inference of a copy of the model.
 
     Args:
-        model: the model.
-        options: its inputs.
-        title: of the side.
         change: changes the copy in place first; None: nothing.
         grad: whether to run with grad, so that tensors saved for backward stay allocated.
 

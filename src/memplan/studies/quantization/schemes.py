@@ -168,10 +168,8 @@ def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tup
 
     A weight that several layers share counts for the first of them.
 
-    Args:
-        before: the original model.
-        scheme: the scheme.
-        after: the quantized model; None if the scheme does not run here, and its bytes are computed by `packed_bytes`.
+    ``after``: the quantized model; None if the scheme does not run here, and its bytes are computed by
+    `packed_bytes`.
     """
     modules_after = dict(after.named_modules()) if after is not None else {}
     sharing_layers = _sharing_layers(before)

@@ -45,8 +45,6 @@ def group_ranks(world: int, per_node: int, groups: Sequence[RankGroup], key_of: 
     that were recorded between, all of it counts as equal (see the module's docstring); else its halves are compared.
 
     Args:
-        world: number of ranks.
-        per_node: number of ranks per machine.
         groups: process groups of rank 0.
         key_of: records a rank, and returns a key that is equal for ranks that allocate the same.
 
@@ -105,11 +103,7 @@ class _Box:
         return sum(stride * part[end] for stride, part in zip(self.strides, self.ranges, strict=True))
 
     def halves(self, is_first: Callable[[int], bool]) -> tuple[_Box, _Box]:
-        """Return two halves, split along a dimension whose last rank differs from the first rank, if possible.
-
-        Args:
-            is_first: returns whether a rank is equal to the first rank.
-        """
+        """Return two halves, split along a dimension whose last rank differs from the first rank, if possible."""
         long = [index for index, part in enumerate(self.ranges) if len(part) > 1]
         split = long[0]
         if len(long) > 1:

@@ -138,15 +138,7 @@ def find_roles(
     title: str,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Roles:
-    """Record the ranks that `roles` needs, and explain each group of equal ranks.
-
-    Args:
-        record: records a rank.
-        explain: returns the explanation of a trace, with a title.
-        world: number of ranks.
-        title: name of the step.
-        progress: called with the name of each rank before it is recorded.
-    """
+    """Record the ranks that `roles` needs, and explain each group of equal ranks."""
     by_key: dict[str, tuple[int, Trace]] = {}  # the first rank with each recording
 
     def recorded(rank: int) -> Trace:

@@ -62,10 +62,7 @@ class _Period:
         A storage with n periods after it is freed like the recorded storage with n periods after it; if n is larger
         than all recorded, like the first recorded storage.
 
-        Args:
-            index: of the storage in its period.
-            repeat: number of its period: 0 for the last recorded period, -1 for the period before.
-            last: number of the last period.
+        ``repeat``: number of its period: 0 for the last recorded period, -1 for the period before.
         """
         back = min(last - repeat, len(self.recorded) - 1)  # number of periods after it
         died = self.recorded[back][index].died
@@ -100,11 +97,6 @@ def extrapolate(
     Every further batch allocates and frees as the last recorded batch. Storages that each recorded batch left
     allocated accumulate; a tensor that grew with every batch (predictions, concatenated) goes on growing. Results of
     ops after the last batch that concatenate a tensor of each batch grow with the number of batches.
-
-    Args:
-        trace: the run, with a step for each part.
-        parts: the parts of the run.
-        spans: the phases of the run.
 
     Returns:
         The trace, with the further batches after the last recorded batch of each phase; and, by index of a phase, the

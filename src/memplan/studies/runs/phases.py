@@ -131,9 +131,6 @@ def _phase_to_continue(
 
     Args:
         phases: phases so far; ``phases[pass_began:]`` began with the last pass over a loader, or after it.
-        pass_began: see ``phases``.
-        kind: of the part.
-        part: the part.
         source: number of the data set and of the pass over it; None without a loader.
     """
     if kind in ("train", "evaluate") and source is not None:

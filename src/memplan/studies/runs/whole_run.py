@@ -85,11 +85,7 @@ class WholeRun(Saved, Displayed):
 def whole_run(trace: Trace, facts: Facts, *, title: str, settings: str | None = None) -> tuple[WholeRun, Trace]:
     """Return the memory of a script's whole run, and its trace with all batches of its loaders.
 
-    Args:
-        trace: the recorded run, with a step for each of ``facts.parts``.
-        facts: the parts of the run, and how it ended.
-        title: name of the run.
-        settings: settings of the card's caching allocator.
+    ``trace``: the recorded run, with a step for each of ``facts.parts``.
     """
     parts = facts.parts
     spans = phases_of(parts)
@@ -134,12 +130,7 @@ def _phase(
 ) -> RunPhase:  # fmt: skip
     """Return the bytes of a phase.
 
-    Args:
-        kind: of the phase.
-        trace: the whole run.
-        timeline: of the run.
-        peaks: of the phase's parts.
-        start: tick at which it begins; None for ``build``.
+    ``start``: tick at which it begins; None for ``build``.
     """
     highest = max(peaks, key=lambda peak: peak.peak_allocated)
     live = live_at(trace, highest.peak_tick)

@@ -45,13 +45,7 @@ class EngineChange(Printed):
 def engine_changes_of(
     axes: Sequence[Axis], rows: Sequence[Row], planned: Sequence[tuple[PlannedWorkspace, ...]]
 ) -> list[EngineChange]:
-    """Return the largest engine change between each pair of neighboring points along axes of numbers.
-
-    Args:
-        axes: axes of the sweep.
-        rows: its rows.
-        planned: cuDNN's workspaces of each row.
-    """
+    """Return the largest engine change between each pair of neighboring points along axes of numbers."""
     changes: list[EngineChange] = []
     rows_with_workspaces = [{**row, _PLANNED: workspaces} for row, workspaces in zip(rows, planned, strict=True)]
     for axis in axes:
@@ -68,11 +62,7 @@ def engine_changes_of(
 def _largest_change(axis: str, at: Mapping[str, Any], rows: tuple[Row, Row], growth: float) -> EngineChange | None:
     """Return the change of the largest workspace between two neighboring points; None if none changes by much.
 
-    Args:
-        axis: its name.
-        at: values of the other axes.
-        rows: the two points.
-        growth: ratio of their measures, by which workspaces grow with the same engine.
+    ``growth``: ratio of their measures, by which workspaces grow with the same engine.
     """
     first, second = (row[_PLANNED] for row in rows)
     if [workspace.op for workspace in first] != [workspace.op for workspace in second]:  # other convolutions

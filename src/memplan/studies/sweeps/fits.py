@@ -222,12 +222,6 @@ def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tupl
 def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fit:
     """Return the fit of the points of an axis: a line in some power of the measure, and a parabola if no line is
     straight.
-
-    Args:
-        axis: the axis.
-        at: values of the other axes.
-        points: rows, at least two.
-        measures: of each row along the axis, as an array.
     """
     peaks = _column(points, "peak")
     powers = (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,)

@@ -107,11 +107,7 @@ class Outcome:
 def record_point(subject: Subject, target: Target, settings: str | None = None, *, keep: bool = False) -> Outcome:
     """Record and simulate a step. Errors are returned in the outcome.
 
-    Args:
-        subject: the step.
-        target: the device to record for.
-        settings: of a card's caching allocator.
-        keep: whether to return the trace.
+    ``keep``: whether to return the trace.
     """
     try:
         trace = record_trace(subject, target)
@@ -126,12 +122,7 @@ def outcome_of(
 ) -> Outcome:
     """Simulate a recorded step.
 
-    Args:
-        trace: the step.
-        card: the card it was recorded for; None for the CPU.
-        settings: of the card's caching allocator.
-        keep: whether the outcome has the trace.
-        aggregation: see `Bytes`.
+    ``card``: the card it was recorded for; None for the CPU.
 
     Raises:
         MemplanError: the step cannot be explained.

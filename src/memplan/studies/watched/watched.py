@@ -193,12 +193,7 @@ def _loaded(file: Path) -> RankWatch:
 
 
 def _compare(by_rank: dict[int, tuple[Path, RankWatch]], world: int) -> WatchedRanks:
-    """Compare the peaks and owners of all ranks with their medians.
-
-    Args:
-        by_rank: the file of each rank, and its content.
-        world: number of ranks.
-    """
+    """Compare the peaks and owners of all ranks with their medians."""
     watches = [watch for _, watch in by_rank.values()]
     # on the CPU torch's profiler misses what gloo's threads allocate and free: measured peaks of equal ranks differ
     on_cpu = any(watch.device == HOST for watch in watches)

@@ -65,9 +65,6 @@ def observed(
 
     Args:
         build: as for `memplan.measure`. If it puts nothing on CUDA, all its tensors are created on the card.
-        steps: how often the step runs.
-        snapshot_file: file for torch's own snapshot of the history, with stacks.
-        snapshot: whether to return torch's snapshot, too.
         around: returns the context in which the unmodified step runs.
 
     Raises:

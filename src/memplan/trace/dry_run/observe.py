@@ -27,12 +27,6 @@ DRY = (
 def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trace:
     """Run a step on the emulated card of this process, and return the trace of torch's allocator.
 
-    Args:
-        build: as for `memplan.measure`.
-        card: the emulated card.
-        steps: how often the step runs.
-        snapshot: file for torch's own memory snapshot, with stacks.
-
     Raises:
         StepError: ``build`` or the step raised.
         DeviceError: torch does not see the card, or has no code for it.

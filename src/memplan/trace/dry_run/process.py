@@ -77,11 +77,8 @@ def run_dry(
     """Run a step on an emulated card, in its own process, and return the trace of torch's allocator.
 
     Args:
-        build: as for `memplan.measure`, or already serialized.
         device: a card whose clocks are in the catalogue.
-        steps: how often the step runs.
         environment: the environment with the CUDA build of torch; by default the current environment.
-        snapshot: a file for torch's own snapshot.
 
     Raises:
         DeviceError: no card, an unknown card, no CUDA build of torch, or no compiler.

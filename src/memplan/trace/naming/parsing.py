@@ -97,9 +97,6 @@ def check_arguments(
     """Check that a callable accepts these keyword arguments and requires no others.
 
     Args:
-        function: the callable.
-        arguments: name -> value.
-        title: the callable's name in messages.
         option: the option that the arguments came from: ``--arg``.
         first: number of leading parameters that get positional arguments.
 

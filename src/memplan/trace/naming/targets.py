@@ -53,9 +53,7 @@ class Target:
 class ByName:
     """A target's callable that is pickled as the target's text: the receiving process resolves it again.
 
-    Args:
-        text: of the target.
-        argv: ``sys.argv[1:]`` to set in the receiving process.
+    ``argv``: ``sys.argv[1:]`` to set in the receiving process.
     """
 
     def __init__(self, text: str, argv: tuple[str, ...] = ()) -> None:

@@ -308,14 +308,9 @@ def _cause(
     """Return why a storage exists. Owners come first, then when it was allocated, then its op and who saves it.
 
     Args:
-        entry: the storage.
-        observer: has the owners.
-        ops: of the trace, by index.
         sharers: storage -> the forward ops that saved it for backward.
         updated: storages that updates write in place.
         computed: storages that forward ops compute in modules.
-        collective: storages of collective operations.
-        first_step: tick at which the first step begins.
     """
     ownership = observer.ownership
     if entry.id in ownership.workspaces:

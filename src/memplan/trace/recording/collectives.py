@@ -32,12 +32,7 @@ class Collective(NamedTuple):
 
 
 def collective_storages(ops: Sequence[Op], weights: Set[int]) -> Collective:
-    """Classify the operands of collective operations.
-
-    Args:
-        ops: of the trace, in order.
-        weights: storages of parameters.
-    """
+    """Classify the operands of collective operations."""
     if not any(op.name.startswith(_LIBRARIES) for op in ops):
         return Collective(frozenset(), frozenset(), frozenset())
     sent, gathered, gradients = set[int](), set[int](), set[int]()

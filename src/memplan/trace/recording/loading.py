@@ -25,9 +25,7 @@ _MOST = 100_000
 class LoaderWatch:
     """Records passes over data loaders, and storages in pinned and shared memory.
 
-    Args:
-        ledger: of the recording.
-        pins: whether there is a card, so that loaders with ``pin_memory=True`` pin.
+    ``pins``: whether there is a card, so that loaders with ``pin_memory=True`` pin.
     """
 
     def __init__(self, ledger: Ledger, *, pins: bool) -> None:
@@ -72,10 +70,8 @@ class LoaderWatch:
         """Return the batch that ``fetch`` returns, and record its bytes. Nested calls record nothing.
 
         Args:
-            loader: the loader of the batch.
             fetch: loads the batch, or raises StopIteration.
             iterator: the iterator over the loader, with which the pass ends at the latest.
-            length: number of batches of the loader; by default ``len(loader)``.
         """
         if self._is_loading or not isinstance(loader, DataLoader):
             return fetch()

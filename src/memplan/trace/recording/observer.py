@@ -487,11 +487,7 @@ def _allocations(
     """Allocate an op's results and temporaries in the kernel's order, and free the temporaries that end with it.
 
     Args:
-        result: of the op.
         temporaries: of the op, in the order of their allocation.
-        ledger: records the allocations.
-        index: of the op.
-        note: of the op; gets the storages of the results.
         absent: whether the results take no memory.
         order: op name -> positions of the results in the order of their allocation, if not in sequence.
 

@@ -183,9 +183,7 @@ _R = TypeVar("_R")
 def called(name: str, *, profiles: bool = False) -> Iterator[None]:
     """Context of a call of a public function, which delays signals (`memplan._interrupts`).
 
-    Args:
-        name: of the function.
-        profiles: whether the function starts torch's profiler.
+    ``profiles``: whether the function starts torch's profiler.
 
     Raises:
         UsageError: the call is within a transform of torch.func, torch.compile or a meta device; or ``profiles`` and a
@@ -539,12 +537,6 @@ class ObservedRun:
 
 def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundaries) -> None:
     """Build a step and run it ``steps`` times, or run a program for at most as many steps.
-
-    Args:
-        build: as for `record`.
-        steps: how often the step runs.
-        observer: locates the module in which a step failed.
-        boundaries: called when building and each step end.
 
     Raises:
         StepError: building or a step raised, or ``build`` did not return a step.

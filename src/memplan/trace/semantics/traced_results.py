@@ -60,10 +60,7 @@ def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
 
     In eager mode the dropout mask has the dtype of the tensor, so the scale is rounded to that dtype.
 
-    Args:
-        target: the op.
-        args: its arguments.
-        like: its first result; None if the op does not compute it.
+    ``like``: its first result; None if the op does not compute it.
     """
     # a meta tensor stands for a tensor on the CPU
     if target != "aten.native_dropout_backward.default" or like.device.type not in ("cpu", "meta"):

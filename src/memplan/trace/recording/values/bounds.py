@@ -62,10 +62,8 @@ class Bounds:
     """Results of ops that select by value: of the largest possible size, or of the share assumed for a line.
 
     Args:
-        shares: the user's assumptions.
         note_assumption: called with the name of an op, the assumed and the largest number of elements, and whether the
             number is from ``counts``.
-        range_of: returns the range of a tensor's elements, None if unknown.
         counts: execution of a line -> number of elements that values select there, if known.
     """
 

@@ -50,11 +50,7 @@ def _new(
 
     Args:
         like: a sparse tensor, whose dtype and shape are the defaults.
-        count: number of elements of the new tensor.
-        coalesced: whether it is coalesced.
         stored: number of elements for which its storages are allocated; None: ``count``.
-        dtype: of its values.
-        shape: of the tensor.
         known: its indices, if their values are known.
     """
     indices, values = _torch.sparse_parts(like)

@@ -131,12 +131,7 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def library(name: str, args: Arguments, kwargs: Keywords, result: Any) -> Library | None:
-    """Return the library whose workspace an op needs, or None if it needs no workspace.
-
-    Args:
-        name: overload name, e.g. ``aten.addmm.default``.
-        args, kwargs, result: as dispatched.
-    """
+    """Return the library whose workspace an op needs, or None if it needs no workspace."""
     if name not in USES or _is_empty(name, args, result):
         return None
     if name.startswith("aten.addmm."):

@@ -246,11 +246,7 @@ def convolution_workspace(
     partial sums of a split product. With ``benchmark`` every algorithm is tried, so tiled FFTs and im2col count for
     all. Only one workspace is live at a time.
 
-    Args:
-        args: as dispatched.
-        result: the op's result; only the forward's is looked at.
-        benchmark: ``torch.backends.cudnn.benchmark``.
-        backward: whether ``args`` are those of ``convolution_backward``.
+    ``backward``: whether ``args`` are those of ``convolution_backward``.
     """
     if backward:
         y, x, weight = args[:3]
@@ -316,10 +312,7 @@ def operand_copies(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list
     contiguous for each of the two gradients. Lifetimes are in positions of the results: the gradients of input, weight
     and bias.
 
-    Args:
-        args: of ``aten.convolution``, or of ``aten.convolution_backward`` if ``backward``.
-        arch: the card.
-        backward: whether the op is the derivative.
+    ``args``: of ``aten.convolution``, or of ``aten.convolution_backward`` if ``backward``.
     """
     if not backward:
         return _copied_at_first(args[:2], in_channels_last(*args[:2]))

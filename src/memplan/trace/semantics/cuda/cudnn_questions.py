@@ -23,10 +23,7 @@ _MAX_ALIGNMENT = 32
 def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int, Question]]:
     """Return the queries that torch sends to cuDNN for a convolution: (position of a result, query) for each result.
 
-    Args:
-        args: arguments of ``aten.convolution`` or ``aten.convolution_backward``.
-        result: the op's result.
-        backward: whether the op is ``convolution_backward``.
+    ``args``: arguments of ``aten.convolution`` or ``aten.convolution_backward``.
     """
     if backward:
         y, x, weight = args[:3]

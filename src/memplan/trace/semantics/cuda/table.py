@@ -40,9 +40,6 @@ def semantics(
     """Return the semantics of a single recording for a card. They are stateful: cached workspaces are allocated once.
 
     Args:
-        device: the card.
-        stream: returns the id of the current stream.
-        on_card: whether a tensor is on the card.
         asks: whether cuDNN is queried for the workspaces of convolutions after the recording.
         differing: a set that receives the names of the catalogue's cards on which an op allocates differently; None:
             other cards are not compared.
