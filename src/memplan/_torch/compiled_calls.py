@@ -101,7 +101,6 @@ class _Once:
         self._stack, self._context, self._entered = stack, context, False
 
     def enter(self) -> None:
-        """Enter the context, unless it was entered already."""
         if not self._entered:
             self._entered = True
             self._stack.enter_context(self._context())
@@ -256,7 +255,6 @@ class _OutermostCall:
         return before
 
     def end(self) -> None:
-        """Exit both contexts, as far as they were entered."""
         self._disabled = None
         self._disabled_context.close()
         self._frame = self._callback = None

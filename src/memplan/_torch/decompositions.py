@@ -85,7 +85,6 @@ def decomposition(
 
 
 def _is_view(op: Any) -> bool:
-    """Return whether the results of an op alias its operand's memory without writing to it."""
     is_unsafe_view = op is torch.ops.aten._unsafe_view.default
     return is_unsafe_view or any(
         out.alias_info is not None and not out.alias_info.is_write for out in op._schema.returns

@@ -189,7 +189,6 @@ def _without_data(values: Any, device: str) -> Any:
 
 
 def _dtypes(values: Any) -> Dtypes:
-    """Return the dtype of each leaf of nested values, None for leaves that are no tensors."""
     return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(values))
 
 

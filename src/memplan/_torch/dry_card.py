@@ -88,7 +88,6 @@ class HostValues(TorchFunctionMode):
 
 
 def _is_number(arguments: Any) -> bool:
-    """Return whether the arguments are a single number."""
     return len(arguments) == 1 and isinstance(arguments[0], (int, float))
 
 

@@ -51,7 +51,6 @@ class EagerMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the callback for an op; in inference mode, where composite ops arrive whole, for each of its parts."""
         safe_point()
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and is_composite(func):
@@ -315,7 +314,6 @@ class DrawsReplaced(TorchDispatchMode):
         self._keep, self._floats = keep, floats
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op, with a mask of `keep` if it draws one."""
         aten = torch.ops.aten
         if func is aten.bernoulli_.float:
             target, probability = args[0], float(args[1]) if len(args) > 1 else 0.5

@@ -63,7 +63,6 @@ class _Schedule:
 
     @cached_property
     def position(self) -> Mapping[fx.Node, int]:
-        """Node -> its position in the schedule."""
         return {node: at for at, node in enumerate(self.nodes)}
 
     @cached_property
@@ -174,7 +173,6 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _storages(node: fx.Node) -> frozenset[int]:
-    """Return the keys of the storages of a node's tensors."""
     return frozenset(storage_key(tensor.untyped_storage()) for tensor in _tensors(node))
 
 

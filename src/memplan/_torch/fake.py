@@ -334,7 +334,6 @@ _STATE_OF_HOST, _STATE_OF_CARD = 5056, 16
 
 
 def _not_bounded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Bound no result of an op whose size depends on values."""
     return NotImplemented
 
 

@@ -433,7 +433,6 @@ def _loaded_without_kernels(code: str, constants: Mapping[str, Any]) -> dict[str
 
 
 def _empty_strided(place: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate a buffer on device ``place``, in the order of arguments of generated code."""
     return torch.empty_strided(size, stride, dtype=dtype, device=place)
 
 

@@ -131,11 +131,9 @@ class _Fake:
         return self
 
     def cuda(self: Any, device: Any = None, **kwargs: Any) -> Any:
-        """Note the card for `materialize`."""
         return self.to("cuda" if device is None else device)
 
     def cpu(self: Any, **kwargs: Any) -> Any:
-        """Note the CPU for `materialize`."""
         return self.to("cpu")
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:

@@ -156,6 +156,5 @@ def _node_of(output: Any) -> Any:
 
 
 def _as_list(tensors: Any) -> list[Any]:
-    """Return a list of tensors or gradient edges; a single tensor or edge (which is a tuple itself) is wrapped."""
     is_single = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
     return [tensors] if is_single else list(tensors)

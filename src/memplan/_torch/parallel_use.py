@@ -144,7 +144,6 @@ def _note_gradient(use: DataParallelUse, key: int, gradient: torch.Tensor) -> No
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -174,7 +174,6 @@ def _originals_scripted() -> Iterator[None]:
 
 
 def _module_of(frame: FrameType) -> str:
-    """Return the name of the module whose code a frame runs."""
     return str(frame.f_globals.get("__name__"))
 
 

@@ -96,5 +96,4 @@ def _unknown_inputs(stage: int, source: int) -> StepError:
 
 
 def _differentiable(meta: Any) -> Any:
-    """Return the metadata of an input as the previous stage would send it: floating-point outputs require gradients."""
     return replace(meta, requires_grad=meta.dtype.is_floating_point)

@@ -275,7 +275,6 @@ def _filled(value: Any, table: Sequence[int], storages: Sequence[Any]) -> Any:
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return whether nested arguments contain a `_Number`."""
     if isinstance(value, dict):
         value = tuple(value.values())
     return any(map(_has_numbers, value)) if isinstance(value, (tuple, list)) else isinstance(value, _Number)

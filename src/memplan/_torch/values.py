@@ -140,7 +140,6 @@ class Values:
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
-    """Return the tensors among nested arguments, in order."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 

@@ -134,7 +134,6 @@ def _runs_no_kernel(op: Op) -> bool:
 
 
 def _torch_op(name: str) -> Any:
-    """Return the torch op of a name such as ``aten.mm.default``, or None."""
     op: Any = torch.ops
     for part in name.split("."):
         op = getattr(op, part, None)

@@ -128,8 +128,6 @@ class _Exploration:
         return self._new_choices(other)
 
     def _record(self, overrides: Overrides) -> Recorded | None:
-        """Record the step with overrides, unless it is already recorded; None after `_MAX_RECORDINGS`, or if no time is
-        left."""
         if overrides not in self._recorded:
             if len(self._recorded) > _MAX_RECORDINGS or not self._has_time():
                 return None

@@ -69,7 +69,6 @@ def check(trace: Any) -> None:
 
 
 def _check_ops(trace: Any) -> None:
-    """Check the steps, the ops and their indices."""
     _within("steps", trace.steps, trace.end + 1)
     _within("steps of ops", (op.step for op in trace.ops), len(trace.steps))
     for op in trace.ops:
@@ -120,7 +119,6 @@ def _check_storage_ids(trace: Any) -> None:
 
 
 def _check_workspaces(trace: Any) -> None:
-    """Check the bytes and plans of workspaces."""
     if not all(0 <= size.low <= trace.storages[size.storage].bytes <= size.high for size in trace.expected):
         raise Unreadable("has an expected workspace outside of its band")
     if not all(engines.plans for engines in trace.engines):

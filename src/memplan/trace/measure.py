@@ -178,7 +178,6 @@ def _on_card(
     build: Runs, card: Device, steps: int, snapshot: str | os.PathLike[str] | None,
     contribute: str | os.PathLike[str] | None,
 ) -> Trace:  # fmt: skip
-    """Run the step on this machine's GPU."""
     file = None if snapshot is None else os.path.abspath(snapshot)
     run = observed(build, steps, snapshot_file=file, snapshot=contribute is not None)
     if contribute is not None:

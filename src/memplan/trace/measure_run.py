@@ -140,7 +140,6 @@ def _dispatch_in_ranges(observer: Observer, outside: OutsideState | None) -> _to
     to ops. With ``outside``, tensors from outside of ``build`` are saved before an op writes them."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
-        """Run an op by ``run(func)`` and record it."""
         if outside is not None:
             outside.save_before(func, args, kwargs)
 

@@ -187,7 +187,6 @@ def _record_branches(target: Target, known: Known, build: Runs, steps: int, comp
     most_ops = _OPS_FACTOR * len(trace.ops) + _EXTRA_OPS
 
     def record_again(overrides: Overrides) -> Recorded:
-        """Record the step under overrides; an endless loop is given up after ``most_ops``."""
         other, outcome = _record(
             target, recording.on_card, known, build, steps, compiled, overrides, recording.counts, most_ops=most_ops
         )
@@ -462,7 +461,6 @@ class _Recording(ObservedRun):
         return self._recorded_trace(self._notes(is_benchmarking))
 
     def _notes(self, is_benchmarking: bool) -> tuple[str, ...]:
-        """Return the notes on the run. ``is_benchmarking``: whether the step lets cuDNN benchmark its algorithms."""
         notes = self._target.notes + note_about_outside(self.observer.ledger.outside_bytes)
         notes += self._shares.unused + self._printed.note()
         if self._card is not None:

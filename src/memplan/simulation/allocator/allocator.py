@@ -215,7 +215,6 @@ class CachingAllocator(BlockTable):
         return chunk
 
     def _release_unused(self) -> None:
-        """Wait for all streams and release every segment and page without a block in use."""
         self._synchronize()
         self._cache.release_unused()
 

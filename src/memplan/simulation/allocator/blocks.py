@@ -89,7 +89,6 @@ class BlockTable:
         chunk.pool.add_merged(chunk)
 
     def _synchronize(self) -> None:
-        """Finish the free of all pending blocks."""
         pending = list(self._pending.values())
         self._pending.clear()
         for chunk in pending:
@@ -112,7 +111,6 @@ class BlockTable:
             self._pending[chunk.address] = chunk
 
     def _log_block(self, action: Action, chunk: Chunk) -> None:
-        """Add an event of a block to the log."""
         pool, tick = chunk.pool.ident, self._device.tick
         self.log.append(AllocatorEvent(action, chunk.address, chunk.requested, chunk.stream, pool, chunk.owner, tick))
 

@@ -266,7 +266,6 @@ def _refuse_text(text: str, position: int, tokens: list[str]) -> NoReturn:
 
 
 def _refuse_name(name: str) -> NoReturn:
-    """Raise the error of an unknown setting."""
     near = difflib.get_close_matches(name, _PARSERS, n=3, cutoff=0.5)
     raise UsageError(
         f"allocator setting {name!r} is unknown",
@@ -300,7 +299,6 @@ def _flag(field: str | None = None) -> Parser:
     """Return the parser of "True" or "False" for a field of `AllocatorSettings`, or for a setting that is not added."""
 
     def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
-        """Parse "True" or "False"."""
         if value not in ("True", "False"):
             _refuse_value(name, value, "True or False, written so")
         if field is not None:
@@ -314,7 +312,6 @@ def _whole_number(expected: str, is_valid: Callable[[int], bool], field: str | N
     ``field``: as for `_flag`."""
 
     def parse(parsed: _ParsedSettings, name: str, value: Value) -> None:
-        """Parse a whole number that ``is_valid``, and add it in bytes."""
         number = _parse_number(name, value, expected)
         if not is_valid(number):
             _refuse_value(name, value, expected)

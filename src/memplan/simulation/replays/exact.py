@@ -123,7 +123,6 @@ class ExactReplay:
         return self._next_unrecorded - size
 
     def _serve(self, request: Request, entry: Entry) -> None:
-        """Replay a request of the program on the simulated allocator."""
         tick = request.event + 1
         if request.kind == "alloc":
             self._alloc(request, entry, tick)
@@ -260,7 +259,6 @@ class ExactReplay:
     def _differs(
         self, index: int, what: Literal["address", "segment", "history", "free"], recorded: str, replayed: str
     ) -> None:
-        """Record that an event was replayed differently."""
         self.mismatches.append(Mismatch(index, what, recorded, replayed))
 
 

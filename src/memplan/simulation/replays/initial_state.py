@@ -148,7 +148,6 @@ class _Rewinder:
     # Blocks
 
     def _undo_alloc(self, index: int, entry: Entry) -> None:
-        """Remove the block that event ``index`` allocated."""
         block = self.blocks.pop(entry.address, None)
         if block is None:
             self._conflict(index, f"the block at {entry.address:#x} is not there afterwards")
@@ -207,7 +206,6 @@ class _Rewinder:
             self._remove(segment)
 
     def _undo_segment_free(self, index: int, entry: Entry) -> None:
-        """Insert the released segment again."""
         self._insert_range(index, entry, entry.size == SMALL_SEGMENT, expandable=False)
 
     def _undo_map(self, index: int, entry: Entry) -> None:
@@ -264,13 +262,11 @@ class _Rewinder:
         del self.segment_addresses[bisect_left(self.segment_addresses, segment.address)]
 
     def _segment_at(self, address: int) -> _Segment | None:
-        """Return the segment that contains an address."""
         position = bisect_right(self.segment_addresses, address)
         segment = self.segments[self.segment_addresses[position - 1]] if position else None
         return segment if segment is not None and address < segment.end else None
 
     def _conflict(self, index: int, text: str) -> None:
-        """Record that event ``index`` contradicts the later events."""
         self.conflicts.append((index, text))
 
     # The result

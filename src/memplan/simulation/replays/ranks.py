@@ -172,17 +172,14 @@ def _check_steps(files: Sequence[Path]) -> None:
 
 
 def _allocated(replayed: Replay, *, at_peak: bool) -> int:
-    """Return the bytes of allocated blocks at the peak or at the end."""
     return replayed.peak_allocated if at_peak else sum(size for _, size in _live_at_end(replayed))
 
 
 def _reserved(replayed: Replay, *, at_peak: bool) -> int:
-    """Return the bytes of segments at the peak or at the end."""
     return replayed.peak_reserved if at_peak else sum(segment.size for segment in replayed.timeline.segments)
 
 
 def _live_at_end(replayed: Replay) -> Iterator[tuple[int | None, int]]:
-    """Yield owner and bytes of the blocks that are allocated at the end."""
     for segment in replayed.timeline.segments:
         for block in segment.blocks:
             if block.state == "active_allocated":

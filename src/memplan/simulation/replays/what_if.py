@@ -136,7 +136,6 @@ class _WhatIfRun:
             levels.append((tick, allocator.allocated, allocator.reserved))
 
     def _serve_alloc(self, request: Request) -> None:
-        """Allocate the block of a request; the run ends if it does not fit."""
         address = self._malloc(request)
         if address is None:
             self.ended = True

@@ -239,11 +239,9 @@ class _Reader:
         return data
 
     def fail(self, what: str) -> NoReturn:
-        """Raise the error of a snapshot; ``what`` completes a sentence that begins with its name."""
         _refuse(self.source, what, DO)
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note for each unknown action whose events were left out."""
         return tuple(f"{count} events {shown(name)!r} were left out: unknown" for name, count in self.unknown.items())
 
     def items(self, value: Any, name: str) -> list[Any]:
@@ -390,7 +388,6 @@ class _Reader:
         return index
 
     def frame(self, raw: Any) -> Frame:
-        """Return a frame of a stack; snapshots refer to the same frames many times."""
         frame = self.frame_by_id.get(id(raw))
         if frame is None:
             if not isinstance(raw, Mapping):
@@ -425,7 +422,6 @@ def _is_number(value: object) -> bool:
 
 
 def _repr(value: object) -> str:
-    """Describe a value for an error message."""
     if isinstance(value, str):
         return repr(shown(value, 40))
     if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2 * _MAX_NUMBER):

@@ -131,7 +131,6 @@ class _Writer:
         """Stack -> the stack as torch writes it, shared by all events that have it."""
 
     def stack(self, owner: int | None) -> list[dict[str, Any]]:
-        """Return the frames of an owner as torch writes them."""
         frames = tuple(self.frames.get(owner, ())) if owner is not None else ()
         if not frames:
             return _NO_FRAMES
@@ -142,7 +141,6 @@ class _Writer:
         return self.stacks[frames]
 
     def event(self, event: AllocatorEvent) -> dict[str, Any]:
-        """Return an event of the log as torch writes it."""
         row: dict[str, Any] = {
             "action": event.action,
             "device_free" if event.action == "oom" else "addr": event.address,
@@ -157,7 +155,6 @@ class _Writer:
         return row
 
     def segment(self, segment: Segment, device: int) -> dict[str, Any]:
-        """Return a segment and its blocks as torch writes them."""
         live = [block for block in segment.blocks if block.state == "active_allocated"]
         active = [block for block in segment.blocks if block.state != "inactive"]
         return {
@@ -176,7 +173,6 @@ class _Writer:
         }
 
     def block(self, block: Block) -> dict[str, Any]:
-        """Return a block as torch writes it."""
         return {
             "address": block.address,
             "size": block.size,

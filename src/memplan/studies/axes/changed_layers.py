@@ -82,7 +82,6 @@ def rebuild_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") 
 
 
 def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's parameters by name."""
     return {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
 
 

@@ -59,7 +59,6 @@ class SearchResult:
         return min((position for position in too_large if position > self.floor), default=None)
 
     def _failed_multiples(self) -> list[int]:
-        """Return the failed positions that are multiples of ``step``."""
         return [position for position in self.failed if position % self.step == 0]
 
 
@@ -172,7 +171,6 @@ class _Search:
 
     @property
     def result(self) -> SearchResult:
-        """The recordings so far."""
         samples = tuple(sample for sample in self.recordings.values() if sample is not None)
         failed = tuple(position for position, sample in self.recordings.items() if sample is None)
         return SearchResult(samples, failed, self.step or 1)

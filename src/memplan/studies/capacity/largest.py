@@ -124,7 +124,6 @@ class Largest(Written, Displayed):
         return None
 
     def _plain(self) -> dict[str, Any]:
-        """Return the result as plain data for JSON."""
         return named(self, "title", "axis", "value", "sizes", "step", "notes", "planned") | {
             "tried": [trial.row() for trial in self.tried],
             "following": self.end,
@@ -292,7 +291,6 @@ def find_largest(
 
 
 def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Callable[[str], None]) -> Largest:
-    """Find the largest value after planning, starting from the largest without."""
     room = unplanned.room
 
     def record(value: int) -> tuple[Tried, None]:
@@ -342,7 +340,6 @@ class _Recorder:
         return self.samples[position]
 
     def _sample(self, position: int) -> Sample | None:
-        """Record a position for the first time; see `__call__`."""
         value = position * self.divisible
         try:
             self.tried[value], trace = self.record(value)

@@ -133,7 +133,6 @@ def tried_values(axis: str, most: int | None = None) -> list[int]:
 
 
 def _by_capacity(cards: Sequence[Device]) -> list[Device]:
-    """Return the cards, the smallest first."""
     return sorted(cards, key=lambda card: (card.capacity, card.name))
 
 
@@ -185,7 +184,6 @@ def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: li
     """
 
     def fits(index: int) -> bool:
-        """Record a value unless it is known; return whether it fits."""
         try:
             return recorder.on(card, values[index])[1].answer == "fits"
         except MemplanError:

@@ -161,7 +161,6 @@ def _side_request(
 
 
 def _title(what: Any) -> str:
-    """Return the name of a step: of its file, its class or its callable."""
     if isinstance(what, (str, os.PathLike)):
         return os.path.basename(what) or str(what)
     if isinstance(what, nn.Module) or is_saved(what):
@@ -171,7 +170,6 @@ def _title(what: Any) -> str:
 
 
 def _record_side(request: SideRequest) -> Side:
-    """Return a side of a comparison: read if it is saved, else recorded."""
     if is_saved(request.what):
         what = read(request.what) if isinstance(request.what, (str, os.PathLike)) else request.what
         # settings of both sides are for those that are simulated here
@@ -193,7 +191,6 @@ def _trains(request: SideRequest) -> bool | None:
 
 
 def _check_callable(request: SideRequest) -> None:
-    """Raise TargetError if a side is neither saved nor callable."""
     if not callable(request.what):
         raise TargetError(
             f"{type(request.what).__name__} {request.what!r:.60}",

@@ -303,7 +303,6 @@ def _outputs_of_fewer(side: Side) -> int:
 
 
 def _outputs_text(outputs: tuple[str, ...]) -> str:
-    """Return the first four outputs as text, and the number of the others."""
     return ", ".join(outputs[:4]) + (f" and {len(outputs) - 4} more" if len(outputs) > 4 else "")
 
 

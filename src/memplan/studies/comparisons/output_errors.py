@@ -62,7 +62,6 @@ def seconds_of(step: Step) -> float:
 
 
 def _run_seconds(step: Step) -> float:
-    """Run a step once and return its seconds."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -105,7 +104,6 @@ def _same_inputs(a: StepOptions, b: StepOptions) -> bool:
 
 
 def _same_input(a: Any, b: Any) -> bool:
-    """Return whether two inputs are equal; specs, and tensors of different dtypes, need only the same shape."""
     if isinstance(a, Spec) and isinstance(b, Spec):
         return replace(a, dtype=b.dtype) == b
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

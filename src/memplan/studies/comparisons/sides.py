@@ -180,7 +180,6 @@ def cast_copies(trace: Trace) -> set[int]:
 
 
 def _peak_of(trace: Trace, storages: set[int]) -> int:
-    """Return the peak of live bytes of some storages alone."""
     return peak_live_bytes(storage for storage in trace.counted if storage.id in storages)
 
 
@@ -197,13 +196,11 @@ def outputs_of(trace: Trace) -> tuple[str, ...] | None:
 
 
 def _elements(storage: Storage) -> int:
-    """Return the number of elements in a storage."""
     dtype = getattr(torch, storage.dtype, None)
     return storage.bytes // (dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
 
 
 def _layer_parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
-    """Return the bytes of layers that comparisons use."""
     return tuple(LayerPart(row.name, row.kind, row.output_bytes, row.saved_bytes, row.weight_bytes) for row in rows)
 
 

@@ -109,7 +109,6 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
 
 
 def _workspaces(figures: Figures) -> str:
-    """Describe whose workspaces some figures count."""
     if figures.cudnn:
         return "cuDNN's workspaces of the --cudnn that was named"
     if figures.expected:
@@ -234,7 +233,6 @@ _CALLS = {True: "the layer ran nothing before", False: "the layer no longer runs
 
 
 def _ops_text(ops: list[str]) -> str:
-    """Return ops as text, at most four by name; "nothing" for none."""
     words = [_NAMES.get(op, op) for op in ops]
     return (", ".join(words[:4]) + (f" and {len(words) - 4} more" if words[4:] else "")) or "nothing"
 

@@ -118,5 +118,4 @@ def layouts_of(
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most ``most``."""
     return next(divisor for divisor in range(most, 0, -1) if number % divisor == 0)

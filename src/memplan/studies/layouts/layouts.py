@@ -255,8 +255,6 @@ def _speed(row: LayoutBytes) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Bytes, FLOPs and seconds of a recording."""
-
     allocated: int
     reserved: int
     needs: int
@@ -267,8 +265,6 @@ class _Figures:
 
 
 class _Study:
-    """Records layouts of a module."""
-
     def __init__(
         self, subject: Subject, target: Target, card: Device, tensor_plan: TensorPlan | None, per_node: int,
         link: float | None, settings: str | None,
@@ -339,7 +335,6 @@ class _Study:
         )
 
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
-        """Return the row of a layout that was not recorded."""
         return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, self._sending(layout), reason=reason)
 
     def _extrapolated(self, values: Sequence[float]) -> float:
@@ -431,7 +426,6 @@ class _Weights:
 
     @property
     def least(self) -> int:
-        """Bytes of the parameters and their gradients."""
         return self.bytes + self.trained_bytes
 
 

@@ -243,13 +243,11 @@ class _Planned:
 
 
 def _is_child(name: str, parent: str, names: frozenset[str]) -> bool:
-    """Return whether a module's name is ``parent``, a dot and one of ``names``."""
     before, _, last = name.rpartition(".")
     return before == parent and last in names
 
 
 def _refused(reason: str) -> InputError:
-    """Return the error of a module that cannot be made tensor parallel. ``reason``: a clause."""
     return InputError(
         f"no tensor parallelism: {reason}",
         expected="a transformer of nn.Linear layers q, k, v, output, up and down",
@@ -258,7 +256,6 @@ def _refused(reason: str) -> InputError:
 
 
 def _weight(model: nn.Module, name: str) -> Any:
-    """Return the weight of a module's layer ``name``."""
     return model.get_submodule(name).weight
 
 

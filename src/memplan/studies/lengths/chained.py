@@ -34,7 +34,6 @@ class _SecondStep:
 
     @property
     def start(self) -> int:
-        """Tick at which the step begins."""
         return self.trace.steps[1]
 
 
@@ -122,7 +121,6 @@ class _Chain:
         self._calls += [replace(call, tick=call.tick + shift) for call in step.trace.calls if call.tick > step.start]
 
     def trace(self) -> Trace:
-        """Return the trace of all steps."""
         recording = self._recording
         return Trace(
             origin=recording.origin, device=recording.device, torch=recording.torch, ops=(),
@@ -149,7 +147,6 @@ class _Chain:
         return number
 
     def _free(self, number: int, tick: int) -> None:
-        """Set the tick at which a storage of the chain is freed."""
         self.storages[number] = replace(self.storages[number], died=tick)
 
     def _add_workspace(self, trace: Trace, old: int, new: int) -> None:

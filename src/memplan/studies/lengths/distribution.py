@@ -65,7 +65,6 @@ def _from_shares(text: str) -> dict[int, float]:
 
 
 def _from_file(path: str) -> dict[int, float]:
-    """Return the share of each length among the lines of a file. Raises InputError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

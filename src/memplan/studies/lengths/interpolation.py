@@ -67,7 +67,6 @@ def interpolated(recorded: Mapping[int, Trace], length: int) -> Trace | None:
 
 
 def _op_names(trace: Trace) -> list[tuple[str, int]]:
-    """Return (name, step) of each op."""
     return [(op.name, op.step) for op in trace.ops]
 
 

@@ -257,7 +257,6 @@ def _run(trace: Trace, settings: str | None, capacity: int | None = None) -> Tim
 
 
 def _fits(trace: Trace, settings: str | None, capacity: int) -> bool:
-    """Return whether a sequence runs in ``capacity`` bytes of a card."""
     try:
         _run(trace, settings, capacity)
     except OutOfMemory:

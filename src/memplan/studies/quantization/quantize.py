@@ -97,7 +97,6 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
 
 
 def _evaluated_model(what: Any, options: StepOptions) -> nn.Module:
-    """Return a copy of the model in evaluation mode, converted to the dtype of the options."""
     if not isinstance(what, nn.Module) and not callable(what):
         raise TargetError(
             f"{type(what).__name__} {what!r:.60}",

@@ -182,6 +182,5 @@ def recipe_of(text: str) -> Recipe:
 
 
 def _require_whole(name: str, value: Any) -> None:
-    """Raise InputError unless a recipe's option is a whole number from 1. ``name``: "lora:r"."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name}={value}", expected="a whole number from 1", do="Give one")

@@ -191,7 +191,6 @@ def _recipe_lines(recipe: Recipe) -> Iterator[str]:
 
 
 def _task_of(model: Model) -> _Task:
-    """Return the task of a model's architecture."""
     for end, task in _TASKS.items():
         if model.architecture.endswith(end):
             return task
@@ -203,7 +202,6 @@ def _task_of(model: Model) -> _Task:
 
 
 def _config_class(model: Model) -> Any:
-    """Return the configuration's class in transformers."""
     import transformers
 
     architecture = getattr(transformers, model.architecture, None)

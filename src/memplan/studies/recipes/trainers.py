@@ -27,7 +27,6 @@ class _Trainer:
 
     @property
     def config(self) -> str:
-        """Name of the settings' class."""
         return self.name.replace("Trainer", "Config")
 
 

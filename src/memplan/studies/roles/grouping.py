@@ -94,7 +94,6 @@ class _Box:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks in order."""
         places = product(*self.ranges)
         return tuple(sum(s * index for s, index in zip(self.strides, place, strict=True)) for place in places)
 
@@ -117,7 +116,6 @@ class _Box:
         return self._with(split, part[:middle]), self._with(split, part[middle:])
 
     def _with(self, index: int, part: range) -> _Box:
-        """Return the box with another range in dimension ``index``."""
         return _Box(self.strides, (*self.ranges[:index], part, *self.ranges[index + 1 :]))
 
 

@@ -38,12 +38,10 @@ class _Period:
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """Storages allocated in the period, in order."""
         return self.recorded[0]
 
     @property
     def ticks(self) -> int:
-        """Number of ticks."""
         return self.end - self.start
 
     def size_of(self, index: int, repeat: int) -> int:
@@ -165,7 +163,6 @@ def _period_at(trace: Trace, parts: Sequence[RunPart], span: PhaseSpan, last: in
 
 
 def _end_of_part(trace: Trace, part: int) -> int:
-    """Return the tick at which a part ends."""
     return trace.steps[part + 1] if part + 1 < len(trace.steps) else trace.end
 
 
@@ -195,7 +192,6 @@ def _same_ops(trace: Trace, a: Sequence[Storage], b: Sequence[Storage]) -> bool:
 
 
 def _outlives(storage: Storage, tick: int) -> bool:
-    """Return whether a storage is still allocated after a tick."""
     return storage.died is None or storage.died > tick
 
 

@@ -48,8 +48,6 @@ class PhaseSpan:
 
 @dataclass
 class _OpenPhase:
-    """A phase to which later parts can be added."""
-
     kind: PhaseKind
     where: str | None
     source: tuple[int, int] | None

@@ -146,7 +146,6 @@ def _phase(
 
 
 def _by_cause(storages: Sequence[Storage]) -> dict[str, int]:
-    """Return the sums of bytes by cause, the largest first."""
     sums = dict[str, int]()
     for storage in storages:
         sums[storage.cause] = sums.get(storage.cause, 0) + storage.bytes
@@ -154,6 +153,5 @@ def _by_cause(storages: Sequence[Storage]) -> dict[str, int]:
 
 
 def _allocated_after(timeline: Timeline, tick: int) -> int:
-    """Return the allocated bytes after a tick."""
     index = bisect_right(timeline.events, tick, key=lambda event: event[0])
     return timeline.events[index - 1][1] if index else 0

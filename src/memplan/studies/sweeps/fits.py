@@ -256,7 +256,6 @@ def _choose_line(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int,
 
 
 def _column(rows: Sequence[Row], name: str) -> Any:
-    """Return the bytes of ``name`` in each row, as an array."""
     return numpy.array([row[name] for row in rows], dtype=float)
 
 
@@ -280,7 +279,6 @@ def _fit_parabola(x: Any, y: Any) -> Square | None:
 
 
 def _residual(fitted: Any, y: Any) -> float:
-    """Return the largest error of a point as a share of that point."""
     return float(numpy.max(numpy.abs(fitted - y) / numpy.maximum(numpy.abs(y), 1)))
 
 
@@ -324,7 +322,6 @@ def _bytes(number: float) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a share as text: "1.2 %"."""
     return f"{100 * share:.1f} %"
 
 

@@ -183,7 +183,6 @@ def watched_ranks(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _loaded(file: Path) -> RankWatch:
-    """Read the file of a rank. Raises TargetError if it cannot be read."""
     try:
         return RankWatch.load(file)
     except OSError as error:
@@ -214,7 +213,6 @@ def _compare(by_rank: dict[int, tuple[Path, RankWatch]], world: int) -> WatchedR
 
 
 def _bytes_by_owner(held: Iterable[Held]) -> dict[Owner, int]:
-    """Return the sums of bytes by owner."""
     sizes: dict[Owner, int] = {}
     for row in held:
         sizes[row.owner] = sizes.get(row.owner, 0) + row.bytes

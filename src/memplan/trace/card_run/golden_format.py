@@ -152,7 +152,6 @@ def _letters_of_events(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str,
 
 
 def _same_block(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two events of torch's snapshot are of the same block."""
     return all(row.get(key) == other.get(key) for key in ("addr", "size", "stream", "pool_id"))
 
 

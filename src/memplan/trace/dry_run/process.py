@@ -182,7 +182,6 @@ def _ended(status: int, stderr: str) -> MemplanError:
 
 
 def _with_environment_notes(trace: Trace, torch: CudaTorch) -> Trace:
-    """Return the trace with notes on the release of torch and the settings of the allocator."""
     notes, settings = trace.notes, allocator_settings()
     if settings is not None:
         notes += (f"the allocator ran with {settings}: simulate takes it as settings",)

@@ -105,15 +105,12 @@ def _memory(card: Card) -> dict[str, Answer]:
     ledger = card.ledger
 
     def current(device: Any = None) -> int:
-        """Return the present bytes."""
         return ledger.level
 
     def peak(device: Any = None) -> int:
-        """Return the peak since it was last reset."""
         return ledger.peak
 
     def reset_peak(device: Any = None) -> None:
-        """Let the peak be that from now on."""
         ledger.peak = ledger.level
 
     def stats(device: Any = None) -> dict[str, int]:
@@ -192,7 +189,6 @@ class _Generator(torch.Generator):
     """Replaces `torch.Generator`, which cannot create a generator for a card without a GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """Return a CPU generator for any device."""
         return _HOST_GENERATOR("cpu")
 
 

@@ -115,7 +115,6 @@ class _Tensors:
         return self._move(tensor, place, *others, **kwargs)
 
     def cuda(self, tensor: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """Emulate `torch.Tensor.cuda`."""
         if not self._card.inside():
             self._card.note_cuda_named()
         return self.to(tensor, card_of_rank() if device is None else device, **kwargs)
@@ -183,7 +182,6 @@ def _pinned(tensor: Any) -> Any:
 
 
 def _is_pinned(tensor: Any) -> bool:
-    """Emulate `torch.Tensor.is_pinned`."""
     running = running_recording()
     return running is not None and running.loading is not None and running.loading.is_pinned(tensor)
 
@@ -202,13 +200,11 @@ class _DeviceCopy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, card: Any, place: Any, dtype: Any, layout: Any) -> Any:  # type: ignore[override]
-        """Copy to the target device."""
         ctx.card, ctx.dtype, ctx.source = card, tensor.dtype, CUDA if card.holds(tensor) else CPU
         return _copy_to(tensor, card, place, dtype, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
-        """Copy the gradient back to the source device."""
         return _copy_to(gradient, ctx.card, ctx.source, ctx.dtype, torch.preserve_format), None, None, None, None
 
 

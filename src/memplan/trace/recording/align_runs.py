@@ -124,7 +124,6 @@ def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple
 
 
 def _common_prefix(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Return the length of the common prefix."""
     for length, (item, other) in enumerate(zip(first, second, strict=False)):
         if item != other:
             return length

@@ -79,8 +79,6 @@ def trace_of(
 
 @dataclass(slots=True)
 class _Names:
-    """Names of modules and of the parameters and buffers in them."""
-
     modules: dict[int, str] = field(default_factory=dict)
     """id() of a module -> its path."""
     layers: list[Layer] = field(default_factory=list)

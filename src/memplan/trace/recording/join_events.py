@@ -111,7 +111,6 @@ STEP = "step"
 
 
 def _starts_of_steps(plain: _torch.Profile) -> list[int]:
-    """Return the start time of each step, in ns."""
     names = takewhile(plain.ranges.__contains__, (f"{STEP}{number}" for number in count()))
     return [plain.ranges[name][0] for name in names][:-1]  # the last mark is the end of the last step
 
@@ -302,7 +301,6 @@ def _renumbered(op: Op, number_of: dict[int, int]) -> Op:
 
 
 def _renumbered_form(form: Form, number_of: dict[int, int]) -> Form:
-    """Return the form with new numbers of its storages (``number_of``: old -> new)."""
     names = [name for name, _ in form.reads]
     views = _renumbered_views([view for _, view in form.reads], number_of)
     return replace(form, reads=tuple(zip(names, views, strict=True)), writes=_renumbered_views(form.writes, number_of))

@@ -248,7 +248,6 @@ class Ledger:
         return entry
 
     def _change_level(self, size: int) -> None:
-        """Add an allocation's bytes on the card to the current level, or subtract those of a free (negative)."""
         self.level += round_to_blocks(size) if size > 0 else -round_to_blocks(-size)
         self.peak = max(self.peak, self.level)
 

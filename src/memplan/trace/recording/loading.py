@@ -187,8 +187,6 @@ class ObjectNumbers:
 
 
 class _Pass:
-    """A pass over a loader."""
-
     def __init__(self, loader: Any, data_set: int, pins: bool, tick: int) -> None:
         self.source: Callable[[], Any] = lambda: None
         """Returns the object with whose lifetime the pass ends: the iterator or, with persistent workers, the loader;
@@ -213,12 +211,10 @@ class _Pass:
         self.length = _length(loader)
 
     def end_with(self, tick: int) -> None:
-        """Note the end of the pass, unless it has ended."""
         if self.end is None:
             self.end = tick
 
     def row(self) -> LoaderUse:
-        """Return the record of the pass."""
         return LoaderUse(
             where=self.where, start=self.start, end=self.end, workers=self.workers, prefetch=self.prefetch,
             start_method=self.start_method, pinned=self.pinned, data_set=self.data_set, arrays=self.arrays,

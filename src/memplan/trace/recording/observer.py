@@ -533,7 +533,6 @@ def _allocate_between_results(
 
 
 def _allocate(temporary: Temporary, ledger: Ledger, index: int) -> Entry:
-    """Allocate a temporary of the op ``index`` in the ledger."""
     return ledger.allocate_hidden(
         temporary.bytes, index, low=temporary.low, owner=temporary.owner, query=temporary.query
     )

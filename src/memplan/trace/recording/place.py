@@ -248,7 +248,6 @@ class Place:
         return restore_and_note
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
-        """Enter a module, as a forward pre-hook of all modules."""
         if threading.get_ident() != self._thread:
             return
         module = _torch.hooked_module(module)
@@ -275,8 +274,6 @@ class Place:
                 self.on_result(id(module), result)
 
     def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Enter an optimizer's step, as a pre-hook of all optimizers. `on_update` gets the optimizer; `before_update`
-        registers parameters and gradients."""
         if threading.get_ident() != self._thread:
             return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
@@ -285,7 +282,6 @@ class Place:
         self._optimizers_running += 1
 
     def _end_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Leave an optimizer's step, as a post-hook of all optimizers."""
         if threading.get_ident() != self._thread:
             return
         self._optimizers_running -= 1

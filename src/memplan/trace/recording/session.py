@@ -440,7 +440,6 @@ def _accelerate_states() -> list[dict[str, Any]]:
 
 
 def _allowed_tf32() -> bool | None:
-    """Return whether cuDNN may round to TF32; None if convolutions and recurrent ops have different settings."""
     try:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
@@ -555,7 +554,6 @@ def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundarie
 
 
 def _build(build: Callable[[], Step], observer: Observer) -> Step:
-    """Return the step of ``build``; raise StepError if ``build`` raises or returns no step."""
     if not callable(build):
         raise StepError(
             f"{build!r} is not callable",

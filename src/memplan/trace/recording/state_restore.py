@@ -111,7 +111,6 @@ def _copied(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an op's argument, which may be a list."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, torch.Tensor):
             yield item

@@ -88,7 +88,6 @@ def may_hold_symbolic(error: BaseException | None) -> bool:
 
 
 def _has_symbolic(value: Any) -> bool:
-    """Return whether a value is a symbolic scalar, or a list or tuple with one."""
     return any(map(is_symbolic, value)) if isinstance(value, (list, tuple)) else is_symbolic(value)
 
 
@@ -492,7 +491,6 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has an integer dtype other than bool."""
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
 
 

@@ -64,7 +64,6 @@ class _FollowedFunction:
         return line in self._first_of
 
     def add(self, line: int, start: int, end: int, hits: int, *, cut: bool) -> None:
-        """Add a span of a line."""
         key = line, start, end, cut
         self.spans[key] = self.spans.get(key, 0) + hits
 
@@ -106,8 +105,6 @@ def _first_lines_of_statements(file: str) -> dict[int, int]:
 
 
 class _RunningLine(NamedTuple):
-    """The line that a frame is running."""
-
     function: _FollowedFunction
     line: int
     start: int

@@ -94,7 +94,6 @@ def _binary(combine: Callable[[Number, Number], Number]) -> Rule:
 
 
 def _alpha(call: Call) -> Number:
-    """Return the factor ``alpha`` of `add` and `sub`."""
     return call.args[2] if len(call.args) > 2 else call.kwargs.get("alpha", 1)
 
 
@@ -406,7 +405,6 @@ def rule_of(name: str) -> Rule | None:
 
 
 def _computed(rule: Rule, call: Call) -> Range | list[Range | None] | None:
-    """Return ``rule(call)``, or None if it fails."""
     try:
         return rule(call)
     except (IndexError, KeyError, TypeError, AttributeError, ValueError, ArithmeticError):

@@ -142,7 +142,6 @@ def _whole(name: str) -> Callable[..., Any]:
 
 
 def _is_nonzero(self: Any) -> bool:
-    """``__bool__`` of symbolic scalars: a comparison, which reports a branch."""
     return self != 0
 
 

@@ -16,7 +16,6 @@ from memplan.trace.semantics.layout import bytes_of, copy_bytes, space, suggests
 
 
 def _columns(channels: int, weight: torch.Tensor, positions: int, itemsize: int) -> int:
-    """Return the bytes of the columns that im2col makes: for each position the values under the kernel."""
     return channels * prod(weight.shape[2:]) * positions * itemsize
 
 

@@ -102,12 +102,10 @@ def group_norm_backward(args: Arguments, kwargs: Keywords, result: Any) -> int:
 
 
 def _sums_by_channel(x: torch.Tensor) -> int:
-    """Return the bytes of two sums per sample and channel."""
     return 2 * x.shape[0] * x.shape[1] * _accumulated(x)
 
 
 def _accumulated(x: torch.Tensor) -> int:
-    """Return the bytes of an accumulator for sums of a tensor's elements."""
     return max(x.element_size(), 4)
 
 

@@ -130,7 +130,6 @@ def _sum(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number or a dense 0-dim tensor."""
     return not isinstance(value, torch.Tensor) or (value.layout == torch.strided and value.dim() == 0)
 
 
@@ -160,7 +159,6 @@ def _values_in_place(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _no_elements(args: Arguments, kwargs: Keywords) -> Any:
-    """Result (SparseTensorMath.cpp, zero_sparse_): no elements are left."""
     return _new(args[0], 0, coalesced=True)
 
 

@@ -174,7 +174,6 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -90,7 +90,6 @@ def installed(
 
 
 def _overload(name: str) -> Any:
-    """Return the overload of ATen with this name: ``softmax.int``, or ``dropout`` for ``dropout.default``."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(_ATEN, packet), overload or "default")
 
@@ -352,7 +351,6 @@ class _Call:
 
     @property
     def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values."""
         return self.query, self.key, self.value
 
 
@@ -379,7 +377,6 @@ def _efficient(call: _Call) -> torch.Tensor:
 
 
 def _cudnn(call: _Call) -> torch.Tensor:
-    """Run cuDNN's attention."""
     mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
     kernel = _ATEN._scaled_dot_product_cudnn_attention.default
     compute_logsumexp = _needs_gradient(*call.heads)

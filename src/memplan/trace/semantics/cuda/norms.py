@@ -26,7 +26,6 @@ _HIGHEST = 128
 
 
 def _accumulated(dtype: torch.dtype) -> int:
-    """Bytes of an element of the dtype in which sums of ``dtype`` are accumulated."""
     return 8 if dtype is torch.float64 else 4
 
 

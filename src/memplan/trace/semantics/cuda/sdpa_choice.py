@@ -75,12 +75,10 @@ class _Call:
 
     @property
     def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value."""
         return self.query, self.key, self.value
 
     @property
     def since_2_14(self) -> bool:
-        """Whether torch is 2.14 or later, whose kernels have other conditions."""
         return self.enabled.torch >= _TORCH_2_14
 
 
@@ -358,7 +356,6 @@ def _alignment(call: _Call) -> int:
 
 
 def _misaligned(tensor: torch.Tensor, multiple: int) -> bool:
-    """Return whether a tensor begins in its storage at no multiple of this many elements."""
     return tensor.numel() > 0 and bool(tensor.storage_offset() % multiple)
 
 
@@ -371,10 +368,8 @@ def _sm(arch: Arch) -> str:
 
 
 def _head_sizes(call: _Call) -> str:
-    """Return the head sizes of query, key and value as text."""
     return ", ".join(str(t.shape[-1]) for t in call.all)
 
 
 def _or(words: list[str]) -> str:
-    """Join words as in "a, b or c"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
