@@ -159,10 +159,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 def _key_of(value: Any) -> Any:
     """Return a hashable key of the properties of an argument that determine an op's result shape, strides and dtype.
-
-    Raises:
-        TypeError: the argument is of a kind for which results are not cached.
-    """
+    Raises TypeError if the argument is of a kind for which results are not cached."""
     if isinstance(value, torch.Tensor):
         if (
             type(value) is not FakeTensor

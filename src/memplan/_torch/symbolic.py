@@ -74,10 +74,7 @@ class Symbolic:
 
     def __init__(self, joint: Joint) -> None:
         """Replace the numbers of a graph by indices into the table. The graph is changed: use it through `at` only.
-
-        Raises:
-            NotSymbolicError: the graph has values other than CPU tensors and integers.
-        """
+        Raises NotSymbolicError if the graph has values other than CPU tensors and integers."""
         self._joint, self._environment = joint, _environment(joint)
         self._places: dict[Any, int] = {}
         """Index of each number or expression in the table."""

@@ -78,10 +78,8 @@ class OutOfMemoryMessage:
 def read_message(text: str) -> OutOfMemoryMessage:
     """Parse the last out-of-memory message in a text, such as a traceback or a log.
 
-    The message may be wrapped, and its lines may begin with quotation marks.
-
-    Raises:
-        InputError: the text has no such message.
+    The message may be wrapped, and its lines may begin with quotation marks. Raises InputError if the text has no such
+    message.
 
     Example:
         >>> read_message("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 8.00 GiB total capacity; ...").total

@@ -39,11 +39,8 @@ def sections_of(trace: Any) -> dict[str, Any]:
 
 
 def fields_of(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Trace from its sections: the inverse of `sections_of`.
-
-    Raises:
-        KeyError, TypeError, ValueError: ``data`` has no sections of a trace.
-    """
+    """Return the fields of a Trace from its sections: the inverse of `sections_of`. Raises KeyError, TypeError,
+    ValueError if ``data`` has no sections of a trace."""
     created_at = data.pop("made", ())  # files of earlier versions lack it
     return data | {
         "ops": [[index, *row] for index, row in enumerate(data["ops"])],

@@ -158,11 +158,7 @@ def is_cuda(device: str | None) -> bool:
 
 
 def own_gpu() -> Device:
-    """Return this machine's GPU.
-
-    Raises:
-        DeviceError: there is no GPU that torch sees.
-    """
+    """Return this machine's GPU. Raises DeviceError if there is no GPU that torch sees."""
     card = own_card()
     if card is None:
         why = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"

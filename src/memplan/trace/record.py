@@ -138,11 +138,7 @@ _Constructed = TypeVar("_Constructed")
 
 def construct(make: Callable[[], _Constructed], target: Target) -> _Constructed:
     """Return what ``make`` constructs, on fake tensors, as `record` runs a ``build``: it may read values of tensors,
-    create device meshes, and move tensors to the target's device.
-
-    Raises:
-        StepError: ``make`` raised.
-    """
+    create device meshes, and move tensors to the target's device. Raises StepError if ``make`` raised."""
     constructed: list[_Constructed] = []
 
     def build() -> Callable[[], None]:
@@ -553,11 +549,8 @@ class _Recording(ObservedRun):
         return ON_CARD if on_card else HOST
 
     def built(self) -> None:
-        """Register the modules that `build` constructed, and the devices of its storages.
-
-        Raises:
-            _Unsettled: `build` has to be recorded again, on the card.
-        """
+        """Register the modules that `build` constructed, and the devices of its storages. Raises _Unsettled if `build`
+        has to be recorded again, on the card."""
         if self._card is not None:
             # CPU kernels ran before it was known that everything is on the card
             if not self._card.fixed_precision and any(cuda.is_own(note.name) for note in self.observer.notes):

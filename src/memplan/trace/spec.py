@@ -98,11 +98,8 @@ def spec(
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
-    """Return the dtype with a name such as "bfloat16" or "bf16"; a dtype unchanged.
-
-    Raises:
-        InputError: no such dtype.
-    """
+    """Return the dtype with a name such as "bfloat16" or "bf16"; a dtype unchanged. Raises InputError: no such
+    dtype."""
     if isinstance(name, torch.dtype):
         return name
     dtype = _DTYPES.get(_SHORT.get(name, name))

@@ -42,11 +42,8 @@ class StepOptions:
     """Dtype to convert the model's floating-point parameters to."""
 
     def checked(self) -> StepOptions:
-        """Return the options with texts and shapes resolved to specs, callables and dtypes.
-
-        Raises:
-            InputError: an input that does not describe a tensor; no such loss, optimizer or dtype.
-        """
+        """Return the options with texts and shapes resolved to specs, callables and dtypes. Raises InputError: an input
+        that does not describe a tensor; no such loss, optimizer or dtype."""
         autocast = self.autocast
         if isinstance(autocast, str):
             autocast = _AUTOCAST.get(autocast)
@@ -145,11 +142,8 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module; under a fake mode, its parameters, buffers and other tensors become fake.
-
-    Raises:
-        TargetError: it cannot be copied.
-    """
+    """Return a deep copy of a module; under a fake mode, its parameters, buffers and other tensors become fake. Raises
+    TargetError if it cannot be copied."""
     memo: dict[int, Any] = {}  # id of a tensor -> its copy, which deepcopy then takes
     for part in module.modules():
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
@@ -301,11 +295,8 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return the loss of an output without a loss function: the sum of its `differentiable` tensors.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Return the loss of an output without a loss function: the sum of its `differentiable` tensors. Raises InputError
+    if there are none."""
     tensors = differentiable(output)
     if not tensors:
         raise InputError(

@@ -172,10 +172,8 @@ class CachingAllocator(BlockTable):
         """Set the state of a new allocator to these segments and blocks; the log stays empty.
 
         A pending block stays so until `complete` or `synchronize`. The address range that an expandable segment lies in
-        is not recorded: it is assumed to begin at its first segment.
-
-        Raises:
-            UsageError: the allocator is in use, or blocks do not fill their segment, or segments overlap.
+        is not recorded: it is assumed to begin at its first segment. Raises UsageError if the allocator is in use, or
+        blocks do not fill their segment, or segments overlap.
         """
         if self._device.reserved or self.log:
             raise UsageError("an allocator that is in use cannot be given a state", expected="a new one")

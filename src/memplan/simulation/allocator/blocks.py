@@ -27,11 +27,8 @@ class BlockTable:
         """Freed blocks that wait for other streams, by address, in the order in which they were freed."""
 
     def free(self, address: int, *, tick: int = 0) -> None:
-        """Free a block: at once, or pending until the other streams that used it are done with it.
-
-        Raises:
-            UsageError: no allocated block has this address.
-        """
+        """Free a block: at once, or pending until the other streams that used it are done with it. Raises UsageError if
+        no allocated block has this address."""
         if address == 0:  # of a request for no bytes
             return
         chunk = self._live.pop(address, None)
@@ -48,11 +45,8 @@ class BlockTable:
             self._pending[address] = chunk
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Record that ``stream`` uses a block, so that freeing it waits for that stream.
-
-        Raises:
-            UsageError: no allocated block has this address.
-        """
+        """Record that ``stream`` uses a block, so that freeing it waits for that stream. Raises UsageError if no
+        allocated block has this address."""
         if address == 0:
             return
         chunk = self._live.get(address)
@@ -62,11 +56,8 @@ class BlockTable:
             chunk.other_streams = {stream} if chunk.other_streams is None else chunk.other_streams | {stream}
 
     def complete(self, address: int, *, tick: int = 0) -> None:
-        """Finish the free of a pending block: the other streams are done with it.
-
-        Raises:
-            UsageError: no pending block has this address.
-        """
+        """Finish the free of a pending block: the other streams are done with it. Raises UsageError if no pending block
+        has this address."""
         chunk = self._pending.pop(address, None)
         if chunk is None:
             raise _no_block(address, "given back and waiting")

@@ -79,11 +79,8 @@ def parse_settings(text: str) -> AllocatorSettings:
     """Parse a PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) string as torch 2.13 does.
 
     Settings that do not affect where a block is placed are checked and left out. Errors that torch ignores (a missing
-    colon or comma, letters behind a number) are refused.
-
-    Raises:
-        UsageError: an unknown setting, with the nearest names; a value that torch refuses; the backend
-            cudaMallocAsync, which is another allocator.
+    colon or comma, letters behind a number) are refused. Raises UsageError: an unknown setting, with the nearest names;
+    a value that torch refuses; the backend cudaMallocAsync, which is another allocator.
 
     Example:
         >>> parse_settings("max_split_size_mb:128, expandable_segments:True").max_split_size
@@ -104,10 +101,7 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
     """Parse the ``allocator_settings`` of a torch memory snapshot, of any version of torch.
 
     Entries of their own take precedence. The other settings are taken from the recorded PYTORCH_ALLOC_CONF string, as
-    far as it can be parsed.
-
-    Raises:
-        UsageError: an entry has an invalid value.
+    far as it can be parsed. Raises UsageError if an entry has an invalid value.
 
     Example:
         >>> settings_of_snapshot({"max_split_size": -1, "expandable_segments": True})

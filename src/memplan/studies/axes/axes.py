@@ -44,11 +44,8 @@ class Axis(Protocol):
         ...
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """Return the subject with this value.
-
-        Raises:
-            InputError: the subject has no such axis, or the axis no such value.
-        """
+        """Return the subject with this value. Raises InputError if the subject has no such axis, or the axis no such
+        value."""
         ...
 
     def measure(self, value: Any) -> float | None:
@@ -116,11 +113,8 @@ class Size:
         return replace(subject, options=_with_shapes(options, change))
 
     def sizes(self, value: Any) -> tuple[int, ...]:
-        """Return the spatial dimensions at a value.
-
-        Raises:
-            InputError: not a positive integer, or not one for each dimension.
-        """
+        """Return the spatial dimensions at a value. Raises InputError: not a positive integer, or not one for each
+        dimension."""
         if isinstance(value, str) and "x" in value:
             numbers = {part: whole_number(part.strip()) for part in value.split("x")}  # None: refused below
             value = tuple(part if numbers[part] is None else numbers[part] for part in value.split("x"))
@@ -314,11 +308,7 @@ def _on_meta(leaf: Spec | torch.Tensor) -> Spec | torch.Tensor:
 
 
 def positive_integer(value: Any, name: str) -> int:
-    """Return the value of axis ``name`` if it is a positive integer.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Return the value of axis ``name`` if it is a positive integer. Raises InputError if it is not."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name} {value!r}", expected="a whole number above 0", do="Give such numbers")
     return value

@@ -28,10 +28,8 @@ def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module
     """Change layers of a model in place and return it; a new model if the model itself matches and is rebuilt.
 
     Names are those of ``named_modules()``; that of the model itself is empty. If the attribute is an argument of a
-    layer's constructor, the layer is rebuilt with new weights and keeps its hooks; any other attribute is set.
-
-    Raises:
-        InputError: no matching layer has the attribute, or a layer cannot be rebuilt.
+    layer's constructor, the layer is rebuilt with new weights and keeps its hooks; any other attribute is set. Raises
+    InputError if no matching layer has the attribute, or a layer cannot be rebuilt.
     """
     for change in changes:
         matched = [(name, layer) for name, layer in model.named_modules() if fnmatchcase(name, change.pattern)]
@@ -55,11 +53,9 @@ def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module
 def rebuild_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") -> nn.Module:
     """Return a new layer of the same class with a constructor argument changed, and with all hooks of the layer.
 
-    If ``attribute`` is no argument of the constructor, it is set on the layer, which is returned.
-
-    Raises:
-        InputError: the layer does not store its constructor arguments, the constructor refuses the value, or the new
-            layer lacks a submodule that had hooks.
+    If ``attribute`` is no argument of the constructor, it is set on the layer, which is returned. Raises InputError if
+    the layer does not store its constructor arguments, the constructor refuses the value, or the new layer lacks a
+    submodule that had hooks.
     """
     if attribute not in _arguments(layer):
         setattr(layer, attribute, value)

@@ -45,11 +45,8 @@ def values_of(values: Any, name: str) -> tuple[Any, ...]:
 
 
 def parts_of(text: str, name: str) -> Iterator[str]:
-    """Split text at the commas that are not in brackets; messages call it ``name``.
-
-    Raises:
-        InputError: an empty part, or an open bracket.
-    """
+    """Split text at the commas that are not in brackets; messages call it ``name``. Raises InputError: an empty part,
+    or an open bracket."""
     depth, begin = 0, 0  # of brackets, and of the present part
     for position, character in enumerate(f"{text},"):
         depth += (character in "([{") - (character in ")]}")

@@ -41,11 +41,7 @@ class Window:
     """Patches per call of the model."""
 
     def checked(self) -> Window:
-        """Return the window if it is valid.
-
-        Raises:
-            InputError: the volume, overlap or batch is out of range.
-        """
+        """Return the window if it is valid. Raises InputError if the volume, overlap or batch is out of range."""
         if not self.volume or any(size < 1 for size in self.volume):
             raise InputError(f"a volume of {self.volume}", expected="sizes above 0, as in 512x512x320", do="Give these")
         if not 0 <= self.overlap < 1:
@@ -58,11 +54,8 @@ class Window:
 
 
 def sliding_build(make: Callable[[], Any], options: StepOptions, window: Window, *, on_card: bool) -> Build:
-    """Return a ``build`` whose step runs inference of a whole volume, patch by patch.
-
-    Raises:
-        InputError: the step's only input is not a patch with as many dimensions as the volume.
-    """
+    """Return a ``build`` whose step runs inference of a whole volume, patch by patch. Raises InputError if the step's
+    only input is not a patch with as many dimensions as the volume."""
     patch = options.inputs[0] if len(options.inputs) == 1 and not options.kwargs else None
     if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume):
         keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""

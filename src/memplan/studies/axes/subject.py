@@ -82,11 +82,8 @@ class Maker:
         return not self.arguments and not self.changes
 
     def __call__(self) -> Any:
-        """Return the module with its changed layers, or the step.
-
-        Raises:
-            InputError: there are changes, and the callable returns no module.
-        """
+        """Return the module with its changed layers, or the step. Raises InputError if there are changes, and the
+        callable returns no module."""
         model = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what(**self.arguments)
         if not self.changes:
             return model

@@ -32,11 +32,7 @@ _LONG = 2.0
 
 def make_model(what: Any) -> nn.Module | None:
     """Return a copy of a module, or the module that a callable makes after `torch.manual_seed`; None where the callable
-    is a ``build`` that returns a step instead.
-
-    Raises:
-        StepError: the callable raised.
-    """
+    is a ``build`` that returns a step instead. Raises StepError if the callable raised."""
     with undisturbed(real=True):
         torch.manual_seed(_SEED)
         try:

@@ -77,11 +77,8 @@ class Outcome(Saved):
 
 
 def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
-    """Return the baseline's figures of the step ``now``; errors name the baseline ``source``.
-
-    Raises:
-        BaselineError: it has no figures of the step on this device, or they are of another torch or cuDNN.
-    """
+    """Return the baseline's figures of the step ``now``; errors name the baseline ``source``. Raises BaselineError if
+    it has no figures of the step on this device, or they are of another torch or cuDNN."""
     before = baseline.find(now.target, now.options, now.device)
     if before is None:
         others = [step for step in baseline.steps if step.same_step(now.target, now.options)]
@@ -124,9 +121,7 @@ def _other_steps(baseline: Baseline) -> str:
 
 def allowance(tolerance: str, size: int) -> int:
     """Return the bytes that a tolerance, a share of ``size`` such as ``1%`` or bytes such as ``64 MiB``, amounts to.
-
-    Raises:
-        UsageError: the tolerance has another form.
+    Raises UsageError if the tolerance has another form.
 
     Example:
         >>> allowance("1%", 1000), allowance("2 KiB", 1000)
@@ -151,10 +146,8 @@ _SHARE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*%", re.ASCII)
 def compare_with(before: Figures, step: RecordedFigures, tolerance: str = "0%") -> Outcome:
     """Compare a step with its baseline.
 
-    ``tolerance``: growth to accept of both peaks: ``1%``, ``64 MiB``.
-
-    Raises:
-        UsageError: the tolerance has another form.
+    ``tolerance``: growth to accept of both peaks: ``1%``, ``64 MiB``. Raises UsageError if the tolerance has another
+    form.
     """
     changes = tuple(sorted(_changes(before, step), key=lambda change: (-abs(change.difference), change.layers)))
     allowed = allowance(tolerance, before.peak), allowance(tolerance, before.reserved)

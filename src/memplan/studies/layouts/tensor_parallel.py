@@ -34,10 +34,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, blocks: Blocks | None
     Linear layers of the blocks are sharded: those of attention by heads, those of feed-forward layers by hidden
     features. Norms in the blocks are `SequenceParallel`. Embedding and output head are sharded by the vocabulary.
     Before the first block and after the last, each rank has the whole sequence. With ``loss_parallel`` the logits stay
-    sharded, for `losses_of_shards`.
-
-    Raises:
-        InputError: the module is no such transformer, or its heads do not divide.
+    sharded, for `losses_of_shards`. Raises InputError if the module is no such transformer, or its heads do not divide.
     """
     from torch.distributed.tensor import Replicate, distribute_module
     from torch.distributed.tensor.parallel import parallelize_module
@@ -229,11 +226,8 @@ class _Planned:
         self.styles[self.heads[-1]] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
 
     def _layers(self, within: str) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the names and modules within module ``within`` that have no modules of their own.
-
-        Raises:
-            InputError: another module has parameters in addition to those of its layers.
-        """
+        """Yield the names and modules within module ``within`` that have no modules of their own. Raises InputError if
+        another module has parameters in addition to those of its layers."""
         for name, module in self._model.get_submodule(within).named_modules(prefix=within):
             own = [each for each, _ in module.named_parameters(recurse=False)]
             if not list(module.children()):

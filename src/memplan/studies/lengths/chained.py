@@ -44,10 +44,8 @@ def chained(traces: Mapping[int, Trace], order: Sequence[int]) -> Trace:
     gradient, is freed where a step of the next batch's length frees it. The inputs of a batch are allocated before its
     step; then the inputs of the previous batch are freed.
 
-    ``traces``: length -> recording of two steps, all for the same device.
-
-    Raises:
-        InputError: the model itself differs between lengths.
+    ``traces``: length -> recording of two steps, all for the same device. Raises InputError if the model itself differs
+    between lengths.
     """
     used = {length: traces[length] for length in sorted(set(order))}
     inputs = _input_indices(used)
@@ -197,10 +195,7 @@ def _built(trace: Trace) -> list[Storage]:
 
 def _input_indices(traces: Mapping[int, Trace]) -> list[int]:
     """Return the indices of the batch's inputs among the `_built` storages: those whose bytes differ between lengths.
-
-    Raises:
-        InputError: the size of a weight or optimizer state, or the number of storages, differs.
-    """
+    Raises InputError if the size of a weight or optimizer state, or the number of storages, differs."""
     built = {length: _built(trace) for length, trace in traces.items()}
     if len({len(storages) for storages in built.values()}) > 1:
         raise InputError(

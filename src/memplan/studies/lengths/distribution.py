@@ -16,11 +16,8 @@ _EXPECTED = "LENGTH:SHARE joined by commas, as in 512:0.6,2048:0.4, or a file wi
 
 
 def parse_lengths(text: str) -> dict[int, float]:
-    """Parse ``512:0.6,2048:0.4``, or a file with the length of a batch in each line; return length -> share.
-
-    Raises:
-        InputError: the text is neither of these, a length is 0, or the shares do not add up to 1.
-    """
+    """Parse ``512:0.6,2048:0.4``, or a file with the length of a batch in each line; return length -> share. Raises
+    InputError if the text is neither of these, a length is 0, or the shares do not add up to 1."""
     if ":" in text and not Path(text).is_file():
         return _from_shares(text)
     return _from_file(text)

@@ -116,10 +116,8 @@ def lengths_of(
 ) -> Lengths:
     """Predict the memory of a sequence of batches whose lengths, or image sizes, are drawn from a distribution.
 
-    ``shares``: share of all batches by length.
-
-    Raises:
-        InputError: the step has no sequence and no image, or its model depends on the length.
+    ``shares``: share of all batches by length. Raises InputError if the step has no sequence and no image, or its model
+    depends on the length.
     """
     axis = _axis(subject)
     order = draw(shares, BATCHES, seed=0)
@@ -219,11 +217,7 @@ class _Recordings:
 
 
 def _axis(subject: Subject) -> Axis:
-    """Return the axis of the sequence length, or else of the image size.
-
-    Raises:
-        InputError: the step has neither.
-    """
+    """Return the axis of the sequence length, or else of the image size. Raises InputError if the step has neither."""
     for name in ("sequence", "size"):
         axis = axis_of(name, subject)
         if value_of(axis, subject) is not None:

@@ -108,11 +108,7 @@ def _import_torchao() -> Any:
 
 
 def quantize_weights(model: nn.Module, scheme: Scheme) -> None:
-    """Quantize a model in place.
-
-    Raises:
-        UsageError: torchao refuses a weight.
-    """
+    """Quantize a model in place. Raises UsageError if torchao refuses a weight."""
     assert scheme.config is not None, "a scheme that does not run was refused"
     api = _import_torchao()
     for group in GROUPS if scheme.weights == "int4" else GROUPS[:1]:

@@ -80,11 +80,8 @@ def find_pipeline(name: str) -> Pipeline:
 
 
 def diffusion_script(pipeline: Pipeline, recipe: Diffusion, options: Options) -> str:
-    """Return a script whose ``build(batch, size)`` returns the training step; run as a program, it takes two.
-
-    Raises:
-        InputError: diffusers is not installed; a length of sequences was named; an optimizer that is not torch's.
-    """
+    """Return a script whose ``build(batch, size)`` returns the training step; run as a program, it takes two. Raises
+    InputError: diffusers is not installed; a length of sequences was named; an optimizer that is not torch's."""
     for library in ("transformers", *required(recipe)):
         require(library)
     if options.sequence is not None:

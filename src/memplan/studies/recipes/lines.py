@@ -121,11 +121,7 @@ def step_lines(model: str, options: Options, forward: str, backward: str) -> Ite
 
 def optimizer_call(text: str) -> str | None:
     """Return the call that makes an optimizer of torch, such as ``torch.optim.AdamW(trained, lr=0.1)``; None for
-    ``none``.
-
-    Raises:
-        InputError: the optimizer is not torch's.
-    """
+    ``none``. Raises InputError if the optimizer is not torch's."""
     factory = optimizer_of(text, "--optimizer")
     if factory is None:
         return None

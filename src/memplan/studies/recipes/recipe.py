@@ -159,10 +159,8 @@ _KINDS: dict[str, type[Recipe]] = {
 
 
 def recipe_of(text: str) -> Recipe:
-    """Parse ``kind`` or ``kind:name=value,name=value``.
-
-    Raises:
-        InputError: no such recipe or option, or a value that it cannot have; with the nearest names.
+    """Parse ``kind`` or ``kind:name=value,name=value``. Raises InputError: no such recipe or option, or a value that it
+    cannot have; with the nearest names.
 
     Example:
         >>> recipe_of("lora:r=16,targets=q_proj+v_proj")

@@ -71,11 +71,8 @@ _TASKS = {
 
 def script_of(model: Model, recipe: Recipe, options: Options) -> str:
     """Return a script whose ``build(batch, sequence)`` returns the training step; run as a program, it takes two.
-
-    Raises:
-        InputError: transformers or peft is not installed, or this transformers has no such architecture; a sequence
-            that the model cannot have; layers that it does not have; an optimizer that is not torch's.
-    """
+    Raises InputError: transformers or peft is not installed, or this transformers has no such architecture; a sequence
+    that the model cannot have; layers that it does not have; an optimizer that is not torch's."""
     if isinstance(recipe, Diffusion):
         raise InputError(
             f"the recipe diffusion, and {model.name} is a {model.architecture}", expected="a diffusion model",
@@ -216,10 +213,7 @@ def _config_class(model: Model) -> Any:
 
 def _sequence(model: Model, task: _Task, sequence: int | None) -> int | None:
     """Return the length of the sequence, by default 1024 or the longest that the model takes; None for models without.
-
-    Raises:
-        InputError: the model takes no sequence, or none so long.
-    """
+    Raises InputError if the model takes no sequence, or none so long."""
     if not task.has_sequence:
         if sequence is not None:
             raise InputError(f"--seq {sequence}, and {model.name} takes images", expected="no --seq", do="Leave it out")

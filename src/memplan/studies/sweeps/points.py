@@ -122,10 +122,7 @@ def outcome_of(
 ) -> Outcome:
     """Simulate a recorded step.
 
-    ``card``: the card it was recorded for; None for the CPU.
-
-    Raises:
-        MemplanError: the step cannot be explained.
+    ``card``: the card it was recorded for; None for the CPU. Raises MemplanError if the step cannot be explained.
     """
     explanation = explain_trace(trace, card=card, settings=settings)
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}

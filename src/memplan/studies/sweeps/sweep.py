@@ -235,11 +235,8 @@ def sweep_subject(
 
 
 def refuse_trace(what: Any) -> Any:
-    """Return ``what`` unless it is a Trace, which cannot be recorded again with other values.
-
-    Raises:
-        InputError: it is a Trace.
-    """
+    """Return ``what`` unless it is a Trace, which cannot be recorded again with other values. Raises InputError if it
+    is a Trace."""
     if isinstance(what, Trace):
         raise InputError(
             "a Trace, whose step is recorded",

@@ -119,10 +119,7 @@ def _run_unmodified(
     build: Runs, steps: int, snapshot_file: str | None, snapshot: bool, around: Around, *, require_cuda: bool
 ) -> _UnmodifiedRun:
     """Run the step unmodified, as `observed` says of its arguments. Earlier allocations on the card do not count.
-
-    Raises:
-        _NothingOnCard: with ``require_cuda``, the build put nothing on the card.
-    """
+    Raises _NothingOnCard: with ``require_cuda``, the build put nothing on the card."""
     run, profile = _UnmodifiedRun(), _torch.memory_profile()
     place = Place()
     observer = Observer(place, real=True)

@@ -36,11 +36,7 @@ class Packed:
 
 
 def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Packed:
-    """Serialize a build for a process of this Python version.
-
-    Raises:
-        UsageError: ``build`` cannot be serialized.
-    """
+    """Serialize a build for a process of this Python version. Raises UsageError if ``build`` cannot be serialized."""
     name, module = getattr(build, "__qualname__", ""), getattr(build, "__module__", None) or ""
     home = sys.modules.get(module)
     is_local = "<" in name  # <locals>, <lambda>

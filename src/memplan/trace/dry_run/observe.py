@@ -42,11 +42,8 @@ def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trac
 
 
 def check_card(card: Device) -> None:
-    """Check that torch sees the card, and set the compute capability of torch's binaries in the emulated driver.
-
-    Raises:
-        DeviceError: torch does not see the card, or has no code for it.
-    """
+    """Check that torch sees the card, and set the compute capability of torch's binaries in the emulated driver. Raises
+    DeviceError if torch does not see the card, or has no code for it."""
     if not torch.cuda.is_available():
         raise DeviceError(
             f"torch {torch.__version__} does not see the emulated card",

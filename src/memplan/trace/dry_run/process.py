@@ -149,11 +149,7 @@ def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
 
 
 def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: CudaTorch) -> None:
-    """Wait until the process has loaded torch, or has ended.
-
-    Raises:
-        DeviceError: the process hangs before.
-    """
+    """Wait until the process has loaded torch, or has ended. Raises DeviceError if the process hangs before."""
     progress = Progress(process.pid)
     while not started.exists():
         try:

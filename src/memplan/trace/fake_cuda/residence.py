@@ -146,11 +146,8 @@ def card_of_rank() -> torch.device:
 
 
 def device_of_argument(device: Any) -> torch.device:
-    """Return the `torch.device` of a device argument ("cuda", 0, a device); an integer is a CUDA index.
-
-    Raises:
-        DeviceError: another card than the recorded rank's.
-    """
+    """Return the `torch.device` of a device argument ("cuda", 0, a device); an integer is a CUDA index. Raises
+    DeviceError: another card than the recorded rank's."""
     target = CUDA if isinstance(device, int) and not isinstance(device, bool) else torch.device(device)
     index = device if isinstance(device, int) else target.index
     own = card_of_rank().index

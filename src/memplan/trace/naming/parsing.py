@@ -30,11 +30,7 @@ def literal(text: str) -> Any:
 
 
 def named(pairs: Iterable[str], option: str) -> dict[str, str]:
-    """Parse ``["a=1", "b=2"]`` to ``{"a": "1", "b": "2"}``.
-
-    Raises:
-        InputError: no "=", no name, a name twice.
-    """
+    """Parse ``["a=1", "b=2"]`` to ``{"a": "1", "b": "2"}``. Raises InputError: no "=", no name, a name twice."""
     values: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -50,11 +46,8 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
 
 
 def keywords(text: str, option: str) -> dict[str, Any]:
-    """Parse ``"lr=0.1,betas=(0.9,0.95)"`` to ``{"lr": 0.1, "betas": (0.9, 0.95)}``.
-
-    Raises:
-        InputError: ``text`` is no such list.
-    """
+    """Parse ``"lr=0.1,betas=(0.9,0.95)"`` to ``{"lr": 0.1, "betas": (0.9, 0.95)}``. Raises InputError if ``text`` is no
+    such list."""
     try:
         call = ast.parse(f"f(\n{text}\n)", mode="eval").body
     except (SyntaxError, ValueError):

@@ -115,11 +115,8 @@ def resolve(text: str) -> Target:
 
 
 def import_place(place: str) -> ModuleType:
-    """Import the module or the file in the first part of a target's text.
-
-    Raises:
-        TargetError: there is no such module or file, or its import raised; with file:line.
-    """
+    """Import the module or the file in the first part of a target's text. Raises TargetError if there is no such module
+    or file, or its import raised; with file:line."""
     if place.endswith(".py") or "/" in place or os.sep in place:
         return _import_file(place)
     return _import_module(place)

@@ -20,11 +20,8 @@ class Assumed:
         """Number of times by (kind, text, line)."""
 
     def add(self, kind: str, text: str, line: Line | None = None) -> None:
-        """Count an assumption at a line, by default the user's current line.
-
-        Raises:
-            DataDependentError: the assumption was made so often at this line that the step must be in an endless loop.
-        """
+        """Count an assumption at a line, by default the user's current line. Raises DataDependentError if the
+        assumption was made so often at this line that the step must be in an endless loop."""
         key = (kind, text, line or user_frame())
         self._counts[key] = self._counts.get(key, 0) + 1
         if self._counts[key] > _MAX_READS:

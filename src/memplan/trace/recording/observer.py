@@ -446,10 +446,8 @@ def _result(
 ) -> Any:
     """Return an op's result: by the device's semantics, or else by ``run(func)``.
 
-    ``name``: the op's overload name. ``report``: called with the assumption behind the result, if any.
-
-    Raises:
-        NotImplementedError: the op has no kernel for sparse tensors.
+    ``name``: the op's overload name. ``report``: called with the assumption behind the result, if any. Raises
+    NotImplementedError if the op has no kernel for sparse tensors.
     """
     is_sparse = any(isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo for value in args)
     if is_sparse and not _torch.runs_on_sparse(func):

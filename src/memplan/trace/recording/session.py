@@ -183,11 +183,8 @@ _R = TypeVar("_R")
 def called(name: str, *, profiles: bool = False) -> Iterator[None]:
     """Context of a call of a public function, which delays signals (`memplan._interrupts`).
 
-    ``profiles``: whether the function starts torch's profiler.
-
-    Raises:
-        UsageError: the call is within a transform of torch.func, torch.compile or a meta device; or ``profiles`` and a
-            profiler is active already.
+    ``profiles``: whether the function starts torch's profiler. Raises UsageError if the call is within a transform of
+    torch.func, torch.compile or a meta device; or ``profiles`` and a profiler is active already.
     """
     within = _torch.transform_of_caller()
     if within is not None:
@@ -535,11 +532,8 @@ class ObservedRun:
 
 
 def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundaries) -> None:
-    """Build a step and run it ``steps`` times, or run a program for at most as many steps.
-
-    Raises:
-        StepError: building or a step raised, or ``build`` did not return a step.
-    """
+    """Build a step and run it ``steps`` times, or run a program for at most as many steps. Raises StepError if building
+    or a step raised, or ``build`` did not return a step."""
     if isinstance(build, Program):
         with located(observer, build.title):
             build.run_steps(steps, boundaries)

@@ -270,11 +270,8 @@ class ScalarPolicy:
 
     def _checked_parts(self, sizes: Sequence[Any], rows: int) -> Sequence[int]:
         """Return the sizes of an exchange's parts as plain numbers. ``rows``: of the exchanged tensor, -1 if unknown.
-
-        Raises:
-            DataDependentError: sizes that were read from tensors do not add up to ``rows``. Without a share, each is
-                assumed to be the largest possible.
-        """
+        Raises DataDependentError if sizes that were read from tensors do not add up to ``rows``. Without a share, each
+        is assumed to be the largest possible."""
         if not any(map(is_symbolic, sizes)):
             return sizes
         plain = [int.__add__(size, 0) for size in sizes]

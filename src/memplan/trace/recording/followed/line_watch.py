@@ -210,11 +210,8 @@ def start_watch() -> None:
 
 
 def code_of(function: Any, what: str) -> CodeType:
-    """Return the code of a function or method, unwrapping decorators. ``what`` names it in an error.
-
-    Raises:
-        InputError: ``function`` is not written in Python.
-    """
+    """Return the code of a function or method, unwrapping decorators. ``what`` names it in an error. Raises InputError
+    if ``function`` is not written in Python."""
     unwrapped = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
     code = getattr(unwrapped, "__code__", None)
     if not isinstance(code, CodeType):

@@ -110,11 +110,8 @@ class Bounds:
 
 
 def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Return a user's mapping ``FILE:LINE`` -> share, checked.
-
-    Raises:
-        UsageError: a key that is not ``FILE:LINE``, or a share that is not from 0 to 1.
-    """
+    """Return a user's mapping ``FILE:LINE`` -> share, checked. Raises UsageError: a key that is not ``FILE:LINE``, or a
+    share that is not from 0 to 1."""
     for place, share in (assumed or {}).items():
         file, colon, line = str(place).rpartition(":")
         is_share = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1

@@ -33,11 +33,8 @@ class Positions:
         """Storage id -> (value of its first element, difference of consecutive elements)."""
 
     def before(self, name: str, args: tuple[object, ...]) -> None:
-        """Check the position ids of an embedding before it runs.
-
-        Raises:
-            NoSuchRow: an index is out of range, for which the real step would raise on the CPU.
-        """
+        """Check the position ids of an embedding before it runs. Raises NoSuchRow if an index is out of range, for
+        which the real step would raise on the CPU."""
         if name != _TABLE or not isinstance(args[0], torch.Tensor) or not isinstance(args[1], torch.Tensor):
             return
         last = self._largest(args[1])
