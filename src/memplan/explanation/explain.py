@@ -32,7 +32,7 @@ from memplan.trace.record import record_for
 from memplan.trace.recording.boundaries import Build
 from memplan.trace.recording.session import COMPILED, Environment, Target, choose_target, public
 from memplan.trace.records import CAUSES, HOST, Op
-from memplan.trace.step import StepOptions, build_of
+from memplan.trace.step import StepOptions, build_of, title_of
 from memplan.trace.trace import Trace, at_least
 
 LARGEST_WORKSPACE = "cuDNN's largest workspace"
@@ -107,7 +107,7 @@ def explain(
                 what, replace(options if batch is None else options.with_batch(batch), train=train),
                 on_card=target.card is not None,
             ),
-            target, train=train, batch=options.batch, title=_title(what), settings=settings,
+            target, train=train, batch=options.batch, title=title_of(what, "step"), settings=settings,
             host=read_host(host),
         )[1]  # fmt: skip
 
@@ -213,13 +213,6 @@ def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
     by_cause = _by_cause(trace, timeline.reserved_tick)
     allocated, reserved = levels_at(timeline, timeline.reserved_tick)
     return by_cause | {"rounding": allocated - sum(by_cause.values()), "fragmentation": reserved - allocated}
-
-
-def _title(what: Any) -> str:
-    """Return the title of an explanation: the module's class, or the function's name."""
-    if isinstance(what, nn.Module):
-        return type(what).__name__
-    return getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", "step")
 
 
 def _representative_step(timeline: Timeline) -> StepPeak:

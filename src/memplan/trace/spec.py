@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,14 +138,17 @@ def is_shape(value: Any) -> bool:
 
 def realize(value: Any) -> Any:
     """Return the value with each Spec made into a tensor and each tensor copied by `like`."""
-    if isinstance(value, Spec):
-        return value.make()
-    if isinstance(value, torch.Tensor):
-        return like(value)
+    return map_leaves(value, lambda leaf: leaf.make() if isinstance(leaf, Spec) else like(leaf))
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the value with ``function`` applied to its specs and tensors; unlike torch's pytrees it knows `Spec`."""
+    if isinstance(value, (Spec, torch.Tensor)):
+        return function(value)
     if isinstance(value, Mapping):
-        return {key: realize(item) for key, item in value.items()}
+        return {key: map_leaves(item, function) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(realize(item) for item in value)
+        return type(value)(map_leaves(item, function) for item in value)
     return value
 
 
@@ -170,16 +173,19 @@ def with_batch(value: Any, old: int, new: int) -> Any:
 
     Tensors become meta tensors; sparse tensors, whose new indices would be unknown, are unchanged.
     """
-    if isinstance(value, torch.Tensor) and value.shape[:1] == (old,) and value.layout == torch.strided:
-        resized = torch.empty_strided((new, *value.shape[1:]), value.stride(), dtype=value.dtype, device="meta")
-        return resized.requires_grad_(value.requires_grad)
-    if isinstance(value, Spec):
-        return replace(value, shape=(new, *value.shape[1:])) if value.shape[:1] == (old,) else value
-    if isinstance(value, Mapping):
-        return {key: with_batch(item, old, new) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(with_batch(item, old, new) for item in value)
-    return value
+
+    def resized(leaf: Any) -> Any:
+        if leaf.shape[:1] != (old,):
+            return leaf
+        shape = (new, *leaf.shape[1:])
+        if isinstance(leaf, Spec):
+            return replace(leaf, shape=shape)
+        if leaf.layout != torch.strided:
+            return leaf
+        empty = torch.empty_strided(shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return empty.requires_grad_(leaf.requires_grad)
+
+    return map_leaves(value, resized)
 
 
 def batch_of(*values: Any) -> int | None:

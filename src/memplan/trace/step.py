@@ -124,15 +124,16 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
         result = copy_module(what) if isinstance(what, nn.Module) else what()
         if isinstance(result, nn.Module):
             return _step(result, options, CUDA if on_card else HOST)
+        title = title_of(what, "it")
         if not callable(result):
             raise TargetError(
-                f"{_title(what)} returned {_describe(result)}",
+                f"{title} returned {_describe(result)}",
                 expected="a module, or a step: a callable without arguments that runs one training step",
                 do="Return one of these",
             )
         if options != StepOptions():
             raise InputError(
-                f"{_title(what)} returned a step, and inputs or other options of a module's step were given, too",
+                f"{title} returned a step, and inputs or other options of a module's step were given, too",
                 expected="only what a module needs; a step brings its own",
                 do="Leave them out, or pass a callable that returns the module",
             )
@@ -388,10 +389,13 @@ def _parameters(model: nn.Module) -> str:
     return f"({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
 
 
-def _title(what: Any) -> str:
-    """Return the name of a function or class, for messages; of a `functools.partial`, that of its function."""
-    function = getattr(what, "func", what)
-    return getattr(function, "__qualname__", None) or "it"
+def title_of(what: Any, otherwise: str) -> str:
+    """Return a name for messages and reports: of a module's class, or of a callable; of a `functools.partial`, that of
+    its function. ``otherwise``: of a callable without a name."""
+    if isinstance(what, nn.Module):
+        return type(what).__name__
+    name = getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", None)
+    return name or otherwise
 
 
 def _describe(value: Any) -> str:

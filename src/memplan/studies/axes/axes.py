@@ -15,7 +15,7 @@ from memplan._text import whole_number
 from memplan.errors import InputError
 from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
-from memplan.trace.spec import Spec
+from memplan.trace.spec import Spec, map_leaves
 from memplan.trace.step import copy_module
 
 PRECISIONS: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -407,18 +407,7 @@ def _map_tensors(options: Any, function: Callable[[Any], Any], *, targets: bool 
     """Return options with a function applied to every spec and tensor of inputs, keyword arguments and targets."""
     return replace(
         options,
-        inputs=_map_leaves(options.inputs, function),
-        kwargs=_map_leaves(dict(options.kwargs), function),
-        targets=_map_leaves(options.targets, function) if targets else options.targets,
+        inputs=map_leaves(options.inputs, function),
+        kwargs=map_leaves(dict(options.kwargs), function),
+        targets=map_leaves(options.targets, function) if targets else options.targets,
     )
-
-
-def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the specs and tensors in a value; unlike torch's pytrees it knows `Spec`."""
-    if isinstance(value, (Spec, torch.Tensor)):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_leaves(item, function) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_map_leaves(item, function) for item in value)
-    return value

@@ -13,7 +13,7 @@ from memplan.errors import InputError
 from memplan.studies.axes.changed_layers import LayerChange, change_layers
 from memplan.studies.axes.sliding_window import Window, sliding_build
 from memplan.trace.recording.boundaries import Programs, Runs
-from memplan.trace.step import StepOptions, build_of, copy_module
+from memplan.trace.step import StepOptions, build_of, copy_module, title_of
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,7 @@ class Subject:
     @property
     def title(self) -> str:
         """Name for messages and reports: of the class, or of the callable; of a partial, that of its function."""
-        if isinstance(self.what, nn.Module):
-            return type(self.what).__name__
-        name = getattr(self.what, "__qualname__", None) or getattr(getattr(self.what, "func", None), "__qualname__", "")
-        return name or type(self.what).__name__
+        return title_of(self.what, type(self.what).__name__)
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Return the callable's parameters by name; empty for a module, or a callable without a signature."""

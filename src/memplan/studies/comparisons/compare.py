@@ -21,7 +21,7 @@ from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Environment, choose_target, public
 from memplan.trace.records import HOST
-from memplan.trace.step import StepOptions, build_of
+from memplan.trace.step import StepOptions, build_of, title_of
 from memplan.trace.trace import Trace
 
 _OUTSIDE_STEP = ("device", "settings", "assume", "cudnn")
@@ -163,10 +163,8 @@ def _side_request(
 def _title(what: Any) -> str:
     if isinstance(what, (str, os.PathLike)):
         return os.path.basename(what) or str(what)
-    if isinstance(what, nn.Module) or is_saved(what):
-        return getattr(what, "title", None) or type(what).__name__
-    name = getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", None)
-    return name or type(what).__name__
+    given = getattr(what, "title", None) if isinstance(what, nn.Module) or is_saved(what) else None
+    return given or title_of(what, type(what).__name__)
 
 
 def _record_side(request: SideRequest) -> Side:
