@@ -13,6 +13,7 @@ of ``torch._inductor.cpu_vec_isa``; ``get_cpp_compiler`` of ``torch._inductor.cp
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -53,13 +54,15 @@ def compiled_without_kernels(
         place_of: returns the device on which a function with these arguments allocates.
     """
     with ExitStack() as stack:
-        inductor = _Once(stack, lambda: _inductor_without_kernels(around_compiling, launched, place_of))
+        enter_inductor = functools.cache(  # by the first call of a compiled function
+            lambda: stack.enter_context(_inductor_without_kernels(around_compiling, launched, place_of))
+        )
 
         @contextmanager
         def around() -> Iterator[None]:
             """The context of an outermost call of a compiled function."""
             with around_call(), warnings.catch_warnings():
-                inductor.enter()
+                enter_inductor()
                 warnings.simplefilter("ignore")  # Dynamo warns of tensors without data
                 yield
 
@@ -92,18 +95,6 @@ def around_compiled_calls(
             yield
     finally:
         call.end()
-
-
-class _Once:
-    """A context that is entered by the first `enter`, and exited with ``stack``."""
-
-    def __init__(self, stack: ExitStack, context: Callable[[], AbstractContextManager[None]]) -> None:
-        self._stack, self._context, self._entered = stack, context, False
-
-    def enter(self) -> None:
-        if not self._entered:
-            self._entered = True
-            self._stack.enter_context(self._context())
 
 
 @contextmanager

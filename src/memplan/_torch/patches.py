@@ -38,18 +38,9 @@ def only_in_this_thread(instead: Callable[..., Any], function: Callable[..., Any
 
 
 @contextlib.contextmanager
-def around_started_threads(
-    around: Callable[[], AbstractContextManager[Any]], starts: Callable[[], None] = lambda: None
-) -> Iterator[list[str]]:
-    """Run each thread started in this context, and threads that those start, inside ``around()``.
-
-    Args:
-        around: returns the context of one thread.
-        starts: called before a thread starts, in the thread that starts it.
-
-    Returns:
-        The names of the threads started so far.
-    """
+def around_started_threads(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[list[str]]:
+    """Run each thread started in this context, and threads that those start, inside ``around()``. Yields the names of
+    the threads started so far."""
     watched, started = {threading.get_ident()}, list[str]()
     start = threading.Thread.start
 
@@ -57,7 +48,6 @@ def around_started_threads(
         """Start a thread whose ``run`` is within the context, if a watched thread starts it."""
         if threading.get_ident() not in watched:  # a thread that none of the watched ones started
             return start(self)
-        starts()
         before = self.run
 
         def run_watched() -> None:

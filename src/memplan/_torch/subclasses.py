@@ -167,9 +167,9 @@ class OpNames(TorchDispatchMode):
 _SILENT = frozenset({torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.prim.device.default})
 
 
-def fake_like(tensors: Any, mode: FakeTensorMode | None = None) -> tuple[FakeTensorMode, list[torch.Tensor]]:
-    """Return (fake mode, the tensors as fake tensors of it). The mode is that of tensors that are fake already, else
-    ``mode``, else a new mode."""
-    own_mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), mode)
-    mode = own_mode or FakeTensorMode(allow_non_fake_inputs=True)
+def fake_like(tensors: Any) -> tuple[FakeTensorMode, list[torch.Tensor]]:
+    """Return (fake mode, the tensors as fake tensors of it). The mode is that of tensors that are fake already, else a
+    new mode."""
+    mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     return mode, [tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor) for tensor in tensors]

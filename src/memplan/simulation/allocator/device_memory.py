@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ FIRST_ADDRESS = 0x7F00_0000_0000
 ALIGNMENT = 2 << 20
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OutOfMemory(Exception):
     """The device has too little memory for a request, even after all unused segments were released. Bytes throughout.
 
@@ -25,25 +27,18 @@ class OutOfMemory(Exception):
         capacity: what the device could give in all, or the limit of the process if that is lower.
     """
 
-    def __init__(
-        self,
-        *,
-        requested: int,
-        segment: int,
-        reserved: int,
-        allocated: int,
-        free_in_blocks: int,
-        largest_free: int,
-        capacity: int | None,
-    ) -> None:
-        super().__init__(f"out of memory: {requested} bytes requested, {reserved} of {capacity} bytes reserved")
-        self.requested = requested
-        self.segment = segment
-        self.reserved = reserved
-        self.allocated = allocated
-        self.free_in_blocks = free_in_blocks
-        self.largest_free = largest_free
-        self.capacity = capacity
+    requested: int
+    segment: int
+    reserved: int
+    allocated: int
+    free_in_blocks: int
+    largest_free: int
+    capacity: int | None
+
+    def __post_init__(self) -> None:
+        super().__init__(
+            f"out of memory: {self.requested} bytes requested, {self.reserved} of {self.capacity} bytes reserved"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default pickle calls the class with the text alone, which fails.

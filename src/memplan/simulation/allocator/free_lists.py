@@ -16,49 +16,33 @@ _ADDRESS_BITS = 96  # the sizes in a snapshot reach 2**63 bytes each, and addres
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Chunk:
     """A range of a segment's addresses, linked to its neighbors: torch's `Block`.
 
     Splitting and merging keep the left chunk, so the first chunk of a segment stays the same object.
     """
 
-    __slots__ = (
-        "address",
-        "freed_at",
-        "left",
-        "mapped",
-        "other_streams",
-        "owner",
-        "pool",
-        "requested",
-        "reservation",
-        "right",
-        "size",
-        "state",
-        "stream",
-    )
-
-    def __init__(self, pool: ChunkPool, stream: int, address: int, size: int, reservation: Reservation | None) -> None:
-        self.pool = pool
-        self.stream = stream
-        self.address = address
-        self.size = size
-        self.reservation = reservation
-        """Its address range, if it belongs to an expandable segment."""
-        self.mapped = True
-        """Whether its addresses have memory."""
-        self.state = FREE
-        self.requested = 0
-        """Bytes of the request that it serves, before rounding; 0 if it is free."""
-        self.owner: int | None = None
-        """Identifies for the caller what it was allocated for."""
-        self.other_streams: set[int] | None = None
-        """Streams that used it besides its own."""
-        self.freed_at = 0
-        """``request_count`` of its pool when it became free."""
-        self.left: Chunk | None = None
-        self.right: Chunk | None = None
-        """Its neighbors in the segment."""
+    pool: ChunkPool
+    stream: int
+    address: int
+    size: int
+    reservation: Reservation | None
+    """Its address range, if it belongs to an expandable segment."""
+    mapped: bool = True
+    """Whether its addresses have memory."""
+    state: int = FREE
+    requested: int = 0
+    """Bytes of the request that it serves, before rounding; 0 if it is free."""
+    owner: int | None = None
+    """Identifies for the caller what it was allocated for."""
+    other_streams: set[int] | None = None
+    """Streams that used it besides its own."""
+    freed_at: int = 0
+    """``request_count`` of its pool when it became free."""
+    left: Chunk | None = None
+    right: Chunk | None = None
+    """Its neighbors in the segment."""
 
     def split(self, size: int) -> Chunk:
         """Keep the first ``size`` bytes and return the remainder as a new free chunk, in no pool."""
@@ -186,7 +170,7 @@ def _size_if_grown(chunk: Chunk) -> int:
     return chunk.size + (right.size if right is not None and not right.mapped else 0)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Reservation:
     """A reserved address range, mapped in whole pages. Bytes."""
 

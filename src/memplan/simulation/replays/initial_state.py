@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from memplan.simulation.allocator.allocator import CachingAllocator
 from memplan.simulation.allocator.device_memory import ascending_addresses
@@ -59,37 +59,33 @@ class Start:
         return allocator
 
 
+@dataclass(eq=False, slots=True)
 class _Segment:
     """A segment while the history is undone."""
 
-    __slots__ = ("address", "block_addresses", "expandable", "pool", "size", "small", "stream")
-
-    def __init__(self, segment: Segment) -> None:
-        self.address = segment.address
-        self.size = segment.size
-        self.stream = segment.stream
-        self.small = segment.small
-        self.pool = segment.pool
-        self.expandable = segment.expandable
-        self.block_addresses: list[int] = []
-        """Sorted addresses of its live blocks; empty for expandable segments, which leave no small gaps."""
+    address: int
+    size: int
+    stream: int
+    small: bool
+    pool: Pool
+    expandable: bool
+    block_addresses: list[int] = field(default_factory=list)
+    """Sorted addresses of its live blocks; empty for expandable segments, which leave no small gaps."""
 
     @property
     def end(self) -> int:
         return self.address + self.size
 
 
+@dataclass(eq=False, slots=True)
 class _Block:
     """A live block while the history is undone. ``size`` is 0 if it is not known; ``rounded`` is its lower bound."""
 
-    __slots__ = ("pending", "requested", "rounded", "size", "stack")
-
-    def __init__(self, requested: int, rounded: int, size: int, pending: bool, stack: int) -> None:
-        self.requested = requested
-        self.rounded = rounded
-        self.size = size
-        self.pending = pending
-        self.stack = stack
+    requested: int
+    rounded: int
+    size: int
+    pending: bool
+    stack: int
 
 
 def rewind(snapshot: Snapshot) -> Start:
@@ -132,7 +128,11 @@ class _Rewinder:
         }
         # the state at the end of the history, from which events are undone
         for recorded in snapshot.segments:
-            segment = self._insert(_Segment(recorded))
+            segment = self._insert(
+                _Segment(
+                    recorded.address, recorded.size, recorded.stream, recorded.small, recorded.pool, recorded.expandable
+                )
+            )
             for block in recorded.blocks:
                 if block.state != "inactive":
                     pending, stack = block.state == "active_pending_free", snapshot.block_stacks.get(block.address, 0)
@@ -217,8 +217,7 @@ class _Rewinder:
         self._remove(segment)
         for start, stop in ((segment.address, entry.address), (end, segment.end)):
             if start < stop:
-                part = Segment(start, stop - start, segment.stream, segment.small, segment.pool, True, ())
-                self._insert(_Segment(part))
+                self._insert(_Segment(start, stop - start, segment.stream, segment.small, segment.pool, True))
         kind = _kind(segment)
         if any(other.expandable and _kind(other) == kind for other in self.segments.values()):
             self.lowest_map[kind] = min(entry.address, self.lowest_map.get(kind, entry.address))
@@ -250,7 +249,7 @@ class _Rewinder:
             self._conflict(index, f"the {entry.size} bytes at {entry.address:#x} are held already")
             return None
         pool = entry.pool or DEFAULT_POOL
-        return self._insert(_Segment(Segment(entry.address, entry.size, entry.stream, small, pool, expandable, ())))
+        return self._insert(_Segment(entry.address, entry.size, entry.stream, small, pool, expandable))
 
     def _insert(self, segment: _Segment) -> _Segment:
         self.segments[segment.address] = segment
