@@ -492,10 +492,7 @@ _NOT_CALLED = {
 
 
 def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
-    """Import as `__import__` does, but return the module's replacement if that has all imported names.
-
-    ``rest``: globals, locals, names to import from the module, level.
-    """
+    """Import as `__import__` does, but return the module's replacement if that has all imported names."""
     replacement = _NOT_CALLED.get(name)
     if replacement is not None and all(hasattr(replacement, imported) for imported in rest[2] or ()):
         return replacement

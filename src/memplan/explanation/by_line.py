@@ -12,10 +12,7 @@ from memplan.trace.trace import Trace
 
 
 def line_profiles(trace: Trace, timeline: Timeline) -> tuple[LineProfile, ...]:
-    """Return the line profiles of the functions that were followed in a step.
-
-    ``timeline``: its timeline; on a card, bytes are those of the allocator's blocks.
-    """
+    """Return the line profiles of the functions that were followed in a step."""
     if not trace.lines:
         return ()
     levels = [(tick, allocated) for tick, allocated, _ in timeline.events]

@@ -97,8 +97,6 @@ def host_use(trace: Trace, budget: int | None = None) -> HostUse:
 
     Freed pinned blocks stay cached and are reused. A block whose tensor was freed counts as free, though copies to the
     card may still read it. Prefetched batches count as loaded all the time: the step takes longer than loading.
-
-    ``budget``: bytes of host memory, for `HostUse.exceeded`.
     """
     # frees first: a tensor that moves to another term at a tick is not counted twice
     changes = sorted((*_of_storages(trace), *_of_loaders(trace)), key=lambda change: (change.tick, change.size > 0))

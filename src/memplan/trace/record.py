@@ -118,8 +118,6 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
     """Record a step as `record` does, for a `Target`.
 
     Where an unknown value decides a branch, the step is recorded in both directions.
-
-    ``known``: extends the target's semantics (see `Known`).
     """
     as_rank = nullcontext()
     if target.world is not None and not isinstance(build, Program):  # a program creates its process groups itself

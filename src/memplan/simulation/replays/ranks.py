@@ -215,10 +215,7 @@ def _live_at_peak(replayed: Replay) -> Iterator[tuple[int | None, int]]:
 
 
 def _notes(rows: Sequence[RankRow], replays: dict[int, tuple[Path, Replay]]) -> Iterator[str]:
-    """Yield notes on differences between the snapshots that make the comparison less certain.
-
-    ``replays``: rank -> (file of the snapshot, its replay).
-    """
+    """Yield notes on differences between the snapshots that make the comparison less certain."""
     most, least = max(rows, key=lambda row: row.events), min(rows, key=lambda row: row.events)
     if most.events - least.events > _EVENTS * most.events:
         yield (

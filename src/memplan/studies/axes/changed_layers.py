@@ -82,10 +82,7 @@ def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _copy_hooks(old: nn.Module, new: nn.Module, name: str) -> None:
-    """Copy the hooks of a layer and its submodules to the rebuilt layer. Raises InputError if that has others.
-
-    ``name``: of the layer, for the error.
-    """
+    """Copy the hooks of a layer and its submodules to the rebuilt layer. Raises InputError if that has others."""
     new_modules = dict(new.named_modules())
     for path, module in old.named_modules():
         count = _torch.count_hooks(module)

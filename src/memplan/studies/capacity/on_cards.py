@@ -178,10 +178,7 @@ class _Recorder:
 
 
 def _largest_on(card: Device, values: list[int], recorder: _Recorder, others: list[Sample]) -> CardRow:
-    """Search for the largest value that fits a card.
-
-    ``others``: samples of another card, for the first guess.
-    """
+    """Search for the largest value that fits a card."""
 
     def fits(index: int) -> bool:
         try:

@@ -133,10 +133,7 @@ def _results(model: nn.Module, options: StepOptions) -> dict[str, dict[str, torc
 def _difference(
     kind: str, tensors_a: Mapping[str, torch.Tensor], tensors_b: Mapping[str, torch.Tensor]
 ) -> ResultDifference | None:
-    """Return the difference of floating-point tensors of the same name and shape; None if there are none.
-
-    ``kind``: ``outputs`` or ``gradients``.
-    """
+    """Return the difference of floating-point tensors of the same name and shape; None if there are none."""
     names = [name for name in tensors_a if name in tensors_b and tensors_a[name].shape == tensors_b[name].shape]
     names = [name for name in names if tensors_a[name].is_floating_point() and tensors_a[name].numel()]
     if not names:

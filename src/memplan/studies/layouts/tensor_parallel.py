@@ -176,10 +176,7 @@ class _Planned:
 
     def _check_heads(self, attention: str, features: list[int]) -> None:
         """Note the attributes of an attention with its number of heads. Raises InputError if heads do not divide by the
-        ranks.
-
-        ``features``: output features of its layers of queries, keys and values.
-        """
+        ranks."""
         module = self._model.get_submodule(attention)
         config = getattr(module, "config", None)
         for name in _HEADS:
@@ -197,10 +194,7 @@ class _Planned:
 
     def _plan_rest(self, blocks: str) -> None:
         """Plan the layers outside of the blocks: the largest embedding, linear layers, and others, which each rank has
-        whole.
-
-        ``blocks``: prefix of the blocks' names.
-        """
+        whole."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -24,10 +24,7 @@ def parse_lengths(text: str) -> dict[int, float]:
 
 
 def draw(lengths: Mapping[int, float], batches: int, seed: int) -> tuple[int, ...]:
-    """Return the lengths of ``batches`` batches, drawn independently; the same for the same seed.
-
-    ``lengths``: share of all batches by length.
-    """
+    """Return the lengths of ``batches`` batches, drawn independently; the same for the same seed."""
     return tuple(random.Random(seed).choices(list(lengths), list(lengths.values()), k=batches))
 
 

@@ -29,8 +29,6 @@ def interpolated(recorded: Mapping[int, Trace], length: int) -> Trace | None:
     It is the trace recorded at the nearest length, with other bytes: those of each storage are on the quadratic (or
     line) through the three (or two) nearest recordings with the same ops. A storage that a recording lacks, such as the
     temporary of a reduction in two passes, keeps its bytes.
-
-    ``recorded``: by length.
     """
     nearest = sorted(recorded, key=lambda known: (abs(known - length), known))
     base = recorded[nearest[0]]

@@ -134,10 +134,7 @@ def _body(model: Model, recipe: Recipe, options: Options, config: str, task: _Ta
 
 
 def _loop_lines(recipe: Recipe, options: Options, make: str, task: _Task) -> Iterator[str]:
-    """Yield the lines that make the model, the optimizer and the step of a loop without a trainer.
-
-    ``make``: the expression that makes the model.
-    """
+    """Yield the lines that make the model, the optimizer and the step of a loop without a trainer."""
     if isinstance(recipe, Qlora):
         yield f"model = {make}  # in the host's memory: layers are packed as they move"
         yield from _packing_lines(recipe)

@@ -46,10 +46,7 @@ class _Period:
 
     def size_of(self, index: int, repeat: int) -> int:
         """Return the bytes of a storage in the ``repeat``-th further period: constant, unless it grew by the same bytes
-        twice.
-
-        ``index``: of the storage in each period.
-        """
+        twice."""
         last, before, *earlier = (period[index].bytes for period in self.recorded)
         grows = last > before and earlier and before - earlier[0] == last - before
         return last + repeat * (last - before) if grows else last

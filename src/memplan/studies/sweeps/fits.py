@@ -201,10 +201,7 @@ def along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[d
 
 def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
     """Group the rows that did not fail by the values of all axes other than ``axis``: return (these values by name,
-    rows).
-
-    ``axes``: names of all axes.
-    """
+    rows)."""
     groups: list[tuple[dict[str, Any], list[Row]]] = []
     others = [name for name in axes if name != axis]
     for row in rows:
@@ -283,10 +280,7 @@ def _residual(fitted: Any, y: Any) -> float:
 
 
 def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossing]:
-    """Return the places between neighboring points of an axis at which another part becomes the largest.
-
-    ``at``: values of the other axes; ``points``: rows in order of the axis.
-    """
+    """Return the places between neighboring points of an axis at which another part becomes the largest."""
     crossings: list[Crossing] = []
     for row, following in itertools.pairwise(points):
         before, after = part_bytes(row), part_bytes(following)

@@ -105,10 +105,7 @@ class Outcome:
 
 
 def record_point(subject: Subject, target: Target, settings: str | None = None, *, keep: bool = False) -> Outcome:
-    """Record and simulate a step. Errors are returned in the outcome.
-
-    ``keep``: whether to return the trace.
-    """
+    """Record and simulate a step. Errors are returned in the outcome."""
     try:
         trace = record_trace(subject, target)
         aggregation = aggregation_bytes(trace) if subject.window is not None else 0

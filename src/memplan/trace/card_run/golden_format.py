@@ -106,10 +106,7 @@ def _block(block: Mapping[str, Any]) -> list[int]:
 
 
 def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the lowest address, and the largest unit (`UNIT` or 1) of which all offsets from it are multiples.
-
-    ``rows``, ``segments``: events and segments of torch's snapshot.
-    """
+    """Return the lowest address, and the largest unit (`UNIT` or 1) of which all offsets from it are multiples."""
     addresses = [row["addr"] for row in rows if row["action"] != "oom"] + [segment["address"] for segment in segments]
     base = min(addresses, default=0)
     return base, UNIT if all((address - base) % UNIT == 0 for address in addresses) else 1

@@ -122,10 +122,7 @@ def process_command(torch: CudaTorch, code: str) -> list[str]:
 
 
 def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
-    """Start the process for the request in ``folder``, wait for it, and return its trace or raise its error.
-
-    ``variables``: the process's environment variables.
-    """
+    """Start the process for the request in ``folder``, wait for it, and return its trace or raise its error."""
     command = process_command(torch, _ANSWER.format(folder=folder))
     with open(os.path.join(folder, _STDERR), "w+b") as stderr:
         process = subprocess.Popen(command, env=variables, stderr=stderr)

@@ -20,8 +20,6 @@ Optimizer = Callable[[Any], Any] | str
 def loss_of(loss: Loss, option: str = "loss") -> Callable[..., Any]:
     """Return the loss named ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``; a callable unchanged.
 
-    ``option`` is its name in messages.
-
     Raises:
         InputError: no such loss.
         TargetError: no such ``module:callable``.

@@ -235,10 +235,7 @@ def _saving_ops(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
 
 
 def _roles(forward_op: Op, read: Operand, recomputed: dict[int, list[tuple[str, str]]]) -> list[str]:
-    """Return the roles (argument name, "result", "kept") in ``forward_op`` of a storage that its backward reads.
-
-    ``recomputed``: storage -> (op name, role) of the recomputed ops that read or wrote it.
-    """
+    """Return the roles (argument name, "result", "kept") in ``forward_op`` of a storage that its backward reads."""
     if read.storage in forward_op.writes:
         # in place: the formula of an op that overwrote its input can only mean the result
         return ["result"]

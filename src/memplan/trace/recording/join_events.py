@@ -274,10 +274,7 @@ def _on_clock(ops: Iterable[Op], events: _Events, ranges: dict[str, tuple[int, i
 
 
 def _allocation_numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
-    """Return id of a ledger entry -> number of its allocation: that at its address when its op ended.
-
-    ``ops``: with start and end in ticks of ``events``.
-    """
+    """Return id of a ledger entry -> number of its allocation: that at its address when its op ended."""
     first_read: dict[int, int] = {}
     for op in ops:
         for read in op.reads:

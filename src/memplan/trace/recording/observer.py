@@ -376,10 +376,7 @@ class Observer:
     def _begin_note(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int, args: Any
     ) -> Note:
-        """Return the note of an op that is about to run: its phase, module, line and autograd node.
-
-        ``reads``, ``needs``: as from `_operands`. ``index``: the op's index in the trace.
-        """
+        """Return the note of an op that is about to run: its phase, module, line and autograd node."""
         place = self.place
         phase = place.phase()
         grad_enabled = torch.is_grad_enabled()
@@ -406,10 +403,7 @@ class Observer:
     def _phase_after_backward(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool
     ) -> Phase:
-        """Return "optimizer" for ops on weights and gradients (clipping, a hand-written update), else "forward".
-
-        ``reads``: (argument name, storage) of the operands; ``needs``: the arguments that require a gradient.
-        """
+        """Return "optimizer" for ops on weights and gradients (clipping, a hand-written update), else "forward"."""
         if self._after_backward and not self.ownership.updating:
             self.leave_backward()
         if grad_enabled and needs:

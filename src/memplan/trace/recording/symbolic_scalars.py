@@ -400,10 +400,7 @@ class ScalarPolicy:
         return self.decides(True)
 
     def bounded(self, op: str, size: int, most: int, known: bool) -> None:
-        """Record that an op's result has ``size`` elements by assumption, where values select up to ``most``.
-
-        ``known``: whether the size was inferred from other shapes.
-        """
+        """Record that an op's result has ``size`` elements by assumption, where values select up to ``most``."""
         self.last_bound, self.last_selected = user_frame(), size
         self.assumed.selected(op, size, most, known=known, counted=op in SIZED_BY_NUMBERS)
 

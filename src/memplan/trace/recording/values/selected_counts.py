@@ -12,8 +12,6 @@ import torch
 def count_from_shape_error(error: BaseException | None, assumed: int) -> int | None:
     """Infer the number of selected elements from the error of an op whose operands cannot be broadcast.
 
-    ``assumed``: number of elements that was assumed to be selected.
-
     Returns:
         The smaller size of another operand in the dimension of size ``assumed``; None if there is none, or several.
     """

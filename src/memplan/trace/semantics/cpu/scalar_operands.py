@@ -33,10 +33,7 @@ _FRACTIONS = ("aten.div.Tensor", "aten.div.Scalar", "aten.div_.Tensor", "aten.di
 
 
 def transient_bytes(name: str, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the wrapped numbers among an op's first two operands; 0 for ops that wrap none.
-
-    ``name``: overload name, e.g. ``aten.add.Tensor``; ``args``: its arguments.
-    """
+    """Return the bytes of the wrapped numbers among an op's first two operands; 0 for ops that wrap none."""
     if name in _FOREACH:
         tensors, number = args[:2]
         return max((_wrapped_bytes(name, tensor, number) for tensor in tensors), default=0)

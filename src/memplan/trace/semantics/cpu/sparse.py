@@ -123,10 +123,7 @@ FORMULAS: dict[str, Formula] = {
 
 
 def concerns(name: str, args: Arguments, result: Any) -> bool:
-    """Return whether an op reads or returns a sparse tensor, so that the formulas of this module apply.
-
-    ``name``: overload name, e.g. ``aten.add.Tensor``.
-    """
+    """Return whether an op reads or returns a sparse tensor, so that the formulas of this module apply."""
     operands = args[0] if args and isinstance(args[0], (list, tuple)) else args
     if _torch.is_sparse(result) or any(_torch.is_sparse(operand) for operand in operands):
         return True

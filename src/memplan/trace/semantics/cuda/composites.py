@@ -202,10 +202,7 @@ class _Table:
         return output.squeeze(0) if unbatched else output
 
     def _compare_cards(self, arguments: tuple[Any, ...], kernel: str) -> None:
-        """Add to `differing` the compute capabilities on which attention runs another kernel than ``kernel``, or none.
-
-        ``arguments``: of `sdpa_choice.choose`.
-        """
+        """Add the compute capabilities on which attention runs another kernel than ``kernel``, or none."""
         enabled = enabled_now()
         for other in self._others - self.differing:
             order = sdpa_choice.default_order(other, enabled.cudnn_version)

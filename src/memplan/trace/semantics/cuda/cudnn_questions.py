@@ -21,10 +21,7 @@ _MAX_ALIGNMENT = 32
 
 
 def questions(args: Arguments, result: Any, *, backward: bool) -> list[tuple[int, Question]]:
-    """Return the queries that torch sends to cuDNN for a convolution: (position of a result, query) for each result.
-
-    ``args``: arguments of ``aten.convolution`` or ``aten.convolution_backward``.
-    """
+    """Return the queries that torch sends to cuDNN for a convolution: (position of a result, query) for each result."""
     if backward:
         y, x, weight = args[:3]
         stride, padding, dilation, transposed, mask = *args[4:8], args[10]

@@ -23,10 +23,7 @@ _LAYER = "aten._transformer_encoder_layer_fwd.default"
 
 
 def temporaries(name: str, args: Arguments, kwargs: Keywords, result: Any, capability: Arch) -> int:
-    """Peak bytes that an op of the fast path allocates beyond its results, on a card of this compute capability.
-
-    ``name``: of an op in `OPS`.
-    """
+    """Peak bytes that an op of the fast path allocates beyond its results, on a card of this compute capability."""
 
     def attend(x: torch.Tensor, heads: int, mask: torch.Tensor | None) -> int:
         """Peak bytes of self-attention in an encoder layer."""
