@@ -14,9 +14,13 @@ import pytest
 gc.set_threshold(100_000, 50, 100)
 
 
-# Of properties that say no number of examples themselves: Hypothesis' own is 100.
-hypothesis.settings.register_profile("fewer", max_examples=40)
-hypothesis.settings.load_profile("fewer")
+hypothesis.settings.register_profile("push", max_examples=20)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without slow tests, draw a fifth of the examples of each property: Hypothesis' own number is 100."""
+    if config.option.markexpr == "not slow":
+        hypothesis.settings.load_profile("push")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -42,6 +43,11 @@ def skip_without(*tools: str) -> None:
         if os.environ.get("MEMPLAN_REQUIRE_TOOLCHAIN") == "1":
             pytest.fail(message, pytrace=False)
         pytest.skip(message)
+
+
+def examples(number: int) -> int:
+    """Return how many examples a property draws that needs ``number`` of them: a fifth where slow tests do not run."""
+    return number * hypothesis.settings().max_examples // 100
 
 
 def slow(*cases: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,7 +46,7 @@ def taken(text: str) -> int:
     return most + len(text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(values, st.integers(1, 400), st.booleans(), st.booleans())
 def test_the_bound_on_memory_holds(value: Any, times: int, ascii_only: bool, compact: bool) -> None:
     separators = (",", ":") if compact else None

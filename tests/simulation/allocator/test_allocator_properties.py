@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
+from environment import examples
 from hypothesis import HealthCheck, given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
@@ -160,7 +161,7 @@ class Pair:
             self.fast.retire(pool)
 
 
-@profile(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@profile(max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(all_settings, cards, steps)
 def test_as_the_reference(settings: AllocatorSettings, card: Card, steps: list[Step]) -> None:
     pair = Pair(settings, card)
@@ -277,7 +278,7 @@ def doing(settings: AllocatorSettings, card: Card, steps: list[Step]) -> tuple[C
     return used, list(live)
 
 
-@profile(max_examples=100, deadline=None)
+@profile(max_examples=examples(100), deadline=None)
 @given(all_settings, cards, steps)
 def test_live_blocks_never_overlap_and_segments_have_no_gaps(
     settings: AllocatorSettings, card: Card, steps: list[Step]
@@ -285,7 +286,7 @@ def test_live_blocks_never_overlap_and_segments_have_no_gaps(
     doing(settings, card, steps)
 
 
-@profile(max_examples=100, deadline=None)
+@profile(max_examples=examples(100), deadline=None)
 @given(all_settings, cards, steps)
 def test_all_free_means_that_all_can_go_back(settings: AllocatorSettings, card: Card, steps: list[Step]) -> None:
     used, live = doing(settings, card, steps)
@@ -336,7 +337,7 @@ class Touched:
         return found
 
 
-@profile(max_examples=150, deadline=None)
+@profile(max_examples=examples(150), deadline=None)
 @given(mib(20, 12, 30), steps)
 def test_mapped_bytes_are_the_pages_touched_and_not_taken_back(page: int, steps: list[Step]) -> None:
     settings = AllocatorSettings(expandable_segments=True, large_segment_size=page)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import examples
 from hypothesis import given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
@@ -101,7 +102,7 @@ confs = st.sampled_from(
 )  # fmt: skip
 
 
-@profile(max_examples=40, deadline=None)
+@profile(max_examples=examples(100), deadline=None)
 @given(confs, st.integers(0, 10_000), st.booleans(), st.integers(1, 300))
 def test_what_a_reference_did_is_replayed_exactly(conf: str, seed: int, pools: bool, length: int) -> None:
     """No memory runs out; the pool of each request is recorded, or only that of the segments."""
@@ -122,7 +123,7 @@ def renamed(event: Any, log: list[Any]) -> tuple[Any, ...]:
     return (*event[:5], owners.get(event.owner))
 
 
-@profile(max_examples=40, deadline=None)
+@profile(max_examples=examples(100), deadline=None)
 @given(confs, st.integers(0, 10_000), st.floats(0, 1))
 def test_the_end_of_what_a_reference_did_is_replayed_exactly(conf: str, seed: int, share: float) -> None:
     """The recording begins anywhere, as when the older events were dropped, but between requests."""
@@ -305,7 +306,7 @@ def test_a_history_that_makes_no_sense_ends_in_differences() -> None:
     assert any(mismatch.what == "history" for mismatch in done.mismatches)
 
 
-@profile(max_examples=80, deadline=None)
+@profile(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 1000), st.data())
 def test_a_damaged_history_never_ends_in_an_error(seed: int, data: st.DataObject) -> None:
     settings = AllocatorSettings(expandable_segments=seed % 2 == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from environment import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.tensor_layouts import laid_out, shapes, strides
@@ -18,7 +19,7 @@ KERNELS = {1: torch.neg, 2: torch.add, 3: torch.addcmul}
 """By the number of operands."""
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data(), shapes(1), st.integers(1, 3))
 def test_an_elementwise_result_is_laid_out_by_its_operands(data: st.DataObject, shape: list[int], many: int) -> None:
     operands = list[torch.Tensor]()
