@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import ENVIRONMENT, needs_cuda_torch
+from environment import ENVIRONMENT, needs_cuda_torch, thinned
 from goldens.handmade import ROOT, changed, gelu, write
 from torch import nn
 
@@ -350,7 +350,7 @@ def test_cases_that_failed_are_measured_again_where_that_is_asked_for(
     assert entry_of("fit-gpt").read(other)["cases"] == []
 
 
-@pytest.mark.parametrize("group", [*more.GROUPS])
+@pytest.mark.parametrize("group", thinned(more.GROUPS, 2))
 def test_more_layers_are_steps(group: str) -> None:
     every = steps.subjects(more=True)[0]
     for name in more.GROUPS[group][:: 1 if group == "recurrent" else 4]:
@@ -465,6 +465,7 @@ def test_packed_masters_are_masters() -> None:
     assert each == {kind + how: of for kind, of in (("AdamW", (10, 12)), ("SGD", (6, 8))) for how in ("", ", one pass")}
 
 
+@pytest.mark.slow
 def test_a_proof_is_told() -> None:
     def small() -> Any:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))

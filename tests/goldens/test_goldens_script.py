@@ -6,7 +6,6 @@ import gzip
 import importlib
 import itertools
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from goldens.handmade import MIB, ROOT, TENSOR, gelu, write
+from truth.fresh_process import run_fresh
 
 from memplan.trace.card_run import golden_format as form
 
@@ -325,8 +325,10 @@ def test_the_workspace_of_an_op_is_what_its_results_do_not_explain(monkeypatch: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so_and_stops() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "gpu" / "golden.py"), "--only", "gpt2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    script = str(ROOT / "tools" / "gpu" / "golden.py")
+    done = run_fresh(
+        f"import runpy, sys; sys.argv = [{script!r}, '--only', 'gpt2']; runpy.run_path({script!r}, run_name='__main__')"
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

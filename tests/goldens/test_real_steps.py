@@ -120,6 +120,7 @@ def test_every_event_of_a_forward_pass_is_as_recorded(forward: Real) -> None:
     assert same == len(forward.predicted) == len(forward.recorded), around(forward, same)
 
 
+@pytest.mark.slow
 def test_levels_of_a_forward_pass_are_as_recorded_to_the_byte(forward: Real) -> None:
     assert forward.replay.mismatches == []
     timeline = memplan.simulate(forward.trace)
