@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environment import needs_avx512, thinned
+from environment import needs_avx512, slow, thinned
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -32,7 +32,7 @@ PAGES = [DOCS / "check.md", *sorted((DOCS / "checks").glob("*.md"))]
 # two pages show what torch warns of
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
-@pytest.mark.parametrize("page", thinned(PAGES, 4), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", thinned(PAGES, 8), ids=lambda page: page.stem)
 def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
@@ -42,7 +42,7 @@ def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pyt
     exec(compile("".join(blocks), str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("name", ["compare", "export", "kernels", "lines", "quantize", "watch"])
+@pytest.mark.parametrize("name", ["compare", "lines", *slow("export", "kernels", "quantize", "watch")])
 def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "quantize":
         pytest.importorskip("torchao")

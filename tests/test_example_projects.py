@@ -33,6 +33,7 @@ def project() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_a_sketch_learns_on_an_arduino(project: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     skip_without("avr-gcc", "avr-g++", "qemu-system-avr", str(ARDUINO))
     exported = project.write("arduino", tmp_path)

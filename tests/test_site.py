@@ -97,11 +97,8 @@ def printed(cell: Any) -> str:
     return re.sub(r"\d+\.py", "cell.py", "".join(texts))
 
 
-@pytest.mark.parametrize(
-    "notebook",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem == "fit")) for path in NOTEBOOKS],  # as docs/fit.md's
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_what_it_shows(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`jupyter execute --inplace docs/notebooks/*.ipynb` makes them anew. A cell of the tag "varies" has times."""
     client = pytest.importorskip("nbclient")
@@ -155,6 +152,7 @@ def test_each_picture_of_the_gallery_has_its_sentence_and_its_commands() -> None
     assert kinds >= {"explain", "fit", "sweep", "check", "replay", "compare", "largest", "report"}
 
 
+@pytest.mark.slow
 def test_a_report_of_the_gallery_is_what_its_command_writes(tmp_path: Path) -> None:
     tool = gallery()
     block = next(one for one in tool.BLOCK.findall(text_of(tool.PAGE)) if "memplan check" in one)
