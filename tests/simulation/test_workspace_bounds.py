@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 
 import memplan
@@ -50,7 +51,7 @@ def drawn(trace: Trace, draw: random.Random) -> Trace:
     return dataclasses.replace(trace, storages=tuple(storages))
 
 
-@pytest.mark.parametrize("device", ["t4", "h100"])
+@pytest.mark.parametrize("device", ["h100", *slow("t4")])
 @pytest.mark.parametrize("make", [plain, pyramid, volume])
 def test_most_choices_of_workspaces_lie_between(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], device: str
