@@ -15,7 +15,7 @@ import pytest
 from memplan import MemplanError
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTATIONS = 12
+MUTATIONS = 6
 NAMES = (
     "snapshots", "traces", "plans", "sweeps", "explanations", "baselines", "proofs", "results", "compared", "layouts",
     "answers", "arguments",
