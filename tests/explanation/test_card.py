@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from environment import thinned
 from torch import nn
 
 import memplan
@@ -159,13 +160,13 @@ def test_autocast_is_cudas(precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [
+    thinned([
         (lambda: nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3)), "8x3x64x64"),
         (lambda: nn.LSTM(64, 128, 2, dropout=0.1), "50x16x64"),
         (lambda: cast(Any, nn.Conv3d(1, 8, 3)).to(memory_format=torch.channels_last_3d),
          "2x1x24x24x24"),
         (lambda: nn.TransformerEncoderLayer(64, 4, batch_first=True), "8x32x64"),
-    ],
+    ], 2),
 )  # fmt: skip
 def test_rounding_is_no_more_than_blocks_can_waste(make: Any, shape: str) -> None:
     """Less than 512 bytes a block, and of one over 1 MiB what its segment leaves: at most 1 MiB."""
