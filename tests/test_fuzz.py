@@ -15,7 +15,7 @@ import pytest
 from memplan import MemplanError
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTATIONS = 6
+MUTATIONS = 12
 NAMES = (
     "snapshots", "traces", "plans", "sweeps", "explanations", "baselines", "proofs", "results", "compared", "layouts",
     "answers", "arguments",
@@ -36,6 +36,7 @@ def kinds(tool: Any) -> Any:
     return tool.kinds()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_mutants_are_read_or_refused(tool: Any, kinds: Any, name: str) -> None:
     result = tool.fuzz(kinds[name], MUTATIONS, seed=0)
@@ -75,6 +76,7 @@ def test_what_it_looks_for_is_found(tool: Any, tmp_path: Path, monkeypatch: pyte
     assert (found["own"].read, found["fine"].read) == (0, 1)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_mutants(kinds: Any) -> None:
     for kind in kinds.values():
         mutants = [[kind.mutant(Random(seed)) for seed in range(20)] for _ in range(2)]

@@ -31,11 +31,18 @@ def shown(path: Path) -> str:
     return str(path.relative_to(SRC))
 
 
+def dotted(node: ast.expr) -> str:
+    """`torch.nn.Linear`, and "?" for what is no name: unparsing each attribute takes as long as everything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
 def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and dotted name of every torch attribute and import; texts and comments may mention any name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            yield node.lineno, ast.unparse(node)
+            yield node.lineno, dotted(node)
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
