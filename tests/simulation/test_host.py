@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from truth.fresh_process import run_fresh
 
 import memplan
 from memplan.simulation.host import PYTHON, HostUse, host_use, pinned_block
@@ -222,5 +221,6 @@ def test_a_forked_worker_keeps_what_the_main_process_frees_and_writes() -> None:
 
     terms = host_use(memplan.record(build, device="cpu", steps=1)).peak.terms  # pyright: ignore[reportArgumentType]
     predicted = terms["tensors"] - 3 * (64 << 20) + terms["workers"] - 11660 * 1024
-    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True)
+    done = run_fresh(FORKING)
+    assert done.returncode == 0, done.stderr
     assert predicted == pytest.approx(int(done.stdout), abs=2 << 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from environment import slow
+from environment import examples, slow
 from simulation.histories import MIB, A, B, Program, block, event, freed, recorded, segment, written
 
 from memplan.simulation.allocator.settings import parse_settings
@@ -172,7 +172,7 @@ def test_a_history_that_contradicts_itself_is_told() -> None:
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:40", "roundup_power2_divisions:4"])
 def test_from_the_first_event_on_there_was_nothing(conf: str) -> None:
     """A random program, from an allocator that held nothing: undone, nothing must be left."""
-    for seed in range(5):
+    for seed in range(examples(10)):
         settings = parse_settings(conf)
         allocator = Program(settings, seed).run()
         start = rewind(read_snapshot(written(allocator.log, allocator.segments(), recorded(settings))))
@@ -183,7 +183,7 @@ def test_from_the_first_event_on_there_was_nothing(conf: str) -> None:
 def test_from_any_event_on_it_is_what_was_held_then(conf: str) -> None:
     """Blocks in use: all, with their requests. Segments: all, with their pools, as the program never ran out."""
     settings = parse_settings(conf)
-    for seed in range(8):
+    for seed in range(examples(10)):
         whole = Program(settings, seed, length=300)
         first = Program(settings, seed, length=100).run()
         allocator = whole.run()
