@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -175,6 +174,7 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_is_not() -> None:
     assert fitted.proof.peak <= least
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_stays_as_it_is() -> None:
     model, (x, y) = language_model(), words()
     fitted = quick.fit(model, x, targets=y, loss=tokens_loss, budget="1 GiB", pairs=0)
@@ -313,8 +313,9 @@ def test_norms_that_are_torchs_own_in_the_plan_alone_are_proven_beside_torchs_ow
     assert proof.gradients.tensors == 3 * 8  # every step was compared
 
 
-@pytest.mark.parametrize("share", [0.5, *slow(1.0)])  # the larger error is easier to see
-@pytest.mark.parametrize("made", [*slow("OtherNorms"), "Cancelling"])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("made", ["OtherNorms", "Cancelling"])
 def test_a_wrong_plan_is_refused_where_bits_are_not_eager_modes(
     made: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +384,7 @@ def test_what_tf32_would_hide_is_compared_without(fits: bool) -> None:
     assert torch.backends.cudnn.allow_tf32
 
 
+@pytest.mark.slow
 def test_what_there_is_no_room_for_is_proven_with_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = language_model(), words()
     budget = between(0.5)

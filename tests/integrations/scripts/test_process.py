@@ -12,15 +12,15 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from environment import slow
-from integrations.scripts.sandbox.supervised import NEITHER, NO_NAMESPACES
 from integrations.scripts.script_runs import run_here
+from truth.fresh_process import run_fresh
 
 import memplan
 from memplan._json import Unreadable
@@ -112,29 +112,56 @@ def test_an_exit_with_a_message_says_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _command(
-    tmp_path: Path,
-    text: str,
-    *options: str,
-    kernel: Callable[[], None] | None = None,
-    arguments: tuple[str, ...] = (),
+    tmp_path: Path, text: str, *options: str, namespaces: bool = True, arguments: tuple[str, ...] = ()
 ) -> Done:
-    """Run the command on a script: in a process of its own where ``kernel`` has to restrict that, else in this one."""
+    """Run the command on a script: in a process of its own where the kernel denies that namespaces, else in this
+    one."""
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
     command = ["run", "--device", "cpu", *options, "script.py", *arguments]
-    if kernel is None:
-        with contextlib.chdir(tmp_path):
-            done = CliRunner().invoke(main, command)
-        return Done(command, done.exit_code, done.stdout, done.stderr)
-    return subprocess.run(
-        [sys.executable, "-m", "memplan", *command], cwd=tmp_path, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL, preexec_fn=kernel, check=False,
-    )  # fmt: skip
+    if not namespaces:
+        return run_fresh(
+            "import os\n"
+            "from integrations.scripts.sandbox.supervised import NO_NAMESPACES\n"
+            "from memplan.cli import main\n"
+            f"os.chdir({str(tmp_path)!r}); NO_NAMESPACES(); main({command!r})"
+        )
+    with contextlib.chdir(tmp_path):
+        done = CliRunner().invoke(main, command)
+    return Done(command, done.exit_code, done.stdout, done.stderr)
 
 
-def test_a_process_that_dies_is_a_message(tmp_path: Path) -> None:
-    command = _written(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    with pytest.raises(StepError, match=r"script\.py ended by SIGKILL"):
-        run_script(Request(command, device="cpu"))
+def _ends(monkeypatch: pytest.MonkeyPatch, outcome: Outcome, answer: bytes = b"") -> None:
+    """Let each script's process have this end, instead of running it."""
+    said = SimpleNamespace(text="", lines=0)
+    ended = SimpleNamespace(outcome=outcome, answer=answer, out=said, err=said)
+    runs = "_run_supervised" if sys.platform == "linux" else "_run_unsupervised"
+    monkeypatch.setattr(f"memplan.integrations.scripts.process.{runs}", lambda _: ended)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (Outcome("namespaces", 9), r"the process of script\.py ended by SIGKILL"),
+        (Outcome("namespaces", 5 << 8), r"the process of script\.py ended with exit code 5"),
+        (Outcome("namespaces", 9, over=True), r"not at its second update when its time was over"),
+        (
+            Outcome("namespaces", 9, room=20 << 30),
+            r"more than 20\.0 GiB of files.*under python beforehand.*TMPDIR=/path memplan run",
+        ),
+    ],
+)
+def test_a_process_that_ends_early_is_a_message(
+    outcome: Outcome, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _ends(monkeypatch, outcome)
+    with pytest.raises(StepError, match=said):
+        run_script(Request(_written(tmp_path, LOOP), device="cpu"))
+
+
+def test_an_answer_that_cannot_be_read_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _ends(monkeypatch, Outcome("namespaces", 0), NO_ANSWERS[0])
+    with pytest.raises(StepError, match="no answer that can be read"):
+        run_script(Request(_written(tmp_path, LOOP), device="cpu"))
 
 
 def test_there_is_no_such_script(tmp_path: Path) -> None:
@@ -210,7 +237,8 @@ torch.distributed.all_reduce(torch.ones(3)); torch.distributed.barrier()
 """
 
 
-@pytest.mark.parametrize("really", [False, *slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("really", [False, True])
 def test_usual_idioms_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, really: bool) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
@@ -291,11 +319,9 @@ model.share_memory(); batch = torch.randn(8, 64).share_memory_()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--measure"]])
-@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
-def test_what_processes_would_share_is_there(
-    tmp_path: Path, kernel: Callable[[], None] | None, options: list[str]
-) -> None:
-    done = _command(tmp_path, LOOP.replace("print", SHARED + "print", 1), *options, kernel=kernel)
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_what_processes_would_share_is_there(tmp_path: Path, namespaces: bool, options: list[str]) -> None:
+    done = _command(tmp_path, LOOP.replace("print", SHARED + "print", 1), *options, namespaces=namespaces)
     assert done.returncode == 0, done.stderr
 
 
@@ -317,6 +343,7 @@ os.remove('old.pt')
 """
 
 
+@pytest.mark.slow
 def test_allowed_writes_never_touch_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = [
@@ -365,6 +392,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_is_recorded_on_several_branches_writes_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,9 +446,9 @@ assert (open("log.txt").read(), os.listdir(), open("../../script.py").read(10)) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [None, NO_NAMESPACES])
-def test_a_script_works_in_a_folder_that_it_made(tmp_path: Path, kernel: Callable[[], None] | None) -> None:
-    done = _command(tmp_path, LOOP.replace("print", HYDRA + "print", 1), kernel=kernel)
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_script_works_in_a_folder_that_it_made(tmp_path: Path, namespaces: bool) -> None:
+    done = _command(tmp_path, LOOP.replace("print", HYDRA + "print", 1), namespaces=namespaces)
     assert done.returncode == 0, done.stderr
     assert "outputs/x/log.txt" in done.stdout.rpartition("Held back")[2]
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
@@ -459,31 +487,21 @@ def test_a_supervisor_that_cannot_start_leaves_no_descriptor(tmp_path: Path, mon
     assert os.listdir("/dev/fd") == before
 
 
-def test_a_script_that_writes_too_much_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = SimpleNamespace(text="", lines=0)
-    ended = SimpleNamespace(outcome=Outcome("namespaces", 9, room=20 << 30), answer=b"", out=said, err=said)
-    runs = "_run_supervised" if sys.platform == "linux" else "_run_unsupervised"
-    monkeypatch.setattr(f"memplan.integrations.scripts.process.{runs}", lambda _: ended)
-    with pytest.raises(
-        StepError, match=r"more than 20\.0 GiB of files.*under python beforehand.*TMPDIR=/path memplan run"
-    ):
-        run_script(Request(_written(tmp_path, LOOP), device="cpu"))
-
-
-@pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), *slow((["--allow-writes"], "--measure"))])
-def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[str], way_out: str) -> None:
-    done = _command(tmp_path, "open('here', 'w')\n" + LOOP, *options, kernel=NEITHER)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert way_out in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+@pytest.mark.parametrize(("options", "way_out"), [({}, "--unprotected"), ({"writes": True}, "--measure")])
+def test_where_nothing_can_protect_it_asks_before(
+    options: dict[str, Any], way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That nothing has run then is in `test_supervisor`."""
+    _ends(monkeypatch, Outcome(None, reasons=(("namespaces", "denied"), ("landlock", "denied"))))
+    with pytest.raises(UsageError, match=way_out):
+        run_script(Request(_written(tmp_path, LOOP), device="cpu", **options))
 
 
 def test_without_namespaces_python_reads_back_what_it_writes_and_shares_what_processes_share(tmp_path: Path) -> None:
     text = "open('a.txt', 'w').write('x')\nassert open('a.txt').read() == 'x'\n" + LOOP.replace(
         "print", SHARED + "print", 1
     )
-    done = _command(tmp_path, text, kernel=NO_NAMESPACES)
+    done = _command(tmp_path, text, namespaces=False)
     assert done.returncode == 0, done.stderr
     assert "a.txt" in done.stdout.rpartition("Held back")[2]
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
@@ -491,7 +509,7 @@ def test_without_namespaces_python_reads_back_what_it_writes_and_shares_what_pro
 
 @pytest.mark.slow
 def test_without_namespaces_libraries_that_write_are_refused(tmp_path: Path) -> None:
-    done = _command(tmp_path, IN_C, kernel=NO_NAMESPACES)
+    done = _command(tmp_path, IN_C, namespaces=False)
     assert done.returncode == 2
     assert "--allow-writes" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
@@ -527,7 +545,8 @@ def test_what_is_no_answer_is_unreadable(data: bytes, tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("data", [NO_ANSWERS[0], *slow(*NO_ANSWERS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", NO_ANSWERS)
 def test_an_answer_is_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StepError, match="no answer that can be read"):
@@ -562,7 +581,8 @@ KINDS = [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,), (s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the supervisor is Linux's")
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n == 1 else pytest.mark.slow) for n in range(100)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
 def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
     chosen, kinds = random.Random(seed), KINDS[seed % len(KINDS)]
     scratch, mark = tmp_path / "tmp", f"memplan-test-{uuid.uuid4()}"

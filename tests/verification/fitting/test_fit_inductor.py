@@ -298,6 +298,7 @@ def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: 
     assert any("convolving in channels last was tried and not taken" in note for note in fitted.notes)
 
 
+@pytest.mark.slow
 def test_where_the_plain_layout_takes_more_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a layout of our choice rounds too much is nothing that the user asked about."""
 
@@ -544,6 +545,7 @@ def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small(monkeypatch: py
     assert fitted.proof.peak <= caught.value.smallest_budget
 
 
+@pytest.mark.slow
 def test_what_is_compiled_meanwhile_in_another_thread_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.ones(4, 8)
     lowered, theirs = inductor._lower, list[torch.Tensor]()

@@ -195,12 +195,3 @@ def test_a_budget_that_the_captured_order_alone_meets_is_met(monkeypatch: pytest
     with pytest.raises(memplan.BudgetError) as error:
         plan(model, x, budget=alone.floor - 1, **given)
     assert error.value.smallest_budget == alone.floor
-
-
-def test_the_search_for_an_order_can_be_turned_off(highest: tuple[Plan, Plan]) -> None:
-    as_captured, free = highest
-    model, x, given = step()
-    with pytest.raises(memplan.BudgetError):
-        memplan.plan(model, x, budget=free.floor, heuristics=memplan.Heuristics(order=False, shakes=0), **given)
-    assert as_captured.heuristics["order"] is False
-    assert QUICK.order

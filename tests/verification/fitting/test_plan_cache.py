@@ -124,42 +124,6 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
     assert isinstance(plans(small, False), Planned)
 
 
-def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told() -> None:
-    torch.manual_seed(0)
-    told: list[str] = []
-    plans = Plans(with_loss(Tokens(), token_loss), Settings(heuristics=QUICK), 120_000, told.append)
-    plans(call(2, 10), False)
-    assert told == []
-    assert isinstance(plans(call(2, 11), False), Planned)
-    assert isinstance(plans(call(2, 10), True), Planned)
-    plans._module.eval()
-    assert isinstance(plans(call(2, 10), False), Planned)
-    assert told == [
-        "planned anew: a call with inputs 2x11, 2x11",
-        "planned anew: a call with inputs 2x10, 2x10, with gradients held",
-        "planned anew: a call with inputs 2x10, 2x10",
-    ]
-    with pytest.raises(BudgetError) as caught:
-        plans(call(40, 60), False)
-    assert "gradients are held" not in str(caught.value)
-
-
-def test_a_budget_that_held_gradients_exceed_says_so(plans: Plans) -> None:
-    plans(call(4, 24), False)
-    plans._budget = floor(plans, False)
-    with pytest.raises(BudgetError, match=r"gradients are held when the call begins.*set_to_none=True") as caught:
-        plans(call(4, 24), True)
-    assert caught.value.smallest_budget == floor(plans, True) > plans._budget
-    assert caught.value.held_by
-    assert caught.value.timeline.peak_allocated == caught.value.smallest_budget
-
-
-def floor(plans: Plans, held: bool) -> int:
-    with pytest.raises(BudgetError) as caught:
-        Planner(plans._module).planned(call(4, 24), Settings(gradients=GradientUse(adds=held), heuristics=QUICK), 1)
-    return caught.value.smallest_budget
-
-
 class Modes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +134,47 @@ class Modes(nn.Module):
         if mode == "branch" and out.sum() > 0:
             return out * 2
         return out.argmax(-1) if mode == "predict" else out
+
+
+def call_of_modes(batch: int) -> Call:
+    return call_of((torch.ones(batch, 4),), {})
+
+
+def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told() -> None:
+    told: list[str] = []
+    plans = Plans(Modes(), Settings(heuristics=QUICK), 1_000, told.append)
+    plans(call_of_modes(2), False)
+    assert told == []
+    assert isinstance(plans(call_of_modes(3), False), Planned)
+    assert isinstance(plans(call_of_modes(2), True), Planned)
+    plans._module.eval()
+    assert isinstance(plans(call_of_modes(2), False), Planned)
+    assert told == [
+        "planned anew: a call with inputs 3x4",
+        "planned anew: a call with inputs 2x4, with gradients held",
+        "planned anew: a call with inputs 2x4",
+    ]
+    with pytest.raises(BudgetError) as caught:
+        plans(call_of_modes(400), False)
+    assert "gradients are held" not in str(caught.value)
+
+
+def test_a_budget_that_held_gradients_exceed_says_so() -> None:
+    plans = Plans(Modes(), Settings(heuristics=QUICK), 1_000, [].append)
+    plans(call_of_modes(2), False)
+    plans._budget = floor(plans, False)
+    with pytest.raises(BudgetError, match=r"gradients are held when the call begins.*set_to_none=True") as caught:
+        plans(call_of_modes(2), True)
+    assert caught.value.smallest_budget == floor(plans, True) > plans._budget
+    assert caught.value.held_by
+    assert caught.value.timeline.peak_allocated == caught.value.smallest_budget
+
+
+def floor(plans: Plans, held: bool) -> int:
+    settings = Settings(gradients=GradientUse(adds=held), heuristics=QUICK)
+    with pytest.raises(BudgetError) as caught:
+        Planner(plans._module).planned(call_of_modes(2), settings, 1)
+    return caught.value.smallest_budget
 
 
 def test_later_calls_that_cannot_be_captured_are_left_to_the_model() -> None:
@@ -225,6 +230,9 @@ def test_sizes_one_after_another_are_traced_once_and_are_the_step(plans: Plans, 
         assert gradients_of(plans, lambda e=engine, c=small: e.run(plans._module, c)) == gradients_of(
             plans, lambda c=small: plans._module(*c.tensors)
         )
+    monkeypatch.undo()
+    plans._module.eval()  # a graph for training is none for evaluation
+    assert not any("dropout" in op.target for op in plans(call(4, 6), False).captured.graph.ops)
 
 
 def gradients_of(plans: Plans, run: Callable[[], Any]) -> list[list[float]]:
@@ -232,11 +240,3 @@ def gradients_of(plans: Plans, run: Callable[[], Any]) -> list[list[float]]:
     torch.manual_seed(3)
     run().backward()
     return [[] if one.grad is None else one.grad.flatten().tolist() for one in plans._module.parameters()]
-
-
-def test_a_graph_for_training_is_none_for_evaluation(plans: Plans) -> None:
-    plans(call(4, 24), False)
-    plans(call(4, 23), False)
-    plans._module.eval()
-    found = plans(call(4, 22), False)
-    assert not any("dropout" in op.target for op in found.captured.graph.ops)
