@@ -11,6 +11,7 @@ import atexit
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,24 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+RANKS = """
+import os
+others = []
+for rank in range(1, {world}):
+    if not (process := os.fork()):
+        others = []
+        break
+    others.append(process)
+else:
+    rank = 0
+os.environ.update({variables!r}, RANK=str(rank), LOCAL_RANK=str(rank))
+try:
+    exec(compile({code!r}, "<string>", "exec"), {{"__name__": "__main__"}})
+finally:
+    ends = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in others]
+if any(ends):
+    raise SystemExit(f"ranks 1 to {{len(ends)}} ended with {{ends}}")
+"""
 SERVER = "from truth.fresh_process import serve; import torch, memplan; serve()"
 
 
@@ -28,6 +47,16 @@ def run_fresh(code: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         returncode = _server()(json.dumps({"code": code, "folder": folder}))
         stdout, stderr = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
     return subprocess.CompletedProcess(["python", "-c", code], returncode, stdout, stderr)
+
+
+def run_ranks(code: str, world: int) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in ``world`` processes at once, with the variables of torchrun's ranks; what they print is one
+    text."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    sizes = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    variables = sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return run_fresh(RANKS.format(world=world, variables=variables, code=code))
 
 
 @functools.cache

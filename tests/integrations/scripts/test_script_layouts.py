@@ -61,7 +61,7 @@ def test_rows_are_the_runs_with_those_flags(tmp_path: Path, monkeypatch: pytest.
     assert rows["HSDP 2 x 2"].allocated == peak_of("fsdp_mesh.py", 4, "--replicas", "2")
     assert rows["FSDP2 4"].allocated < rows["HSDP 2 x 2"].allocated
     # of each layer of width 128: four projections of attention, two of the feed-forward layer, two norms
-    parameters = 4 * (4 * 128 * 129 + 128 * 512 + 512 + 512 * 128 + 128 + 4 * 128)
+    parameters = 2 * (4 * 128 * 129 + 128 * 512 + 512 + 512 * 128 + 128 + 4 * 128)
     # gathered forward and backward, gradients reduced to shards, across machines of two cards
     assert rows["FSDP2 4"].sending == pytest.approx(3 * 4 * parameters * 3 / 4 / result.links[1], rel=0.02)
     within, between = 3 * 4 * parameters / 2 / result.links[0], 2 * 4 * parameters / 2 / 2 / result.links[1]

@@ -25,7 +25,7 @@ def main():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.bf16 else MixedPrecisionPolicy()
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(4)))
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(2)))
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
