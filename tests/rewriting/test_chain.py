@@ -51,7 +51,7 @@ def data(batch: int = 8) -> Tensor:
     return torch.randn(batch, 16, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("choice", thinned(CHOICES, 2))
+@pytest.mark.parametrize("choice", thinned(CHOICES, 4))
 def test_gradients_of_some_parameters_and_of_inputs(choice: str) -> None:
     reference, model = pair(choice)
     for names in (["last.weight"], ["first.bias"], ["middle.weight", "last.bias"]):
@@ -71,7 +71,7 @@ def test_gradients_of_some_parameters_and_of_inputs(choice: str) -> None:
     same_state(reference, model)
 
 
-@pytest.mark.parametrize("choice", thinned(CHOICES, 2))
+@pytest.mark.parametrize("choice", thinned(CHOICES, 4))
 @pytest.mark.parametrize("make", [Net, Images])
 def test_the_graph_is_kept_where_asked_for(choice: str, make: Any) -> None:
     reference, model = pair(choice, make)
@@ -162,7 +162,7 @@ def test_what_backward_does_not_read_may_change() -> None:
     same_state(reference, model)
 
 
-@pytest.mark.parametrize("choice", thinned(CHOICES, 2))
+@pytest.mark.parametrize("choice", thinned(CHOICES, 4))
 def test_several_forward_calls_before_backward_in_any_order(choice: str) -> None:
     reference, model = pair(choice)
     for net in (reference, model):
@@ -278,7 +278,7 @@ class Convolutions(nn.Sequential):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", thinned(CHOICES, 2))
+@pytest.mark.parametrize("choice", thinned(CHOICES, 4))
 @pytest.mark.parametrize("make", [Net, Convolutions])
 def test_an_optimizer_in_the_backward_pass(choice: str, make: Any) -> None:
     """As in torch's tutorial: each parameter's own optimizer steps as soon as its gradient is there, and frees that."""
@@ -323,7 +323,7 @@ class Heads(nn.Module):
         return left, right * 2, left * right * self.scale
 
 
-@pytest.mark.parametrize("choice", thinned(CHOICES, 2))
+@pytest.mark.parametrize("choice", thinned(CHOICES, 4))
 @pytest.mark.parametrize("used", [(1,), (0, 2), *slow(((0,),), ((2,),), ((0, 1),), ((1, 2),), ((0, 1, 2),))])
 def test_what_the_loss_does_not_depend_on_gets_no_gradient(choice: str, used: tuple[int, ...]) -> None:
     """And the hooks that are there for it are not called."""
@@ -435,7 +435,7 @@ def test_what_is_saved_is_freed_with_the_outputs_and_after_an_early_end() -> Non
         gc.enable()
 
 
-@pytest.mark.parametrize("choice", thinned(CHOICES, 2))
+@pytest.mark.parametrize("choice", thinned(CHOICES, 4))
 def test_gradients_of_another_layout_than_captured(choice: str) -> None:
     reference, model = pair(choice)
     for net in (reference, model):
