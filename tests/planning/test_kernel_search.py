@@ -170,9 +170,10 @@ class Segmentation(nn.Module):
 @pytest.mark.parametrize(
     ("build", "shape", "kernels"),
     [
-        (Images, (4, 3, 48, 48), 3 * ["batch_norm_act"]),
         (Attention, (3, 128, 24), 2 * ["softmax_dropout"]),
-        (Segmentation, (2, 1, 128, 128), ["dice_cross_entropy"]),
+        *slow(
+            (Images, (4, 3, 48, 48), 3 * ["batch_norm_act"]), (Segmentation, (2, 1, 128, 128), ["dice_cross_entropy"])
+        ),
     ],
 )
 def test_other_steps_fit_in_less_and_take_what_was_predicted(
@@ -200,6 +201,7 @@ def test_other_steps_fit_in_less_and_take_what_was_predicted(
     assert fitted.plan.peak - 128 <= resident + peak <= fitted.plan.peak  # 128: numbers in tensors of their own
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_tiles")
 def test_the_planned_step_as_python_runs() -> None:
     plan = planned()
@@ -341,6 +343,7 @@ def test_an_exact_plan_that_does_not_fit_names_kernels(card: str | None, monkeyp
     assert (advice() == "More") == (card is not None)
 
 
+@pytest.mark.slow
 def test_an_exact_plan_names_kernels_where_no_segment_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "with_tile_remedy", lambda error, *_: error)
     budget = floor_of(tiles=True) - 1

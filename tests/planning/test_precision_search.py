@@ -151,6 +151,7 @@ def test_under_autocast_only_what_is_saved_is_left_to_lose() -> None:
     assert EXACT not in precision_search.tiers(net(), Settings(allow="lossy", excluded_precisions=(EXACT,)))
 
 
+@pytest.mark.slow
 def test_blocks_that_are_slower_in_fewer_bits_compute_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs by hand: in bfloat16 the second block takes ten times as long, and all others half as long."""
     with_costs = study.with_costs

@@ -57,6 +57,7 @@ def test_a_smaller_budget_has_more_tiles_or_pieces_until_none_helps() -> None:
     assert smallest <= floor
 
 
+@pytest.mark.slow
 def test_the_same_step_has_the_same_plan() -> None:
     """Byte for byte, with modelled seconds."""
     model, images, labels = network()

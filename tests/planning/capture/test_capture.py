@@ -384,7 +384,7 @@ def recurrent() -> Case:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, as it compiles
-@pytest.mark.parametrize("name", thinned(CASES, 2))
+@pytest.mark.parametrize("name", thinned(CASES, 4))
 def test_a_graph_computes_what_the_model_does(name: str) -> None:
     torch.manual_seed(0)
     _, differences = difference(*CASES[name]())
@@ -401,7 +401,7 @@ def contents(model: nn.Module) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", thinned(CASES, 4))
+@pytest.mark.parametrize("name", thinned(CASES, 9))
 def test_a_capture_leaves_everything_as_it_was(name: str) -> None:
     torch.manual_seed(0)
     model, args, *rest = CASES[name]()

@@ -143,6 +143,7 @@ def test_last_where_it_takes_much_longer(times: float, first: bool, monkeypatch:
     assert _study().layouts(replace(SETTINGS, channels_last=False)) == [_study()]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(("times", "base"), [(3.0, 3.0), *slow((1.05, None))])
 def test_a_plan_in_a_slower_layout_says_what_its_own_step_takes(
@@ -155,8 +156,8 @@ def test_a_plan_in_a_slower_layout_says_what_its_own_step_takes(
     assert (plan.step_seconds, plan.base_seconds) == (1.0, base)
 
 
-@pytest.mark.parametrize("times", [0.9, 1.5])
-@pytest.mark.parametrize(("here", "there"), [(100, 80), (80, 100), (80, None), (None, 80), (None, None)])
+@pytest.mark.parametrize("times", [0.9, *slow(1.5)])
+@pytest.mark.parametrize(("here", "there"), [(100, 80), (80, None), (None, 80), *slow((80, 100), (None, None))])
 def test_refused_with_the_least_of_both_whichever_is_faster_here(
     here: int | None, there: int | None, times: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

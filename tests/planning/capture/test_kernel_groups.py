@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -210,7 +210,7 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
-@pytest.mark.parametrize("norm", NORMS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("norm", thinned(NORMS, 2), ids=lambda function: function.__name__)
 def test_norms(norm: Function, dtype: torch.dtype) -> None:
     if dtype == torch.float32 or norm in (llama, t5, gemma, own):  # the others have no cast back
         assert_near_float64(Step(norm, dtype), (tokens()[0].to(dtype),), "rms_norm")
@@ -218,14 +218,14 @@ def test_norms(norm: Function, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
 @pytest.mark.parametrize(
-    ("activation", "kernel"), [(swiglu, "swiglu"), (by_sigmoid, "swiglu"), (halves, "swiglu"), (geglu, "geglu")]
+    ("activation", "kernel"), [(swiglu, "swiglu"), (geglu, "geglu"), *slow((by_sigmoid, "swiglu"), (halves, "swiglu"))]
 )
 def test_gated_activations(activation: Function, kernel: str, dtype: torch.dtype) -> None:
     assert_near_float64(Step(activation, dtype), (tokens()[0].to(dtype),), kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("loss", thinned(LOSSES, 2), ids=lambda function: function.__name__)
 def test_losses(loss: Function, dtype: torch.dtype) -> None:
     x, targets = tokens()
     assert_near_float64(Scores(loss, dtype, bias=loss is plain), (x.to(dtype), targets), "cross_entropy")

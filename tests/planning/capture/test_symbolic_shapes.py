@@ -74,6 +74,7 @@ def content(captured: Captured) -> Any:
     return values, ops, graph.forms, graph.outputs, graph.gradients, graph.mutations, constants
 
 
+@pytest.mark.slow
 @needs_sizes_as_symbols
 def test_a_transformers_graph_is_the_captured_one(gpt: nn.Module, of_gpt: Shapes, monkeypatch: Any) -> None:
     count = Counted(monkeypatch)

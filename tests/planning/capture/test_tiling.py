@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from environment import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -63,7 +64,7 @@ def test_a_segment_is_one_op_and_its_derivative() -> None:
     assert forward[0].call == statistics[0].call
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [2, *slow(1, 4)])
 def test_scratch_is_what_the_ops_take(pieces: int) -> None:
     """Workspaces of both ops beside the allocator's events of a real run."""
     model, x = (

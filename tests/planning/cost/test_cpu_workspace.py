@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import needs_avx512, thinned
+from environment import needs_avx512, slow, thinned
 from torch import Tensor, nn
 from truth.cpu_allocator import allocations, peak_of
 
@@ -97,7 +97,7 @@ def test_a_graph_is_told_what_its_ops_hold() -> None:
 
 
 @needs_avx512
-@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("dims", [2, *slow(3)])
 def test_the_step_without_a_plan_holds_what_was_measured(dims: int) -> None:
     """Convolutions in bfloat16 whose kernels hold several times what the formulas say."""
     torch.manual_seed(0)

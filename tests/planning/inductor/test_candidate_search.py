@@ -75,7 +75,7 @@ GRAPHS = {"residual": lambda: fusible(residual(6)), "transformer": lambda: fusib
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("residual", -0.3), ("transformer", 0.1), *slow(*product(GRAPHS, (-0.1, -0.03, 0.03, 0.3)))]
+    ("name", "share"), [("residual", -0.3), *slow(("transformer", 0.1), *product(GRAPHS, (-0.1, -0.03, 0.03, 0.3)))]
 )
 def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
     monkeypatch: pytest.MonkeyPatch, name: str, share: float

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from models.networks import SmallGPT, SmallResNet
 from planning.graphs import HELD, all_kept
 from torch import Tensor, nn
@@ -440,7 +441,7 @@ def without_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(BaseSchedulerNode, "get_read_write_buffer_accesses")
 
 
-@pytest.mark.parametrize("less", [without_a_hook, without_sizes])
+@pytest.mark.parametrize("less", [without_a_hook, *slow(without_sizes)])
 def test_another_inductor_makes_no_plan_fail(less: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     known = planned()
     less(monkeypatch)

@@ -34,6 +34,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(256, 64, generator=draws).to(torch.bfloat16), torch.randint(8, (256,), generator=draws)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [True, *slow(False)])
 def test_a_fitted_training_is_the_one_with_master_weights(early: bool) -> None:
     model = make()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from planning.graphs import HELD, all_kept, kept
 from torch import Tensor, nn
 
@@ -144,7 +145,7 @@ def compared(choice: str, place: str) -> None:
 
 
 @places
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", thinned(CHOICES, 2))
 def test_a_program_that_offloads_gives_the_same_bits(choice: str, place: str) -> None:
     compared(choice, place)
 

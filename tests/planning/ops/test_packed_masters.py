@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow, thinned
 from models.master_weights import Held
 from torch import nn
 from torch.nn import functional as F
@@ -94,7 +95,7 @@ CASES: dict[str, tuple[type[OPTIM.Optimizer], dict[str, Any]]] = {
 
 
 @pytest.mark.usefixtures("_small_pieces")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 3))
 def test_20_updates_are_those_of_master_weights_in_float32(name: str) -> None:
     kind, options = CASES[name]
     reference, model = pair()
@@ -237,7 +238,7 @@ def test_updates_in_the_backward_pass_are_the_same() -> None:
 
 
 @pytest.mark.usefixtures("_threads_restored")
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [3, *slow(1, 2)])
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum"])
 def test_pieces_are_updated_as_the_whole(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other chunks of threads, and other remainders of vectors, than the whole parameter has."""

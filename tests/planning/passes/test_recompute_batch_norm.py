@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.networks import NORMED, conv_norms
@@ -218,7 +219,7 @@ def captured(name: str) -> tuple[nn.Module, Tensor, Any]:
     return model, x, capture(model, call_of((x,), {}))
 
 
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize("name", thinned(NORMED, 3))
 def test_norms_of_every_kind_have_it(name: str) -> None:
     _, _, found = captured(name)
     norms = [op for op in found.graph.forward_ops if op.target in (WITH, WITHOUT)]

@@ -262,8 +262,8 @@ def masked(name: str, last: bool) -> tuple[nn.Module, Tensor]:
     return (model.to(memory_format=torch.channels_last) if last else model), x  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("last", [*slow(False), True])
+@pytest.mark.parametrize("name", thinned(MASKED, 2))
 def test_what_is_read_for_its_shape_does_not_keep_the_input(name: str, last: bool) -> None:
     model, x = masked(name, last)
     captured, differences = difference(model, (x,))
@@ -280,8 +280,8 @@ def test_what_is_read_for_its_shape_does_not_keep_the_input(name: str, last: boo
 
 
 @pytest.mark.parametrize("choice", ["all dropped", *slow("all kept")])
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("last", [False, *slow(True)])
+@pytest.mark.parametrize("name", thinned(MASKED, 2))
 def test_what_stands_for_it_is_counted(name: str, last: bool, choice: str) -> None:
     model, x = masked(name, last)
     call = call_of((x,), {})

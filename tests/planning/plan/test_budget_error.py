@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from environment import slow
 from planning.graphs import EARLY, HELD, residual, transformer
 
 from memplan.planning.graph.joint_graph import JointGraph
@@ -19,7 +20,7 @@ from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.search import Search
 
 
-@pytest.mark.parametrize("graph", [residual(3), transformer(3)], ids=["residual", "transformer"])
+@pytest.mark.parametrize("graph", [residual(3), *slow(transformer(3))], ids=["residual", "transformer"])
 @pytest.mark.parametrize("early", [False, True])
 def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
     made = schedule(graph, Search(graph, gradients=GradientUse(updates=early)).floor().choices)

@@ -440,7 +440,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("worth", [1, *slow(1 << 30)], ids=["by a tree", "by Python"])
-@pytest.mark.parametrize("name", thinned(cases(), 3))
+@pytest.mark.parametrize("name", thinned(cases(), 9))
 def test_a_planned_call_is_eager_modes_after_any_change(name: str, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan._torch.guards._CHECKS_BEFORE_TREE", worth)
     holder, read, change = cases()[name]
