@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from environment import slow
 from models.parallel_uses import sharded_step
 from models.sharded_steps import step_of
 
@@ -55,8 +54,11 @@ def test_the_line_is_that_of_the_op_in_place() -> None:
     assert finding.details == {"modules": 3, "classes": ["Block"]}
 
 
-@pytest.mark.parametrize(
-    "way", ["fsdp", *slow("fsdp kept", "fsdp bf16", "fsdp checkpointed", "hsdp", "two dimensions")]
-)
+def test_a_view_that_nothing_changes_is_none() -> None:
+    assert ID not in {finding.id for finding in memplan.check(sharded_step("view"), world=2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp", "fsdp kept", "fsdp bf16", "fsdp checkpointed", "hsdp", "two dimensions"])
 def test_clean_steps_have_none(way: str) -> None:
     assert ID not in {finding.id for finding in memplan.check(step_of(way), world=4)}

@@ -148,6 +148,7 @@ def llama(*, prepared: bool) -> Build:
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of transformers and peft
 def test_a_model_that_peft_prepared() -> None:
     pytest.importorskip("transformers")

@@ -58,6 +58,7 @@ def test_no_kernel_spills_registers_in_rows_of_up_to_8192() -> None:
     assert {name.split(", ")[-1] for name in KEPT["kernels"]} == {"sm_75", "sm_80", "sm_90", "sm_120"}
 
 
+@pytest.mark.slow
 @needs_triton
 @compiling
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_a_mobilenet_learns_in_the_memory_of_few_channels(tmp_path: Path) -> Non
     assert tight.arena == 4 * (48 * 48 * (8 + 1) + 24 * 24 * (1 + 8))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_frozen_part_in_eight_bits_is_converted_to_floats_by_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

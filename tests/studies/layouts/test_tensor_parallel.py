@@ -136,6 +136,7 @@ class Headless(Transformer):
         self.head = nn.Identity()
 
 
+@pytest.mark.slow
 def test_without_logits_there_are_no_shards_of_them() -> None:
     rows = memplan.layouts(Headless, TOKENS, world=2, tensor=(2,), loss_parallel=True, device="h100").rows
     reason = "no tensor parallelism: no linear layer after the blocks makes logits, whose shards a loss could take"

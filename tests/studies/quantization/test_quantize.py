@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from models.networks import SmallGPT
 from torch import nn
 
@@ -58,7 +59,7 @@ def quantized_copy(model: nn.Module, weights: str, activations: str | None = Non
     return made
 
 
-@pytest.mark.parametrize(("weights", "activations"), [("int8", None), ("int8", "int8"), ("int4", None)])
+@pytest.mark.parametrize(("weights", "activations"), [("int8", None), *slow(("int8", "int8"), ("int4", None))])
 def test_weights_saved_are_what_the_allocator_reports(weights: str, activations: str | None) -> None:
     model = net()
     quantized_copy(model, weights, activations)  # what torchao keeps from its first use on is not the model's

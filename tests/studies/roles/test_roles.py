@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner, Result
 from environment import slow
+from integrations.scripts.script_runs import run_here
 from models import pipelined_steps
 from models.sharded_steps import step_of
 from torch import nn
@@ -70,6 +71,7 @@ def test_stages_of_a_pipeline_are_what_they_are_with_real_tensors_the_fullest_fi
     assert peaks == {rank: pytest.approx(measured_peak_of_rank(build, 3, rank), rel=1e-3) for rank in range(3)}
 
 
+@pytest.mark.slow
 def test_few_of_many_ranks_are_recorded() -> None:
     """1,000 rows by 512: each of the first 500 ranks has two, and the others none."""
 
@@ -203,7 +205,8 @@ def test_the_command_lists_and_draws_all_ranks(target: str, tmp_path: Path) -> N
     assert "build, rank 2" in (tmp_path / "again.html").read_text()
 
 
-def test_a_script_of_torchrun(tmp_path: Path) -> None:
+def test_a_script_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memplan.integrations.scripts.process.run_script", run_here)
     (tmp_path / "train.py").write_text(SCRIPT.replace("1000", "999"))  # 500 and 499 rows
     result = run("run", "--world", "2", "--rank", "all", "--device", "h100", tmp_path / "train.py")
     assert result.exit_code == 0, result.output

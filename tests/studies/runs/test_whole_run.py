@@ -265,6 +265,7 @@ def test_a_loader_that_fetches_one_batch_ahead(tmp_path: Path) -> None:
     assert run.phases[-1].per_batch == 8 * 20 * 4
 
 
+@pytest.mark.slow
 def test_a_loop_over_a_known_length(tmp_path: Path) -> None:
     """As Lightning's: the part of the last batch goes on with what is made of all."""
     assert_as_it_really_goes(tmp_path, BEGIN + KNOWN_LENGTH)
@@ -290,11 +291,13 @@ def test_the_last_update_accumulates_as_many_batches_as_really(tmp_path: Path) -
     assert phases == [(p.kind, pytest.approx(p.allocated, abs=_LAST), p.stays) for p in real.phases]
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_and_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert_as_it_really_goes(tmp_path, BEGIN + ACCUMULATED_AND_RESUMED, batches=16)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_keeps_its_graphs(tmp_path: Path) -> None:
     run = assert_as_it_really_goes(tmp_path, BEGIN + GRAPHS_KEPT)
     assert [phase.builds_graph for phase in run.phases if phase.kind == "evaluate"] == [True, True]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environment import slow
 from integrations.scripts.sandbox.random_effects import script
 from integrations.scripts.sandbox.supervised import HOME, NEITHER, NO_NAMESPACES, has_landlock, has_namespaces, run
 
@@ -524,7 +525,7 @@ def _mount(*pairs: tuple[Path, Path], locked: bool) -> Callable[[], None]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")
-@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("locked", [False, *slow(True)])  # to undo the locked ones takes the kernel half a minute
 def test_folders_with_mounts_below_them_are_written_to(
     locked: bool, outside: Outside, available: dict[str, bool]
 ) -> None:
