@@ -54,9 +54,9 @@ def _copied(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *argumen
 @pytest.mark.parametrize(
     ("name", "arguments", "world", "rank"),
     [
-        ("fsdp_mesh", ["--replicas", "2", "--bf16"], 4, 3),
+        ("plain_ddp", [], 2, 0),
         *slow(
-            ("plain_ddp", [], 2, 0), ("ddp_accumulate", [], 4, 1), ("fsdp_mesh", [], 8, 0),
+            ("fsdp_mesh", ["--replicas", "2", "--bf16"], 4, 3), ("ddp_accumulate", [], 4, 1), ("fsdp_mesh", [], 8, 0),
             ("tensor_parallel", [], 4, 0), ("accelerated_ranks", [], 2, 0), ("trainer_ranks", [], 2, 1),
             ("lightning_ddp", [], 2, 1),
         ),
