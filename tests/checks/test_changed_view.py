@@ -21,6 +21,7 @@ WAYS = ("in place view", "in place", "view", "in place view kept")
 
 # torch's own, for each view, changed or not
 pytestmark = [
+    pytest.mark.usefixtures("this_check_alone"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

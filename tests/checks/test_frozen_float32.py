@@ -16,6 +16,7 @@ from truth.rank_peak import measured_peak_of_rank
 import memplan
 
 ID = "frozen-float32"
+pytestmark = pytest.mark.usefixtures("this_check_alone")
 WIDTH, LAYERS = 512, 6
 Build = Callable[[], Callable[[], Any]]
 

@@ -12,6 +12,7 @@ from models.sharded_steps import step_of
 import memplan
 
 ID = "reduced-twice"
+pytestmark = pytest.mark.usefixtures("this_check_alone")
 BYTES = 4 * 2 * (16 * 16 + 16)
 
 

@@ -14,6 +14,7 @@ PARAMETERS = sum(p.numel() * p.element_size() for p in Transformer().parameters(
 
 # torch's own, in a real run, too
 pytestmark = [
+    pytest.mark.usefixtures("this_check_alone"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

@@ -15,6 +15,7 @@ from models.sharded_steps import step_of
 import memplan
 
 ID = "unused-search"
+pytestmark = pytest.mark.usefixtures("this_check_alone")
 TESTS = Path(__file__).parents[1]
 
 
