@@ -201,7 +201,6 @@ def test_other_steps_fit_in_less_and_take_what_was_predicted(
     assert fitted.plan.peak - 128 <= resident + peak <= fitted.plan.peak  # 128: numbers in tensors of their own
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_tiles")
 def test_the_planned_step_as_python_runs() -> None:
     plan = planned()

@@ -410,10 +410,12 @@ subprocess.Popen(['sleep', '600'], start_new_session=True)
 print('up', flush=True)
 time.sleep(600)
 """
+    begin = time.monotonic()
     run(
         code, outside.tree, protections=(protection,), stop=lambda process: process.send_signal(kind),  # pyright: ignore[reportArgumentType]
-        environment={"MARK": outside.mark, "TMPDIR": str(scratch)},
+        environment={"MARK": outside.mark, "TMPDIR": str(scratch)}, seconds=240,
     )  # fmt: skip
+    assert time.monotonic() - begin < 180, "the signal ends it, not its time"
     assert outside.left() == []
     if kind == signal.SIGTERM:
         assert os.listdir(scratch) == []
