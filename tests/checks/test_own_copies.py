@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks.recorded_peak import recorded_peak
-from environment import slow
+from environment import slow, thinned
 from torch import Tensor, nn
 
 import memplan
@@ -154,6 +154,7 @@ def test_the_bytes_are_those_of_the_mended_model(name: str, device: str) -> None
     assert [f for f in findings(lambda: make(True), shape, device) if f.details["kind"] == kind] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
     "name",
@@ -170,7 +171,7 @@ def test_a_real_run_spares_them_too(name: str) -> None:
     assert finding.bytes == pytest.approx(spared, rel=0.02)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 4))
 def test_the_advice_changes_no_value(name: str) -> None:
     _, make, shape, _ = CASES[name]
     x = torch.randn([int(size) for size in shape.split("x")], dtype=torch.float64)

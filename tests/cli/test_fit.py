@@ -285,6 +285,7 @@ def between(model: nn.Module, **options: Any) -> int:
     return (found.floor + found.eager_peak) // 2
 
 
+@pytest.mark.slow
 def test_a_step_is_fitted_and_its_plan_used_again(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
     target, model = deep
     budget, file = between(model), tmp_path / "plan.json"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from environment import slow
 from models.steps import STEPS
 
 import memplan
@@ -28,7 +29,7 @@ STEP += "    return lambda: model(torch.ones(2, 4)).sum().backward()\n"
     ("arguments", "said"),
     [
         (["measure", "--device", "cuda", "{file}:build"], "no GPU here"),
-        (["measure", "--device", "cuda", "--contribute", "x.json.gz", "{file}:nothing"], "no GPU here"),
+        *slow((["measure", "--device", "cuda", "--contribute", "x.json.gz", "{file}:nothing"], "no GPU here")),
         (["run", "--measure", "--device", "cuda", "{file}"], "no GPU here"),
         (["measure", "--contribute", "x.json.gz", "{file}:build"], "--contribute without --device cuda"),
         (["measure", "--contribute", "-", "--device", "cuda", "{file}:build"], "--contribute -"),

@@ -88,6 +88,7 @@ of that. peak: the most while it ran. Of several hits, the most of any.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripts_here")
 def test_decorated_functions_are_shown_without_being_asked_for(folder: Path) -> None:
     done = run(folder, "--device", "cpu", "train.py")

@@ -300,6 +300,7 @@ class OtherNorms(nn.Module):
         return torch.tanh(x * (1.25 if torch.backends.cudnn.enabled else 1.0))
 
 
+@pytest.mark.slow
 def test_norms_that_are_torchs_own_in_the_plan_alone_are_proven_beside_torchs_own() -> None:
     torch.manual_seed(0)
     model, x = OtherNorms().cuda(), torch.randn(8192, 64, device="cuda")

@@ -240,6 +240,7 @@ def test_a_network_learns_in_eight_bits_most_of_what_it_learns_in_floats(tmp_pat
     assert float(np.mean(at_bound)) < 0.001, "without headroom each channel begins with one element at its bound"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_weights_and_state_come_back(tmp_path: Path) -> None:
     model = convolutions()

@@ -78,6 +78,7 @@ def test_what_loses_less_is_taken_where_it_is_as_fast(monkeypatch: pytest.Monkey
     assert (plan.precision, plan.grade) == (EXACT, "exact")
 
 
+@pytest.mark.slow
 @needs_avx512
 def test_what_an_exact_plan_cannot_do_is_offered_and_done() -> None:
     planner, call = Planner(with_loss(net(), F.cross_entropy)), call_of(given(), {})

@@ -87,6 +87,7 @@ class Asking(nn.Module):
         return self.last(self.second(torch.relu(x) if x.requires_grad else x))
 
 
+@pytest.mark.slow
 def test_a_segment_that_the_trace_refuses_is_left_out_and_named() -> None:
     """The other stage still runs piece by piece."""
     torch.manual_seed(0)

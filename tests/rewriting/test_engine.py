@@ -92,7 +92,7 @@ def test_four_micro_batches_are_added_up(name: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["half dropped", *slow("encoded", "all kept", "all dropped")])
-@pytest.mark.parametrize("name", ["batch norm and dropout", "attention dropout"])
+@pytest.mark.parametrize("name", ["batch norm and dropout", *slow("attention dropout")])
 def test_evaluation_between_steps(name: str, choice: str) -> None:
     cell = CELLS[name]
 

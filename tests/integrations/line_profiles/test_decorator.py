@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from truth.fresh_process import run_fresh
 
 import memplan
 from memplan.errors import InputError
@@ -324,10 +323,7 @@ of that. peak: the most while it ran. Of several hits, the most of any.
 
 def test_a_script_under_python_prints_the_table_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, encoding="utf-8",
-        check=False,
-    )  # fmt: skip
+    start = f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.stdout.reconfigure(encoding='utf-8')\n"
+    done = run_fresh(f"{start}runpy.run_path('script.py', run_name='__main__')")
     assert (done.stderr, done.returncode) == ("", 0)
     assert done.stdout == PRINTED

@@ -115,6 +115,7 @@ def test_one_that_fits_needs_nothing(tmp_path: Path) -> None:
     assert found.recorded == memplan.simulate(trace).peak_allocated
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_enough(tmp_path: Path) -> None:
     found = fitting(tmp_path, TRAIN, "2MiB")
     assert not found.fits

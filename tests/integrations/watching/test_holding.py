@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 
 from memplan import _torch
@@ -63,12 +64,14 @@ def in_default(tensor: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("keep", "text"),
     [
-        (in_global, "the list `KEPT`, a global"),
-        (in_slot, "the attribute `tensor` of a Slotted"),
         (in_attribute, "the attribute `cache` of a Plain (in a list)"),
-        (in_class, "the attribute `shared` of the class Plain"),
         (in_module, "the attribute `last` of layer 0"),
-        (in_default, "the function later"),
+        *slow(
+            (in_global, "the list `KEPT`, a global"),
+            (in_slot, "the attribute `tensor` of a Slotted"),
+            (in_class, "the attribute `shared` of the class Plain"),
+            (in_default, "the function later"),
+        ),
     ],
 )
 def test_a_holder_is_named(keep: Callable[[torch.Tensor], Any], text: str) -> None:

@@ -231,6 +231,7 @@ def test_losses(loss: Function, dtype: torch.dtype) -> None:
     assert_near_float64(Scores(loss, dtype, bias=loss is plain), (x.to(dtype), targets), "cross_entropy")
 
 
+@pytest.mark.slow
 def test_transformers_own_norms() -> None:
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow, thinned
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -123,7 +124,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", thinned(FUSED, 2))
 def test_the_two_are_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, given = captured(*FUSED[name])
     graph = found.graph
@@ -177,7 +178,7 @@ def turned(output: Tensor, target: Tensor) -> Tensor:
     return F.nll_loss(torch.log_softmax(output.view(16, 128, 16, 16), 1).transpose(2, 3), target.view(16, 16, 16))
 
 
-@pytest.mark.parametrize("loss", [smoothed, twice, other_dimension, scaled, across, part, turned])
+@pytest.mark.parametrize("loss", [smoothed, twice, scaled, *slow(other_dimension, across, part, turned)])
 def test_left_as_they_are(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, target = (Head(classes=128), labels(4096, classes=128)) if loss is turned else (Head(), labels(ROWS))
     found, _ = captured(model, loss, target, rows=len(target))

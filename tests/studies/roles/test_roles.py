@@ -62,6 +62,7 @@ def test_sharded_ranks_are_what_they_are_with_real_tensors(
             assert peak == pytest.approx(measured_peak_of_rank(step_of(way), world, rank), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_are_what_they_are_with_real_tensors_the_fullest_first() -> None:
     build = pipelined_steps.step_of("1f1b", 4)
     found = memplan.roles(build, world=3)

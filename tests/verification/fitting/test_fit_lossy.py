@@ -266,6 +266,7 @@ def test_a_lossy_plan_is_taken_again_where_it_is_allowed(monkeypatch: pytest.Mon
         memplan.plan(model, x, **given)
 
 
+@pytest.mark.slow
 def test_what_is_returned_has_the_dtype_that_it_has_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, KINDS[0])
     model, x = cell("conv")

@@ -76,6 +76,7 @@ def test_logits_never_exist_as_a_whole() -> None:
     assert "along tokens, with its gradients in the forward pass" in decision.reason
 
 
+@pytest.mark.slow
 def test_losses_that_are_scaled_and_added() -> None:
     """Two micro-batches with a loss of a quarter each, beside the model in float64."""
     model, ids, labels = step()
