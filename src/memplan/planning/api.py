@@ -53,7 +53,8 @@ def plan(
         allow: ``"exact"``: results are the same, bit for bit. ``"reordered"``: on the CPU, segments of the step may run
             piece by piece if it does not fit otherwise, which adds in another order (see `Plan.tiles`), and on any
             device kernels of `memplan.kernels` may replace groups of ops (see `Plan.kernels`). ``"lossy"``: compute
-            and save in fewer bits, if that makes the step faster or is necessary to fit (see `Plan.precision`).
+            and save in fewer bits, if that makes the step faster or is necessary to fit, and store the moments of Adam
+            in 8 bits if nothing else fits (see `Plan.precision`).
         engine: ``"graph"`` runs torch's own kernels one by one, ``"inductor"`` fused kernels.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
         accumulate: micro-batches per update; with more than one, gradients exist when a step begins.

@@ -167,9 +167,14 @@ class Planner:
         Such captures differ only in the encodings in which tensors may be saved.
         """
         for (study_key, study_precision), study in self._studies.items():
-            if key is not None and study_key == key and replace(study_precision, save=precision.save) == precision:
+            if key is not None and study_key == key and _computes_alike(study_precision, precision):
                 captured = study.captured
                 return replace(captured, graph=with_forms(captured.graph, Situation(precision.save)))
         safe_point()
         _log.info("tracing the step")
         return capture(self._model, call, precision)
+
+
+def _computes_alike(a: Precision, b: Precision) -> bool:
+    """Return whether two precisions differ at most in how values and moments are saved."""
+    return replace(a, save=b.save, moments=b.moments) == b

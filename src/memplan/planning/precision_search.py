@@ -29,6 +29,8 @@ _SUBSTANTIAL_RECOMPUTATION = 0.05
 _FAR_ABOVE_BUDGET = 1.5
 """Ratio of the op-by-op floor to the budget, both without resident bytes, above which a step is far from fitting. Fused
 steps were measured to need up to 15 % less than their op-by-op floor."""
+_MOST_SAVED_OF_STATE = 0.75
+"""Share of an optimizer's state that moments in 8 bits save at most: in float32 they take four times as much."""
 WORTH_IT = 0.98
 """Largest share of a plan's time at which a lossier plan replaces it."""
 WORTH_LOSING = 0.9
@@ -60,10 +62,14 @@ def fastest(
         search.try_precision(mixed_precision)
     if search.best is None and exact_error:
         search.try_skipped()
+    for precision in tiers_of_moments(model, settings) if settings.optimizer is not None else ():
+        if search.best is not None or search.moments_left_out:
+            break
+        search.try_precision(precision)
     if search.best is None and not search.budget_errors:
         raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
     if search.best is None:
-        raise min(search.budget_errors, key=lambda error: error.smallest_budget)
+        raise search.with_reasons(min(search.budget_errors, key=lambda error: error.smallest_budget))
     return search.with_notes(search.best)
 
 
@@ -147,6 +153,16 @@ class _PrecisionSearch:
             self._skipped.append((op_by_op, precision))
             return False
         return precision.save == "exact" or _saves_in_fewer_bits(search, self._budget)
+
+    @property
+    def moments_left_out(self) -> str:
+        """Why the optimizer has no moments in 8 bits; empty if it has, or if they were not tried."""
+        return next((reason for reason, precision in self._errors.items() if precision.moments != "exact"), "")
+
+    def with_reasons(self, error: BudgetError) -> BudgetError:
+        """Return the error with the reason why moments in 8 bits were left out, if they were."""
+        left_out = self.moments_left_out
+        return error.but(do=f"{error.do}; moments in 8 bits were left out: {left_out}") if left_out else error
 
     def with_notes(self, planned: Planned) -> Planned:
         """Return the plan with a note of each precision that failed."""
@@ -256,7 +272,9 @@ def with_lossy_remedy(
 
     ``study``: returns the `Study` of the call in the precision of the settings.
     """
-    if budget < study(settings).least_peak(settings):
+    of_call = study(settings)
+    state = 0 if settings.optimizer is None else of_call.search(settings).outside_memory.state
+    if budget < of_call.least_peak(settings) - _MOST_SAVED_OF_STATE * state:
         return error
     try:
         plan = fastest(
@@ -311,6 +329,15 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
         precisions.append(Precision(compute, save))
     precisions += [Precision("", "bfloat16"), Precision("", "int8")]
     yield from (precision for precision in precisions if precision not in settings.excluded_precisions)
+
+
+def tiers_of_moments(model: nn.Module, settings: Settings) -> Iterator[Precision]:
+    """Yield the precisions of `tiers`, and exact computation, with the optimizer's moments in 8 bits, without those
+    that the settings exclude. Where no other plan fits, the first that does is taken."""
+    for precision in tiers(model, replace(settings, excluded_precisions=())):
+        in_8_bits = replace(precision, moments="int8")
+        if in_8_bits not in settings.excluded_precisions:
+            yield in_8_bits
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:

@@ -14,6 +14,7 @@ from memplan.planning.cost.optimizer_memory import Optimizer
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.ops.eight_bit_moments import EightBitMoments
 from memplan.planning.plan.plan import Plan
 from memplan.planning.search.search import Heuristics
 
@@ -55,6 +56,7 @@ class Settings:
     """Checked options of a plan, without the budget."""
 
     optimizer: Optimizer | None = None
+    """The user's optimizer; see `counted_optimizer`."""
     gradients: GradientUse = STAYS
     """Use of each parameter's gradient once it is complete."""
     home: Home = field(default_factory=Home)
@@ -88,3 +90,11 @@ class Settings:
     def fixed_precision(self) -> Precision:
         """Precision of ``plan``, else the requested precision, else that of the step as written."""
         return self.plan.precision if self.plan is not None else self.precision or EXACT
+
+    @property
+    def counted_optimizer(self) -> Optimizer | None:
+        """Optimizer whose state and update are part of the planned step: the user's, or its counterpart with moments in
+        8 bits where the precision has these."""
+        if self.optimizer is None or self.fixed_precision.moments == "exact":
+            return self.optimizer
+        return EightBitMoments(self.optimizer)

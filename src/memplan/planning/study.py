@@ -218,7 +218,7 @@ class _Step:
         if settings.engine == "inductor":
             graph, steady = as_fusible(graph), steady and as_fusible(steady)
         outside_memory = memory_outside_graph(
-            study.model, graph, settings.optimizer, settings.gradients, home=settings.home,
+            study.model, graph, settings.counted_optimizer, settings.gradients, home=settings.home,
             loss_bytes_ratio=settings.loss_bytes_ratio,
         )  # fmt: skip
         return Search(

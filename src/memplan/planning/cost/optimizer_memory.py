@@ -16,6 +16,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.ops.eight_bit_moments import EightBitMoments
 from memplan.planning.ops.packed_masters import PackedMasters
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record_for
@@ -75,13 +76,17 @@ def memory_outside_graph(
     idle_layouts = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
     update_with_idle = update_of(optimizer, [*layouts, *idle_layouts], home) if idle_parameters else update
     other_bytes["optimizer_state"] = update_with_idle.state - update.state
+    saved = 0
+    if isinstance(optimizer, EightBitMoments):
+        saved = update_of(optimizer.exact, layouts, home).state - update.state
     update_bytes = dict[int, int]()
     if gradients.updates:  # each parameter is updated by itself
         update_by_layout = {layout: update_of(optimizer, [layout], home) for layout in dict.fromkeys(layouts)}
         pairs = zip(parameters, layouts, strict=True)
         update_bytes = {value.id: update_by_layout[layout].most for value, layout in pairs}
     return OutsideMemory(
-        state=update.state, packed=update.packed, update=(update_with_idle if gradients.adds else update).most,
+        state=update.state, packed=update.packed, moment_bytes_saved=saved,
+        update=(update_with_idle if gradients.adds else update).most,
         update_by_parameter=update_bytes, other_bytes=other_bytes, workspace_by_op=workspace_by_op,
         loss_bytes=loss_bytes, home=home,
     )  # fmt: skip

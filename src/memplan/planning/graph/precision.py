@@ -9,6 +9,7 @@ from memplan._display import Printed
 
 Compute = Literal["", "bfloat16", "float16"]
 Save = Literal["exact", "bfloat16", "int8"]
+Moments = Literal["exact", "int8"]
 
 SMALLEST_HALF = 2.0**-24
 """The smallest positive number of float16, about 6e-8. bfloat16 has the exponent range of float32."""
@@ -16,7 +17,7 @@ SMALLEST_HALF = 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class Precision(Printed):
-    """Dtypes in which a step computes, and in which it may save values for the backward pass."""
+    """Dtypes in which a step computes, in which it may save values for the backward pass, and of Adam's moments."""
 
     compute: Compute = ""
     """Dtype of convolutions and matrix products, as under autocast: weights keep their dtype and are cast on use.
@@ -28,16 +29,20 @@ class Precision(Printed):
     whole: bool = False
     """Run convolutions on the whole batch that would run on a few samples at a time (chunk_convolutions.py): equally
     accurate, faster, and with more workspace."""
+    moments: Moments = "exact"
+    """Encodings of the moments of Adam and AdamW: those of the optimizer, or eight bits an element with a scale for
+    every block."""
 
     @property
     def lossy(self) -> bool:
         """Whether anything differs from the step as the model is written."""
-        return bool(self.compute) or self.save != "exact"
+        return bool(self.compute) or self.save != "exact" or self.moments != "exact"
 
     def __str__(self) -> str:
         parts = [f"computing in {self.compute}"] if self.compute else []
         parts += [f"in {', '.join(self.apart)} as written"] if self.apart else []
         parts += {"exact": [], "bfloat16": ["saving in bfloat16"], "int8": ["saving in 8 bits"]}[self.save]
+        parts += ["moments in 8 bits"] if self.moments == "int8" else []
         if len(parts) < 2:
             return parts[0] if parts else "exact"
         return f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -27,6 +27,8 @@ class OutsideMemory:
     """Device that the step runs on."""
     packed: int = 0
     """Bytes of ``state`` that are low halves of master weights."""
+    moment_bytes_saved: int = 0
+    """Bytes by which moments in 8 bits make ``state`` smaller than the optimizer's own moments."""
     workspace_by_op: Mapping[int, int] = field(default_factory=dict)
     """Bytes of libraries' workspaces in ``other_bytes``, by index of the op whose first run allocates them: where a
     block lies, and so what the allocator reserves, depends on when it is allocated. Counts of live bytes have them from

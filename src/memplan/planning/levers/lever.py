@@ -143,6 +143,11 @@ class PlannedStep(Protocol):
         ...
 
     @property
+    def moment_bytes_saved(self) -> int:
+        """Return the bytes by which moments in 8 bits make the optimizer's state smaller; 0 for other optimizers."""
+        ...
+
+    @property
     def trained(self) -> Sequence[Value]:
         """Parameters that get a gradient."""
         ...

@@ -9,6 +9,7 @@ from dataclasses import replace
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import Precision
 from memplan.planning.levers.chunk_convolutions import ChunkConvolutions
+from memplan.planning.levers.eight_bit_moments import EightBitMoments
 from memplan.planning.levers.encode import Encode
 from memplan.planning.levers.in_place import InPlace
 from memplan.planning.levers.kernel import Kernel
@@ -27,7 +28,7 @@ UPDATE_EARLY, RELEASE_GRADIENTS = UpdateEarly(), ReleaseGradients()
 
 LEVERS: list[Lever] = [
     RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), TILE, KERNEL, InPlace(), Order(),
-    UPDATE_EARLY, RELEASE_GRADIENTS, PackedMasters(),
+    UPDATE_EARLY, RELEASE_GRADIENTS, PackedMasters(), EightBitMoments(),
 ]  # fmt: skip
 """All levers. If several encodings of a value are chosen, the first lever's is decoded; host copies come last."""
 

@@ -104,6 +104,7 @@ class _Decider:
         """Collect what the schedule recomputes, encodes and reads, and the seconds that this adds."""
         self.graph, self.schedule, self.outside_memory = graph, schedule, outside_memory
         self.packed_bytes = 0 if outside_memory is None else outside_memory.packed
+        self.moment_bytes_saved = 0 if outside_memory is None else outside_memory.moment_bytes_saved
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.recomputable = recomputable(graph)
         self.forms: dict[int, list[SavedForm]] = defaultdict(list)

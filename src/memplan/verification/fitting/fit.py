@@ -379,7 +379,7 @@ class _Fitting:
 
     def _hand_over(self, planned: Planned, proof: Proof, undo: ExitStack) -> Fitted:
         """Return the result for the user after a proof. If a loss was planned with the model, the model's own calls are
-        planned, too. For early updates the optimizer is built. ``undo`` uninstalls all of it."""
+        planned, too. For early updates, or moments in 8 bits, the optimizer is built. ``undo`` uninstalls all of it."""
         request, settings = self.request, self.settings
         loss = optimizer = None
         installations = [self.installed]
@@ -389,9 +389,11 @@ class _Fitting:
                 of_model, note = plan_own_call(request, settings, planned, self._notify, undo)
                 installations.append(of_model)
                 self.notes += [] if note is None else [note]
-        if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
-            optimizer = settings.optimizer(list(request.step.parameters()))
-            undo.callback(update_early(optimizer).undo)
+        early, counted = settings.gradients.updates, settings.counted_optimizer
+        if counted is not None and (early or counted is not settings.optimizer) and proof.within_budget:
+            optimizer = counted(list(request.step.parameters()))
+            if early:
+                undo.callback(update_early(optimizer).undo)
         self.plans.handed_over = True
         self.plans.release()
         for installed in installations:  # calls of the proof do not count, and ran with copies of the weights

@@ -166,7 +166,7 @@ class Plans:
         if choices is None:
             return None
         outside = memory_outside_graph(
-            self._module, graph, settings.optimizer, gradients, home=settings.home,
+            self._module, graph, settings.counted_optimizer, gradients, home=settings.home,
             loss_bytes_ratio=settings.loss_bytes_ratio,
         )  # fmt: skip
         fewest = with_fewest_pieces(schedule(graph, choices), lambda candidate: fits(candidate, outside, self._budget))

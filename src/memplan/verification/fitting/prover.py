@@ -16,6 +16,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import MemplanError, UsageError
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.cost.eager_baseline import baseline
+from memplan.planning.cost.optimizer_memory import Optimizer
 from memplan.planning.plan.plan import Grade, Plan
 from memplan.planning.request import Request
 from memplan.planning.study import Planned
@@ -26,6 +27,7 @@ from memplan.verification.measurement.peak_alone import measure_trial
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_restored, random_state_restored
 from memplan.verification.measurement.trial import Trial, Work
+from memplan.verification.proof.moments import MomentsError, moments_error
 from memplan.verification.proof.near_kinks import NearKinks
 from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import EXACT, LOSSY, NEAR_KINKS, ROUNDING
@@ -188,7 +190,10 @@ class Prover:
             return self._compare_on_card(call, baselines, candidate, None, memory)
         _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
-        candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
+        counted = self._counted_optimizer(planned)
+        candidate = self._trial(
+            "candidate", call, in_backward=self._settings.gradients.updates, optimizer=counted
+        )  # fmt: skip
         candidate.other_resident = self._constant_bytes(planned)
         is_lossy = planned.plan.grade == "lossy"
         if baselines.truth is None:
@@ -200,6 +205,8 @@ class Prover:
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if not (proof.same or is_lossy or self._home.card is None):
             proof = self._compare_on_card(call, baselines, candidate, planned, memory)
+        if proof.ok and planned.plan.precision.moments != "exact":
+            proof = replace(proof, moments=self._moments_error(call, planned, memory))
         if not (proof.ok and self._pairs):
             return proof
         _log.info("timing the step with the plan and without")
@@ -238,13 +245,35 @@ class Prover:
             proof = compare(baselines, candidate, _FEWER_STEPS, ROUNDING)
         return replace(proof, full_float32=True)
 
+    def _moments_error(self, call: Call, planned: Planned, memory: _Memory) -> MomentsError:
+        """Compare the moments in 8 bits of a plan with the optimizer's own, over updates of the unplanned step.
+
+        Raises:
+            _NoRoomError: there is no memory for the step with a second copy of weights, gradients and state.
+        """
+        _log.info("comparing moments in 8 bits with the optimizer's own")
+        self._check_room(memory.beside + memory.idle)
+        optimizer = self._counted_optimizer(planned)
+        assert optimizer is not None, "only an optimizer has moments"
+        with _torch.without_call(self._step):
+            return moments_error(self._trial("moments", call), optimizer)
+
+    def _counted_optimizer(self, planned: Planned | None) -> Optimizer | None:
+        """Return the optimizer of a planned step, which may have moments in 8 bits; None for planned: the user's."""
+        if planned is None:
+            return self._settings.optimizer
+        return replace(self._settings, precision=planned.plan.precision).counted_optimizer
+
     def _measure(self, planned: Planned | None) -> tuple[int, int]:
         """Measure (resident bytes, peak bytes) of the step as it runs now. ``planned``: the installed plan."""
         in_backward = planned is not None and self._settings.gradients.updates
         updates = self._settings.optimizer is not None
         self._warm_up(self._request.call, in_backward=in_backward, updates=updates)
         _log.info("measuring the peak")
-        trial = self._trial("alone", self._request.call, in_backward=in_backward, updates=updates)
+        trial = self._trial(
+            "alone", self._request.call, in_backward=in_backward, updates=updates,
+            optimizer=self._counted_optimizer(planned),
+        )  # fmt: skip
         trial.other_resident = 0 if planned is None else self._constant_bytes(planned)
         return measure_trial(trial, self._home)
 
@@ -266,12 +295,12 @@ class Prover:
     def _trial(
         self, name: str, call: Call, *, in_backward: bool = False, updates: bool = True, float64: bool = False,
         function: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
-        kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        optimizer: Optimizer | None = None, kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Trial:  # fmt: skip
         """Return a trial of the step on copies of its state, as the arguments of `Trial` say."""
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
-            args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._request.autocast,
+            args, kwargs, optimizer=optimizer or self._settings.optimizer, autocast=autocast or self._request.autocast,
             micro_batches=2 if self._settings.gradients.adds else 1,
         )  # fmt: skip
         return Trial(

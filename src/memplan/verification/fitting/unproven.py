@@ -74,9 +74,11 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
         plans_of_model = Plans(request.model, settings_with_loss, request.bytes, lambda text: None, joint=planned)
         calls.append(_install_in_recording(request.model, plans_of_model, undo).calls)
     optimizer = None
-    if settings.gradients.updates and settings.optimizer is not None:
-        optimizer = settings.optimizer(list(request.step.parameters()))
-        undo.callback(update_early(optimizer).undo)
+    early, counted = settings.gradients.updates, settings.counted_optimizer
+    if counted is not None and (early or counted is not settings.optimizer):
+        optimizer = counted(list(request.step.parameters()))
+        if early:
+            undo.callback(update_early(optimizer).undo)
     return Fitted(request.model, loss, planned.plan, proof, True, optimizer, notes, undo, calls)
 
 

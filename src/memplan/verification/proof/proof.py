@@ -11,6 +11,7 @@ from memplan._json import Saved
 from memplan.planning.plan.plan import Grade
 from memplan.verification.measurement.peak_and_time import Times
 from memplan.verification.proof.differences import Compared
+from memplan.verification.proof.moments import MomentsError
 from memplan.verification.proof.rounding import LayerError, Rounded, by_layer, overall, truth_label
 
 KINDS = ("outputs", "gradients", "parameters", "buffers")
@@ -89,6 +90,8 @@ class Proof(Saved, Displayed):
     torch_kernels: bool = False
     """Whether, for the comparison, the step without a plan had torch's own norms and recurrent layers, as every plan on
     a CUDA card has: by default these are cuDNN's, which round differently."""
+    moments: MomentsError | None = None
+    """Where the plan has moments in 8 bits: their error over many updates."""
     full_float32: bool = False
     """Whether both were compared with TF32 off, whose errors hid whether they are the same."""
 
@@ -105,7 +108,8 @@ class Proof(Saved, Displayed):
     @property
     def same(self) -> bool:
         """Return whether nothing differed, or nothing by more than the grade allows."""
-        return all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
+        near = self.moments is None or self.moments.ok
+        return near and all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
 
     @property
     def layers(self) -> tuple[LayerError, ...]:
@@ -134,6 +138,8 @@ class Proof(Saved, Displayed):
             f"{_SUBJECTS[kind]}{difference}" for kind in KINDS for difference in getattr(self, kind).differences
         ]
         failures += [f"the random stream of {name} is elsewhere after the step" for name in self.random_streams]
+        if self.moments is not None and not self.moments.ok:
+            failures.append(str(self.moments))
         if not self.within_budget:
             assert self.budget is not None
             over = format_bytes(self.peak - self.budget)
@@ -144,7 +150,8 @@ class Proof(Saved, Displayed):
     def __str__(self) -> str:
         if not self.steps:
             return "not proven: this is a recording or a measurement, in which nothing is compared"
-        lines = self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds()
+        moments = "" if self.moments is None else str(self.moments)
+        lines = self._verdict(), self._rounding(), moments, self._compared(), self._bytes(), self._seconds()
         return "\n".join(filter(None, lines))
 
     def _verdict(self) -> str:

@@ -1,0 +1,108 @@
+"""Moments in 8 bits in plans: only where lossy plans are allowed and nothing else fits, and what they save."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from environment import slow
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan.errors import BudgetError, UsageError
+from memplan.planning.graph.precision import Precision
+from memplan.planning.ops import eight_bit_moments
+
+pytest.importorskip("torchao.optim")
+
+LAYERS, WIDTH = 2, 256
+WEIGHTS = LAYERS * WIDTH * WIDTH
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
+SAVED = 2 * LAYERS * (3 * WIDTH * WIDTH - 4 * WIDTH * WIDTH // 256 - 1024) - 4
+"""By hand: of each weight's two moments a byte an element is left of four, and there are scales and tables; the biases
+stay in float32; the learning rate is a tensor."""
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    return torch.randn(16, WIDTH, generator=draws), torch.randint(WIDTH, (16,), generator=draws)
+
+
+def asked(**options: Any) -> dict[str, Any]:
+    _, labels = batch()
+    return {"targets": labels, "loss": F.cross_entropy, "optimizer": OPTIMIZER, **options}
+
+
+def budget() -> int:
+    """Bytes for weights, gradients and half of the moments in float32."""
+    rows, _ = batch()
+    floor = memplan.plan(make(), rows, budget="1 GiB", costs="roofline", **asked()).floor
+    return floor - 4 * WEIGHTS
+
+
+def test_they_are_taken_where_nothing_else_fits() -> None:
+    rows, _ = batch()
+    least, options = budget(), {"costs": "roofline", "allow": "lossy", **asked()}
+    plan = memplan.plan(make(), rows, budget=least, **options)
+    assert plan.precision.moments == "int8"
+    assert plan.grade == "lossy"
+    (decision,) = [decision for decision in plan.decisions if decision.lever == "8-bit moments"]
+    assert (decision.bytes, decision.grade) == (SAVED, "lossy")
+    assert plan.peak <= least
+    assert "moments in 8 bits" in plan.summary
+    roomy = memplan.plan(make(), rows, budget="1 GiB", **options)
+    assert roomy.precision.moments == "exact"
+    assert plan.resident["optimizer_state"] == roomy.resident["optimizer_state"] - SAVED
+    assert memplan.Plan.from_json(plan.to_json()).precision == plan.precision
+
+
+def test_never_without_lossy_and_never_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, _ = batch()
+    least = budget()
+    with pytest.raises(BudgetError, match=r"allow='lossy' \(--allow lossy\) meets it by moments in 8 bits"):
+        memplan.plan(make(), rows, budget=least, costs="roofline", **asked())
+    monkeypatch.setattr(eight_bit_moments, "find_spec", lambda name: None)
+    with pytest.raises(BudgetError, match=r"moments in 8 bits were left out: .*torchao is not installed"):
+        memplan.plan(make(), rows, budget=least, costs="roofline", allow="lossy", **asked())
+    with pytest.raises(BudgetError) as error:
+        memplan.plan(make(), rows, budget=least, costs="roofline", **asked())
+    assert "moments" not in str(error.value)
+
+
+@pytest.mark.parametrize("early", slow(False, True))
+def test_a_fitted_training_has_them(early: bool) -> None:
+    """The proof compares 20 updates with float32 moments, and the loop trains by torchao's optimizer."""
+    rows, labels = batch()
+    model = make()
+    options = asked(early=early)
+    floor = memplan.plan(model, rows, budget="1 GiB", **options).floor
+    least = floor - 4 * WEIGHTS
+    fitted = memplan.fit(model, rows, budget=least, allow="lossy", pairs=0, **options)
+    assert fitted.plan.precision == Precision(moments="int8")
+    assert fitted.proof.peak <= least
+    moments = fitted.proof.moments
+    assert moments is not None
+    assert moments.updates == 20
+    assert 0.001 < moments.relative < 0.06
+    assert "moments in 8 bits: what 20 updates" in str(fitted.proof)
+    assert type(fitted.optimizer).__name__ == "AdamW8bit"
+    assert fitted.loss is not None
+    losses = list[float]()
+    for _ in range(5):
+        fitted.optimizer.zero_grad()
+        loss = fitted.loss(rows, labels)
+        loss.backward()
+        fitted.optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    fitted.undo()
+    with pytest.raises(UsageError, match=r"lossy \(moments in 8 bits\)"):
+        memplan.fit(model, rows, budget=least, plan=fitted.plan, pairs=0, **options)
