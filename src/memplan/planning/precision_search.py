@@ -157,7 +157,7 @@ class _PrecisionSearch:
     @property
     def moments_left_out(self) -> str:
         """Why the optimizer has no moments in 8 bits; empty if it has, or if they were not tried."""
-        return next((reason for reason, precision in self._errors.items() if precision.moments != "exact"), "")
+        return next((reason for reason, precision in self._errors.items() if precision.moments), "")
 
     def with_reasons(self, error: BudgetError) -> BudgetError:
         """Return the error with the reason why moments in 8 bits were left out, if they were."""

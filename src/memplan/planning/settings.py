@@ -95,6 +95,6 @@ class Settings:
     def counted_optimizer(self) -> Optimizer | None:
         """Optimizer whose state and update are part of the planned step: the user's, or its counterpart with moments in
         8 bits where the precision has these."""
-        if self.optimizer is None or self.fixed_precision.moments == "exact":
+        if self.optimizer is None or not self.fixed_precision.moments:
             return self.optimizer
         return EightBitMoments(self.optimizer)

@@ -59,7 +59,7 @@ def test_they_are_taken_where_nothing_else_fits() -> None:
     assert plan.peak <= least
     assert "moments in 8 bits" in plan.summary
     roomy = memplan.plan(make(), rows, budget="1 GiB", **options)
-    assert roomy.precision.moments == "exact"
+    assert not roomy.precision.moments
     assert plan.resident["optimizer_state"] == roomy.resident["optimizer_state"] - SAVED
     assert memplan.Plan.from_json(plan.to_json()).precision == plan.precision
 

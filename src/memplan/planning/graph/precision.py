@@ -9,7 +9,7 @@ from memplan._display import Printed
 
 Compute = Literal["", "bfloat16", "float16"]
 Save = Literal["exact", "bfloat16", "int8"]
-Moments = Literal["exact", "int8"]
+Moments = Literal["", "int8"]
 
 SMALLEST_HALF = 2.0**-24
 """The smallest positive number of float16, about 6e-8. bfloat16 has the exponent range of float32."""
@@ -29,20 +29,20 @@ class Precision(Printed):
     whole: bool = False
     """Run convolutions on the whole batch that would run on a few samples at a time (chunk_convolutions.py): equally
     accurate, faster, and with more workspace."""
-    moments: Moments = "exact"
-    """Encodings of the moments of Adam and AdamW: those of the optimizer, or eight bits an element with a scale for
-    every block."""
+    moments: Moments = ""
+    """Dtype of the moments of Adam and AdamW: "int8" is eight bits an element with a scale for every block. Empty: as
+    the optimizer has them."""
 
     @property
     def lossy(self) -> bool:
         """Whether anything differs from the step as the model is written."""
-        return bool(self.compute) or self.save != "exact" or self.moments != "exact"
+        return bool(self.compute) or self.save != "exact" or bool(self.moments)
 
     def __str__(self) -> str:
         parts = [f"computing in {self.compute}"] if self.compute else []
         parts += [f"in {', '.join(self.apart)} as written"] if self.apart else []
         parts += {"exact": [], "bfloat16": ["saving in bfloat16"], "int8": ["saving in 8 bits"]}[self.save]
-        parts += ["moments in 8 bits"] if self.moments == "int8" else []
+        parts += ["moments in 8 bits"] if self.moments else []
         if len(parts) < 2:
             return parts[0] if parts else "exact"
         return f"{', '.join(parts[:-1])} and {parts[-1]}"

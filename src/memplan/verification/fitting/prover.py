@@ -205,7 +205,7 @@ class Prover:
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if not (proof.same or is_lossy or self._home.card is None):
             proof = self._compare_on_card(call, baselines, candidate, planned, memory)
-        if proof.ok and planned.plan.precision.moments != "exact":
+        if proof.ok and planned.plan.precision.moments:
             proof = replace(proof, moments=self._moments_error(call, planned, memory))
         if not (proof.ok and self._pairs):
             return proof
