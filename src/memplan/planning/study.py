@@ -46,6 +46,7 @@ from memplan.planning.plan.plan import (
     optimizer_name,
 )
 from memplan.planning.plan.precision_report import cast_copies, lowered
+from memplan.planning.plan.segments_note import segments_note
 from memplan.planning.plan.workspace_band import workspace_band
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -433,6 +434,8 @@ class _Planning:
         if settings.device is not None:
             kernels = "the CPU's kernels" if settings.home.card is None else f"kernels of {settings.home.card.title}"
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of {kernels}")
+        if settings.home.card is not None and not planned.choices.fused:
+            notes.extend(segments_note(planned, self._outside_memory))
         expected = {} if settings.home.card is None else on_card(captured.graph, settings.home.card).expected
         if expected:
             # the schedule's simulation is not valid for fused kernels, whose code says when each buffer is live

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from truth.fresh_process import run_fresh
 
 from memplan.errors import UsageError
-from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings, settings_of_snapshot
+from memplan.simulation.allocator.settings import (
+    AllocatorSettings,
+    parse_settings,
+    settings_of_process,
+    settings_of_snapshot,
+)
 
 MIB = 1 << 20
 
@@ -266,3 +271,13 @@ def test_what_stands_only_in_the_text_of_a_snapshot() -> None:
 def test_a_snapshot_with_foreign_settings_is_refused(recorded: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="allocator settings of the snapshot"):
         settings_of_snapshot(recorded)
+
+
+def test_settings_of_the_process_are_those_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert settings_of_process() == AllocatorSettings()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert settings_of_process() == AllocatorSettings(max_split_size=64 << 20)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,some_new_setting:3")
+    assert settings_of_process() == AllocatorSettings(expandable_segments=True)

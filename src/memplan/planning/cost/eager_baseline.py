@@ -74,7 +74,7 @@ def baseline(
 
     with torch.autocast(home.type, enabled=False):
         trace = record_for(build, home.target, known=known)
-        return trace, simulate(trace)
+        return trace, simulate(trace, settings=home.allocator_conf)
 
 
 def _leaf_on(tensor: torch.Tensor, place: str) -> torch.Tensor:

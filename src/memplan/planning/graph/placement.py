@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from memplan._bytes import round_to_blocks
 from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.devices import Device
 from memplan.errors import DeviceError
+from memplan.simulation.allocator.settings import AllocatorSettings, settings_of_process
 from memplan.trace.recording.session import Target, own_card
 from memplan.trace.records import HOST
 
@@ -25,6 +26,8 @@ class Home:
     """Device as torch names it: ``cpu``, ``cuda:0``."""
     card: Device | None = None
     """The CUDA card; None for the CPU."""
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
+    """Settings of the card's caching allocator."""
 
     @property
     def type(self) -> str:
@@ -34,6 +37,12 @@ class Home:
     def allocated(self, size: int) -> int:
         """Return the bytes that the device's allocator reserves for a tensor of ``size`` bytes."""
         return size if self.card is None else round_to_blocks(size)
+
+    @property
+    def allocator_conf(self) -> str | None:
+        """Settings of the caching allocator, as `memplan.simulate` takes them; None for torch's defaults, and for the
+        CPU."""
+        return str(self.allocator) or None
 
     @property
     def target(self) -> Target:
@@ -61,7 +70,7 @@ def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
             do="Move the module and its inputs to one device, by .to(device)",
         )
     device = next(iter(first_on), torch.device(HOST))
-    return Home() if device.type == HOST else Home(str(device), own_card(device))
+    return Home() if device.type == HOST else Home(str(device), own_card(device), settings_of_process())
 
 
 def is_on_card(model: Any) -> bool:

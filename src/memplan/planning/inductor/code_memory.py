@@ -41,7 +41,7 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
                 expected="code as torch 2.11 to 2.15 write it",
                 do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
             ) from error
-    return simulate(trace)
+    return simulate(trace, settings=home.allocator_conf)
 
 
 class _Step:

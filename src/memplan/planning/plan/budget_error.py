@@ -56,7 +56,7 @@ def budget_error(
     """Build the error of a budget that no plan meets. ``floor`` is the schedule with the smallest peak that the search
     reached; ``predicted`` the timeline of a step of fused kernels, whose memory differs from that of the single ops."""
     trace = trace_of(floor, outside_memory)
-    timeline = simulate(trace)
+    timeline = simulate(trace, settings=outside_memory.home.allocator_conf)
     least = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
     storages = tuple(_peak_storage(trace, storage) for storage in live)

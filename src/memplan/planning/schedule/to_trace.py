@@ -15,7 +15,6 @@ from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.byte_levels import ActionBytes
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.simulation.allocator.allocator import CachingAllocator
-from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Cause, Op, Operand, Phase, Storage
@@ -32,7 +31,8 @@ _CAUSES: dict[Kind, Cause] = {
 
 def timeline_of(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> Timeline:
     """Simulate a planned step: its bytes over time."""
-    return simulate(trace_of(schedule, outside_memory))
+    settings = None if outside_memory is None else outside_memory.home.allocator_conf
+    return simulate(trace_of(schedule, outside_memory), settings=settings)
 
 
 def trace_of(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> Trace:
@@ -258,7 +258,7 @@ class _Allocations(_Tracer):
 
     def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
         super().__init__(schedule, outside_memory)
-        self.allocator = CachingAllocator(AllocatorSettings())
+        self.allocator = CachingAllocator(outside_memory.home.allocator)
         self.addresses: list[int] = []
         """By storage, in the order of their allocation; 0 for storages without bytes."""
 

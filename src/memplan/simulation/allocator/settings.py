@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ MIB = 1 << 20
 LARGE_SEGMENT = 20 * MIB
 BUCKETS = 16
 """Sizes fall into a bucket for each power of two from 1 MiB to 32 GiB; smaller and larger sizes into the outer two."""
+
+_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+"""Environment variables of the settings; the last that is set counts."""
 
 Divisions = tuple[tuple[int, int], ...]
 
@@ -108,7 +112,7 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
         AllocatorSettings(..., expandable_segments=True, ...)
     """
     settings = AllocatorSettings()
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name in _VARIABLES:
         text = recorded.get(name)
         if isinstance(text, str) and text:
             settings = _parse_recorded(text)
@@ -119,6 +123,15 @@ def settings_of_snapshot(recorded: Mapping[str, Any]) -> AllocatorSettings:
             f"the allocator settings of the snapshot cannot be read ({error})",
             expected="numbers for max_split_size, garbage_collection_threshold and roundup_power2_divisions",
         ) from error
+
+
+def settings_of_process() -> AllocatorSettings:
+    """Return the settings in this process's environment, as far as they can be parsed.
+
+    They are those of ``PYTORCH_ALLOC_CONF``, else of ``PYTORCH_CUDA_ALLOC_CONF``, its name up to torch 2.8. What the
+    program changes while it runs is not seen.
+    """
+    return settings_of_snapshot({name: os.environ.get(name) for name in _VARIABLES})
 
 
 def _with_own_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> AllocatorSettings:

@@ -1,0 +1,40 @@
+"""What a planned step would reserve on a card with the other kind of segments: expandable, or of a fixed size.
+
+A free block serves no request that is larger, so that a plan's live bytes leave gaps in segments of a fixed size. In
+expandable segments free blocks that are neighbours are one, whatever segment they were reserved for; but they grow by
+pages of 20 MiB, which costs small steps more than it saves them. Which of both reserves less is known exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memplan._bytes import format_bytes
+from memplan.planning.graph.resident import OutsideMemory
+from memplan.planning.schedule.scheduler import Schedule
+from memplan.planning.schedule.to_trace import reserved_bytes
+
+WORTH_SAYING = 0.05
+"""Share of the reserved bytes from which on the other kind of segments is worth a note."""
+
+
+def segments_note(schedule: Schedule, outside_memory: OutsideMemory) -> Iterator[str]:
+    """Yield a note where the other kind of segments reserves at least 5 % less for a planned step.
+
+    Args:
+        schedule: the planned step.
+        outside_memory: memory in addition to the graph's, and the card with the settings of its allocator.
+    """
+    home = outside_memory.home
+    expandable = home.allocator.expandable_segments
+    other = replace(home, allocator=replace(home.allocator, expandable_segments=not expandable))
+    reserved = reserved_bytes(schedule, outside_memory)
+    otherwise = reserved_bytes(schedule, replace(outside_memory, home=other))
+    if otherwise > (1 - WORTH_SAYING) * reserved:
+        return
+    setting = f"PYTORCH_ALLOC_CONF=expandable_segments:{not expandable}"
+    yield (
+        f"with {setting} the allocator would reserve {format_bytes(otherwise)} instead of {format_bytes(reserved)} for "
+        "this plan: set it before the program starts, and plan again"
+    )
