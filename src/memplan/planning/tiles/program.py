@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Node:
         """Name of the op without namespace and overload."""
         return self.target.split(".")[1]
 
-    @property
+    @cached_property
     def reads(self) -> tuple[int, ...]:
         """Ids of the tensors among the arguments."""
         return tuple(refs((self.args, dict(self.kwargs))))

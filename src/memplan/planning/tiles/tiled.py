@@ -33,6 +33,7 @@ from torch import Tensor
 from memplan.planning.graph.joint_graph import Ref
 from memplan.planning.graph.op_schema import arguments_of, overload
 from memplan.planning.graph.tensor_like import Like
+from memplan.planning.tiles import pools
 from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, input_gradient, norm_of
 from memplan.planning.tiles.products import Factor, Product, summed_factor
 from memplan.planning.tiles.program import Node, NotTileable, Program
@@ -87,7 +88,8 @@ class Tiled:
     def __init__(self, program: Program, axis: Axis, pieces: int) -> None:
         """Place the axis in each value, and check that each piece has something to compute."""
         self.program, self.axis, self.pieces = program, axis, pieces
-        self.shapes = {value: like.shape for value, like in program.likes.items()}
+        values = (*program.inputs, *(value for node in program.nodes for value in node.outputs))
+        self.shapes = {value: program.likes[value].shape for value in values}
         self.along = dict[int, Along]()
         """By value that lies along the axis: where the axis is in it."""
         self.norms = dict[int, Norm]()
@@ -147,7 +149,7 @@ class Tiled:
     def _is_map(self, value: int) -> bool:
         """Return whether an input has samples and space, but no channels, as the class of each pixel."""
         shape, rank = self.shapes[value], max(len(self.shapes[v]) for v in self.program.inputs)
-        spaces = {other[2:] for other in self.shapes.values() if len(other) == rank}
+        spaces = {like.shape[2:] for like in self.program.likes.values() if len(like.shape) == rank}
         return value in self.program.fixed and len(shape) == rank - 1 and shape[1:] in spaces
 
     def _step(self, at: int, node: Node) -> _Step:
@@ -214,10 +216,11 @@ class Tiled:
         along = self.along[value]
         return self.shapes[value][along.dim] // (along.unit * along.repeats)
 
-    def own(self, value: int, piece: int) -> Window:
-        """Return the window of a value's axis that a piece makes and no other."""
-        size = self.size(value)
-        return piece * size // self.pieces, (piece + 1) * size // self.pieces
+    def own(self, value: int, piece: int, pieces: int | None = None) -> Window:
+        """Return the window of a value's axis that a piece makes and no other. ``pieces``: in so many pieces instead of
+        the tile's."""
+        size, pieces = self.size(value), pieces or self.pieces
+        return piece * size // pieces, (piece + 1) * size // pieces
 
     @cached_property
     def elements(self) -> int:
@@ -351,8 +354,7 @@ class Tiled:
 
     def overlap(self, pieces: int) -> list[float]:
         """Return for each op how often a run in this number of pieces computes an element of its result, on average."""
-        tiled = self if pieces == self.pieces else Tiled(self.program, self.axis, pieces)
-        windows = tiled.windows(tiled._goals(pieces // 2))
+        windows = self.windows(self._goals(pieces // 2, pieces))
         shares = list[float]()
         for node in self.program.nodes:
             value, share = node.outputs[0] if node.outputs else -1, 1.0
@@ -378,9 +380,10 @@ class Tiled:
                     windows[value] = min(before[0], window[0]), max(before[1], window[1])
         return windows
 
-    def _goals(self, piece: int) -> dict[int, Window]:
-        """Return what a piece must compute: its part of the results, and of what norms and sums over the axis read."""
-        return {value: self.own(value, piece) for value in (*self._joined, *self._normed, *self._summed)}
+    def _goals(self, piece: int, pieces: int | None = None) -> dict[int, Window]:
+        """Return what a piece must compute: its part of the results, and of what norms and sums over the axis read.
+        ``pieces``: see `own`."""
+        return {value: self.own(value, piece, pieces) for value in (*self._joined, *self._normed, *self._summed)}
 
     @cached_property
     def _normed(self) -> tuple[int, ...]:
@@ -773,7 +776,7 @@ class _Run:
         self._kept = {*goals, *tiled.program.outputs, *tiled.program.static} - (tiled.passing if sums_up else set())
         self.into: Mapping[int, Tensor | None] = {}
         """Gradients of weights to which products add, by input."""
-        self._unread = tiled.unread if differentiates else ()
+        self._differentiates, self._unread = differentiates, tiled.unread if differentiates else ()
         self.cuts: dict[int, Pair] = {}
         """Input and result of the norms in ``cut`` that the piece reads, where it reads them."""
         self.values: dict[int, Tensor] = {}
@@ -825,9 +828,11 @@ class _Run:
         return ends
 
     def op(self, at: int) -> Callable[..., Any]:
-        """Return the function that computes node ``at``: its op, or for derivatives alone a function without values."""
+        """Return the function that computes node ``at``: its op, a faster function, or for derivatives alone a function
+        without values."""
         target = self.tiled.program.nodes[at].target
-        return UNREAD[target] if at in self._unread else overload(target)
+        faster = pools.DIFFERENTIABLE if self._differentiates else pools.VALUES
+        return UNREAD[target] if at in self._unread else faster.get(target) or overload(target)
 
     def operand(self, value: int, need: Part | None, placed: Along) -> Tensor:
         """Return the part of a value that an op needs.
