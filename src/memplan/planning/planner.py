@@ -19,6 +19,7 @@ from memplan.planning.kernel_search import planned_with_kernels, with_kernel_rem
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import with_forms
 from memplan.planning.ops.kernel_group import Group
+from memplan.planning.plan.plan import Plan
 from memplan.planning.precision_search import FrontierPoint, fastest, frontier, with_graph_remedy, with_lossy_remedy
 from memplan.planning.relative_budget import Relative
 from memplan.planning.request import Request
@@ -119,6 +120,15 @@ class Planner:
         captured = capture(self._model, call, settings.fixed_precision, tiles=tiles, kernels=kernels)
         captured = replace(captured, graph=_with_costs(captured.graph, settings))
         return Study(self._model, call, captured, study, tuple(tiles), tuple(kernels))
+
+    def captured_as(self, plan: Plan, call: Call, settings: Settings) -> Captured:
+        """Capture a call with the segments in pieces and the kernels of a plan, and with costs.
+
+        Raises:
+            NotTileable, GroupGone: they do not apply to this call.
+        """
+        captured = capture(self._model, call, settings.fixed_precision, tiles=plan.tiles, kernels=plan.kernels)
+        return replace(captured, graph=_with_costs(captured.graph, settings))
 
     def bounded(self, request: Request, key: Hashable) -> Request:
         """Return the request with its budget in bytes; for a relative one the plain step is recorded first."""

@@ -63,6 +63,29 @@ def highest() -> tuple[Plan, Plan]:
     return captured("1 GiB"), plan(model, x, budget="1 GiB", **given)
 
 
+def test_the_models_own_call_moves_the_same_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plan of model and loss keeps the budget by its order, the model's own call is not planned anew."""
+    model, x, given = step()
+    as_captured = captured("1 GiB")
+    searched, within = list[int](), Search.within
+    monkeypatch.setattr(Search, "within", lambda self, target: searched.append(target) or within(self, target))
+    fitted = fit(model, x, budget=as_captured.floor - 1, pairs=0, **given)
+    assert fitted.plan.choices.order
+    assert set(searched) == {as_captured.floor - 1}
+    planned_for_loss = len(searched)
+    searched.clear()
+    plan(step()[0], x, budget=as_captured.floor - 1, **given)
+    assert len(searched) == planned_for_loss
+    model.zero_grad()
+    resident = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), x, given["targets"]))
+
+    def run() -> None:
+        given["loss"](model(x), given["targets"]).backward()
+
+    assert resident + peak_of(allocations(run)) <= as_captured.floor - 1
+    assert fitted.stats.planned == 1
+
+
 def test_what_fits_is_not_moved_and_what_does_not_is_moved_before_anything_is_recomputed(
     highest: tuple[Plan, Plan],
 ) -> None:

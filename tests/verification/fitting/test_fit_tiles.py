@@ -10,14 +10,16 @@ import torch
 from environment import slow
 from torch import nn
 from torch.nn import functional as F
+from truth.cpu_allocator import allocations, peak_of
 
 import memplan
 from memplan import _torch
 from memplan.errors import BudgetError, UsageError, VerificationError
-from memplan.planning.search.search import Heuristics
+from memplan.planning.search.search import Heuristics, Search
 from memplan.planning.tiles import tiled
 
-QUICK: dict[str, Any] = {"heuristics": Heuristics(shakes=1, rounds=8), "pairs": 0, "loss": F.cross_entropy}
+QUICK_PLAN: dict[str, Any] = {"heuristics": Heuristics(shakes=1, rounds=8), "loss": F.cross_entropy}
+QUICK: dict[str, Any] = {**QUICK_PLAN, "pairs": 0}
 
 
 class Classifier(nn.Module):
@@ -97,6 +99,37 @@ def test_training_goes_on_as_without_a_plan() -> None:
         own = (plain.state_dict()[name] - value).double().norm()
         assert error <= 2 * own + 1e-6 * value.double().norm(), name
     assert model.state_dict()["stem.1.num_batches_tracked"] == 3
+
+
+def test_the_models_own_call_runs_in_the_segments_of_the_plan_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not searched again, keeps the budget, and its gradients are those of the plan with the loss. A dropout
+    keeps the segment from reaching as far as the loss."""
+    model, images, labels = step()
+    model.rest[3] = nn.Sequential(nn.Flatten(), nn.Dropout(0.2))  # pyright: ignore[reportIndexIssue]
+    budget = int(0.75 * floor_of(model, images, labels))
+    searched, within = list[int](), Search.within
+    monkeypatch.setattr(Search, "within", lambda self, target: searched.append(1) or within(self, target))
+    made = memplan.plan(model, images, targets=labels, budget=budget, allow="reordered", **QUICK_PLAN)
+    alone = len(searched)
+    fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
+    assert made.tiles == fitted.plan.tiles
+    assert len(searched) == 2 * alone  # by plan, and by fit for model and loss: not once more
+    assert fitted.loss is not None
+    gradients = list[list[torch.Tensor]]()
+    for run in (lambda: fitted.loss(images, labels), lambda: F.cross_entropy(model(images), labels)):
+        model.zero_grad()
+
+        def backward(run: Any = run) -> None:
+            torch.manual_seed(0)
+            run().backward()
+
+        backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])  # pyright: ignore[reportOptionalMemberAccess]
+        model.zero_grad()
+        resident = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), images, labels))
+        assert resident + peak_of(allocations(backward)) <= budget
+    assert all(map(torch.equal, *gradients))
+    assert fitted.stats.unplanned == 0
 
 
 @pytest.mark.parametrize(("broken", "samples", "size"), [("term", 8, 48), *slow(("halo", 1, 128))])

@@ -64,7 +64,15 @@ class Tiling:
         """id() of a tensor that a segment's call returned -> (tensor, first call of the segment, its recording)."""
 
     def end(self) -> None:
-        """End a pass: in the next, the segments return only the results that were read in this pass."""
+        """End a pass: in the next, the segments return only the results that were read in this pass.
+
+        Raises:
+            NotTileable: a segment's last call was not made.
+        """
+        if len(self._finished) < len(self.tiles):
+            reason = NotTileable("the step ends before the segment does")
+            reason.at = next(index for index in range(len(self.tiles)) if index not in dict(self._finished))
+            raise reason
         self._read, self._first_pass = self._now, False
 
     def call(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

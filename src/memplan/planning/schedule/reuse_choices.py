@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from memplan.planning.graph.dependencies import is_allowed
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
 from memplan.planning.schedule.actions import Choices
 
@@ -59,8 +60,22 @@ def without_loss(choices: Choices, source: JointGraph, graph: JointGraph) -> Cho
         recompute=frozenset(match[value] for value in choices.recompute if value in match),
         saved_forms=frozenset((lever, match[value]) for lever, value in choices.saved_forms if value in match),
         pieces=None,
-        order=(),
+        order=_order_without_loss(choices.order, source, graph),
     )
+
+
+def _order_without_loss(order: tuple[int, ...], source: JointGraph, graph: JointGraph) -> tuple[int, ...]:
+    """Translate an order of the backward ops of ``source`` into one of the backward ops of ``graph``.
+
+    These are the last of ``source``, after the derivative of the loss; if they are not, the captured order is returned.
+    """
+    ops = graph.backward_ops
+    last = source.backward_ops[len(source.backward_ops) - len(ops) :]
+    if not all(map(_is_same_op, last, ops)) or len(last) < len(ops):
+        return ()
+    match = {a.index: b.index for a, b in zip(last, ops, strict=True)}
+    translated = tuple(match[op] for op in order if op in match)
+    return translated if is_allowed(graph, translated) else ()
 
 
 def _match_values(source: JointGraph, graph: JointGraph) -> Mapping[int, int] | None:

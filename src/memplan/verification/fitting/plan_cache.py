@@ -11,6 +11,7 @@ from torch import nn
 from memplan.errors import BudgetError, CompileError, RecordingError, ScheduleError, UsageError
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
+from memplan.planning.capture.replaced_calls import GroupGone
 from memplan.planning.capture.symbolic_shapes import Shapes
 from memplan.planning.cost.optimizer_memory import memory_outside_graph
 from memplan.planning.graph.resident import OutsideMemory
@@ -22,6 +23,7 @@ from memplan.planning.schedule.reuse_choices import translate_choices, without_l
 from memplan.planning.schedule.scheduler import Schedule, schedule, with_fewest_pieces
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, fits
+from memplan.planning.tiles.program import NotTileable
 from memplan.planning.validation.validate import validate
 from memplan.rewriting.keys import Keys, UnkeyedError
 from memplan.trace.recording.place import exception_of_user
@@ -107,6 +109,10 @@ class Plans:
     def _plan(self, call: Call, accumulate: bool) -> Planned | Reused:
         """Return the plan of a call: by the choices of an earlier plan where these keep the budget, else a new one."""
         captured = None
+        reused = self._reuse_rewritten(call, accumulate)
+        if reused is not None:
+            self._shapes.known(call)
+            return reused
         if self.plans or self._joint is not None:
             self._captures += 1
             if self._captures % _MAX_CAPTURES == 0:  # symbols for sizes take memory
@@ -153,6 +159,19 @@ class Plans:
             reused = None if choices is None else self._if_within_budget(captured, choices, planned.outside_memory)
             if reused is not None:
                 return reused
+        return self._reuse_joint(captured, accumulate)
+
+    def _reuse_rewritten(self, call: Call, accumulate: bool) -> Reused | None:
+        """Return the plan of a call by the tiles or kernels and the choices for module and loss together; None if there
+        are none, if they do not apply without the loss, or if they do not keep the budget."""
+        joint = self._joint
+        if joint is None or joint.fused is not None or not (joint.plan.tiles or joint.plan.kernels):
+            return None
+        try:
+            captured = self._planner.captured_as(joint.plan, call, self._settings)
+        except (NotTileable, GroupGone, RecordingError) as reason:
+            _log.info("the call is planned without the segments of the plan with its loss: %s", reason)
+            return None
         return self._reuse_joint(captured, accumulate)
 
     def _reuse_joint(self, captured: Captured, accumulate: bool) -> Reused | None:
