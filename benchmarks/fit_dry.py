@@ -39,7 +39,7 @@ from memplan import _torch  # noqa: E402
 from memplan.errors import BudgetError, MemplanError  # noqa: E402
 from memplan.planning.planner import Planner  # noqa: E402
 from memplan.planning.request import Request, request  # noqa: E402
-from memplan.planning.settings import Engine, PlanOptions  # noqa: E402
+from memplan.planning.settings import Allow, Engine, PlanOptions  # noqa: E402
 from memplan.rewriting.compiled import compile_parts  # noqa: E402
 from memplan.rewriting.install import install  # noqa: E402
 from memplan.trace.step import StepOptions  # noqa: E402
@@ -105,48 +105,53 @@ def build(step: str, engine: Engine, share: float, out: str) -> Callable[[], Non
     planned, row = with_plan(subject, engine, lambda floor, eager: floor + max(0, int(share * (eager - floor))))
     Path(out).write_text(json.dumps(row), encoding="utf-8")
 
-    def run() -> None:
-        torch.cuda.synchronize()
-        _torch.clear_cublas_workspaces()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        planned(*subject.inputs, *subject.targets).backward()
-        planned.zero_grad(set_to_none=True)
-
-    return run
+    return partial(run_step, planned, subject)
 
 
-def with_plan(subject: Subject, engine: Engine, budget_of: Callable[[int, int], int]) -> tuple[nn.Module, Row]:
+def run_step(planned: nn.Module, subject: Subject) -> None:
+    """Run a planned step, with nothing cached before and counters that begin with it."""
+    torch.cuda.synchronize()
+    _torch.clear_cublas_workspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    planned(*subject.inputs, *subject.targets).backward()
+    planned.zero_grad(set_to_none=True)
+
+
+def with_plan(
+    subject: Subject, engine: Engine, budget_of: Callable[[int, int], int], *, allow: Allow = "exact"
+) -> tuple[nn.Module, Row]:
     """Plan a step on the card and put the plan in its place, without a proof: the step, called with inputs and targets
-    for its loss, and eager mode's predicted peak, the budget and the plan's predicted peak.
+    for its loss, and eager mode's predicted peak, the budget, the plan's predicted peak and its kinds of kernels.
 
     Args:
         subject: on the card.
-        engine: of `memplan.fit`.
+        engine, allow: of `memplan.fit`.
         budget_of: the budget in bytes, of the least for which there is a plan and eager mode's predicted peak.
     """
     inputs, targets = subject.inputs, subject.targets
 
     def asked(budget: int) -> Request:
-        options = PlanOptions(budget=budget, engine=engine)
+        options = PlanOptions(budget=budget, engine=engine, allow=allow)
         return request(subject.model, StepOptions(inputs, {}, targets, subject.loss, None, None), options, fake=False)
 
     request_ = asked(1)
     planner = Planner(request_.step)
     eager = planner.study(request_.call, request_.settings, key=0).eager_peak(request_.settings)
     try:
-        floor = planner.planned(request_.call, request_.settings, 1, key=0).plan.peak
+        floor = planner.planned(request_.call, request_.settings, 1, key=0, remedies=False).plan.peak
     except BudgetError as error:
         floor = error.smallest_budget
     budget = budget_of(floor, eager)
     request_ = asked(budget)
-    planned = planner.planned(request_.call, request_.settings, budget, key=0)
+    planned = planner.planned(request_.call, request_.settings, budget, key=0, remedies=False)
     if planned.fused is not None:
         compile_parts(planned.fused)
     plans = Plans(request_.step, request_.settings, budget, lambda _: None)
     plans.expect(planned)
     install(request_.step, plans)
-    return request_.step, {"eager": eager, "budget": budget, "predicted": planned.plan.peak}
+    kernels = sorted({group.kernel for group in planned.plan.kernels})
+    return request_.step, {"eager": eager, "budget": budget, "predicted": planned.plan.peak, "kernels": kernels}
 
 
 # ---------------------------------------------------------------- here

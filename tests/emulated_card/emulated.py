@@ -38,6 +38,8 @@ class Memory:
         self._blocks: dict[int, int] = {}
         """By address on the card: the simulated one."""
         self._allocated = self._most_allocated = self._most_reserved = 0
+        self._requested = self._most_requested = self._allocations = 0
+        """Bytes as they are asked for, the most of them, and how many blocks were allocated so far."""
 
     def allocated(self, *_: Any) -> int:
         """As `torch.cuda.memory_allocated`."""
@@ -59,9 +61,18 @@ class Memory:
         self._follow()
         return self._most_reserved
 
+    def stats(self, *_: Any) -> dict[str, int]:
+        """As `torch.cuda.memory_stats`, of requests alone."""
+        self._follow()
+        return {
+            "requested_bytes.all.current": self._requested, "requested_bytes.all.peak": self._most_requested,
+            "allocation.all.current": len(self._blocks), "allocation.all.allocated": self._allocations,
+        }  # fmt: skip
+
     def reset(self, *_: Any) -> None:
         """As `torch.cuda.reset_peak_memory_stats`."""
         self._follow()
+        self._most_requested = self._requested
         self._most_allocated, self._most_reserved = self._allocated, self._allocator.reserved
 
     def empty_cache(self) -> None:
@@ -83,12 +94,15 @@ class Memory:
 
     def _one(self, address: int, size: int) -> None:
         self._allocated += -(-size // _BLOCK) * _BLOCK if size > 0 else -(size // _BLOCK * -_BLOCK)
+        self._requested += size
         if size > 0:
+            self._allocations += 1
             self._blocks[address] = self._allocator.malloc(size)
         else:
             self._allocator.free(self._blocks.pop(address))
         self._most_allocated = max(self._most_allocated, self._allocated)
         self._most_reserved = max(self._most_reserved, self._allocator.reserved)
+        self._most_requested = max(self._most_requested, self._requested)
 
 
 class Stream:
@@ -146,6 +160,7 @@ def install(library: ctypes.CDLL) -> Memory:
         "max_memory_allocated": memory.most_allocated,
         "memory_reserved": memory.reserved,
         "max_memory_reserved": memory.most_reserved,
+        "memory_stats": memory.stats,
         "reset_peak_memory_stats": memory.reset,
         "mem_get_info": memory.free,
         "Stream": Stream,

@@ -20,6 +20,7 @@ from truth.cpu_allocator import allocations, peak_of
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
+from memplan.planning.levers import in_place
 from memplan.planning.passes import split_convolution_backward
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -223,6 +224,40 @@ def test_a_pools_input_is_not_kept() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, 1, 1), nn.AvgPool2d(2))
     graph = capture(model, call_of((torch.randn(2, 3, 16, 16),), {})).graph
     assert "aten.tanh.default" not in reads(graph, "aten.max_pool2d_with_indices_backward.default")
+
+
+@pytest.mark.parametrize("kind", ["max", "average"])
+def test_on_a_card_a_pools_derivative_is_written_over_what_stands_for_its_input(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, torch would copy an input that is not contiguous."""
+    monkeypatch.setattr(JointGraph, "is_on_card", True)
+    pool = nn.MaxPool2d(2) if kind == "max" else nn.AvgPool2d(2)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 1), nn.ReLU(), pool)
+    captured, differences = difference(model, (torch.randn(2, 3, 16, 16),))
+    assert differences == []
+    graph = captured.graph
+    (op,) = (op for op in graph.ops if op.target in split_convolution_backward.COPIED_ON_CARD)
+    made = schedule(graph, Choices(saved_forms=frozenset((form.lever, form.value) for form in graph.forms)))
+    (action,) = (action for action in made.backward if action.op == op.index)
+    assert graph.maker[op.overwrites[0]].target == "aten.new_empty_strided.default"
+    assert action.into == op.overwrites[0]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("target", sorted(split_convolution_backward.COPIED_ON_CARD))
+def test_a_pools_derivative_can_be_written_over_its_input(target: str, last: bool) -> None:
+    x = image(2, torch.float32, last).requires_grad_()
+    y = pools(target, 2)(x)
+    with Calls(target) as seen:
+        y.backward(torch.randn_like(y))
+    ((func, args),) = seen.found
+    form, over = in_place.call_into(target, "self"), nan_like(args[1], dense=True)
+    assert form.out is not None
+    _, name, overload = form.target.split(".")
+    found = getattr(getattr(torch.ops.aten, name), overload)(args[0], over, *args[2:], **{form.out: over})
+    assert found.data_ptr() == over.data_ptr()
+    assert torch.equal(found, func(*args))
 
 
 @pytest.mark.parametrize("one", thinned(convolutions(), 4), ids=str)

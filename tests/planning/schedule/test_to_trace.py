@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
+from environment import needs_cuda_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.graphs import random_graph
+from tests.emulated_card import HERE
+from tests.emulated_card.dry_process import run_there
 
+from memplan._bytes import round_to_blocks
 from memplan.devices import find
 from memplan.planning.graph.joint_graph import recomputable
 from memplan.planning.graph.placement import Home
@@ -85,3 +91,39 @@ def test_the_requests_of_an_op_are_made_one_by_one() -> None:
     assert [one.bytes for one in temporary] == [500, 200, 300]
     assert temporary[0].died is not None
     assert temporary[1].born < temporary[0].died < temporary[2].born
+
+
+def test_unread_results_are_requested_one_by_one() -> None:
+    graph = random_graph(3, 12)
+    op = next(op for op in graph.forward_ops if len(op.outputs) == 1 and op.makes)
+    sized = replace(
+        op, target="aten.sized.default", outputs=(None, *op.outputs, None, None), multiple=True, discarded=700,
+        discarded_by_output=(500, 0, 0, 200), scratch=300, scratch_into=None,
+    )  # fmt: skip
+    ops = (*graph.ops[: op.index], sized, *graph.ops[op.index + 1 :])
+    trace = trace_of(schedule(replace(graph, ops=ops), Choices()))
+    storages = [one for one in trace.storages if one.op is not None and trace.ops[one.op].name == sized.target]
+    first, made, second, workspace = storages[:4]
+    assert (first.bytes, made.bytes, second.bytes, workspace.bytes) == (500, graph.values[op.makes[0]].bytes, 200, 300)
+    assert (workspace.died, first.died, second.died) == tuple(workspace.born + later for later in (1, 2, 3))
+
+
+@needs_cuda_torch
+def test_a_planned_step_with_kernels_makes_the_requests_that_are_predicted(tmp_path: Path) -> None:
+    """All of them, in their order; at the end torch frees the loss and its gradient, which the caller held."""
+    out = tmp_path / "requests.json"
+    folders = [str(HERE), str(HERE.parents[1])]
+    run_there(f"import sys; sys.path[:0] = {folders!r}\nfrom planned_step import main; main({str(out)!r})", tmp_path)
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["kernels"] == ["batch_norm_act", "cross_entropy"]
+    predicted, actual = ([_blocks(request) for request in found[name]] for name in ("predicted", "actual"))
+    assert len(predicted) > 400
+    assert actual[: len(predicted)] == predicted
+    assert actual[len(predicted) :] in ([], [-512], [-512, -512])
+    planned, reserved = found["reserved"]
+    assert reserved == planned
+
+
+def _blocks(request: int) -> int:
+    """The bytes of a request, or of a free below 0, in whole blocks."""
+    return round_to_blocks(request) if request > 0 else -round_to_blocks(-request)

@@ -98,20 +98,20 @@ class Values:
 
     def add_results(
         self, node: Any, results: Sequence[Any], tokens: int, index: int
-    ) -> tuple[tuple[int | None, ...], int]:
+    ) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
         """Add a value for each result of an op that another op reads. The node returns ``tokens`` effect tokens before
         the results.
 
         Returns:
-            The value of each result, None for a result that nothing reads; and the bytes of unread results, which are
-            freed as soon as the op returns.
+            The value of each result, None for a result that nothing reads; and the bytes of each unread result, which
+            is freed as soon as the op returns, 0 for others.
         """
         single = isinstance(node.meta["val"], torch.Tensor)
         readers = {} if single else {user: user.args[1] for user in node.users if user.target is operator.getitem}
         position_of = {node: 0} if single else {user: item - tokens for user, item in readers.items() if item >= tokens}
         names = {position: reader.name for reader, position in position_of.items()}
         outputs: list[int | None] = []
-        discarded = 0
+        discarded = [0] * len(results)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, torch.Tensor):
                 outputs.append(None)
@@ -120,9 +120,9 @@ class Values:
             else:
                 outputs.append(None)
                 is_new_memory = _torch.storage_key(tensor.untyped_storage()) not in self._owner
-                discarded += self._size(tensor) if is_new_memory else 0
+                discarded[position] = self._size(tensor) if is_new_memory else 0
         self.of.update({reader: outputs[position] for reader, position in position_of.items()})
-        return tuple(outputs) or (None,), discarded
+        return tuple(outputs) or (None,), tuple(discarded)
 
     def references(self, arguments: Any) -> Any:
         """Return the arguments of a node with a `Ref` in place of each node, at any depth."""
@@ -286,7 +286,7 @@ class Reader:
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
-                discarded, scratch=scratch, requests=requests,
+                sum(discarded), discarded, scratch=scratch, requests=requests,
                 random=_torch.is_random(function, args, kwargs),
                 once=effect is not None or self._must_run_once(target, reads),
                 layer=layer, where=where, gradient_of=forward,

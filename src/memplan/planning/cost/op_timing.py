@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from memplan import _torch
+from memplan._bytes import ALLOCATOR_BLOCK, round_to_blocks
 from memplan._interrupts import safe_point
 from memplan.devices import Device
 from memplan.errors import UsageError
@@ -48,6 +49,7 @@ _RUNS = 3
 _ENOUGH_SECONDS = 0.01
 """Seconds of runs after which an op is not run again."""
 _BLOCK = 1 << 16
+_REQUESTED = "requested_bytes.all.peak"
 
 
 def with_costs(
@@ -80,7 +82,10 @@ def with_costs(
     scratch = _measurements_on(on).scratch  # measured when the ops were timed on a card
     if scratch:
         keys = [costs.keys.get((op.index, op.target), "") for op in graph.ops]  # "" for views
-        ops = (replace(op, scratch=scratch.get(key, op.scratch)) for op, key in zip(graph.ops, keys, strict=True))
+        ops = (
+            op if op.requests else replace(op, scratch=scratch.get(key, op.scratch))
+            for op, key in zip(graph.ops, keys, strict=True)
+        )
         graph = replace(graph, ops=tuple(ops))
     return _with_seconds(graph, costs, {**seconds, **known})
 
@@ -408,12 +413,24 @@ def _fastest_run(graph: JointGraph, timed_call: Called, on: str) -> float:
 
 
 def workspace_on(on: str, call: Callable[[], Any]) -> int:
-    """Return the workspace of a call on a card in bytes: its peak, less what stays allocated after it."""
+    """Return the workspace of a call on a card in bytes: its peak, less what stays allocated after it.
+
+    A large block can be up to 1 MiB longer than its request (CUDACachingAllocator.cpp, `should_split`), by what was
+    freed before. So requests are counted, each temporary rounded to whole blocks. The caching allocator counts them;
+    others count allocated bytes alone.
+    """
     torch.cuda.reset_peak_memory_stats(on)
+    before = torch.cuda.memory_stats(on)
     result = call()
     workspace = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)
+    after = torch.cuda.memory_stats(on)
     del result  # not before: results must count as allocated above
-    return workspace
+    if not workspace or _REQUESTED not in after:
+        return workspace
+    requested = after[_REQUESTED] - after["requested_bytes.all.current"]
+    allocations, live = (after[name] - before[name] for name in ("allocation.all.allocated", "allocation.all.current"))
+    temporaries = max(1, allocations - live)
+    return min(workspace, round_to_blocks(requested) + ALLOCATOR_BLOCK * (temporaries - 1))
 
 
 def _synthetic_call(graph: JointGraph, target_and_arguments: Called, on: str) -> Callable[[], Any]:

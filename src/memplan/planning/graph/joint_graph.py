@@ -101,6 +101,9 @@ class GraphOp:
     """Ids of the results that own memory, in order."""
     discarded: int = 0
     """Bytes of results that nothing reads: they are live only while the op runs."""
+    discarded_by_output: tuple[int, ...] = ()
+    """The same of each result, in the order of ``outputs``: 0 for results that are read, and for views. (): a single
+    result, the last, has all of ``discarded``."""
     scratch: int = 0
     """Bytes of workspace in addition to the results while the kernel runs; negative if it frees its operands on the
     way."""

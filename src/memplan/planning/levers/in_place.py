@@ -200,8 +200,11 @@ _OVER_OPERANDS: Mapping[str, tuple[str, ...]] = {
     CHANNEL_NORM_BACKWARD: ("d_y", "x"),
     MASKED_SOFTMAX_BACKWARD: ("d_y", "x", "y"),
     CLASS_SUMS_BACKWARD: ("logits",),
+    "aten.avg_pool2d_backward.default": ("self",),
+    "aten.max_pool2d_with_indices_backward.default": ("self",),
 }
-"""Operands over which kernels of `memplan.kernels` can write their first result."""
+"""Operands over which kernels of `memplan.kernels` can write their first result, and inputs of pooling, of which the
+derivative reads the sizes alone."""
 
 
 # mul_.Scalar rounds the scalar to the tensor's dtype first; mul.out, which also accepts scalars, computes as

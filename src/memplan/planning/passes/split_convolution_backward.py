@@ -35,6 +35,8 @@ SHAPE_ONLY = {
     "aten.replication_pad3d_backward.default": 1,
 }
 """Position of the argument whose shape is all that the kernel reads, by op."""
+COPIED_ON_CARD = frozenset({"aten.avg_pool2d_backward.default", "aten.max_pool2d_with_indices_backward.default"})
+"""Of these, ops that copy this argument on a card if it is not contiguous (AveragePool2d.cu, DilatedMaxPool2d.cu)."""
 
 
 def idle_arguments(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -51,7 +53,7 @@ def split(graph: JointGraph) -> JointGraph:
 
     The kernels compute the two parts separately anyway: results are the same bit for bit, and the input is freed an op
     earlier. An argument that is read for its shape alone is replaced by a view of the gradient or, if that is too
-    small, by uninitialized memory.
+    small, by uninitialized memory, which a pooling's derivative overwrites.
     """
     targets = {CONVOLUTION_BACKWARD, *SHAPE_ONLY}
     return _Splitter(graph).run() if any(op.target in targets for op in graph.ops) else graph
@@ -94,7 +96,8 @@ class _Splitter(Rebuild):
                     self._add_part(op, view or input_, [True, False, False])
             elif op.target in SHAPE_ONLY:
                 args, index = list(op.args), SHAPE_ONLY[op.target]
-                args[index] = self._shape_argument(op, args[0], args[index], dense=False)
+                dense = self.graph.is_on_card and op.target in COPIED_ON_CARD
+                args[index] = self._shape_argument(op, args[0], args[index], dense=dense)
                 self.add(op, args=tuple(args))
             else:
                 self.add(op)

@@ -66,8 +66,7 @@ class ActionBytes:
         """Return the bytes that an action allocates and frees again while it runs: its workspace and unread results."""
         if action.kind == "run":
             op = action.called(self.graph)
-            # of the results of a recomputed op, only those in ``action.makes`` are needed
-            unread = op.discarded + self.owned_bytes(value for value in op.makes if value not in action.makes)
+            unread = self.unread_bytes(action)
             if action.form is not None:  # it reads an encoding
                 return unread + self.graph.form[action.form].direct_scratch
             return unread + op.scratch - (0 if action.into is None else op.scratch_saved)
@@ -83,6 +82,12 @@ class ActionBytes:
         if action.kind == "give" and self.choices.gradients.updates and is_parameter:
             return self._copied_bytes(action) + self.outside_memory.update_by_parameter.get(action.value, 0)
         return 0
+
+    def unread_bytes(self, action: Action) -> int:
+        """Return the bytes of results that an action's op allocates and nothing reads; of the results of a recomputed
+        op, only those in ``action.makes`` are read."""
+        op = action.called(self.graph)
+        return op.discarded + self.owned_bytes(value for value in op.makes if value not in action.makes)
 
     def gradient_copy_bytes(self, action: Action) -> int:
         """Return the bytes of a returned gradient's copy that autograd keeps after an action."""

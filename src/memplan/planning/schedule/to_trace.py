@@ -187,20 +187,27 @@ class _Tracer:
     def _run_action(self, action: Action, phase: Phase) -> None:
         """Add an action to the trace as an op: allocations of its results and workspace, then its frees.
 
-        Negative temporary bytes mean that it frees its operands before it allocates its results.
+        Results that nothing reads are freed as soon as the op returns. Negative temporary bytes mean that it frees its
+        operands before it allocates its results.
         """
         start, op = self.tick, len(self.ops)
         transient = self.bytes.temporary_bytes(action)
         frees_meanwhile = transient < 0
         if frees_meanwhile:
             transient += self._free(action)
-        for position, value in enumerate(self._without_host_values(action.makes)):
-            self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        requests, library_workspace = tuple[int, ...](), 0
+        requests, library_workspace, unread = tuple[int, ...](), 0, list[int]()
         if action.kind == "run" and action.op is not None:
             requests = action.called(self.graph).requests
             library_workspace = self.workspace_by_op.pop(action.op, 0)
+        if action.kind == "run" and not frees_meanwhile and transient >= self.bytes.unread_bytes(action):
+            unread = self._allocate_results(action, op, phase)
+            transient -= self.bytes.unread_bytes(action)
+        else:
+            for position, value in enumerate(self._without_host_values(action.makes)):
+                self._allocate_value(value, op, phase, action.into if position == 0 else None)
         self._allocate_temporary(transient, op, requests, library_workspace)
+        for entry in unread:
+            self._release(entry)
         copy = self.bytes.gradient_copy_bytes(action)
         if copy and action.value is not None:
             of = self.graph.values[action.value]
@@ -208,6 +215,22 @@ class _Tracer:
         if not frees_meanwhile:
             self._free(action)
         self._add_op(self._op_name(action), phase, start, action)
+
+    def _allocate_results(self, action: Action, op: int, phase: Phase) -> list[int]:
+        """Allocate all results of an op in their order, and return the storages of those that nothing reads. ``op``:
+        index in the trace."""
+        called, unread = action.called(self.graph), list[int]()
+        made, sizes = self._without_host_values(action.makes), dict(enumerate(called.discarded_by_output))
+        if sum(sizes.values()) != called.discarded:
+            sizes = {}
+        for position, value in enumerate(called.outputs):
+            if value in made:
+                self._allocate_value(value, op, phase, action.into if value == action.makes[0] else None)
+            elif size := sizes.get(position, 0) if value is None else self.bytes.owned_bytes([value]):
+                unread.append(self._allocate(size, "temporary", None, op))
+        if called.discarded and not sizes:
+            unread.append(self._allocate(called.discarded, "temporary", None, op))
+        return unread
 
     def _free(self, action: Action) -> int:
         """Free the values of ``action.frees`` and return their bytes."""

@@ -377,6 +377,10 @@ def test_pools_follow_the_inputs_format() -> None:
     rest = ([2, 2], [2, 2], [0, 0], [1, 1], False, indices)
     assert taken(op, y, x, *rest) == ()
     assert taken(op, y, last, *rest) == (2 * 8 * 64 * 4, 2 * 8 * 64 * 8)
+    gaps = empty(2, 8, 32, 16)[:, :, ::2]
+    assert taken(op, y, gaps, *rest) == (2 * 8 * 256 * 4,)  # as torch 2.14.1 does on an emulated H100
+    assert taken(aten.avg_pool2d_backward.default, y, gaps, [2, 2], [2, 2], [0, 0], False, True, None) == (16384,)
+    assert taken(aten._adaptive_avg_pool2d_backward.default, y, gaps) == ()
 
 
 def test_ctc_and_bags() -> None:

@@ -38,6 +38,13 @@ def pool_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) ->
     return nonzero(*(copy_bytes(tensor, suggests_channels_last(x)) for tensor in (gradient, *indices)))
 
 
+def pool2d_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
+    """Temporaries (DilatedMaxPool2d.cu, AveragePool2d.cu): as `pool_backward`, and a copy of the input, whose elements
+    are not read."""
+    x = args[1]
+    return (*nonzero(copy_bytes(x, suggests_channels_last(x))), *pool_backward(args, kwargs, result, arch))
+
+
 def _reduction(args: Arguments, kwargs: Keywords, position: int) -> int:
     """Return the number of a loss's reduction, an argument at ``position`` or by name: 0 none, 1 mean, 2 sum."""
     return args[position] if len(args) > position else kwargs.get("reduction", 1)
@@ -174,10 +181,7 @@ _CONTIGUOUS = """
     reflection_pad1d_backward reflection_pad2d_backward adaptive_max_pool3d_backward fractional_max_pool2d_backward
     multi_margin_loss_backward multilabel_margin_loss_backward
 """
-_POOL_BACKWARD = (
-    *("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),
-    *("adaptive_max_pool2d_backward", "max_pool3d_with_indices_backward"),
-)
+_POOL_BACKWARD = "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "max_pool3d_with_indices_backward"
 
 FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}.default": reduced_loss for name in ("mse_loss", "smooth_l1_loss", "huber_loss")},
@@ -198,6 +202,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.nll_loss_backward.default": copies_of(0, 1),
     "aten.nll_loss2d_backward.default": copies_of(1),
     **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
+    "aten.avg_pool2d_backward.default": pool2d_backward,
+    "aten.max_pool2d_with_indices_backward.default": pool2d_backward,
     **cublas.FORMULAS,
     **norms.FORMULAS,
     **indexing.FORMULAS,
