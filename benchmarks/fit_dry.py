@@ -119,20 +119,25 @@ def run_step(planned: nn.Module, subject: Subject) -> None:
 
 
 def with_plan(
-    subject: Subject, engine: Engine, budget_of: Callable[[int, int], int], *, allow: Allow = "exact"
+    subject: Subject,
+    engine: Engine,
+    budget_of: Callable[[int, int], int],
+    *,
+    allow: Allow = "exact",
+    costs: str | None = None,
 ) -> tuple[nn.Module, Row]:
     """Plan a step on the card and put the plan in its place, without a proof: the step, called with inputs and targets
     for its loss, and eager mode's predicted peak, the budget, the plan's predicted peak and its kinds of kernels.
 
     Args:
         subject: on the card.
-        engine, allow: of `memplan.fit`.
+        engine, allow, costs: of `memplan.fit`.
         budget_of: the budget in bytes, of the least for which there is a plan and eager mode's predicted peak.
     """
     inputs, targets = subject.inputs, subject.targets
 
     def asked(budget: int) -> Request:
-        options = PlanOptions(budget=budget, engine=engine, allow=allow)
+        options = PlanOptions(budget=budget, engine=engine, allow=allow, costs=costs)
         return request(subject.model, StepOptions(inputs, {}, targets, subject.loss, None, None), options, fake=False)
 
     request_ = asked(1)

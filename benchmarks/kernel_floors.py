@@ -4,7 +4,8 @@
 
 Each cell is a process of its own that sees an emulated card (docs/dry.md): a step is planned for the lowest budget,
 without kernels (``allow="exact"``) or with them (``allow="reordered"``), the plan is put in its place without a proof,
-and torch's own allocator counts what it reserves when it runs. Writes benchmarks/results/kernel_floors.json and .md,
+and torch's own allocator counts what it reserves when it runs. Seconds are estimates, the same on every machine:
+measured, those of an emulated card mean nothing. Writes benchmarks/results/kernel_floors.json and .md,
 which docs/kernels.md has. Exit code 1 if a plan takes more than its budget.
 """
 
@@ -75,7 +76,7 @@ def build(step: str, allow: Any, out: str) -> Callable[[], None]:
     """In the process that sees the card: plan a step for its lowest budget, and return what runs it. ``out``: the file
     for budget, prediction and kernels."""
     subject = fit_dry.fit_steps.on("cuda", STEPS[step])
-    planned, row = fit_dry.with_plan(subject, "graph", lambda lowest, _: lowest, allow=allow)
+    planned, row = fit_dry.with_plan(subject, "graph", lambda lowest, _: lowest, allow=allow, costs="roofline")
     Path(out).write_text(json.dumps(row), encoding="utf-8")
     return partial(fit_dry.run_step, planned, subject)
 

@@ -21,6 +21,8 @@ from memplan.planning.cost import op_timing
 from memplan.planning.cost.op_timing import costs_of, signature, step_seconds, unmeasured, with_costs
 from memplan.planning.graph import roofline
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, SavedForm, Value, recomputable
+from memplan.simulation.allocator.allocator import CachingAllocator
+from memplan.simulation.allocator.settings import AllocatorSettings
 
 
 @pytest.fixture(autouse=True)
@@ -272,3 +274,52 @@ def test_what_a_direct_reader_takes_more_is_timed_against_the_op(monkeypatch: py
     monkeypatch.setattr(op_timing, "_fastest_run", lambda graph, called, on: times.get(called[0], 1.0))
     (encoding,) = with_costs(graph).forms
     assert (encoding.store_seconds, encoding.direct_seconds) == (1.0, 1.5)
+
+
+class _Card:
+    """`torch.cuda`'s counters over memplan's caching allocator, whose blocks may be longer than their requests."""
+
+    def __init__(self) -> None:
+        self.allocator, self.requests = CachingAllocator(AllocatorSettings()), dict[int, int]()
+        self.most_allocated = self.most_requested = self.allocations = 0
+
+    def malloc(self, size: int) -> int:
+        address = self.allocator.malloc(size)
+        self.requests[address] = size
+        self.allocations += 1
+        self.most_allocated = max(self.most_allocated, self.allocator.allocated)
+        self.most_requested = max(self.most_requested, sum(self.requests.values()))
+        return address
+
+    def free(self, address: int) -> None:
+        del self.requests[address]
+        self.allocator.free(address)
+
+    def reset(self, _: str) -> None:
+        self.most_allocated, self.most_requested = self.allocator.allocated, sum(self.requests.values())
+
+    def stats(self, _: str) -> dict[str, int]:
+        requested = {"current": sum(self.requests.values()), "peak": self.most_requested}
+        counts = {"current": len(self.requests), "allocated": self.allocations}
+        stats = {f"requested_bytes.all.{name}": size for name, size in requested.items()}
+        return stats | {f"allocation.all.{name}": count for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("counts_requests", [True, False])
+def test_a_workspace_is_what_is_requested(counts_requests: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached block of 14 MiB serves a request of 13.3 MiB whole: at most 1 MiB would be left of it."""
+    card, large, small = _Card(), 13_959_168, 700
+    card.free(card.malloc(14 << 20))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", card.reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: card.most_allocated)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: card.allocator.allocated)
+    monkeypatch.setattr(torch.cuda, "memory_stats", card.stats if counts_requests else lambda _: {})
+
+    def call() -> None:
+        card.malloc(5000)  # the result
+        for workspace in [card.malloc(size) for size in (large, small)]:
+            card.free(workspace)
+
+    exact = large + 1024
+    assert exact <= op_timing.workspace_on("cuda:0", call) <= (exact + 512 if counts_requests else (14 << 20) + 1024)
+    assert counts_requests == (op_timing.workspace_on("cuda:0", call) < 14 << 20)

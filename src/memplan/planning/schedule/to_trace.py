@@ -18,6 +18,7 @@ from memplan.simulation.allocator.allocator import CachingAllocator
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Cause, Op, Operand, Phase, Storage
+from memplan.trace.semantics.cuda.results import ORDER as RESULT_ORDER
 from memplan.trace.trace import Trace
 
 _CAUSES: dict[Kind, Cause] = {
@@ -199,9 +200,10 @@ class _Tracer:
         if action.kind == "run" and action.op is not None:
             requests = action.called(self.graph).requests
             library_workspace = self.workspace_by_op.pop(action.op, 0)
-        if action.kind == "run" and not frees_meanwhile and transient >= self.bytes.unread_bytes(action):
+        unread_bytes = self.bytes.unread_bytes(action) if action.kind == "run" else 0
+        if (unread_bytes or self._result_order(action)) and not frees_meanwhile and transient >= unread_bytes:
             unread = self._allocate_results(action, op, phase)
-            transient -= self.bytes.unread_bytes(action)
+            transient -= unread_bytes
         else:
             for position, value in enumerate(self._without_host_values(action.makes)):
                 self._allocate_value(value, op, phase, action.into if position == 0 else None)
@@ -217,13 +219,14 @@ class _Tracer:
         self._add_op(self._op_name(action), phase, start, action)
 
     def _allocate_results(self, action: Action, op: int, phase: Phase) -> list[int]:
-        """Allocate all results of an op in their order, and return the storages of those that nothing reads. ``op``:
-        index in the trace."""
+        """Allocate all results of an op in the order in which its kernel does, and return the storages of those that
+        nothing reads. ``op``: index in the trace."""
         called, unread = action.called(self.graph), list[int]()
         made, sizes = self._without_host_values(action.makes), dict(enumerate(called.discarded_by_output))
         if sum(sizes.values()) != called.discarded:
             sizes = {}
-        for position, value in enumerate(called.outputs):
+        for position in dict.fromkeys((*self._result_order(action), *range(len(called.outputs)))):
+            value = called.outputs[position]
             if value in made:
                 self._allocate_value(value, op, phase, action.into if value == action.makes[0] else None)
             elif size := sizes.get(position, 0) if value is None else self.bytes.owned_bytes([value]):
@@ -231,6 +234,13 @@ class _Tracer:
         if called.discarded and not sizes:
             unread.append(self._allocate(called.discarded, "temporary", None, op))
         return unread
+
+    def _result_order(self, action: Action) -> tuple[int, ...]:
+        """Return the positions of the results that an op's kernel allocates first, in its order; () if it allocates
+        the results in the order in which it returns them."""
+        if action.op is None or self.outside_memory.home.card is None:
+            return ()
+        return RESULT_ORDER.get(action.called(self.graph).target, ())
 
     def _free(self, action: Action) -> int:
         """Free the values of ``action.frees`` and return their bytes."""

@@ -102,6 +102,7 @@ RESULTS: dict[str, Result] = {
 
 ORDER: dict[str, tuple[int, ...]] = {
     "aten.native_dropout.default": (1, 0),
+    "aten._native_batch_norm_legit_functional.default": (3, 4, 0, 1, 2),
     "aten._embedding_bag.default": (2, 1, 0, 3),
     "aten._embedding_bag_forward_only.default": (2, 1, 0, 3),
     "aten._scaled_dot_product_efficient_attention.default": (0, 1),
@@ -109,7 +110,8 @@ ORDER: dict[str, tuple[int, ...]] = {
 }
 """Overload name -> positions of the results in the order of their allocation; results not listed are on the host.
 
-Source: cuda/Dropout.cu, dropout_cuda; cuda/EmbeddingBag.cu, _embedding_bag_cuda; transformers/cuda/attention.cu, where
+Source: cuda/Dropout.cu, dropout_cuda; Normalization.cpp, _batch_norm_legit_functional, which clones the running
+statistics first; cuda/EmbeddingBag.cu, _embedding_bag_cuda; transformers/cuda/attention.cu, where
 the memory-efficient kernel's seed and offset are on the card only during graph capture; torch's memory history.
 """
 
