@@ -12,6 +12,7 @@ from memplan.cli import main
 
 pytestmark = pytest.mark.usefixtures("models")
 MODELS = """
+import torch
 from torch import nn
 
 
@@ -27,6 +28,16 @@ def zeros():
     model = wide()
     nn.init.zeros_(model[3].weight)
     return model
+
+
+def camera():
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU())
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4))
+
+
+def photos():
+    return [(torch.randn(1, 3, 32, 32), torch.tensor([1]))]
 
 
 def pixels():
@@ -63,7 +74,8 @@ def test_the_option_of_eight_bits_is_in_the_advice() -> None:
     step = ("models.py:wide", "--input", "1x3x8", *STEP, "--device-memory", "nrf52840", "--reserve", "180KiB")
     floats, narrow = run(*step), run(*step, "--trained-weights", "int8")
     assert "2 layers can be trained" not in floats.stdout
-    assert "all 2 layers, weights in eight bits can be trained" in narrow.stdout, narrow.output
+    assert "all 2 layers can be trained" in narrow.stdout, narrow.output
+    assert "+ int8 weights" in narrow.stdout
     assert "--trained-weights int8" in " ".join(narrow.stdout.split())
 
 
@@ -81,10 +93,19 @@ def test_exit_code_1_where_nothing_fits() -> None:
     result = run(*NET, "--device-memory", "nrf52840", "--reserve", "256KiB")
     assert result.exit_code == 1, result.output
     assert "nothing of it can be trained" in result.stdout
-    assert "--input-in-arena), and layers before the first trained one in eight bits (--frozen-layers int8" in " ".join(
-        result.stdout.split()
-    )
-    assert "--input-in-arena" not in run(*NET, "--device-memory", "nrf52840").stdout
+    assert "give batches of your data (--calibrate" in " ".join(result.stdout.split())
+    assert "--calibrate" not in run(*NET, "--device-memory", "nrf52840").stdout
+
+
+def test_data_lets_frozen_layers_be_in_eight_bits() -> None:
+    """The head of a camera of 16 KiB of floats (tests/exporting/test_board_fit.py) in the 16 KiB that the reserve
+    leaves."""
+    step = ("models.py:camera", "--input", "1x3x32x32", *STEP, "--device-memory", "nrf52840", "--reserve", "240KiB")
+    text = " ".join(run(*step, "--calibrate", "models.py:photos").stdout.split())
+    assert "head alone can be trained, in 15.5 KiB of RAM, input in the arena, frozen layers in eight bits" in text
+    assert "+ arena, int8" in text
+    assert "--input-in-arena --frozen-layers int8 --calibrate TARGET" in text
+    assert "the loss moves from" in text
 
 
 @pytest.mark.parametrize(
@@ -98,6 +119,7 @@ def test_exit_code_1_where_nothing_fits() -> None:
         (("--device-memory", "pico", "--reserve", "much"), "much"),
         (("--budget", "1MiB", "--reserve", "1KiB"), "--reserve without --device-memory"),
         (("--budget", "1MiB", "--normalize", "1/2"), "--normalize without --device-memory"),
+        (("--budget", "1MiB", "--calibrate", "models.py:photos"), "--calibrate without --device-memory"),
         (("--budget", "1MiB", "--trained-weights", "int8"), "--trained-weights without --device-memory"),
     ],
 )

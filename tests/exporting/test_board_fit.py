@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import memplan
 from memplan.devices.boards import Bank, Board, find_board
 from memplan.errors import BudgetError
-from memplan.exporting.board_fit import BoardFit, arena_room, fit_on_board, placed
+from memplan.exporting.board_fit import BoardFit, TrainedPart, arena_room, fit_on_board, placed
 from memplan.trace.step import StepOptions
 
 KIB = 1 << 10
@@ -88,7 +88,7 @@ def test_what_does_not_fit_in_floats_is_planned_in_eight_bits(tmp_path: Path) ->
     fit = fit_on_board(model, options_of(inputs, step), small_board(A=96), trained_weights="int8")
     whole, narrow, *others = fit.parts
     assert (whole.what, whole.lacks) == ("all 5 layers", "SRAM")
-    assert (narrow.what, narrow.lacks) == ("all 5 layers, weights in eight bits", "")
+    assert (narrow.what, narrow.means, narrow.lacks) == ("all 5 layers", ("weights in eight bits",), "")
     assert fit.best is narrow
     assert narrow.parameters == whole.parameters
     weights = 61_706 - 236
@@ -99,6 +99,56 @@ def test_what_does_not_fit_in_floats_is_planned_in_eight_bits(tmp_path: Path) ->
     )  # fmt: skip
     assert done.ram <= narrow.ram
     assert (done.state, done.inputs, done.flash) == (narrow.state, narrow.inputs, narrow.flash)
+
+
+def camera() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU())
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4))
+
+
+CAMERA: dict[str, Any] = {"targets": ("1:int64<4",), "loss": F.cross_entropy, "optimizer": "sgd:lr=0.1"}
+PHOTO = "1x3x32x32"
+
+
+def exported_camera(part: TrainedPart, folder: Path, **options: Any) -> memplan.Exported:
+    model = camera()
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(path in part.parameters)
+    return memplan.export(model, PHOTO, **CAMERA, folder=folder, verify=False, **options)
+
+
+def test_what_does_not_fit_is_planned_with_the_input_in_the_arena(tmp_path: Path) -> None:
+    """The head alone: input and first result take 16 KiB, with the second one 18 KiB."""
+    fit = fit_on_board(camera(), options_of((PHOTO,), CAMERA), small_board(A=17))
+    rows = {(part.what, part.means): part for part in fit.parts}
+    assert [what for what, _ in rows] == ["all 3 layers", *["biases and head"] * 2, *["head alone"] * 2]
+    plain, smaller = rows["head alone", ()], rows["head alone", ("input in the arena",)]
+    assert (plain.lacks, smaller.lacks) == ("SRAM", "")
+    assert plain.inputs - smaller.inputs == 4 * 3 * 32 * 32, "its bytes are the arena's"
+    assert fit.best is rows["biases and head", ("input in the arena",)]
+    done = exported_camera(smaller, tmp_path, budget=smaller.budget, input_in_arena=True)
+    assert done.ram <= smaller.ram == smaller.arena + smaller.state + smaller.inputs <= 17 * KIB
+    assert (done.state, done.inputs, done.flash) == (smaller.state, smaller.inputs, smaller.flash)
+    with pytest.raises(BudgetError):
+        exported_camera(plain, tmp_path, budget=17 * KIB)
+
+
+def test_frozen_layers_are_in_eight_bits_where_data_says_their_ranges(tmp_path: Path) -> None:
+    """The input takes 12 KiB, and as integers 3 KiB besides."""
+    board, step = small_board(A=16), options_of((PHOTO,), CAMERA)
+    batches = [(torch.randn(1, 3, 32, 32), torch.tensor([1])) for _ in range(3)]
+    without, fit = (fit_on_board(camera(), step, board, calibrate=data) for data in (None, iter(batches)))
+    assert (without.best, without.calibrated, fit.calibrated) == (None, False, True)
+    best = fit.best
+    assert best is not None
+    assert (best.what, best.means) == ("head alone", ("input in the arena", "frozen layers in eight bits"))
+    assert [part.what for part in fit.parts if not part.fits] == ["all 3 layers", "biases and head", "head alone"]
+    options = {"input_in_arena": True, "frozen_layers": "int8", "calibrate": batches}
+    done = exported_camera(best, tmp_path, budget=best.budget, **options)
+    assert done.ram <= best.ram <= 16 * KIB
+    assert (done.state, done.inputs, done.flash) == (best.state, best.inputs, best.flash)
+    assert str(done.int8) == best.frozen_error
 
 
 def test_arrays_lie_within_banks_beside_the_reserve() -> None:

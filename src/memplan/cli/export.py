@@ -131,7 +131,7 @@ def command(
         loss, optimizer = step.callables
         try:
             model = described.target.what(**described.arguments)
-            data, ranges = (None if target is None else _batches(target) for target in (batches, calibration))
+            data, ranges = (None if target is None else read_batches(target) for target in (batches, calibration))
             exported = export(
                 model, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
@@ -163,7 +163,7 @@ def read_normalization(text: str) -> tuple[tuple[float, ...], ...]:
     return mean, std
 
 
-def _batches(target: str) -> Any:
+def read_batches(target: str) -> Any:
     """Return what the callable of a target returns: batches of inputs and targets."""
     with contained(target):
         return resolve_quietly(target).what()

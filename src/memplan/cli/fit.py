@@ -152,7 +152,7 @@ def command(
     use_plan: str | None, top: int,
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, results: ResultFiles,
     board: str | None, reserve: str | None, normalize: str | None,
-    trained_weights: Literal["float32", "int8"] | None, **values: Any,
+    trained_weights: Literal["float32", "int8"] | None, calibration: str | None, **values: Any,
 ) -> int:  # fmt: skip
     """Make a step fit, and return the exit code: 0 if it fits, 1 if it does not.
 
@@ -170,12 +170,14 @@ def command(
         "--early": early, "--predict": predict, "--costs": costs != "measured", "--use-plan": use_plan,
         "--plan": plan_file, "--python": python_file, "--frontier": frontier_file, "--peers": peers,
         "--html": results.html, "--device": arguments.device, "--reserve": reserve, "--normalize": normalize,
-        "--trained-weights": trained_weights,
+        "--trained-weights": trained_weights, "--calibrate": calibration,
     }  # fmt: skip
     check_options(board, used)
     if board is not None:
         _check_step(arguments)
-        return fit_on(board, arguments, reserve, normalize, trained_weights or "float32", accumulate, results)
+        return fit_on(
+            board, arguments, reserve, normalize, trained_weights or "float32", calibration, accumulate, results
+        )
     if not arguments.train:
         budget = check_inference(arguments, budget, used | {"--accumulate": accumulate > 1})
         with input_advice(arguments):

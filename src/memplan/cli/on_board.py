@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import click
 
-from memplan.cli.export import read_normalization
+from memplan.cli.export import read_batches, read_normalization
 from memplan.cli.files import ResultFiles
 from memplan.cli.options import Decorated, StepArguments, describe, input_advice
 from memplan.cli.progress import progress
@@ -25,6 +25,11 @@ def board_options(function: Decorated) -> Decorated:
             help="With --device-memory: int8 also plans, in weights of eight bits, what does not fit otherwise. Lossy.",
         ),
         click.option(
+            "--calibrate", "calibration", metavar="TARGET",
+            help="With --device-memory: a callable that returns batches of inputs and targets. What does not fit "
+            "otherwise is planned with the layers before the first trained one in eight bits. Lossy.",
+        ),
+        click.option(
             "--reserve", metavar="SIZE",
             help="With --device-memory: SRAM that the application needs besides, such as 32KiB.",
         ),
@@ -40,10 +45,11 @@ def board_options(function: Decorated) -> Decorated:
 
 def fit_on(
     name: str, arguments: StepArguments, reserve: str | None, normalize: str | None,
-    trained_weights: Literal["float32", "int8"], accumulate: int, results: ResultFiles,
+    trained_weights: Literal["float32", "int8"], calibration: str | None, accumulate: int, results: ResultFiles,
 ) -> int:  # fmt: skip
     """Plan the steps that fit on a board, show them and return the exit code. ``trained_weights="int8"`` plans parts
-    that do not fit in eight bits, too."""
+    that do not fit in eight bits, too. ``calibration``: target of the batches on which frozen layers are quantized;
+    None: they stay in float32."""
     from memplan._bytes import parse_bytes
     from memplan.devices.boards import find_board
     from memplan.exporting.board_fit import fit_on_board
@@ -60,7 +66,7 @@ def fit_on(
             model: Any = described.target.what(**described.arguments)
             fit = fit_on_board(
                 model, described.options, board, reserve=size, gradients=Gradients(accumulate), normalization=seen,
-                trained_weights=trained_weights,
+                trained_weights=trained_weights, calibrate=None if calibration is None else read_batches(calibration),
             )  # fmt: skip
     results.write_and_show(fit.to_json, lambda: report(fit))
     return 0 if fit.fits else 1
@@ -69,7 +75,7 @@ def fit_on(
 def check_options(board: str | None, used: dict[str, object]) -> None:
     """Raise InputError for options that do not go with a board, or need one. ``used`` has each such option by its name;
     false where it was left out."""
-    alone = ("--reserve", "--normalize", "--trained-weights")
+    alone = ("--reserve", "--normalize", "--trained-weights", "--calibrate")
     wrong = [option for option, value in used.items() if value and (board is None) == (option in alone)]
     if wrong and board is None:
         raise InputError(

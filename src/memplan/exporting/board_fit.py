@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import nn
@@ -12,8 +13,9 @@ from torch import nn
 from memplan._json import Written
 from memplan.devices.boards import Bank, Board
 from memplan.errors import BudgetError, InputError
-from memplan.exporting.device_plan import Narrow, Stored, planned_step, state_and_inputs
+from memplan.exporting.device_plan import Narrow, Stored, largest_input, planned_step, state_and_inputs
 from memplan.exporting.export import captured_passes, device_copy, train_only
+from memplan.exporting.frozen_int8 import int8_step
 from memplan.exporting.int8_training import check_rules
 from memplan.exporting.optimizer_rules import Gradients, UpdateRules, update_rules
 from memplan.exporting.source.program_text import constants_bytes
@@ -36,6 +38,7 @@ class TrainedPart:
     """Parameters that could be trained, and the memory that a step takes which trains them alone."""
 
     what: str
+    """Such as "last 2 layers"."""
     parameters: tuple[str, ...]
     """Their names in the model."""
     weights: int
@@ -62,11 +65,27 @@ class TrainedPart:
     """Type of the trained weights."""
     constants: int = 0
     """Bytes of constants in SRAM: weights and tables, if the board copies them there."""
+    input_in_arena: bool = False
+    """Whether the largest input lies in the arena: then `inputs` are those besides."""
+    frozen_layers: Narrow = "float32"
+    """How layers before the first trained one compute."""
+    frozen_error: str = ""
+    """What eight bits do to these layers and to the loss on the calibration data; empty in float32."""
 
     @property
     def budget(self) -> int:
         """Bytes of the budget of `memplan.export`, which does not count constants."""
         return self.ram - self.constants
+
+    @property
+    def means(self) -> tuple[str, ...]:
+        """What makes the step smaller, such as "input in the arena"."""
+        means = {
+            "weights in eight bits": self.trained_weights == "int8",
+            "input in the arena": self.input_in_arena,
+            "frozen layers in eight bits": self.frozen_layers == "int8",
+        }
+        return tuple(words for words, used in means.items() if used)
 
     @property
     def fits(self) -> bool:
@@ -94,12 +113,14 @@ class BoardFit(Written):
     """Name of the last layer with trained parameters."""
     parts: tuple[TrainedPart, ...]
     """From all layers to the head alone."""
+    calibrated: bool = False
+    """Whether there was data to compute frozen layers in eight bits."""
 
     @property
     def best(self) -> TrainedPart | None:
-        """The part with the most trained weights that fits, in float32 rather than in eight bits; None if none does."""
+        """The part with the most trained weights that fits, of several the most exact; None if none does."""
         fitting = (part for part in self.parts if part.fits)
-        return max(fitting, key=lambda part: (part.weights, part.trained_weights == "float32"), default=None)
+        return max(fitting, key=lambda part: part.weights, default=None)  # of several the first
 
     @property
     def fits(self) -> bool:
@@ -109,12 +130,13 @@ class BoardFit(Written):
 
 def fit_on_board(
     model: Any, step: StepOptions, board: Board, *, reserve: int = 0, gradients: Gradients | None = None,
-    normalization: Normalization | None = None, trained_weights: Narrow = "float32",
+    normalization: Normalization | None = None, trained_weights: Narrow = "float32", calibrate: Any = None,
 ) -> BoardFit:  # fmt: skip
     """Plan steps that train all layers of a model, its last ones, biases and head, and the head alone.
 
     The model is not changed. Each step is planned as `memplan.export` plans it, with the arena in the largest bank that
-    state, inputs and reserve leave.
+    state, inputs and reserve leave. A part that does not fit is planned again, until it fits: with the largest input in
+    the arena; then, with calibration data, with the layers before the first trained one in eight bits, too.
 
     Args:
         model: a module with parameters in float32, or a callable that returns one.
@@ -124,9 +146,12 @@ def fit_on_board(
         gradients: what happens to them before an update.
         normalization: of inputs of eight bits.
         trained_weights: ``"int8"``: a part that does not fit is planned with trained weights in eight bits, too.
+        calibrate: batches of inputs and targets, on whose ranges layers before the first trained one can be computed in
+            eight bits; None: they stay in float32.
 
     Raises:
-        InputError: there is no optimizer, or it cannot train weights of eight bits, or the model cannot be exported.
+        InputError: there is no optimizer, or it cannot train weights of eight bits, or the model cannot be exported, or
+            a batch does not fit the step.
         RecordingError: an operation has no kernel.
     """
     if step.optimizer is None:
@@ -141,9 +166,10 @@ def fit_on_board(
         if trained_weights == "int8":
             check_rules(rules)
         train_only(request.model, rules.group_of)
-        study = _Study(request, *captured_passes(request), rules, board, reserve, trained_weights == "int8")
+        batches = None if calibrate is None else list(calibrate)  # read once for each part
+        study = _Study(request, *captured_passes(request), rules, board, reserve, trained_weights == "int8", batches)
         head = study.layers[-1] or "the model itself"
-        return BoardFit(type(copied).__name__, board, reserve, head, tuple(study.parts()))
+        return BoardFit(type(copied).__name__, board, reserve, head, tuple(study.parts()), batches is not None)
 
 
 def arena_room(banks: Sequence[Bank], sizes: Collection[int]) -> int:
@@ -182,6 +208,38 @@ def _placings(banks: Sequence[Bank], sizes: Collection[int]) -> Iterator[tuple[t
             yield chosen, left
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What can make the step of a part smaller."""
+
+    trained: Narrow = "float32"
+    """Type of the trained weights."""
+    input: str = ""
+    """Position, as a text, of the input that lies in the arena; empty if none does."""
+    frozen: Narrow = "float32"
+    """How layers before the first trained one compute."""
+
+
+_WIDE, _NARROW = _Way(), _Way("int8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """The captured passes of a part in one way."""
+
+    captured: CapturedStep
+    infer: CapturedStep
+    rules: UpdateRules
+    stored: Stored
+    error: str = ""
+    """What eight bits do to the frozen layers; empty if there are none in eight bits."""
+
+    @property
+    def arguments(self) -> tuple[CapturedStep, CapturedStep, UpdateRules, Stored]:
+        """What `planned_step` takes after the request."""
+        return self.captured, self.infer, self.rules, self.stored
+
+
 @dataclass(frozen=True)
 class _Study:
     """The captured step, planned for one set of parameters after another."""
@@ -194,6 +252,8 @@ class _Study:
     reserve: int
     eight_bits: bool
     """Whether parts that do not fit are planned with weights in eight bits, too."""
+    batches: list[Any] | None
+    """Calibration data of layers before the first trained one."""
 
     @property
     def trained(self) -> list[str]:
@@ -205,63 +265,102 @@ class _Study:
         """Names of the layers that have some, in the model's order."""
         return list(dict.fromkeys(path.rpartition(".")[0] for path in self.trained))
 
-    def parts(self) -> Iterator[TrainedPart]:
-        """Yield the parts of the model, each with its plan, and the same in eight bits where it does not fit in float32
-        and that makes its state smaller."""
-        for part in self._float_parts():
-            yield part
-            if not self.eight_bits or part.fits:
-                continue
-            what = f"{part.what}, weights in eight bits"
-            try:
-                if self._sizes(part.parameters, "int8")[0] < part.state:
-                    yield self._part(what, part.parameters, "int8")
-            except InputError as error:  # such as of weights of zeros, which have no range
-                unknown = replace(
-                    part, what=what, ram=0, arena=0, state=0, constants=0, flash=None, code=None, banks={}
-                )
-                yield replace(unknown, lacks=error.found, trained_weights="int8")
+    @cached_property
+    def input(self) -> str:
+        """Position, as a text, of the input that can lie in the arena; empty if none can."""
+        try:
+            return largest_input(self.request)
+        except InputError:
+            return ""
 
-    def _float_parts(self) -> Iterator[TrainedPart]:
-        """Yield the parts in float32: all layers, last ones until they fit, biases and head, the head."""
+    def parts(self) -> Iterator[TrainedPart]:
+        """Yield all layers, last ones until they fit, biases and head, the head: each as `_rows` has it."""
         trained, layers = self.trained, self.layers
-        part = self._part(f"all {len(layers)} layers" if len(layers) > 1 else "the layer", trained)
-        yield part
-        seen, count = {part.parameters}, len(layers)
-        while not part.fits and count > 3:
+        rows = self._rows(f"all {len(layers)} layers" if len(layers) > 1 else "the layer", trained)
+        yield from rows
+        seen, count = {rows[0].parameters}, len(layers)
+        while not any(_as_exact(row) for row in rows) and count > 3:
             count //= 2
-            part = self._part(f"last {count} layers", _within(trained, layers[-count:]))
-            seen.add(part.parameters)
-            yield part
+            rows = self._rows(f"last {count} layers", _within(trained, layers[-count:]))
+            seen.add(rows[0].parameters)
+            yield from rows
         of_head = _within(trained, layers[-1:])
         biases = [path for path in trained if path in of_head or path.rpartition(".")[2] == "bias"]
         for what, paths in (("biases and head", biases), ("head alone", of_head)):
             if tuple(paths) not in seen:
-                yield self._part(what, paths)
+                yield from self._rows(what, paths)
                 seen.add(tuple(paths))
 
-    def _part(self, what: str, paths: Collection[str], trained_weights: Narrow = "float32") -> TrainedPart:
+    def _rows(self, what: str, paths: Sequence[str]) -> list[TrainedPart]:
+        """Return the part that trains parameters of these names in float32 and, if it lacks SRAM, the first of these
+        that fits: with the input in the arena, with layers before the first trained one in eight bits, too. If none
+        does, the same follows for trained weights in eight bits, if they make the state smaller."""
+        rows = self._of_ways(what, paths, _WIDE)
+        if self.eight_bits and not any(row.fits for row in rows):
+            try:
+                if self._sizes(self._step(paths, _NARROW))[0] < rows[0].state:
+                    rows += self._of_ways(what, paths, _NARROW)
+            except InputError as error:  # such as of weights of zeros, which have no range
+                part = rows[0]
+                rows.append(
+                    TrainedPart(
+                        what, part.parameters, part.weights, 0, 0, 0, part.inputs, None, None, {}, error.found, "int8"
+                    )
+                )
+        return rows
+
+    def _of_ways(self, what: str, paths: Sequence[str], way: _Way) -> list[TrainedPart]:
+        """Return the part as it is and, if it lacks SRAM, the first one that fits with the input in the arena, and with
+        layers before the first trained one in eight bits."""
+        whole = self._part(what, paths, way, self._step(paths, way))
+        if whole.lacks != "SRAM":
+            return [whole]
+        for smaller in self._smaller_ways(way):
+            variant = self._step(paths, smaller)
+            if smaller.frozen == "int8" and not variant.error:  # no layer is before the first trained one
+                continue
+            if smaller.frozen == "float32" and not self._may_fit(whole, variant):
+                continue
+            row = self._part(what, paths, smaller, variant)
+            if row.fits:
+                return [whole, row]
+        return [whole]
+
+    def _smaller_ways(self, way: _Way) -> Iterator[_Way]:
+        """Yield the same way with the input in the arena, then with frozen layers in eight bits, too."""
+        if self.input:
+            way = replace(way, input=self.input)
+            yield way
+        if self.batches is not None:
+            yield replace(way, frozen="int8")
+
+    def _may_fit(self, part: TrainedPart, variant: _Variant) -> bool:
+        """Return whether the smallest arena of a part that does not fit would fit beside another variant's arrays: with
+        the input in it, it is no smaller."""
+        state, inputs, _ = self._sizes(variant)
+        fixed = {"state": state, "inputs": inputs, "reserve": self.reserve, "constants": part.constants}
+        return part.arena <= arena_room(self.board.banks, fixed.values())
+
+    def _part(self, what: str, paths: Sequence[str], way: _Way, variant: _Variant) -> TrainedPart:
         """Plan the step that trains parameters of these names."""
-        captured, rules, stored = self._step(paths, trained_weights)
-        state, inputs, weights = self._sizes(paths, trained_weights)
+        state, inputs, weights = self._sizes(variant)
         sizes = {path: parameter.numel() for path, parameter in self.request.model.named_parameters()}
+        count = sum(sizes[path] for path in paths)
         part = TrainedPart(
-            what, tuple(paths), sum(sizes[path] for path in paths), 0, 0, state, inputs, None, None, {}, "",
-            trained_weights,
+            what, tuple(paths), count, 0, 0, state, inputs, None, None, {}, "", way.trained,
+            input_in_arena=bool(way.input), frozen_layers=way.frozen, frozen_error=variant.error,
         )  # fmt: skip
         fixed = {"state": state, "inputs": inputs, "reserve": self.reserve}
         if not self.board.constants_in_sram:
-            return self._planned(part, captured, rules, stored, fixed)
+            return self._planned(part, variant, fixed)
         part = replace(part, constants=weights)
         while True:  # the tables are known from a plan, and one in less room may have more of them
-            planned = self._planned(part, captured, rules, stored, fixed | {"constants": part.constants})
+            planned = self._planned(part, variant, fixed | {"constants": part.constants})
             if planned.flash is None or planned.flash <= part.constants:
                 return planned
             part = replace(part, constants=planned.flash)
 
-    def _planned(
-        self, part: TrainedPart, captured: CapturedStep, rules: UpdateRules, stored: Stored, fixed: Mapping[str, int]
-    ) -> TrainedPart:
+    def _planned(self, part: TrainedPart, variant: _Variant, fixed: Mapping[str, int]) -> TrainedPart:
         """Plan the step of a part, beside arrays of fixed sizes: bytes of state, inputs and reserve, by name."""
         state, inputs = part.state, part.inputs
         outside = state + inputs + part.constants
@@ -270,7 +369,7 @@ class _Study:
             return replace(part, ram=outside, arena=0, banks={}, flash=None, code=None, lacks="SRAM")
         request = replace(self.request, budget=state + inputs + room)
         try:
-            layout = planned_step(_NAME, request, captured, self.infer, rules, stored).layout
+            layout = planned_step(_NAME, request, *variant.arguments).layout
         except BudgetError as error:
             arena = error.smallest_budget - state - inputs
             return replace(part, ram=outside + arena, arena=arena, banks={}, flash=None, code=None, lacks="SRAM")
@@ -284,19 +383,31 @@ class _Study:
         lacks = "flash" if self.board.flash is not None and (whole or flash) > self.board.flash else ""
         return replace(part, flash=flash, code=code, lacks=lacks)
 
-    def _step(self, paths: Collection[str], trained_weights: Narrow) -> tuple[CapturedStep, UpdateRules, Stored]:
-        """Return the captured step that trains parameters of these names, its rules, and where its weights lie."""
+    def _step(self, paths: Collection[str], way: _Way) -> _Variant:
+        """Return the captured passes of a step that trains parameters of these names, its rules, and where its weights
+        lie."""
+        rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
+        stored = Stored(trained=way.trained, arena_apart=len(self.board.banks) > 1, arena_input=way.input)
+        if way.frozen == "int8":
+            train_only(self.request.model, paths)  # what is frozen is seen while the step is captured
+            passes = captured_passes(self.request)
+            train_only(self.request.model, self.rules.group_of)
+            quantized = int8_step(self.request, passes, self.batches)
+            if quantized is not None:
+                return _Variant(*quantized.captured, rules, stored, str(quantized.report))
         graph = self.captured.graph
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         captured = replace(self.captured, graph=replace(graph, gradients=gradients))
-        rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
-        return captured, rules, Stored(trained=trained_weights, arena_apart=len(self.board.banks) > 1)
+        return _Variant(captured, self.infer, rules, stored)
 
-    def _sizes(self, paths: Collection[str], trained_weights: Narrow) -> tuple[int, int, int]:
-        """Return the bytes of the state, of the inputs and of the weights in flash of a step that trains parameters of
-        these names."""
-        captured, rules, stored = self._step(paths, trained_weights)
-        return state_and_inputs(self.request, captured, self.infer, rules, stored)
+    def _sizes(self, variant: _Variant) -> tuple[int, int, int]:
+        """Return the bytes of the state, of the inputs and of the weights in flash of a step."""
+        return state_and_inputs(self.request, *variant.arguments)
+
+
+def _as_exact(part: TrainedPart) -> bool:
+    """Return whether a part fits and computes in float32 alone."""
+    return part.fits and (part.trained_weights, part.frozen_layers) == ("float32", "float32")
 
 
 def _within(paths: Collection[str], layers: Collection[str]) -> list[str]:

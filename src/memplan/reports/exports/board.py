@@ -11,9 +11,15 @@ _LEGEND = (
     "the smallest there is. Flash: weights, then code and tables for the core without libm."
 )
 _SMALLER = (
-    "What lacks SRAM may fit by what is not planned here, and memplan export can do: the input in the arena "
-    "(--input-in-arena), and layers before the first trained one in eight bits (--frozen-layers int8, lossy)."
+    "Layers before the first trained one would take less in eight bits, which is lossy: give batches of your data "
+    "(--calibrate FILE.py:callable)."
 )
+_MEANS = "+ arena: the same with the input in the arena; int8: with layers before the first trained one in eight bits."
+_SHORT = {
+    "weights in eight bits": "int8 weights",
+    "input in the arena": "arena",
+    "frozen layers in eight bits": "int8",
+}
 _CONSTANTS = " RAM and flash count weights and tables, which are copied into SRAM; the code is not counted."
 
 
@@ -23,9 +29,12 @@ def report(fit: BoardFit) -> Document:
     if best is None:
         verdict = Line(f"{fit.model} on {board.name}: nothing of it can be trained", "bad")
     else:
-        verdict = Line(f"{fit.model} on {board.name}: {best.what} can be trained, in {format_bytes(best.ram)} of RAM")
+        how = "".join(f", {words}" for words in best.means)
+        verdict = Line(
+            f"{fit.model} on {board.name}: {best.what} can be trained, in {format_bytes(best.ram)} of RAM{how}"
+        )
     fields = [
-        name_field("Trained", lambda part: part.what, 16),
+        name_field("Trained", _row_name, 16),
         Field("weights", lambda part: f"{part.weights:,}", right=True, number=lambda part: part.weights, drop=3),
         Field(
             "RAM",
@@ -55,13 +64,26 @@ def report(fit: BoardFit) -> Document:
         [Facts(_facts(fit))],
         [table_of(fit.parts, fields)],
         [] if best is None else _advice(fit, best),
-        [_SMALLER] if any(part.lacks == "SRAM" for part in fit.parts) else [],
+        [] if best is None or not best.frozen_error else [f"In eight bits: {best.frozen_error}."],
+        [_SMALLER] if _frozen_part_helps(fit) else [],
+        [_MEANS] if any(part.means[-1:] not in ((), ("weights in eight bits",)) for part in fit.parts) else [],
         [
             Line(_LEGEND if not board.constants_in_sram else _LEGEND.rpartition(" Flash:")[0] + _CONSTANTS, "dim"),
             Line("Data sheet:", "dim"),
             Code(board.source),
         ],  # not wrapped, to be copied
     )
+
+
+def _row_name(part: TrainedPart) -> str:
+    """Return the part's name or, of a row that follows the plain one of the same part, what makes it smaller."""
+    return f"+ {', '.join(_SHORT[words] for words in part.means)}" if part.means else part.what
+
+
+def _frozen_part_helps(fit: BoardFit) -> bool:
+    """Return whether a part that lacks SRAM has frozen layers, and no data says their ranges."""
+    whole = fit.parts[0].parameters
+    return not fit.calibrated and any(part.lacks == "SRAM" and part.parameters != whole for part in fit.parts)
 
 
 def _facts(fit: BoardFit) -> dict[str, str]:
@@ -99,6 +121,8 @@ def _advice(fit: BoardFit, best: TrainedPart) -> list[str]:
     where = "; ".join(f"{', '.join(arrays)} in {bank}" for bank, arrays in by_bank.items())
     separate = "" if best.in_one_bank else " --arena-apart"
     narrow = " --trained-weights int8" if best.trained_weights == "int8" else ""
+    narrow += " --frozen-layers int8 --calibrate TARGET" if best.frozen_layers == "int8" else ""
+    separate += " --input-in-arena" if best.input_in_arena else ""
     frozen = "" if best.parameters == fit.parts[0].parameters else ", with requires_grad=False for all other parameters"
     code = "" if best.code is not None else "; code is not counted: there is no cross compiler for the core"
     return [
