@@ -38,6 +38,7 @@ from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
+from memplan.exporting.source.readme import readme_text
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import weights_bytes, weights_text
 from memplan.exporting.step_outputs import CapturedStep, DeviceStep, Normalization, capture_step, device_step
@@ -275,14 +276,14 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
     }
     if layout.weights_file:
         files[f"{name}.bin"] = weights_bytes(layout)
-    files[f"{name}.md"] = companion_files.readme_text(layout, str(NOT_VERIFIED))
+    files[f"{name}.md"] = readme_text(layout, str(NOT_VERIFIED))
     replace_files(folder, name, files)
 
 
 def _write_readme(folder: Path, layout: StepLayout, verdict: Verdict, core: CortexRun | None) -> None:
     """Write the README again, with what the runs here and on an emulated core showed."""
     verified = "\n\n".join(str(run) for run in (verdict, core) if run is not None)
-    write_whole(folder / f"{layout.name}.md", companion_files.readme_text(layout, verified))
+    write_whole(folder / f"{layout.name}.md", readme_text(layout, verified))
 
 
 def device_copy(model: Any) -> Any:

@@ -15,6 +15,7 @@ from memplan.exporting.kernels.templates import filled, template
 from memplan.exporting.lowering.device_graph import WORD, words
 from memplan.exporting.optimizer_rules import KINDS
 from memplan.exporting.source import saved_state
+from memplan.exporting.source.arguments import arguments_of
 from memplan.exporting.source.input_checks import STATUS
 from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.source.stored_weights import lines_of
@@ -68,7 +69,7 @@ def header_text(layout: StepLayout) -> str:
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stddef.h>", "#include <stdint.h>", "",
         f"#define {upper}_ARENA_BYTES {layout.arena}",
         f"#define {upper}_WEIGHTS {trained + narrow + statistics}    /* floats that get_weights writes */",
-        *saved_state.macros(layout), *_output_lines(layout), *_input_lines(layout), "",
+        *saved_state.macros(layout), *_output_lines(layout), *_argument_lines(layout), *_input_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         f"#ifdef {upper}_HOOK",
         f"void {upper}_HOOK(void);    /* a function of yours: {name}.c calls it between its kernels */",
@@ -136,6 +137,16 @@ def _output_lines(layout: StepLayout) -> list[str]:
             about = comment(f"{'x'.join(map(str, tensor.shape)) or 'a number'}: {tensor.path}")
             lines.append(f"#define {name} {tensor.offset}    {about}")
     return lines
+
+
+def _argument_lines(layout: StepLayout) -> list[str]:
+    """Return the macros with the number of elements of each input and target."""
+    lines = [
+        f"#define {argument.macro} {argument.elements}    "
+        f"/* {argument.c_type} {argument.name}: {argument.sizes}{argument.meaning and f', {argument.meaning}'} */"
+        for argument in arguments_of(layout)
+    ]
+    return ["/* Elements lie row by row, as those of a contiguous tensor. */", *lines]
 
 
 def _input_lines(layout: StepLayout) -> list[str]:
@@ -252,21 +263,6 @@ def _samples(recorded: Recorded) -> str:
 def makefile_text() -> str:
     """Return the text of the Makefile, which is the same for all exports of a folder."""
     return template("Makefile.txt")
-
-
-def readme_text(layout: StepLayout, verified: str) -> str:
-    """Return the text of the README, with the verdict of verification."""
-    given = "".join(f", {f'{layout.name}_bin' if name == 'flash' else name}" for _, name in init_parameters(layout))
-    replacements = {
-        "VERIFIED": verified,
-        "NAME": layout.name,
-        "UPPER": layout.name.upper(),
-        "STATE": str(layout.state),
-        "ARENA": str(layout.arena),
-        "INIT": f"init(&state{given});".ljust(21),
-        "FROM": f"{layout.memory.flash} bytes of {layout.name}.bin" if layout.weights_file else "flash",
-    }
-    return filled("README.txt", replacements)
 
 
 def tensors_text(layout: StepLayout) -> str:

@@ -22,7 +22,7 @@ def check_text(layout: StepLayout) -> str:
         if dtype == "int32":
             outside = [
                 f"(({name}[k] < 0 || {name}[k] >= {count}){'' if ignored is None else f' && {name}[k] != {ignored}'})"
-                for count, ignored in dict.fromkeys(_bounds(graph, value))
+                for count, ignored in index_ranges(graph, value)
             ]
             condition = " || ".join(outside)
         if condition:
@@ -41,6 +41,11 @@ def check_of(layout: StepLayout, run: Pass) -> str:
     names = set(run.inputs.values())
     arguments = (name if name in names else "0" for name in layout.step.inputs.values())
     return f"{layout.name}_check({', '.join(arguments)})"
+
+
+def index_ranges(graph: JointGraph, value: int) -> list[tuple[int, int | None]]:
+    """Return (number of classes or rows, index that an op leaves out or None) of the ops that index by an input."""
+    return list(dict.fromkeys(_bounds(graph, value)))
 
 
 def _bounds(graph: JointGraph, value: int) -> Iterator[tuple[int, int | None]]:
