@@ -305,7 +305,7 @@ def _mul(low: Lowering, op: GraphOp) -> None:
 
 def _masked(low: Lowering, op: GraphOp, args: tuple[Ref, Ref, float]) -> None:
     """Add the kernel that applies the mask of a dropout."""
-    output, x = output_of(op), low.dense(op, args[0])
+    output, x = low.dense_result(output_of(op)), low.dense(op, args[0])
     low.call(op, DROPOUT, (x, *args[1:]), (output,), overwrites=low.overwritable(output, x))
 
 
@@ -336,6 +336,7 @@ def _max_pool(low: Lowering, op: GraphOp) -> None:
     indices = op.outputs[1]
     if indices is not None:
         low.change(indices, dtype="uint8", bytes=words(math.prod(low.values[indices].shape)))
+    low.dense_result(output_of(op))
     low.call(op, op.target, (low.dense(op, x), *op.args[1:]), op.outputs)
 
 
@@ -350,7 +351,6 @@ def _adaptive_max_pool_gradient(low: Lowering, op: GraphOp) -> None:
     g, x, indices = op.args
     kernel = _equal_windows(low, op, low.shape(x), low.shape(g)[-2:])
     args = (g, x, kernel, kernel, [0, 0], [1, 1], False, indices)
-    low.change(output_of(op), stride=conv.contiguous(low.values[output_of(op)].shape))
     _max_pool_gradient(low, replace(op, target="aten.max_pool2d_with_indices_backward.default", args=args))
 
 
@@ -365,6 +365,7 @@ def _equal_windows(low: Lowering, op: GraphOp, large: Sequence[int], small: Sequ
 def _max_pool_gradient(low: Lowering, op: GraphOp) -> None:
     """Add the gradient of a max pool without the pool's input: the kernel reads the indices alone."""
     args = (low.dense(op, op.args[0]), None, *op.args[2:])
+    low.dense_result(output_of(op))
     low.call(op, op.target, args, op.outputs)
 
 
@@ -469,7 +470,7 @@ def _row_extreme(low: Lowering, op: GraphOp) -> None:
     """Add the largest elements along a dimension; their indices are floats, as all computed integers are."""
     for number in op.outputs:
         if number is not None:
-            low.becomes_float(number)
+            low.becomes_float(low.dense_result(number))
     low.call(op, op.target, (low.dense(op, op.args[0]), *op.args[1:]), op.outputs)
 
 

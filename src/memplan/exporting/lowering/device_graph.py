@@ -180,6 +180,11 @@ class Lowering(Rebuild):
         self.call(op, COPY, (ref,), (number,), once=False)
         return Ref(number)
 
+    def dense_result(self, number: int) -> int:
+        """Give a result contiguous strides, whatever PyTorch's are, since its kernel writes it so. Return it."""
+        self.change(number, stride=tuple(torch.empty(self.values[number].shape, device="meta").stride()))
+        return number
+
     def as_float(self, op: GraphOp, ref: Ref) -> Ref:
         """Return an operand of an elementwise op in float32: as it is, or the flags or integers converted."""
         value = self.values[ref.value]
@@ -236,8 +241,14 @@ class Lowering(Rebuild):
             storage = torch.empty(1 << 40, dtype=getattr(torch, of.dtype), device="meta")
             return storage.as_strided(of.shape, of.stride, self.offsets.get(value, 0))
 
-        args, kwargs = map_refs(op.args, meta), map_refs(op.kwargs, meta)
-        results = overload(op.target)(*args, **kwargs)
+        def run() -> Any:
+            return overload(op.target)(*map_refs(op.args, meta), **map_refs(op.kwargs, meta))
+
+        try:
+            results = run()
+        except RuntimeError:  # of PyTorch's strides the view exists, of the contiguous ones of a kernel it does not
+            op = replace(op, args=(self.dense(op, op.args[0]), *op.args[1:]))
+            results = run()
         results = results if isinstance(results, (tuple, list)) else (results,)
         base = self.values[next(refs((op.args, op.kwargs)))].base
         for number, tensor in zip(op.outputs, results, strict=True):

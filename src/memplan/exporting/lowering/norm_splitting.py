@@ -38,7 +38,7 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
     if not training:
         fixed_batch_norm(low, op, eps)
         return
-    output = output_of(op)
+    output = low.dense_result(output_of(op))
     like, channels = low.values[output], low.values[x.value].shape[1]
     mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
     if any(source is not None and source not in low.mutations.values() for source in op.outputs[3:]):
@@ -53,7 +53,7 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
 
 def fixed_batch_norm(low: Lowering, op: GraphOp, eps: float | None = None) -> None:
     """Lower a batch norm in evaluation mode, which normalizes by its running statistics."""
-    output, x = output_of(op), low.dense(op, op.args[0])
+    output, x = low.dense_result(output_of(op)), low.dense(op, op.args[0])
     args = (x, *op.args[1:5], op.args[-1] if eps is None else eps)
     low.call(op, BATCH_FIXED, args, (output,), overwrites=low.overwritable(output, x), once=False)
 
@@ -65,6 +65,8 @@ def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
     g, x = low.dense(op, g), low.dense(op, x)
     like, channels = low.values[x.value], (low.values[x.value].shape[1],)
     input_gradient, weight_sum, bias_sum = op.outputs
+    if input_gradient is not None:
+        low.dense_result(input_gradient)
     if not training:
         if weight_sum is not None:
             sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
@@ -119,7 +121,7 @@ def _layer_rows(low: Lowering, x: Ref, shape: Any) -> _Rows:
 
 def _row_norm(low: Lowering, op: GraphOp, x: Ref, weight: Any, bias: Any, eps: float, rows: _Rows) -> None:
     """Add the kernels of a layer or group norm: one for mean and deviation of each row, one that normalizes."""
-    output, x = output_of(op), low.dense(op, x)
+    output, x = low.dense_result(output_of(op)), low.dense(op, x)
     mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), low.values[output], (rows[0],))
     low.call(op, ROW_STATISTICS, (x, eps, *rows[:2]), (mean, deviation))
     args = (x, weight, bias, Ref(mean), Ref(deviation), *rows)
@@ -136,6 +138,7 @@ def _row_norm_backward(low: Lowering, op: GraphOp, operands: tuple[Ref, Ref, Ref
         sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), low.values[x.value], (rows[3],))
         low.call(op, ROW_SUMS, (g, x, mean, deviation, *rows), sums)
     if input_gradient is not None:
+        low.dense_result(input_gradient)
         args = (g, x, weight, mean, deviation, *rows)
         low.call(op, ROW_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g, x))
 
