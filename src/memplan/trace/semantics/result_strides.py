@@ -87,13 +87,13 @@ def contiguous(index: int = 0) -> Correction:
     return lambda args, kwargs, result: _with_strides_of(result, index, lambda output: contiguous_strides(output.shape))
 
 
-def suggested_format(position: int, index: int = 0) -> Correction:
-    """Return the correction for a result in the memory format that the argument at ``position`` suggests
-    (``suggest_memory_format()``). ``index``: of the result, if the op has several."""
+def suggested_format(position: int) -> Correction:
+    """Return the correction for a result, or the first of several, in the memory format that the argument at
+    ``position`` suggests (``suggest_memory_format()``)."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
         strides_in_format = channels_last_strides if suggests_channels_last(args[position]) else contiguous_strides
-        return _with_strides_of(result, index, lambda output: strides_in_format(output.shape))
+        return _with_strides_of(result, 0, lambda output: strides_in_format(output.shape))
 
     return corrected
 
