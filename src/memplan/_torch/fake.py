@@ -346,7 +346,6 @@ class FakeMode(FakeTensorMode):
         self._selected = False
         """Whether the size of the running op's result depends on values, and is a bound."""
         self.suspended = False
-        """Whether recording is suspended."""
         self._memo = _Memo()
         self._fakes_of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)

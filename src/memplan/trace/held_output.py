@@ -34,9 +34,7 @@ class CapturedOutput:
 
     def __init__(self) -> None:
         self.lines = 0
-        """Number of lines captured."""
         self._last = deque[str](maxlen=_NOTED_LINES)
-        """The last lines captured."""
         self._open: dict[int, str] = {}
         """id() of a stream -> its unfinished line."""
         self._threads: set[int] = set()

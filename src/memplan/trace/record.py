@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -158,14 +158,14 @@ def _record_compiled(target: Target, known: Known, build: Runs, steps: int) -> T
         return _record_branches(target, known, build, steps, _Compiled(refused=_reason(error)))
 
 
+@dataclass
 class _Compiled:
     """How recordings of a step treat compiled functions."""
 
-    def __init__(self, refused: str = "") -> None:
-        self.refused = refused
-        """Why compiled functions run as if eager; empty if their compiled code is recorded."""
-        self.seen = False
-        """Whether the step has called a compiled function."""
+    refused: str = ""
+    """Why compiled functions run as if eager; empty if their compiled code is recorded."""
+    seen: bool = False
+    """Whether the step has called a compiled function."""
 
 
 def _reason(error: RecordingError) -> str:

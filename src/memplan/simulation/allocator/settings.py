@@ -174,7 +174,6 @@ class _ParsedSettings:
         self.fields: dict[str, Any] = {}
         """Fields of `AllocatorSettings` that were set."""
         self.divisions = [0] * BUCKETS
-        """By bucket."""
 
     @property
     def large_segment_size(self) -> int:

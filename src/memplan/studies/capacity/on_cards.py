@@ -146,7 +146,6 @@ class _Recorder:
         self._known: dict[str, dict[int, tuple[int, Verdict]]] = {}
         """Card -> value -> (allocated peak, verdict)."""
         self.recordings = 0
-        """Number of recordings."""
         self.failed: tuple[int, MemplanError] | None = None
         """Smallest value that cannot be recorded, and its error."""
 

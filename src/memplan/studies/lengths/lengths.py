@@ -179,9 +179,7 @@ class _Recordings:
     def __init__(self, subject: Subject, axis: Axis, target: Target) -> None:
         self._subject, self._axis, self._target = subject, axis, target
         self.traces: dict[int, Trace] = {}
-        """By length."""
         self.recorded = set[int]()
-        """Lengths that were recorded."""
         self.checked: int | None = None
         self.off = 0.0
         self.larger = 0

@@ -146,7 +146,6 @@ class _Events:
 
     def __init__(self, record: _torch.Profile) -> None:
         self.allocations: list[_Allocation] = []
-        """In order."""
         self.times: list[int] = []
         """Time of each event in ns: tick t is the event at position t - 1."""
         self._by_address: dict[int, list[_Allocation]] = {}

@@ -32,11 +32,9 @@ class LoaderWatch:
         self._ledger = ledger
         self._pins = pins
         self._is_loading = False
-        """Whether a batch is being loaded."""
         self._passes: list[_Pass] = []
         self._data_sets = ObjectNumbers()
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Iterator -> its loader."""
         self.kinds: dict[int, HostKind] = {}
         """Storage -> the kind of its host memory, if that is not from torch's CPU allocator."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -91,28 +93,36 @@ class Events(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class _Signature:
-    """The facts of an op's schema that the observer needs, computed once per op."""
+    """The facts of an op's schema that the observer needs."""
 
-    __slots__ = ("from_library", "mutable", "name", "positions", "unrecorded", "writes")
+    name: str
+    positions: list[tuple[int, str]]
+    """(position, name) of the arguments that can be tensors."""
+    mutable: bool
+    writes: list[tuple[int, str]]
+    unrecorded: bool
+    from_library: bool
+    """Whether it is a library's op, whose temporaries are unknown."""
 
-    def __init__(self, func: Any) -> None:
-        self.name = str(func)
-        self.positions = _torch.tensor_arguments(func)
-        """(position, name) of the arguments that can be tensors."""
-        self.mutable = _torch.is_mutable(func)
-        self.writes = _torch.written_arguments(func) if self.mutable else []
-        self.unrecorded = self.name in _UNRECORDED or self.name.startswith(("prim.", "profiler."))
-        self.from_library = not self.name.startswith(_TORCH_NAMESPACES) and self.name not in _WITHOUT_TEMPORARIES
-        """Whether it is a library's op, whose temporaries are unknown."""
+    @classmethod
+    def of_op(cls, func: Any) -> _Signature:
+        name, mutable = str(func), _torch.is_mutable(func)
+        return cls(
+            name,
+            _torch.tensor_arguments(func),
+            mutable,
+            _torch.written_arguments(func) if mutable else [],
+            unrecorded=name in _UNRECORDED or name.startswith(("prim.", "profiler.")),
+            from_library=not name.startswith(_TORCH_NAMESPACES) and name not in _WITHOUT_TEMPORARIES,
+        )
 
     @classmethod
     def of_kernel(cls, name: str, tensors: int) -> _Signature:
         """Return the signature of a kernel of Triton or Inductor, with this number of tensor arguments."""
-        signature = cls.__new__(cls)
-        signature.name, signature.positions = name, [(at, f"tensor {at + 1}") for at in range(tensors)]
-        signature.mutable, signature.writes, signature.unrecorded, signature.from_library = False, [], False, False
-        return signature
+        positions = [(at, f"tensor {at + 1}") for at in range(tensors)]
+        return cls(name, positions, mutable=False, writes=[], unrecorded=False, from_library=False)
 
     def written_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the values of the arguments that a call of the op writes."""
@@ -154,7 +164,7 @@ class Observer:
         self._scalars = SavedScalars(self.ledger)
         self._positions = Positions(self.ledger)
         self.ranges = ValueRanges(self.ledger)
-        self._signatures: dict[Any, _Signature] = {}
+        self._signature_of = functools.cache(_Signature.of_op)
         self._after_backward = False
         place.on_module = self.leave_backward
         place.on_result = self._on_result
@@ -168,9 +178,7 @@ class Observer:
             if func is _ADD and _torch.in_backward():
                 self.engine.use_counts.append(_torch.use_counts(args[0]))
             return run(func)
-        signature = self._signatures.get(func)
-        if signature is None:
-            signature = self._signatures[func] = _Signature(func)
+        signature = self._signature_of(func)
         if signature.unrecorded:
             if self._events is not None and signature.name == _SCALAR:
                 return self._events.read_scalar(args[0], run, self)
@@ -199,7 +207,7 @@ class Observer:
 
     def _run_and_note_as(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run and record ``op`` instead of the dispatched op, of which it is a variant (in place, without vectors)."""
-        return self._run_and_note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, None, op, run)
+        return self._run_and_note(self._signature_of(op), args, kwargs, None, op, run)
 
     def set_without_vectors(self, without: bool) -> None:
         """Set whether the running function needs singular values or eigenvalues without their vectors."""
@@ -309,8 +317,7 @@ class Observer:
     def random_state(self, state: torch.Tensor) -> None:
         """Record the tensor of `torch.get_rng_state` on the CPU, which no op creates."""
         if self.card is None:  # of a card, only the card's own memory counts
-            signature = self._signatures.setdefault(_EMPTY, _Signature(_EMPTY))
-            self._run_and_note(signature, (list(state.shape),), {"dtype": state.dtype}, state, _EMPTY)
+            self._run_and_note(self._signature_of(_EMPTY), (list(state.shape),), {"dtype": state.dtype}, state, _EMPTY)
 
     def _on_result(self, module: int, result: Any) -> None:
         """Note the result of an outermost module's forward in the first step. ``module``: id() of the module."""

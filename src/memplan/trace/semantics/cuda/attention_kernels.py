@@ -198,4 +198,3 @@ FORMULAS: dict[str, Formula] = {
     "aten._scaled_dot_product_cudnn_attention_backward.default": partial(cudnn_backward, heads_first=True),
     "aten._cudnn_attention_backward.default": partial(cudnn_backward, heads_first=False),
 }
-"""Overload name -> formula."""

@@ -301,4 +301,3 @@ _POLICIES: dict[str, Callable[[Autocast, Any, Any, Any], Prepared]] = {
     "_cudnn_rnn": _cast_recurrent,
     "binary_cross_entropy": _refuse,
 }
-"""Op name -> its autocast policy."""

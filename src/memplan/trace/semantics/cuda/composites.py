@@ -48,7 +48,6 @@ class Replacements:
     registered kernels."""
 
     instead: Mapping[Any, Callable[..., Any]]
-    """Op -> replacement."""
     whole: frozenset[Any]
     """Ops with a CUDA kernel, which are not decomposed if their first argument is on the card."""
     differing: set[Arch]
