@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from truth.cpu_allocator import measured_peak
 
@@ -28,7 +29,7 @@ FLOAT16 = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float64, id="float64"), pytest.param(torch.float16, id="float16", marks=FLOAT16)]
 )
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [2, *slow(1)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_columns_of_volumes_are_of_all_groups(name: str, batch: int, dtype: torch.dtype) -> None:
     make, channels = LAYERS[name]

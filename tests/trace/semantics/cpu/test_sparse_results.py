@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import TORCH
+from environment import TORCH, slow, thinned
 from torch import nn
 from truth.cpu_allocator import measured_peak
 
@@ -67,14 +67,14 @@ def predicted_and_measured(build: Callable[[], Callable[[], Any]]) -> tuple[int,
     return memplan.simulate(memplan.record(build, device="cpu")).peak_allocated, measured_peak(build)
 
 
-@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("power", [2, *slow(1)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_with_different_indices_takes_what_is_predicted(name: str, power: int) -> None:
     predicted, measured = predicted_and_measured(trained(all_different, OPTIMIZERS[name], power))
     assert predicted == measured
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", thinned(DISTRIBUTIONS, 2))
 @pytest.mark.parametrize("name", ["SparseAdam", "SGD", "Adagrad"])
 def test_an_update_never_takes_more(name: str, distribution: str) -> None:
     build = trained(DISTRIBUTIONS[distribution], OPTIMIZERS[name])

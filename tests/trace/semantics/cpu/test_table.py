@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -162,7 +163,7 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("x", "w", "how"), CONVOLUTIONS)
+@pytest.mark.parametrize(("x", "w", "how"), thinned(CONVOLUTIONS, 3))
 def test_convolution_and_its_backward(x: tuple[int, ...], w: tuple[int, ...], how: dict[str, Any]) -> None:
     conv(x, w, **how)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import thinned
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -350,7 +351,7 @@ RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", thinned(RECURRENT, 2))
 def test_recurrent_networks_are_cudnns(name: str) -> None:
     """One op forward and one backward. Kept are weights, input, output and first states; a fake's reserve is empty."""
     with card() as mode:
