@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from models import steps_by_reads
 from torch import Tensor, nn
 from truth.cpu_allocator import measured_peak
@@ -58,7 +58,7 @@ MONOTONE: dict[str, Body] = {
 }
 
 
-@pytest.mark.parametrize("name", MONOTONE)
+@pytest.mark.parametrize("name", thinned(MONOTONE, 3))
 def test_the_prediction_is_the_largest_peak_of_all_values(name: str) -> None:
     trace = memplan.record(by_number(MONOTONE[name], 0, 12))
     peaks = [measured_peak(by_number(MONOTONE[name], value, value + 1)) for value in range(12)]
@@ -86,7 +86,7 @@ def test_of_what_is_only_logged_nothing_is_reported(name: str) -> None:
 
 
 @pytest.mark.parametrize("draws", [1, *slow(3)])
-@pytest.mark.parametrize("build", steps_by_reads.STEPS, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", thinned(steps_by_reads.STEPS, 3), ids=lambda build: build.__name__)
 def test_a_step_that_reads_numbers_is_bounded(build: Callable[[], Any], draws: int) -> None:
     predicted = memplan.simulate(memplan.record(build)).peak_allocated
     for seed in range(draws):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from environment import slow, thinned
 from models.steps_by_value import STEPS
 from torch import nn
 from truth.cpu_allocator import measured_peak
@@ -26,7 +27,7 @@ def holds(name: str, times: int) -> None:
         assert measured <= predicted, (seed, predicted)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", thinned(STEPS, 3))
 def test_a_step_that_rests_on_values_is_bounded(name: str) -> None:
     holds(name, 1)
 
@@ -99,7 +100,8 @@ def _trained(start: str, optimizer: str, convert: Callable[[nn.Module], nn.Modul
 
 @pytest.mark.parametrize("start", KNOWN)
 @pytest.mark.parametrize(
-    "convert", [lambda layer: layer.to(torch.bfloat16), lambda layer: layer.bfloat16(), lambda layer: layer.half()]
+    "convert",
+    [lambda layer: layer.to(torch.bfloat16), *slow(lambda layer: layer.bfloat16(), lambda layer: layer.half())],
 )
 def test_known_values_are_converted_with_their_parameter(start: str, convert: Callable[[nn.Module], nn.Module]) -> None:
     """A norm's weight that is all ones, converted and trained: the updates read it."""
@@ -107,7 +109,7 @@ def test_known_values_are_converted_with_their_parameter(start: str, convert: Ca
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float64)])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
 def test_every_optimizer_updates_converted_known_values(optimizer: str, dtype: torch.dtype) -> None:
     build = _trained("ones", optimizer, lambda layer: layer.to(dtype))
@@ -160,7 +162,7 @@ def test_a_card_s_tensors_are_shared_as_they_are() -> None:
     assert memplan.simulate(memplan.record(build, device="h100")).peak_allocated == 4 * (256 * 256 + 256)
 
 
-@pytest.mark.parametrize("length", [100, 20_000, 200_000])
+@pytest.mark.parametrize("length", [100, 200_000])
 @pytest.mark.parametrize("begins", [0, 5])
 def test_positions_in_order_are_known_to_be_at_any_length(length: int, begins: int) -> None:
     """As transformers looks for several sequences in a row of positions (masking_utils.py)."""

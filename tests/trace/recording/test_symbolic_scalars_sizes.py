@@ -151,7 +151,7 @@ def step_of(body: Body, ends: Ends = ENDS[0]) -> Callable[[], Callable[[], None]
     return build
 
 
-@pytest.mark.parametrize("name", thinned(SIZED, 3))
+@pytest.mark.parametrize("name", thinned(SIZED, 6))
 def test_a_size_is_the_largest_that_it_can_be(name: str) -> None:
     trace = memplan.record(step_of(SIZED[name]))
     predicted = memplan.simulate(trace).peak_allocated
@@ -160,7 +160,7 @@ def test_a_size_is_the_largest_that_it_can_be(name: str) -> None:
     assert largest <= predicted <= LOOSE.get(name, 1) * largest
 
 
-@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.parametrize("name", thinned(QUIET, 3))
 def test_what_is_no_size_is_exact_and_quiet(name: str) -> None:
     build = step_of(QUIET[name])
     trace = memplan.record(build)

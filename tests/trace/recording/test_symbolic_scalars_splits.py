@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from environment import thinned
 from torch import Tensor, nn
 from truth.cpu_allocator import measured_peak
 
@@ -25,7 +26,7 @@ SPLITS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", thinned(SPLITS, 2))
 @pytest.mark.parametrize("known", [True, False])
 def test_parts_by_value(name: str, known: bool) -> None:
     def build() -> Callable[[], None]:
@@ -45,7 +46,7 @@ def test_parts_by_value(name: str, known: bool) -> None:
     assert bool(loud(trace.assumptions)) is not known
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", thinned(range(100), 5))
 def test_parts_add_up_and_none_is_empty(seed: int) -> None:
     drawn = random.Random(seed)
     whole, parts = drawn.randint(1, 300), drawn.randint(1, 20)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from environment import slow
+from environment import slow, thinned
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from truth.cpu_allocator import measured_peak
@@ -60,13 +60,13 @@ def unknown(share: float) -> Callable[[], Tensor]:
     return lambda: torch.rand(ROWS) < share
 
 
-@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("name", thinned(SELECTING, 2))
 def test_where_all_is_selected_the_bound_is_the_peak(name: str) -> None:
     predicted = memplan.simulate(memplan.record(selecting(name, unknown(0.5)))).peak_allocated
     assert predicted == measured_peak(selecting(name, unknown(2.0)))
 
 
-@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("name", thinned(SELECTING, 3))
 def test_no_mask_takes_more(name: str) -> None:
     trace = memplan.record(selecting(name, unknown(0.5)))
     predicted = memplan.simulate(trace).peak_allocated
@@ -246,7 +246,7 @@ def packed(
 
 @pytest.mark.parametrize(
     ("kind", "in_order"),
-    [(nn.GRU, True), (nn.LSTM, False), *slow((nn.GRU, False), (nn.LSTM, True), (nn.RNN, False), (nn.RNN, True))],
+    [(nn.LSTM, False), *slow((nn.GRU, True), (nn.GRU, False), (nn.LSTM, True), (nn.RNN, False), (nn.RNN, True))],
 )
 def test_sequences_of_known_lengths_are_exact(kind: Callable[..., nn.RNNBase], in_order: bool) -> None:
     build = packed(kind, lambda: LENGTHS if in_order else LENGTHS[::-1], in_order)
@@ -300,7 +300,7 @@ def test_a_file_is_known_by_the_end_of_its_path() -> None:
         assert shares.of(frame) == share
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, *slow(nn.GRU, nn.RNN)])
 def test_on_a_card_cudnn_takes_the_steps_of_packed_sequences(kind: Callable[..., nn.RNNBase]) -> None:
     trace = memplan.record(packed(kind, lambda: LENGTHS, True), device="h100")
     assert "aten._cudnn_rnn.default" in {op.name for op in trace.ops}

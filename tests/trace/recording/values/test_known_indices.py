@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("length", "kind"), thinned(itertools.product([ROWS - 1, ROWS, ROWS + 1, ROWS + 2, ROWS + 3], POSITIONS), 3)
+    ("length", "kind"), thinned(itertools.product([ROWS - 1, ROWS, ROWS + 1, ROWS + 2, ROWS + 3], POSITIONS), 7)
 )
 def test_what_the_real_step_refuses_is_refused(kind: str, length: int) -> None:
     model, unknown = Net(POSITIONS[kind]), kind == "multiplied"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from truth.cpu_allocator import measured_peak
 
@@ -29,7 +30,9 @@ def fitting(**options: Any) -> Callable[[], Callable[[], None]]:
     return build
 
 
-@pytest.mark.parametrize("options", [{}, {"max_iter": 6, "history_size": 6}, {"max_iter": 10, "history_size": 3}])
+@pytest.mark.parametrize(
+    "options", [{"max_iter": 6, "history_size": 6}, *slow({}, {"max_iter": 10, "history_size": 3})]
+)
 def test_the_history_is_kept(options: dict[str, Any]) -> None:
     trace = memplan.record(fitting(**options))
     assert memplan.simulate(trace).peak_allocated == measured_peak(fitting(**options))
