@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from models.steps import STEPS, mlp, plain
 from torch._subclasses.fake_tensor import FakeTensorMode
 from truth.cpu_allocator import allocations, measured_peak, peak_of
@@ -22,7 +22,7 @@ from memplan.trace.recording.boundaries import Boundaries
 
 NAMES = ["in_place", "checkpoint_of_a_function", "frozen_and_tied", "convolutions_3d", "optimizer_adamw_foreach",
          "custom_function", "double_backward", "autocast"]  # fmt: skip
-FEW = ["checkpoint_of_a_function", "optimizer_adamw_foreach", "autocast"]
+FEW = ["optimizer_adamw_foreach", "autocast"]
 REPEATED = [*FEW, *slow(*(name for name in NAMES if name not in FEW))]
 
 
@@ -69,7 +69,7 @@ def test_the_same_for_every_other_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", thinned(FEW, 2))
 def test_many_steps_are_those_of_a_plain_run(name: str, steps: int) -> None:
     torch.manual_seed(0)
     measured = memplan.measure(STEPS[name], steps=steps)
@@ -97,7 +97,7 @@ OTHERWISE: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize("made", OTHERWISE)
+@pytest.mark.parametrize("made", thinned(OTHERWISE, 3))
 def test_formulas_that_change_under_a_mode_are_measured_as_they_are(
     made: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -214,14 +214,17 @@ def test_a_tensor_from_outside_does_not_count_and_is_told() -> None:
 
 @pytest.mark.parametrize(
     "seen",
-    [
-        lambda x: x[:100],
-        lambda x: x.detach(),
-        lambda x: x.unsqueeze(0),
-        lambda x: x.chunk(3)[1],
-        lambda x: x.t().t(),
-        lambda x: torch.stack(list(x)),
-    ],
+    thinned(
+        [
+            lambda x: x[:100],
+            lambda x: x.detach(),
+            lambda x: x.unsqueeze(0),
+            lambda x: x.chunk(3)[1],
+            lambda x: x.t().t(),
+            lambda x: torch.stack(list(x)),
+        ],
+        3,
+    ),
 )
 def test_views_of_a_tensor_from_outside_do_not_count_either(seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(1024, 256)

@@ -71,7 +71,7 @@ def cards_with_the_same(build: Callable[[], Step]) -> set[str]:
     return {card.name for card in catalogue() if sizes(build, card.name) == own} - {OWN}
 
 
-@pytest.mark.parametrize("build", [convolution, recurrent, by_memory, *slow(attention, products, reduction)])
+@pytest.mark.parametrize("build", [recurrent, by_memory, *slow(convolution, attention, products, reduction)])
 def test_cards_are_alike_exactly_where_their_recordings_have_the_same_storages(build: Callable[[], Step]) -> None:
     assert set(memplan.record(build, device=OWN, cudnn=False).alike) == cards_with_the_same(build)
 

@@ -27,7 +27,7 @@ def peak(build: Callable[[], Callable[[], Any]], device: str | None = None, step
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "graph break", *slow("method", "decoder", "lengths", "checkpointed", "with the loss", "autocast")]
+    "name", ["graph break", *slow("model", "method", "decoder", "lengths", "checkpointed", "with the loss", "autocast")]
 )
 def test_the_bytes_are_those_of_the_compiled_step(name: str) -> None:
     steps = 4 if name == "lengths" else 2

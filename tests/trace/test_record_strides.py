@@ -24,7 +24,7 @@ Build = Callable[[], Callable[[], Any]]
 Seen = list[tuple[str, list[Any]]]
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("transformers", "monai", "peft")
-FEW = frozenset({"resnet18_channels_last", "sdpa_transformer"})
+FEW = frozenset({"resnet18_channels_last"})
 """Steps of the zoo that are compared in every run of the tests."""
 
 

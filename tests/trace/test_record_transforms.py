@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import slow, thinned
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.nn import functional as F
@@ -181,11 +182,11 @@ def test_what_torch_draws_of_a_data_set_is_no_size() -> None:
 
 @pytest.mark.parametrize(
     "build",
-    [
+    thinned([
         lazy_made_by_the_step, lazy_called_before, gradient_of_a_function, gradients_of_each_sample, a_mapped_loss,
         called_with_other_weights, a_jacobian, made_on_meta, sizes_from_meta, loaded_into_meta, a_generator,
         a_loader_with_a_generator, loaders_that_draw,
-    ],
+    ], 3),
     ids=lambda build: build.__name__,
 )  # fmt: skip
 def test_a_step_takes_what_the_allocator_saw(build: Callable[[], Step]) -> None:
@@ -208,7 +209,7 @@ def test_zeros_of_forward_derivatives_have_no_memory() -> None:
     assert all(memplan.record(build, device="cpu").storages[storage].bytes == 0 for storage in zeros)
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("device", ["h100", *slow("cpu")])
 def test_a_lazy_module_is_explained_whole_or_made(device: str) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.LazyConv2d(8, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
