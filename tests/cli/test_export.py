@@ -95,6 +95,7 @@ def test_a_small_part_is_trained_and_the_rest_is_in_a_file_in_eight_bits(models:
     assert done.output.rstrip().endswith("no sanitizer report")
 
 
+@pytest.mark.slow
 def test_weights_are_trained_in_eight_bits(models: Path) -> None:
     done = run(*UNPROVEN, "--trained-weights", "int8", "--json", "found.json")
     assert done.exit_code == 0, done.output
@@ -111,6 +112,7 @@ def test_weights_are_trained_in_eight_bits(models: Path) -> None:
     assert "Adam keeps moments in float32" in " ".join(refused.output.split())
 
 
+@pytest.mark.slow
 def test_frozen_layers_compute_in_eight_bits(models: Path) -> None:
     options = ("--frozen-layers", "int8", "--calibrate", "models.py:batches", "--json", "found.json")
     done = run("models.py:frozen", *UNPROVEN[1:], *options)

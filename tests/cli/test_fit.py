@@ -122,6 +122,7 @@ def test_the_options_become_a_call_of_fit(net: str, engine: Engine) -> None:
     assert (options["budget"], options["early"], options["accumulate"]) == ("400MiB", True, 2)
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_is_fitted_in_training(net: str, engine: Engine) -> None:
     run(net.replace(":make", ":asleep"), "--input", "2x4", "--budget", "400MiB", "--dtype", "bf16")
     ((model, inputs, _),) = engine.asked
@@ -129,6 +130,7 @@ def test_a_model_in_evaluation_is_fitted_in_training(net: str, engine: Engine) -
     assert model[0].weight.dtype is inputs[0].dtype is torch.bfloat16
 
 
+@pytest.mark.slow
 def test_lazy_layers_are_made_before(tmp_path: Path, engine: Engine) -> None:
     lazy = tmp_path / "lazy.py"
     lazy.write_text(
@@ -325,6 +327,7 @@ def test_a_step_is_fitted_with_the_optimizer_early(deep: tuple[str, nn.Module], 
     assert "with AdamW, applied early" in " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_is_told_and_is_enough(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
     target, _ = deep
     short = run(target, *OPTIONS, "--budget", "1KiB", "--json", tmp_path / "out.json")

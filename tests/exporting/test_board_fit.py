@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from models.microcontroller_networks import NETWORKS
@@ -75,6 +76,7 @@ def test_rows_are_the_bytes_of_exports(tmp_path: Path) -> None:
     assert (plain["format"], plain["fits"], plain["board"]["name"]) == ("memplan.board_fit", True, "stm32f446")
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_says_the_smallest_export(tmp_path: Path) -> None:
     part = fitted("lenet", small_board(A=9, B=4)).parts[-1]
     assert (part.what, part.lacks) == ("head alone", "SRAM")
@@ -151,6 +153,7 @@ def test_frozen_layers_are_in_eight_bits_where_data_says_their_ranges(tmp_path: 
     assert str(done.int8) == best.frozen_error
 
 
+@pytest.mark.slow
 def test_arrays_lie_within_banks_beside_the_reserve() -> None:
     board = small_board(A=40, B=32)
     alone, beside = fitted("lenet", board), fitted("lenet", board, 30 * KIB)
@@ -191,7 +194,7 @@ def test_constants_count_as_sram_where_they_are_copied_there() -> None:
 
 
 @pytest.mark.skipif(shutil.which("avr-gcc") is None, reason="no avr-gcc")
-@pytest.mark.parametrize("name", ["mlp", "denoiser"])
+@pytest.mark.parametrize("name", ["mlp", *slow("denoiser")])
 def test_constants_are_those_that_avr_size_counts(name: str, tmp_path: Path) -> None:
     """Weights, tables and the table of CRC-32; at -O1 the compiler drops some of them."""
     board = replace(small_board(A=200), constants_in_sram=True)
@@ -205,6 +208,7 @@ def test_constants_are_those_that_avr_size_counts(name: str, tmp_path: Path) -> 
     assert part.constants == found
 
 
+@pytest.mark.slow
 def test_the_model_stays_as_it_was() -> None:
     model, step, inputs = network("sensor_cnn")
     before = {name: (one.clone(), one.requires_grad) for name, one in model.named_parameters()}

@@ -319,7 +319,7 @@ class Table(nn.Module):
 
 
 @needs_compiler
-@pytest.mark.parametrize("frozen", ["float32", "int8"])
+@pytest.mark.parametrize("frozen", ["int8", *slow("float32")])
 def test_what_cannot_be_trained_on_changes_nothing(frozen: Any, tmp_path: Path) -> None:
     """Under the sanitizers: indices out of range, data that is not a number, a loss that is not finite."""
     model = Table()

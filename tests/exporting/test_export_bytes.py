@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from environment import thinned
+from environment import slow, thinned
 from torch import nn
 from torch.nn import functional as F
 from truth.c_program import FLAGS, floats_of, printed_by
@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, Any, str, bool]] = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", thinned(CASES, 2))
+@pytest.mark.parametrize("name", thinned(CASES, 4))
 def test_a_step_of_bytes_is_that_of_their_floats(name: str, tmp_path: Path) -> None:
     make, normalize, dtype, buffer = CASES[name]
     options = {} if normalize is None else {"normalize": normalize}
@@ -126,7 +126,7 @@ int main(void)
 
 
 @needs_compiler
-@pytest.mark.parametrize("make", [convolutions, perceptron])
+@pytest.mark.parametrize("make", [convolutions, *slow(perceptron)])
 def test_frozen_weights_in_eight_bits_read_bytes(make: Any, tmp_path: Path) -> None:
     model = made(make)
     first = next(module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Linear)))

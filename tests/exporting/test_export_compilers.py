@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import skip_without, slow
+from environment import skip_without, slow, thinned
 from models.microcontroller_networks import NETWORKS
 from torch import nn
 from torch.nn import functional as F
@@ -100,7 +100,7 @@ def test_a_small_network_compiles_without_warnings(optimizer: str, tmp_path: Pat
             assert warnings_of([*found[name], *flags, "-O2", *STRICT], folder, file) == ""
 
 
-@pytest.mark.parametrize("name", ["gcc", "clang", "zig", *CROSS])
+@pytest.mark.parametrize("name", ["gcc", "clang", *slow("zig"), *thinned(CROSS, 2)])
 def test_integer_kernels_compile_without_warnings(name: str, in_eight_bits: Path) -> None:
     found = commands()
     if name == "zig" and name not in found:
@@ -113,7 +113,7 @@ def test_integer_kernels_compile_without_warnings(name: str, in_eight_bits: Path
         assert warnings_of([*found[name], *kind, "-O2"], in_eight_bits, file) == ""
 
 
-@pytest.mark.parametrize("core", CROSS)
+@pytest.mark.parametrize("core", thinned(CROSS, 3))
 def test_the_flags_of_the_makefile_suit_cross_compilers(core: str, tmp_path: Path) -> None:
     skip_without(core)
     folder = exported("mlp" if core == "avr-gcc" else "sensor_cnn", tmp_path)
@@ -140,6 +140,7 @@ def test_an_avr_has_stack_for_a_panel(tmp_path: Path) -> None:
     assert max(found) < 512, "of 2048 bytes of SRAM"
 
 
+@pytest.mark.slow
 def test_a_program_in_cpp_links(tmp_path: Path) -> None:
     if shutil.which("g++") is None or shutil.which("cc") is None:
         pytest.skip("no C++ compiler")

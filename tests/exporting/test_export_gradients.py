@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from environment import slow
 from torch import nn
 from torch.nn import functional as F
 from truth.c_program import array, floats_of, printed_by
@@ -64,9 +65,11 @@ def in_torch(optimizer: str, accumulate: int, clip: Callable[[Any], Any], x: tor
     [
         ("sgd", {"accumulate": 3}, lambda p: None),
         ("groups", {"accumulate": 2, "clip_norm": 0.5}, lambda p: nn.utils.clip_grad_norm_(p, 0.5)),
-        ("amsgrad", {"clip_norm": 0.5}, lambda p: nn.utils.clip_grad_norm_(p, 0.5)),
         ("amsgrad", {"clip_value": 0.01}, lambda p: nn.utils.clip_grad_value_(p, 0.01)),
-        ("groups", {"accumulate": 4, "clip_value": 0.05}, lambda p: nn.utils.clip_grad_value_(p, 0.05)),
+        *slow(
+            ("amsgrad", {"clip_norm": 0.5}, lambda p: nn.utils.clip_grad_norm_(p, 0.5)),
+            ("groups", {"accumulate": 4, "clip_value": 0.05}, lambda p: nn.utils.clip_grad_value_(p, 0.05)),
+        ),
     ],
 )
 def test_weights_are_those_of_a_loop_in_torch(
@@ -113,6 +116,7 @@ def test_gradients_that_are_added_up_take_a_float_for_each_weight(tmp_path: Path
     assert exported(tmp_path / "d", clip_value=1.0, verify=False).state == plain.state
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_groups_may_be_of_the_model_itself(tmp_path: Path) -> None:
     model, step = network(), {"targets": "1:int64<3", "loss": F.cross_entropy, "name": "net"}

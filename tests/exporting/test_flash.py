@@ -114,6 +114,7 @@ def test_frozen_weights_in_eight_bits_are_proven_and_their_error_is_said(tmp_pat
     assert f"{done.rounding.forward_error:.2%}" in str(done.rounding)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_wrong_scale_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from memplan.exporting.kernels import call_writer

@@ -104,6 +104,7 @@ def test_steps_are_the_same_and_ram_is_less(apart: bool, tmp_path: Path) -> None
     assert lines == elsewhere.split(), "bit for bit"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_bytes_lie_in_the_arena_too(tmp_path: Path) -> None:
     """A gradient of the first layer reads them at the end of the step: they stay there."""

@@ -71,6 +71,7 @@ def test_the_stack_is_that_of_the_deeper_level(tmp_path: Path, monkeypatch: pyte
         run("mlp", "cortex-m4", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_step_runs_on_another_core(tmp_path: Path) -> None:
     assert run("segmenter", "cortex-m7", tmp_path).verdict.proven
 

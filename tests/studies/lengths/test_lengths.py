@@ -107,6 +107,7 @@ def test_a_step_without_such_an_axis_is_refused() -> None:
         lengths_of(step, SHARES, choose_target("cpu"))
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_are_an_axis_too() -> None:
     from torch import nn
 

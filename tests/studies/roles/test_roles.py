@@ -104,6 +104,7 @@ def test_ranks_whose_tensors_differ_in_size_alone_are_told_apart() -> None:
     assert peaks[0] - peaks[1] == 4096
 
 
+@pytest.mark.slow
 def test_ranks_that_send_to_single_others_are_all_recorded() -> None:
     """A pipeline by hand, of two groups of eight ranks; the sixth rank of each has a larger stage."""
 
