@@ -67,6 +67,7 @@ def test_hovering_at_the_peak_names_its_op_layer_and_line(step: Opened) -> None:
         assert (not size) or format_bytes(size) in shown, cause
 
 
+@pytest.mark.slow
 def test_dragging_zooms_and_a_double_click_shows_all(step: Opened) -> None:
     plot = step.plot("time")
     whole = step.ask(plot, "el.layout.xaxis.range")
@@ -87,6 +88,7 @@ def test_dragging_zooms_and_a_double_click_shows_all(step: Opened) -> None:
     assert step.ask(plot, "el.layout.xaxis.range") == whole
 
 
+@pytest.mark.slow
 def test_the_keyboard_moves_along_the_step(step: Opened) -> None:
     course = json.loads(explanation())["course"]
     plot = step.plot("time")
@@ -170,6 +172,7 @@ def test_blocks_of_the_allocator_are_drawn_with_their_bytes(step: Opened) -> Non
     assert free == sum(block[1] for one in data["course"]["segments"] for block in one[3] if block[3] == "inactive")
 
 
+@pytest.mark.slow
 def test_dark_and_light_change_by_a_button(step: Opened) -> None:
     colour = "getComputedStyle(document.body).backgroundColor"
     assert step.page.evaluate(colour) == "rgb(255, 255, 255)"
@@ -201,6 +204,7 @@ def test_sliders_move_the_bars_to_the_points_of_the_sweep(browser: Browser, tmp_
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_before_and_after_stand_on_one_axis(browser: Browser, tmp_path: Path) -> None:
     plan = planned()
     opened = Opened(browser, written(tmp_path / "plan.html", plan.to_json()))

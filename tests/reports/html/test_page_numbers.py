@@ -89,6 +89,7 @@ def test_the_frontier_has_every_plan_with_its_peak_and_time(browser: Browser, tm
     closed(page)
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_comparison_are_drawn_by_cause(browser: Browser, tmp_path: Path) -> None:
     data, page = json.loads(every()["comparison"]), opened(browser, tmp_path, every()["comparison"])
     bars = {meta: x for meta, x, _ in page.ask(page.plot("beside"), DATA)}
@@ -112,6 +113,7 @@ def test_a_replay_is_drawn_event_by_event_and_block_by_block(browser: Browser, t
     closed(page)
 
 
+@pytest.mark.slow
 def test_the_tried_of_a_search_are_drawn_by_cause(browser: Browser, tmp_path: Path) -> None:
     data, page = json.loads(every()["largest"]), opened(browser, tmp_path, every()["largest"])
     bars = page.ask(page.plot("beside"), DATA)
@@ -121,6 +123,7 @@ def test_the_tried_of_a_search_are_drawn_by_cause(browser: Browser, tmp_path: Pa
     closed(page)
 
 
+@pytest.mark.slow
 def test_what_is_alive_is_listed_with_its_bytes_birth_and_death(browser: Browser, tmp_path: Path) -> None:
     course, page = json.loads(explanation())["course"], opened(browser, tmp_path, explanation())
     cells = page.page.locator("[aria-label='Alive at the peak'] tbody tr").evaluate_all(
@@ -195,6 +198,7 @@ def test_results_of_different_kinds_are_labelled_and_those_with_a_peak_compared(
     closed(page)
 
 
+@pytest.mark.slow
 def test_a_printed_page_is_light_and_shows_all_rows_and_pictures(browser: Browser, tmp_path: Path) -> None:
     page = opened(browser, tmp_path, explanation(), color_scheme="dark")
     page.page.evaluate("dispatchEvent(new Event('beforeprint'))")
