@@ -9,10 +9,12 @@ import pytest
 from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
 
 from memplan.errors import BudgetError
+from memplan.planning.graph.precision import Precision
 from memplan.planning.plan.plan import Plan
 from memplan.reports.fit import report, script_report
 from memplan.reports.terminal import text_of
 from memplan.verification.fitting.outcome import Fitting, Lines, Outcome
+from memplan.verification.proof.moments import MomentsError
 from memplan.verification.proof.proof import Proof
 
 SHORT = BudgetError(
@@ -158,3 +160,15 @@ def test_a_script_as_json() -> None:
     assert (data["recorded"], data["planned"], data["smallest_budget"]) == (700 * MIB, (400 + 80 + 20) * MIB, None)
     assert data["lines"]["where"] == "train.py:13"
     assert Plan.from_dict(data["plan"]) == plan()
+
+
+def test_the_verdict_has_the_error_of_moments_in_8_bits() -> None:
+    lossy = replace(plan(), precision=Precision(moments="int8"))
+    near = replace(PROOF, grade="lossy", moments=MomentsError(20, 0.0198, "weight", 0.0214))
+    text = " ".join(printed(Outcome("net.py:make", lossy, near)))
+    assert "It is lossy, moments in 8 bits: its gradients are 0.00% off, and what 20 updates add 1.98%." in text
+    assert near.same
+    far = replace(near, moments=MomentsError(20, 0.25, "weight", 0.5))
+    assert not far.same
+    assert any("25.00% off" in failure for failure in far.failures)
+    assert "the proof failed" in printed(Outcome("net.py:make", lossy, far))[0]

@@ -99,6 +99,8 @@ def _verdict(outcome: Outcome) -> Line:
         assert plan is not None, "it was proven"
         total = overall(proof.rounded, "parameters" if proof.early else "gradients")
         error = f"its {'updates' if proof.early else 'gradients'} are {total.relative:.2%} off"
+        if proof.moments is not None:
+            error += f", and what {proof.moments.updates} updates add {proof.moments.relative:.2%}"
         return Line(f"{title} fits {budget} now. It is lossy, {plan.lost}: {error}.", "good")
     rounding = "" if proof.exact else " but for rounding"
     return Line(f"{title} fits {budget} now, and its result is the same{rounding}.", "good")
