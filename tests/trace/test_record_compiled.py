@@ -38,21 +38,25 @@ def test_the_bytes_are_those_of_the_compiled_step(name: str) -> None:
     assert simulate(predicted).peak_allocated == pytest.approx(measured_peak(STEPS[name], steps), abs=16 * STEP_COUNTER)
 
 
-def test_fused_kernels_take_less_than_eager_mode_and_say_what_they_compute() -> None:
+@pytest.fixture(scope="module")
+def eager_peak() -> int:
+    return peak(step_of(Feedforward, vectors, lambda model: model))
+
+
+def test_fused_kernels_take_less_than_eager_mode_and_say_what_they_compute(eager_peak: int) -> None:
     trace = memplan.record(STEPS["model"])
-    eager = memplan.record(step_of(Feedforward, vectors, lambda model: model))
-    assert simulate(trace).peak_allocated < simulate(eager).peak_allocated
+    assert simulate(trace).peak_allocated < eager_peak
     fused = [op for op in trace.ops if op.name.startswith("inductor.fused_")]
     assert any("layer_norm" in op.name and "gelu" in op.name and op.phase == "forward" for op in fused)
     saved = [storage for storage in trace.storages if storage.cause == "saved"]
     assert any(trace.ops[storage.op].name.startswith("inductor.") for storage in saved if storage.op is not None)
 
 
-def test_force_eager_is_the_eager_step() -> None:
+def test_force_eager_is_the_eager_step(eager_peak: int) -> None:
     with torch.compiler.set_stance("force_eager"):
         trace = memplan.record(STEPS["model"])
     assert COMPILED not in trace.notes
-    assert simulate(trace).peak_allocated == peak(step_of(Feedforward, vectors, lambda model: model))
+    assert simulate(trace).peak_allocated == eager_peak
 
 
 def test_explain_says_what_eager_mode_would_take() -> None:

@@ -102,16 +102,6 @@ def test_what_cannot_be_assumed_is_refused(assume: dict[str, Any]) -> None:
         memplan.record(lambda: lambda: None, assume=assume)
 
 
-def test_what_has_no_largest_is_refused() -> None:
-    def build() -> Callable[[], None]:
-        x = torch.randn(8, 4)
-        times = (torch.randn(8) * 100).abs().long()
-        return lambda: (x.repeat_interleave(times, 0), None)[1]
-
-    with pytest.raises(DataDependentError, match="repeat_interleave"):
-        memplan.record(build)
-
-
 def test_where_the_most_does_not_fit_a_share_is_asked_for() -> None:
     def build() -> Callable[[], None]:
         x, mask = torch.zeros(8), torch.rand(8).argsort() < 4
