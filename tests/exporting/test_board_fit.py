@@ -76,15 +76,6 @@ def test_rows_are_the_bytes_of_exports(tmp_path: Path) -> None:
     assert (plain["format"], plain["fits"], plain["board"]["name"]) == ("memplan.board_fit", True, "stm32f446")
 
 
-@pytest.mark.slow
-def test_a_row_that_does_not_fit_says_the_smallest_export(tmp_path: Path) -> None:
-    part = fitted("lenet", small_board(A=9, B=4)).parts[-1]
-    assert (part.what, part.lacks) == ("head alone", "SRAM")
-    with pytest.raises(BudgetError) as raised:
-        exported("lenet", part.parameters, part.ram - 4, tmp_path, apart=True)
-    assert raised.value.smallest_budget == part.ram == part.arena + part.state + part.inputs
-
-
 def test_what_does_not_fit_in_floats_is_planned_in_eight_bits(tmp_path: Path) -> None:
     model, step, inputs = network("lenet")
     fit = fit_on_board(model, options_of(inputs, step), small_board(A=96), trained_weights="int8")

@@ -135,16 +135,6 @@ def test_a_wrong_kernel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         network("mlp", tmp_path)
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_a_smaller_budget_keeps_less_and_the_smallest_is_said(lenet: Exported, tmp_path: Path) -> None:
-    roomy = lenet
-    tight = network("lenet", tmp_path / "b", budget=roomy.smallest_budget)
-    assert tight.verdict.proven
-    assert "pack_bits" in (tmp_path / "b" / "sequential.c").read_text(), "signs are kept, not what has them"
-    assert tight.ram <= roomy.smallest_budget < roomy.ram
-
-
 def test_arenas_are_no_larger_than_what_is_needed_at_once(lenet: Exported, tmp_path: Path) -> None:
     """Batch 1, float32, by hand: of the autoencoder nine activations, and what its loss is made of; of LeNet the first
     ReLU's result, the gradient of as large a plane, that of the pooled one, places in windows, and the loss."""

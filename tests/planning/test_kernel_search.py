@@ -342,14 +342,6 @@ def test_an_exact_plan_that_does_not_fit_names_kernels(card: str | None, monkeyp
     assert (advice() == "More") == (card is not None)
 
 
-@pytest.mark.slow
-def test_an_exact_plan_names_kernels_where_no_segment_runs_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "with_tile_remedy", lambda error, *_: error)
-    budget = floor_of(tiles=True) - 1
-    with pytest.raises(BudgetError, match=r"kernels replace groups of ops.*--allow reordered"):
-        memplan.plan(Decoder(), tokens(), budget=budget, **QUICK)
-
-
 @pytest.mark.parametrize(
     ("card", "triton", "reason"), [("v100", True, "older than compute"), ("h100", False, "Triton")]
 )

@@ -57,21 +57,6 @@ def test_a_smaller_budget_has_more_tiles_or_pieces_until_none_helps() -> None:
     assert smallest <= floor
 
 
-@pytest.mark.slow
-def test_the_same_step_has_the_same_plan() -> None:
-    """Byte for byte, with modelled seconds."""
-    model, images, labels = network()
-    with pytest.raises(BudgetError) as exact:
-        memplan.plan(model, images, targets=labels, budget=1, loss=F.cross_entropy, costs="roofline")
-    budget = int(0.8 * exact.value.smallest_budget)
-    first, second = (
-        memplan.plan(model, images, targets=labels, budget=budget, loss=F.cross_entropy, allow="reordered")
-        for _ in range(2)
-    )
-    assert first == second
-    assert first.tiles
-
-
 class Asking(nn.Module):
     """Two stages that exceed small budgets, of which the first asks whether its result needs a gradient."""
 

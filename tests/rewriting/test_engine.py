@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from models.networks import NORMED
 from rewriting.cells import CELLS, CHOICES, Cell, installed, same, same_state, total
 from torch import nn
@@ -30,7 +30,7 @@ def compare(cell: Cell, choice: str, loop: Callable[[nn.Module], None], engines:
 
 
 @pytest.mark.parametrize("choice", ["half dropped", *slow("encoded", "all kept", "all dropped")])
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", thinned(CELLS, 2))
 def test_three_steps_are_eagers_bit_for_bit(name: str, choice: str) -> None:
     cell = CELLS[name]
     seen: list[torch.Tensor] = []
@@ -51,7 +51,7 @@ def test_three_steps_are_eagers_bit_for_bit(name: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize("half", [True, *slow(False)], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize("name", thinned(NORMED, 3))
 def test_norms_of_every_kind_that_are_made_again(name: str, half: bool) -> None:
     make, shape = NORMED[name]
     torch.manual_seed(1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from rewriting.cells import CHOICES, same_state, total
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -158,7 +158,7 @@ def planned(model: nn.Module, x: Tensor, choice: str) -> tuple[Callable[[], Tens
 
 
 @pytest.mark.parametrize("choice", ["encoded", *slow("all dropped")])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 2))
 def test_bits_are_those_of_eager_mode(name: str, choice: str) -> None:
     model, x = case(name)
     reference = copy.deepcopy(model)
@@ -172,7 +172,7 @@ def test_bits_are_those_of_eager_mode(name: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["all dropped", *slow("all kept")])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 2))
 def test_measured_is_predicted(name: str, choice: str) -> None:
     model, x = case(name)
     run, predicted = planned(model, x, choice)

@@ -338,6 +338,7 @@ def test_groups_lead_back_to_the_layers_that_were_written(made: Callable[..., Ma
     assert set(computed) >= {op.target for op in of.schedule.graph.forward_ops}
 
 
+@pytest.mark.slow
 def test_what_is_made_again_is_of_the_same_layer(made: Callable[..., Made]) -> None:
     _, of, codes = made("norms", "recomputed")
     again = [

@@ -217,7 +217,8 @@ def test_under_autocast_it_is_as_near_to_float64_as_autocast_is() -> None:
     assert 1e-4 < errors[0] < 2 * errors[1]
 
 
-@pytest.mark.parametrize("engine", ["graph", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["graph", "inductor"])
 def test_an_autocast_around_the_call_is_as_good_as_asking_for_one(engine: Engine) -> None:
     """Its casts of parameters must not outlive an update, as they do until an outermost autocast ends."""
     torch.manual_seed(0)

@@ -53,7 +53,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     monkeypatch.setattr(free_memory, "available", lambda _: free)
 
 
-@pytest.mark.parametrize("free", [1 << 40, *slow(None)])
+@pytest.mark.slow
+@pytest.mark.parametrize("free", [1 << 40, None])
 def test_with_enough_memory_all_is_compared(free: int | None, monkeypatch: Any, sizes: dict[str, list[int]]) -> None:
     machine(monkeypatch, free)
     model = net()
