@@ -117,7 +117,8 @@ class Planner:
 
         ``study``: of the same call without either.
         """
-        captured = capture(self._model, call, settings.fixed_precision, tiles=tiles, kernels=kernels)
+        precision, reads = settings.fixed_precision, study.captured.reads
+        captured = capture(self._model, call, precision, tiles=tiles, kernels=kernels, reads=reads)
         captured = replace(captured, graph=_with_costs(captured.graph, settings))
         return Study(self._model, call, captured, study, tuple(tiles), tuple(kernels))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memplan import _torch
+from memplan.errors import RecordingError
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.tiling import tile_scratch
@@ -398,3 +399,35 @@ def test_what_no_segment_reads_may_be_changed() -> None:
     """A buffer beside that which the first tile reads."""
     _, tiled = repeating(Centred(lambda model, x: model.down[1].num_batches_tracked.mul_(2)), torch.randn(2, 2, 16, 8))  # pyright: ignore
     assert [op.target for op in tiled.graph.forward_ops].count(TILE) == 1
+
+
+def test_a_capture_with_segments_has_the_reads_of_the_one_without() -> None:
+    """They are not observed again. Where one changed in the meantime, there is no capture."""
+
+    class Scaled(Branches):
+        scale = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Return the sum of two paths times an attribute."""
+            return super().forward(x) * self.scale
+
+    model, call = Scaled(), call_of((torch.randn(4, 2, 8, 8),), {})
+    plain = capture(model, call)
+    tiles = [Tile(0, 0, Axis(0, 4), 2)]
+    assert plain.reads is not None
+    tiled = capture(model, call, tiles=tiles, reads=plain.reads)
+    assert tiled.reads is plain.reads
+    observed = capture(model, call, tiles=tiles)
+    assert observed.graph.fingerprint == tiled.graph.fingerprint
+    model.scale = 3.0
+    for each in (observed, tiled):
+        assert each.reads is not None
+        assert not each.reads.are_unchanged()
+    with pytest.raises(RecordingError, match=r"what forward\(\) reads changed since the step was traced: .*Scaled"):
+        capture(model, call, tiles=tiles, reads=plain.reads)
+
+
+def test_a_segment_that_does_not_end_is_refused() -> None:
+    """A plan of a model with its loss can have a segment that only the loss ends."""
+    with pytest.raises(NotTileable, match="the step ends before the segment does"):
+        capture(Branches(), call_of((torch.randn(4, 2, 8, 8),), {}), tiles=[Tile(0, 99, Axis(0, 4), 2)])

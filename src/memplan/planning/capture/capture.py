@@ -95,7 +95,7 @@ class Captured:
 @_torch.without_anomaly_checks()
 def capture(
     model: nn.Module, call: Call, precision: Precision = EXACT, *, channels_last: bool = False,
-    tiles: Sequence[Tile] = (), kernels: Sequence[Group] = (),
+    tiles: Sequence[Tile] = (), kernels: Sequence[Group] = (), reads: Reads | None = None,
 ) -> Captured:  # fmt: skip
     """Trace forward and backward of a call of the model on fake tensors, without changing the model.
 
@@ -110,6 +110,7 @@ def capture(
         channels_last: convert the input of every convolution to channels last.
         tiles: segments that run piece by piece.
         kernels: groups of calls that kernels replace; only without tiles.
+        reads: what the same call read in an earlier capture. None: it is observed, which takes time.
 
     Raises:
         UsageError: the step cannot be planned, or nothing in it needs a gradient.
@@ -125,17 +126,25 @@ def capture(
     calls = _Calls(Tiling(tiles, model), ReplacedCalls(kernels), CallLog("cuda" if is_on_card(model) else "cpu"))
 
     def trace() -> _Traced:
-        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, passes, calls)
+        observed = passes if reads is None else None
+        return _trace(model, call, watch, opaque_calls, guards, precision, channels_last, free_tensors, observed, calls)
 
     try:
-        with passes.executed.observing():
+        with passes.executed.observing() if reads is None else nullcontext():
             joint, flat = _trace_with_retries(trace, model, call, opaque_calls, guards, watch)
         _refuse_side_effects(trace, watch)
-        passes.refuse()
+        if reads is None:
+            passes.refuse()
+        elif not reads.are_unchanged():
+            raise RecordingError(
+                f"what forward() reads changed since the step was traced: the {reads.differences()[0]}",
+                expected="the same values while it is planned",
+                do="Change it before or after planning",
+            )
         calls.kernels.check()
     except MemplanError as error:
         watch.restore()
-        note_reads(error, passes.reads())
+        note_reads(error, reads or passes.reads())
         raise
     finally:
         watch.restore()
@@ -146,7 +155,7 @@ def capture(
         constants={value: free_tensors.original(tensor) for value, tensor in captured.constants.items()},
         channels_last=channels_last, guards=tuple(guards.guards), printed=watch.printed.lines > 0,
         tiled=tuple(calls.tiling.registered), groups=groups, refused_groups=refused_groups,
-        in_place_calls=frozenset(calls.tiling.in_place), reads=passes.reads(),
+        in_place_calls=frozenset(calls.tiling.in_place), reads=reads or passes.reads(),
     )  # fmt: skip
 
 
