@@ -105,7 +105,8 @@ def test_the_models_own_call_runs_in_the_segments_of_the_plan_with_its_loss(monk
     """It is not searched again, keeps the budget, and its gradients are those of the plan with the loss. A dropout
     keeps the segment from reaching as far as the loss."""
     model, images, labels = step()
-    model.rest[3] = nn.Sequential(nn.Flatten(), nn.Dropout(0.2))  # pyright: ignore[reportIndexIssue]
+    assert isinstance(model, Classifier)
+    model.rest[3] = nn.Sequential(nn.Flatten(), nn.Dropout(0.2))
     budget = int(0.75 * floor_of(model, images, labels))
     searched, within = list[int](), Search.within
     monkeypatch.setattr(Search, "within", lambda self, target: searched.append(1) or within(self, target))
@@ -114,9 +115,10 @@ def test_the_models_own_call_runs_in_the_segments_of_the_plan_with_its_loss(monk
     fitted = memplan.fit(model, images, targets=labels, budget=budget, allow="reordered", **QUICK)
     assert made.tiles == fitted.plan.tiles
     assert len(searched) == 2 * alone  # by plan, and by fit for model and loss: not once more
-    assert fitted.loss is not None
+    loss = fitted.loss
+    assert loss is not None
     gradients = list[list[torch.Tensor]]()
-    for run in (lambda: fitted.loss(images, labels), lambda: F.cross_entropy(model(images), labels)):
+    for run in (lambda: loss(images, labels), lambda: F.cross_entropy(model(images), labels)):
         model.zero_grad()
 
         def backward(run: Any = run) -> None:

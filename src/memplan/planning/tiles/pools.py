@@ -24,12 +24,11 @@ _LAYOUTS: Mapping[int, torch.memory_format] = {2: torch.channels_last, 3: torch.
 _INDEX_BYTES = 8
 
 
-def _options(space: int, *options: Sequence[int]) -> list[list[int]]:
+def _options(space: int, *options: int | Sequence[int]) -> list[list[int]]:
     """Return options of a pool with an entry for each dimension of space. A stride that is left out is empty: it is the
     size of the kernel, which comes first."""
-    kernel = options[0]
-    lists = [[each] if isinstance(each, int) else list(each) or list(kernel) for each in options]
-    return [each * space if len(each) == 1 else each for each in lists]
+    lists = [[each] if isinstance(each, int) else list(each) for each in options]
+    return [each * space if len(each) == 1 else each for each in (given or lists[0] for given in lists)]
 
 
 def _largest(target: str, space: int) -> Callable[..., Any]:
