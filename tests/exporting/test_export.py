@@ -359,6 +359,41 @@ int main(void)
 
 
 @needs_compiler
+def test_an_infinite_input_leaves_running_statistics_finite(tmp_path: Path) -> None:
+    """In PyTorch a batch norm's statistics are infinite ever after. Those of other channels move as in PyTorch."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3))
+    memplan.export(
+        model, "2x2", targets="2:int64<3", loss=F.cross_entropy, optimizer=SGD, folder=tmp_path, name="net",
+        verify=False,
+    )  # fmt: skip
+    (tmp_path / "main.c").write_text(
+        """
+#include "net.h"
+#include <math.h>
+#include <stdio.h>
+static net_state s;
+static float weights[NET_WEIGHTS];
+int main(void)
+{
+    const int32_t y[NET_Y_ELEMENTS] = {0, 1};
+    const float broken[NET_X_ELEMENTS] = {INFINITY, 1, 2, 3}, whole[NET_X_ELEMENTS] = {1, 1, 2, 3};
+    net_init(&s);
+    const int finite = isfinite(net_step(&s, broken, y));
+    net_get_weights(&s, weights);
+    for (int k = NET_WEIGHTS - 4; k < NET_WEIGHTS; k++)
+        printf("%g ", (double)weights[k]);
+    printf("%d %d", finite != 0, isfinite(net_step(&s, whole, y)) != 0);
+    return 0;
+}
+"""
+    )
+    subprocess.run(["cc", "main.c", "net.c", "-lm", "-o", "main"], cwd=tmp_path, check=True)
+    found = subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout.split()
+    # running mean and variance, momentum 0.1: of channel 1 the mean of 1 and 3, and their variance without bias
+    assert found == ["0", "0.2", "1", "1.1", "0", "1"]
+
+
+@needs_compiler
 def test_a_frozen_norm_stays_in_float32_beside_weights_in_eight_bits(tmp_path: Path) -> None:
     backbone = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()).eval().requires_grad_(False)
     model = nn.Sequential(*backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))

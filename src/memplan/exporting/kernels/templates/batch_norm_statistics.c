@@ -1,4 +1,5 @@
-/* Mean and reciprocal deviation of each channel; running ones move towards them, the variance without bias. */
+/* Mean and reciprocal deviation of each channel; running ones move towards them, the variance without bias. Where an
+   element is not finite, they stay: no later step would mend them. */
 static void batch_norm_statistics(float *mean, float *deviation, const float *x, float *running_mean,
                                   float *running_variance, float momentum, float eps, int batch, int channels, int plane)
 {
@@ -13,7 +14,7 @@ static void batch_norm_statistics(float *mean, float *deviation, const float *x,
             squares += moment(x + b * step, average, x + b * step, average, plane);
         mean[c] = average;
         deviation[c] = 1 / sqrtf(squares / count + eps);
-        if (running_mean) {
+        if (running_mean && squares - squares == 0) {
             running_mean[c] += momentum * (average - running_mean[c]);
             running_variance[c] += momentum * (squares / (count - 1) - running_variance[c]);
         }
