@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from environment import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ def by_function(p: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("loss", [squared, the_other_way, by_function])
+@pytest.mark.parametrize("loss", [squared, *slow(the_other_way, by_function)])
 def test_a_column_and_a_row(loss: Callable[[Tensor, Tensor], Tensor], device: str) -> None:
     (finding,) = found(build_of(loss), device)
     assert finding.severity == "warning"

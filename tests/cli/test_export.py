@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from environment import thinned
 
 from memplan.cli import main
 from memplan.exporting.trials.proving import compiler
@@ -177,23 +178,26 @@ def test_code_that_computes_something_else_ends_with_1(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        (NET[:-2], "Missing option '--folder'"),
-        (("models.py:nothing", *NET[1:]), "models.py:nothing"),
-        (("models.py:broken", *NET[1:]), "5.bias has elements that are not finite"),
-        (("models.py:Sorted", *NET[1:]), "sort (at models.py:24)"),
-        ((*NET, "--kwarg", "x=1"), "--kwarg"),
-        ((*NET, "--on", "cortex-a72"), "'cortex-a72' is not one of 'cortex-m4', 'cortex-m7'"),
-        ((*NET, "--flash", "much"), "'much'"),
-        ((*NET, "--budget", "80%"), "budget='80%'"),
-        ((*NET, "--frozen-weights", "int4"), "'int4' is not one of 'float32', 'int8'"),
-        ((*NET, "--frozen-layers", "int8"), "frozen_layers='int8' without calibrate"),
-        ((*NET, "--calibrate", "models.py:batches"), "calibrate without frozen_layers='int8'"),
-        ((*NET, "--frozen-layers", "int8", "--calibrate", "models.py:net"), "calibrate=a Sequential"),
-        ((*NET, "--search-update", "models.py:net"), "search_update=a Sequential"),
-        ((*NET, "--search-update", "models.py:none"), "models.py has no 'none'"),
-        ((*NET, "--optimizer", "adagrad"), "Adagrad"),
-    ],
+    thinned(
+        [
+            (NET[:-2], "Missing option '--folder'"),
+            (("models.py:nothing", *NET[1:]), "models.py:nothing"),
+            (("models.py:broken", *NET[1:]), "5.bias has elements that are not finite"),
+            (("models.py:Sorted", *NET[1:]), "sort (at models.py:24)"),
+            ((*NET, "--kwarg", "x=1"), "--kwarg"),
+            ((*NET, "--on", "cortex-a72"), "'cortex-a72' is not one of 'cortex-m4', 'cortex-m7'"),
+            ((*NET, "--flash", "much"), "'much'"),
+            ((*NET, "--budget", "80%"), "budget='80%'"),
+            ((*NET, "--frozen-weights", "int4"), "'int4' is not one of 'float32', 'int8'"),
+            ((*NET, "--frozen-layers", "int8"), "frozen_layers='int8' without calibrate"),
+            ((*NET, "--calibrate", "models.py:batches"), "calibrate without frozen_layers='int8'"),
+            ((*NET, "--frozen-layers", "int8", "--calibrate", "models.py:net"), "calibrate=a Sequential"),
+            ((*NET, "--search-update", "models.py:net"), "search_update=a Sequential"),
+            ((*NET, "--search-update", "models.py:none"), "models.py has no 'none'"),
+            ((*NET, "--optimizer", "adagrad"), "Adagrad"),
+        ],
+        3,
+    ),
 )
 def test_wrong_arguments_end_with_2(arguments: tuple[str, ...], said: str) -> None:
     done = run(*arguments)

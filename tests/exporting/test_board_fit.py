@@ -161,6 +161,7 @@ def test_arrays_lie_within_banks_beside_the_reserve() -> None:
     assert len(alone.parts) == len(beside.parts)
 
 
+@pytest.mark.slow
 def test_flash_is_counted() -> None:
     board = replace(small_board(A=1000), flash=200 * KIB)
     parts = fitted("lenet", board).parts

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from models.drifting_bars import accuracy, bars, normed, settled_cnn
 from models.microcontroller_networks import mobilenet_v2
 from torch import nn
@@ -334,22 +334,30 @@ def test_the_head_of_a_mobilenet_is_trained_in_less_than_100_kb(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"calibrate": None}, "frozen_layers='int8' without calibrate"),
-        ({"frozen_layers": "float32"}, "calibrate without frozen_layers='int8'"),
-        ({"frozen_layers": "int4"}, "frozen_layers='int4'"),
-        ({"calibrate": torch.zeros(1)}, "calibrate=a Tensor"),
-        ({"calibrate": 3}, "calibrate=a int"),
-        ({"calibrate": []}, "calibrate has no batch"),
-        ({"calibrate": [(torch.zeros(1, 7), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 1x7, 1"),
-        ({"calibrate": [(torch.zeros(1, 6),)]}, "batch 0 of calibrate: tensors of 1x6"),
-        ({"calibrate": [(torch.zeros(3, 6), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 3x6, 1"),
-        ({"calibrate": [(torch.full((1, 6), math.nan), torch.tensor([0]))]}, "batch 0 of calibrate: .*not finite"),
-        (
-            {"calibrate": [(torch.ones(1, 6), torch.tensor([0])), (torch.full((1, 6), math.inf), torch.tensor([0]))]},
-            "batch 1 of calibrate: .*not finite",
-        ),
-    ],
+    thinned(
+        [
+            ({"calibrate": None}, "frozen_layers='int8' without calibrate"),
+            ({"frozen_layers": "float32"}, "calibrate without frozen_layers='int8'"),
+            ({"frozen_layers": "int4"}, "frozen_layers='int4'"),
+            ({"calibrate": torch.zeros(1)}, "calibrate=a Tensor"),
+            ({"calibrate": 3}, "calibrate=a int"),
+            ({"calibrate": []}, "calibrate has no batch"),
+            ({"calibrate": [(torch.zeros(1, 7), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 1x7, 1"),
+            ({"calibrate": [(torch.zeros(1, 6),)]}, "batch 0 of calibrate: tensors of 1x6"),
+            ({"calibrate": [(torch.zeros(3, 6), torch.tensor([0]))]}, "batch 0 of calibrate: tensors of 3x6, 1"),
+            ({"calibrate": [(torch.full((1, 6), math.nan), torch.tensor([0]))]}, "batch 0 of calibrate: .*not finite"),
+            (
+                {
+                    "calibrate": [
+                        (torch.ones(1, 6), torch.tensor([0])),
+                        (torch.full((1, 6), math.inf), torch.tensor([0])),
+                    ]
+                },
+                "batch 1 of calibrate: .*not finite",
+            ),
+        ],
+        2,
+    ),
 )
 def test_wrong_data_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     model = Features(nn.Sequential(nn.Linear(6, 4), nn.ReLU()).requires_grad_(False), 4)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from environment import slow
 from torch import Tensor, nn
 from truth.cpu_allocator import allocations, measured_peak, peak_of
 from truth.float64_errors import INTERPRETED, assert_as_exact, values_and_gradients
@@ -283,9 +284,9 @@ def step_of(dtype: torch.dtype, autocast: bool, frozen: bool) -> Callable[[], Ca
 
 
 @of_memory
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, *slow(True)])
 @pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+    ("dtype", "autocast"), [(torch.float32, True), *slow((torch.float32, False), (torch.bfloat16, False))]
 )
 def test_a_recorded_step_takes_what_is_measured(dtype: torch.dtype, autocast: bool, frozen: bool) -> None:
     build = step_of(dtype, autocast, frozen)

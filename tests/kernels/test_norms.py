@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from environment import slow
 from torch import Tensor, nn
 from truth.cpu_allocator import measured_peak
 from truth.float64_errors import INTERPRETED, assert_as_exact, values_and_gradients
@@ -194,9 +195,9 @@ def blocks(dtype: torch.dtype, centred: bool, frozen: bool) -> Callable[[], Call
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter copies what its kernels take")
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, *slow(True)])
 @pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 def test_a_recorded_step_takes_what_is_measured(dtype: torch.dtype, centred: bool, frozen: bool) -> None:
     build = blocks(dtype, centred, frozen)
     predicted = memplan.simulate(memplan.record(build, device="cpu")).peak_allocated

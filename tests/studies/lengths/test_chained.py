@@ -117,6 +117,7 @@ def test_the_chain_has_the_peak_of_the_real_allocator(optimizer: str, zero: str)
     assert simulate(chain_of(ORDER, optimizer, "cpu", zero)).peak_allocated == peak_of(allocations(run))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(order=st.lists(st.sampled_from([8, 24, 40, 57]), min_size=2, max_size=6).map(tuple))
 def test_any_order_is_the_run_in_this_order(order: tuple[int, ...]) -> None:

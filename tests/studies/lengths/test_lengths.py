@@ -75,6 +75,7 @@ def card_of(extra: int, needed: int) -> Target:
     return replace(target, card=replace(target.card, capacity=context + needed + extra))
 
 
+@pytest.mark.slow
 def test_epochs_run_out_where_the_longest_does_not_fit() -> None:
     needed = alone(128, "h100")
     small = lengths_of(subject(), SHARES, card_of(8 << 20, needed))
