@@ -69,6 +69,7 @@ def test_three_steps_are_eagers_bit_for_bit(name: str) -> None:
     assert len(parameters) == len(list(reference.parameters()))
 
 
+@pytest.mark.slow
 def test_other_batch_sizes_and_no_grad() -> None:
     cell = CELLS["batch norm"]
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from environment import slow
+from environment import slow, thinned
 from rewriting.cells import CELLS, Planned, same_state, total
 from torch import distributed, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_hooks
@@ -59,7 +59,7 @@ def batch(name: str = "batch norm") -> tuple[Any, Any]:
     ("name", "with_plan"),
     [("batch norm", True), *slow(("weight tying", False), ("batch norm", False), ("weight tying", True))],
 )
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", thinned(OPTIMIZERS, 2))
 def test_three_steps_with_a_schedule_are_those_of_the_ordinary_loop(name: str, optimizer: str, with_plan: bool) -> None:
     reference, model = pair(name)
     plan = planned(model) if with_plan else None

@@ -157,6 +157,7 @@ def test_ten_steps_and_ten_more_are_twenty(optimizer: str, options: dict[str, An
     assert (tmp_path / "resumed").read_bytes() == (tmp_path / "twenty").read_bytes()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_states_are_written_page_by_page(tmp_path: Path) -> None:
     built(tmp_path)

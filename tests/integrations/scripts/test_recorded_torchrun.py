@@ -74,6 +74,7 @@ def test_a_rank_is_what_it_is_with_real_tensors(
     assert f"rank {rank} of {world}" in str(recorded.trace.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plain", "library"),
     [("accelerated_fsdp", "plain_fsdp", "accelerate"), *slow(("lightning_fsdp", "plain_fsdp1", "lightning"))],

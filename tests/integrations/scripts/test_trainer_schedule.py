@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from environment import slow
 from integrations.scripts.script_runs import run
 
 from memplan.studies.runs.phases import phases_of
@@ -31,7 +32,7 @@ Trainer(Model(), arguments, train_dataset=Rows(), eval_dataset=Rows()).train()
 """
 
 
-@pytest.mark.parametrize("every", [50, 0.5])
+@pytest.mark.parametrize("every", [50, *slow(0.5)])
 def test_an_evaluation_after_fifty_updates_comes_after_two(tmp_path: Path, every: float) -> None:
     pytest.importorskip("transformers")
     _, facts = run(tmp_path, TEXT.format(every=every), phases=True, batches=4)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import slow
 from torch import nn
 
 import memplan
@@ -47,7 +48,7 @@ def failed(folder: Path | None, after: int, **options: Any) -> Any:
 WEIGHTS = 4 * (64 * 128 + 128 + 128 * 10 + 10)
 
 
-@pytest.mark.parametrize("after", [1, 5], ids=["while observed", "later"])
+@pytest.mark.parametrize("after", [*slow(1), 5], ids=["while observed", "later"])
 def test_a_post_mortem_says_what_was_asked_for_and_who_held_the_rest(tmp_path: Path, after: int) -> None:
     seen = failed(tmp_path / "new", after)
     data = json.loads(seen.post_mortem.read_text())

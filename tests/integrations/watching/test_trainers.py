@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # torch's own name for it
+from environment import slow
 from torch import nn
 
 import memplan
@@ -85,7 +86,7 @@ def test_a_callback_of_transformers_watches_the_training(tmp_path: Path) -> None
         pass
 
 
-@pytest.mark.parametrize("fail_at", [2, 6])
+@pytest.mark.parametrize("fail_at", [*slow(2), 6])
 def test_a_callback_of_transformers_writes_a_post_mortem(tmp_path: Path, fail_at: int) -> None:
     callback = for_transformers(quiet=True, post_mortem=tmp_path)
     made = trainer(tmp_path, callback, fail_at=fail_at)

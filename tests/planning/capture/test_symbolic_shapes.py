@@ -206,6 +206,7 @@ def large(gpt: nn.Module) -> JointGraph:
     return capture(gpt, tokens(4, 24)).graph
 
 
+@pytest.mark.slow
 def test_choices_name_the_same_values_and_ops(gpt: nn.Module, large: JointGraph) -> None:
     small = capture(gpt, tokens(2, 9)).graph
     again = sorted(recomputable(large))

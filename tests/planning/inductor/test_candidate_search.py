@@ -92,6 +92,7 @@ def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
     assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(graph)
 
 
+@pytest.mark.slow
 def test_one_where_nothing_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code takes a fifth less, but what is made again costs next to nothing."""
     cheap = fusible(residual(6))

@@ -416,6 +416,7 @@ def planned(**options: Any) -> memplan.Plan:
     return memplan.plan(mlp(), torch.randn(32, 16), budget="1MB", costs="roofline", engine="inductor", **options)
 
 
+@pytest.mark.slow
 def test_a_plan_bears_it_and_goes_back_and_forth() -> None:
     plan = planned()
     assert plan.fusion is not None

@@ -312,6 +312,7 @@ def test_the_models_own_call_leaves_room_for_the_loss() -> None:
     fitted.undo()
 
 
+@pytest.mark.slow
 def test_without_grad_and_in_evaluation_the_model_is_itself() -> None:
     model, x, y, loss = images()
     twin = copy.deepcopy(model)

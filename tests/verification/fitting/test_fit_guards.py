@@ -175,6 +175,7 @@ def test_a_branch_that_goes_on_both_ways_is_refused_at_its_line() -> None:
         fit(Branches(), torch.randn(512, 64), budget="1 MiB", engine="graph")
 
 
+@pytest.mark.slow
 def test_reads_in_other_threads_are_theirs_and_the_methods_are_put_back() -> None:
     done, answers = threading.Event(), list[bool]()
 

@@ -660,6 +660,7 @@ class Turning(nn.Module):
         return turned(self.linear(x)) * 2
 
 
+@pytest.mark.slow
 def test_an_op_that_is_not_what_it_says_is_named() -> None:
     model = Turning()
     with pytest.raises(CompileError, match=r"(?s)expected size .*memplan_tests.turned.*register_fake"):

@@ -96,6 +96,7 @@ def test_a_plain_loop_with_the_loss_outside_keeps_the_budget() -> None:
     assert resident + max(peaks[:STEPS]) <= fitted.plan.budget < resident + max(peaks[STEPS:])
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

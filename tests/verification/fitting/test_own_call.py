@@ -101,6 +101,7 @@ def test_what_no_plan_keeps_is_said_by_fit_and_refused_by_the_call(eager: tuple[
     assert fitted.stats.planned == 1
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_of_what_was_fitted(eager: tuple[int, int]) -> None:
     fitted = fit(Head(), TOKENS, targets=TOKENS, loss=loss, budget=int(0.95 * eager[1]), pairs=0)
     for other in (pickle.loads(pickle.dumps(fitted)), copy.deepcopy(fitted)):

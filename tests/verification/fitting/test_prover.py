@@ -106,6 +106,7 @@ def test_with_too_little_fewer_samples_are_compared_and_the_plan_is_measured(
     assert {key for key, value in after.items() if value != before[key]} == {"streams"}  # of the calls above
 
 
+@pytest.mark.slow
 def test_what_is_compared_does_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     budget, eager = budget_of(model, 0.1)
@@ -126,6 +127,7 @@ def test_what_is_compared_does_recompute(monkeypatch: pytest.MonkeyPatch) -> Non
     assert again[0] == again[1] != ["0"]
 
 
+@pytest.mark.slow
 def test_the_plan_alone_runs_on_the_parameters_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 8))

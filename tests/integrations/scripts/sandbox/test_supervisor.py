@@ -155,7 +155,7 @@ def outside(tmp_path: Path) -> Iterator[Outside]:
 
 
 def _seeds(number: int) -> list[Any]:
-    return [pytest.param(seed, marks=[] if seed < 3 else pytest.mark.slow) for seed in range(number)]
+    return [pytest.param(seed, marks=[] if seed < 2 else pytest.mark.slow) for seed in range(number)]
 
 
 @pytest.mark.parametrize("protection", KERNELS)
@@ -289,6 +289,7 @@ for _ in range(1500):
     assert [(full / name).read_text(encoding="utf-8") for name in ("b.txt", "z.txt", "text")] == ["x", "x", "new"]
 
 
+@pytest.mark.slow
 def test_changes_that_are_not_listed_are_counted(tmp_path: Path, available: dict[str, bool]) -> None:
     _need(available, "namespaces")
     code = """
