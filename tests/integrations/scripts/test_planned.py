@@ -115,15 +115,6 @@ def test_one_that_fits_needs_nothing(tmp_path: Path) -> None:
     assert found.recorded == memplan.simulate(trace).peak_allocated
 
 
-@pytest.mark.slow
-def test_the_smallest_budget_is_enough(tmp_path: Path) -> None:
-    found = fitting(tmp_path, TRAIN, "2MiB")
-    assert not found.fits
-    assert found.smallest is not None
-    (tmp_path / "again").mkdir()
-    assert fitting(tmp_path / "again", TRAIN, str(found.smallest)).plan is not None
-
-
 def test_no_budget_is_said_to_be_smaller_than_what_the_script_takes_anyway(tmp_path: Path) -> None:
     """Beside a small model a large loss: the bound on both is more than the script takes."""
     large = TRAIN.replace("range(2)", "range(1)").replace("model(x), y)", "model(x).exp().exp(), y.exp().exp())")

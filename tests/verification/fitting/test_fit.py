@@ -70,27 +70,6 @@ def step_peak(model: nn.Module, call: Callable[[], Tensor], *given: Tensor) -> i
     return resident(model, *given) + peak_of(allocations(run))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("early", [False, True])
-def test_norms_are_made_again_by_the_cheaper_op(early: bool) -> None:
-    torch.manual_seed(0)
-    layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.SiLU())]
-    model, x = nn.Sequential(*layers, nn.Linear(64, 5)), torch.randn(512, 64)
-    given = {"targets": torch.arange(512) % 5, "loss": F.cross_entropy, "optimizer": torch.optim.SGD, "early": early}
-    highest = plan(model, x, budget="1 GiB", **given)
-    for share in (0.6, 0.0):
-        budget = int(highest.floor + share * (highest.peak - highest.floor))
-        fitted = fit(model, x, budget=budget, pairs=1, **given)
-        assert fitted.proof.failures == ()
-        assert fitted.proof.peak <= budget
-        assert fitted.proof.peak == pytest.approx(fitted.plan.peak, rel=0.001)
-        used = "torch.ops.memplan.batch_norm_again" in fitted.plan.as_python()
-        reasons = [one.reason for one in fitted.plan.decisions]
-        assert used == any(one.startswith("recomputing it by batch_norm_again takes") for one in reasons)
-        assert used or share == 0.6
-        fitted.undo()
-
-
 @functools.cache
 def bounds(name: str) -> tuple[int, int]:
     """The smallest budget of a case, and what its step takes without a plan."""
@@ -507,13 +486,6 @@ def test_bad_usage_changes_nothing(options: dict[str, Any], error: type[Exceptio
 def test_a_model_elsewhere_is_refused() -> None:
     with pytest.raises(DeviceError, match="on meta"):
         fit(nn.Linear(3, 3, device="meta"), "4x3", budget=SMALL)
-
-
-@pytest.mark.slow
-def test_described_inputs_and_a_callable_that_makes_the_model() -> None:
-    fitted = fit(convolutions, "6x3x24x24", targets="6:int64<5", loss=F.cross_entropy, budget=SMALL, pairs=0)
-    assert isinstance(fitted.model, nn.Sequential)
-    assert fitted.proof.ok
 
 
 def test_on_an_emulated_card_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:

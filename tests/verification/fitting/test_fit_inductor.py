@@ -23,7 +23,6 @@ from torch import nn
 from torch._functorch import config as autograd_config
 from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import control_dependencies
-from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
 from verification.fitting.quick import QUICK
 
@@ -364,32 +363,6 @@ def test_what_the_graph_does_not_hang_on_changes_no_plan(monkeypatch: pytest.Mon
         model.zero_grad()
     assert config.problem_type == "single_label_classification"
     assert len(lowered) == len(set(lowered)) > 0  # nothing twice
-
-
-@pytest.mark.slow
-def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, compiled = list[str](), list[inductor.Lowerable]()
-    write, compile_ = GraphLowering.codegen, inductor.kernels_of
-
-    def counted(self: Any) -> Any:
-        made = write(self)
-        written.append(made[0].value)
-        return made
-
-    def kernels(part: inductor.Lowerable) -> Any:
-        before = len(written)
-        made = compile_(part)
-        assert len(written) == before
-        assert inductor.code_of(part).text in written
-        compiled.append(part)
-        return made
-
-    monkeypatch.setattr(GraphLowering, "codegen", counted)
-    monkeypatch.setattr(inductor, "kernels_of", kernels)
-    torch.manual_seed(0)
-    model, (x, y) = Net(), inputs()
-    holds(at_share(model, 0.8, x, targets=y, loss=F.cross_entropy))
-    assert len(compiled) >= 2
 
 
 @pytest.mark.slow

@@ -266,18 +266,6 @@ def test_a_lossy_plan_is_taken_again_where_it_is_allowed(monkeypatch: pytest.Mon
         memplan.plan(model, x, **given)
 
 
-@pytest.mark.slow
-def test_what_is_returned_has_the_dtype_that_it_has_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, KINDS[0])
-    model, x = cell("conv")
-    budget = int(
-        0.8 * memplan.plan(model, x, budget="1GB", costs="roofline", heuristics=QUICK["heuristics"]).eager_peak
-    )
-    fitted = memplan.fit(model, x, budget=budget, allow="lossy", **QUICK)
-    assert fitted.plan.precision == KINDS[0]
-    assert fitted.model(x).dtype == torch.float32
-
-
 def test_what_fits_is_left_alone_and_what_cannot_be_is_said() -> None:
     model, x = cell("conv")
     fitted = memplan.fit(model, x, budget="1GB", allow="lossy", **QUICK)

@@ -156,24 +156,6 @@ def test_lightning() -> None:
     as_unfitted(fit(model, x, targets=y, loss=F.cross_entropy, budget="70%", pairs=0), twin, train)
 
 
-@pytest.mark.slow
-def test_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate")
-
-    def train(bare: nn.Module) -> None:
-        accelerator = accelerate.Accelerator(cpu=True)
-        torch.manual_seed(2)
-        model, optimizer, loader = accelerator.prepare(
-            bare, torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9), DataLoader(samples(), BATCH)
-        )
-        for x, y in loader:
-            accelerator.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    as_unfitted(*with_loss_outside(), train)
-
-
 def one_of_two(rank: int, store: str, folder: str) -> None:
     """Train by DDP with half of each batch, fitted and unfitted, and write the weights."""
     torch.set_num_threads(1)
