@@ -10,9 +10,12 @@ static void KERNEL(TARGET, const float *g, const INDEX *rows, int n, int size, i
             first++;
         if (!ALL_ROWS && (first != place || entry < 0 || entry >= count))
             continue;
+        int end = first; /* mostly no other place reads the row: then the loop below is over at once */
+        for (int k = first; k < n; k++)
+            end = (int)rows[k] == entry ? k + 1 : end;
         for (int j = 0; j < size; j++) {
             float sum = 0;
-            for (int k = first; k < n; k++)
+            for (int k = first; k < end; k++)
                 if ((int)rows[k] == entry)
                     sum += g[k * size + j];
             EMIT(entry * size + j, sum);
