@@ -42,7 +42,7 @@ def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pyt
     exec(compile("".join(blocks), str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("name", ["compare", "lines", *slow("export", "kernels", "quantize", "watch")])
+@pytest.mark.parametrize("name", ["lines", *slow("compare", "export", "kernels", "quantize", "watch")])
 def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "quantize":
         pytest.importorskip("torchao")
@@ -84,7 +84,7 @@ def test_every_switch_of_the_search_is_described() -> None:
     assert rows == [(one.name, shown(one.default)) for one in fields(Heuristics)]
 
 
-@pytest.mark.parametrize("name", [pytest.param("sweep", marks=needs_avx512), "largest"])
+@pytest.mark.parametrize("name", [pytest.param("sweep", marks=needs_avx512), *slow("largest")])
 def test_the_examples_of_studies_run_and_print_what_they_show(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,10 +84,9 @@ def test_every_card_gets_a_verdict_and_the_smallest_that_fits_is_named() -> None
 
 
 def test_a_card_that_is_too_small_is_told() -> None:
-    use = card_of(explained(lambda: Mlp(8192, 16), "16x8192", optimizer=torch.optim.AdamW, device="t4"))
-    assert use.verdict.answer == "does not fit"
-    assert "does not fit on NVIDIA T4" in str(explained(lambda: Mlp(8192, 16), "16x8192", device="t4",
-                                                         optimizer=torch.optim.AdamW))  # fmt: skip
+    explanation = explained(lambda: Mlp(8192, 16), "16x8192", optimizer=torch.optim.AdamW, device="t4")
+    assert card_of(explanation).verdict.answer == "does not fit"
+    assert "does not fit on NVIDIA T4" in str(explanation)
 
 
 def test_without_cudnn_a_convolution_is_an_interval_and_linear_layers_are_not() -> None:
