@@ -199,7 +199,7 @@ def inference_row(scan: Scan, *, run: bool) -> Row:
         image = torch.randn(scan.shape)
         there = storage_bytes((*model.parameters(), *model.buffers(), image))
         with torch.no_grad():
-            measure(row, there, lambda: crops.run(image, parts, model))
+            measure(row, there, lambda: crops.run(image, parts, model.forward))
     return row
 
 

@@ -124,6 +124,7 @@ def own_process_groups(*, fake: bool, world: int | None = None, rank: int = 0) -
             if not begun:
                 forget_ranks()
             stack.enter_context(_fake_groups())
+            stack.enter_context(_own_random_tracker())
         if world is not None:  # the modules to patch take a second to import; scripts of one process need not wait
             stack.enter_context(_flat_parameters_without_card())
             stack.enter_context(chunks_on_demand())
@@ -148,6 +149,29 @@ def _forget_shardings() -> None:
         from torch.distributed.tensor import debug
 
         vars(debug).get("_clear_sharding_prop_cache", lambda: None)()  # caches of a torch without it stay
+
+
+@contextlib.contextmanager
+def _own_random_tracker() -> Iterator[None]:
+    """Within this context, `DTensor` has its own tracker of random numbers, which it makes once for the device of the
+    first mesh: afterwards, another one would be asked for numbers on a card.
+
+    `_rng_tracker` was seen in torch 2.11 to 2.14.
+    """
+
+    def exchange(new: Any) -> Any:
+        """Set the tracker, and return the one before."""
+        module: Any = sys.modules.get("torch.distributed.tensor._random")
+        if not hasattr(module, "_rng_tracker"):
+            return None
+        before, module._rng_tracker = module._rng_tracker, new
+        return before
+
+    before = exchange(None)
+    try:
+        yield
+    finally:
+        exchange(before)
 
 
 @contextlib.contextmanager

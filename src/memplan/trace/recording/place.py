@@ -190,9 +190,16 @@ class Place:
     def add_modules(self, root: nn.Module) -> None:
         """Register a module and its submodules."""
         for module in root.modules():
-            known = self.modules.get(id(module))
-            if known is None or known() is not module:
-                self.modules[id(module)] = weakref.ref(module)
+            self._add_module(module)
+
+    def _add_module(self, module: nn.Module) -> bool:
+        """Register a module, as the last one also where it has the id() of one that is gone. Return whether it is new."""
+        known = self.modules.get(id(module))
+        if known is not None and known() is module:
+            return False
+        self.modules.pop(id(module), None)
+        self.modules[id(module)] = weakref.ref(module)
+        return True
 
     @contextmanager
     def suspending(self) -> Iterator[None]:
@@ -228,9 +235,7 @@ class Place:
         """Register a module that gets a parameter, buffer or submodule, and the user's line that creates it."""
         if threading.get_ident() != self._thread:
             return
-        known = self.modules.get(id(module))
-        if known is None or known() is not module:
-            self.modules[id(module)] = weakref.ref(module)
+        if self._add_module(module):
             self.made_at.pop(id(module), None)
         if isinstance(value, nn.Module):
             self.add_modules(value)  # an averaged model registers a copy, whose own parts were never registered
