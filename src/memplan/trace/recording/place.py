@@ -193,7 +193,7 @@ class Place:
             self._add_module(module)
 
     def _add_module(self, module: nn.Module) -> bool:
-        """Register a module, as the last one also where it has the id() of one that is gone. Return whether it is new."""
+        """Register a module, as the last one also where one that is gone had its id(). Return whether it is new."""
         known = self.modules.get(id(module))
         if known is not None and known() is module:
             return False
