@@ -47,6 +47,7 @@ from benchmarks.frontier.cases import (  # noqa: E402
     lossy_cases,
     modes_of,
     peer_cases,
+    reordered_cases,
 )
 from benchmarks.frontier.models import MODELS  # noqa: E402
 from benchmarks.frontier.peers import PLAIN  # noqa: E402
@@ -108,7 +109,8 @@ class Bench:
         return [self.result(case) for case in peer_cases(model, mode)]
 
     def ours(self, model: str, mode: Mode, peers: list[Row]) -> None:
-        """For each engine our floor, then every budget above it; then the lossy ones."""
+        """For each engine our floor, then every budget above it; then what may be added in another order, and the lossy
+        ones."""
         if self.again:
             self.shards.remove(model, mode, lambda case: case.ours and self.chosen(case))  # their budgets may be others
         good = [row for row in peers if "error" not in row]
@@ -119,7 +121,7 @@ class Bench:
         if mode == "fresh":
             floor = self.result(Case(model, mode, INDUCTOR_FLOOR))
             cases += [] if "error" in floor else compiled_cases(model, mode, good, floor["given"])
-        for case in (*cases, *lossy_cases(model, mode, good)):
+        for case in (*cases, *reordered_cases(model, mode, good), *lossy_cases(model, mode, good)):
             self.result(case)
 
 

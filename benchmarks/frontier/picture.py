@@ -27,6 +27,7 @@ LOOKS = {
     "bf16 autocast": {"fmt": "P", "color": "tab:gray"},
     "memplan.fit": {"fmt": "-o", "color": "tab:blue", "markersize": 4},
     "memplan.fit, inductor": {"fmt": "-o", "color": "tab:green", "markersize": 4},
+    "memplan.fit, reordered": {"fmt": "-s", "color": "tab:olive", "markersize": 4},
     "memplan.fit, lossy": {"fmt": "-d", "color": "tab:cyan", "markersize": 4},
 }
 
@@ -37,7 +38,8 @@ def kind(row: Row) -> str:
     if not right(row):
         return WRONG
     if case.ours:
-        return "memplan.fit" + (", lossy" if case.allow == "lossy" else ", inductor" if case.engine != "graph" else "")
+        what = case.allow if case.allow != "exact" else case.engine
+        return "memplan.fit" + ("" if what == "graph" else f", {what}")
     if method.startswith(SEQUENTIAL):
         return "checkpoint_sequential"
     if group_of(method) == "lossy":

@@ -15,6 +15,8 @@ from .cases import (
     INDUCTOR_FLOOR,
     LOSSY,
     LOSSY_MEGABYTES,
+    REORDERED,
+    REORDERED_MEGABYTES,
     Case,
     Mode,
     Row,
@@ -64,6 +66,11 @@ class Frontier:
         return self._sorted(lambda _, case: case.ours and case.allow == "lossy")
 
     @cached_property
+    def reordered(self) -> list[Row]:
+        """Results of memplan.fit with sums in another order."""
+        return self._sorted(lambda _, case: case.ours and case.allow == "reordered")
+
+    @cached_property
     def peers(self) -> list[Row]:
         """Results of eager mode and checkpoints."""
         return self._sorted(lambda row, case: not case.ours and group_of(row["method"]) == "eager")
@@ -86,8 +93,9 @@ class Frontier:
     @property
     def everything(self) -> list[Row]:
         """All results, kind by kind."""
-        compiled = [row for row in self.wrong if row not in (*self.ours, *self.inductor)]
-        return [*self.peers, *self.compiled, *compiled, *self.lossy_peers, *self.ours, *self.inductor, *self.lossy]
+        compiled = [row for row in self.wrong if row not in (*self.ours, *self.inductor, *self.reordered)]
+        peers = (*self.peers, *self.compiled, *compiled, *self.lossy_peers)
+        return [*peers, *self.ours, *self.inductor, *self.reordered, *self.lossy]
 
     @property
     def share_of_added_time(self) -> float | None:
@@ -124,7 +132,7 @@ class Frontier:
             if closed is not None and closed < HALF:
                 found.append(f"{name}: {closed:.0%} of the distance to the lower bound closed")
             found += self._complaints_of_inductor()
-        return found + self._complaints_of_lossy()
+        return found + self._complaints_of_reordered() + self._complaints_of_lossy()
 
     def _complaints_of_inductor(self) -> list[str]:
         name, found = f"{self.model}, {self.mode}", list[str]()
@@ -138,6 +146,17 @@ class Frontier:
         floor = self.row(INDUCTOR_FLOOR)
         if floor is not None and self.compiled and floor["total"] >= self.compiled[0]["total"]:
             found.append(f"{name}: the compiled floor is not below the lowest peak of a compiled peer")
+        return found
+
+    def _complaints_of_reordered(self) -> list[str]:
+        name, found = f"{self.model}, {self.mode}", list[str]()
+        megabytes = REORDERED_MEGABYTES.get((self.model, self.mode))
+        if megabytes is not None and not self.reordered:
+            found.append(f"{name}: no reordered plan in {megabytes} MB")
+        for row in self.reordered:
+            found += _over(name, row)
+            if not right(row):
+                found.append(f"{name}, {row['method']}: gradients are wrong ({row['worst']:.1%} in {row['worst_in']})")
         return found
 
     def _complaints_of_lossy(self) -> list[str]:
@@ -322,6 +341,7 @@ def short(found: Sequence[Frontier]) -> list[str]:
             f"gradients and buffers bitwise equal to eager's in {equal}.**",
         ]
     lines += compiled(fresh)
+    lines += reordered_targets(found)
     lines += lossy_targets(found)
     early = [frontier for frontier in found if frontier.mode == "update" and frontier.row(FLOOR)]
     for frontier in early:
@@ -357,6 +377,22 @@ def _kept(rows: Sequence[Row]) -> list[str]:
         f"**{len(rows)} budgets with fused kernels: {exceeded}, largest error of the predicted peak {max(errors):.2%}, "
         f"gradients right, held against float64, in {near}.**",
     ]
+
+
+def reordered_targets(found: Sequence[Frontier]) -> list[str]:
+    """The table of plans that may add in another order, beside eager mode and the exact floor."""
+    rows = list[list[str]]()
+    for frontier in found:
+        megabytes = REORDERED_MEGABYTES.get((frontier.model, frontier.mode))
+        ours = frontier.row(f"{FIT}{REORDERED}{megabytes}MB")
+        if ours is not None:
+            early = ", AdamW early" if frontier.mode == "update" else ""
+            eager, floor = above(frontier.row("eager")), above(frontier.row(FLOOR))
+            said = gradients(ours) if frontier.mode == "fresh" else "right, by the proof of `fit`"
+            rows.append([TITLES[frontier.model] + early, eager, floor, pair(ours), said])
+    heads = ["step", "eager", "fit, exact floor", "fit, reordered", "gradients"]
+    text = "With `allow='reordered'`, segments run in pieces, below the floors of exact plans:"
+    return ["", text, "", *table(heads, rows, 1)] if rows else []
 
 
 def lossy_targets(found: Sequence[Frontier]) -> list[str]:
