@@ -65,14 +65,17 @@ class _Signals:
         self._depth = self._spans = 0
         """Number of `deferred` contexts that are entered, and of those around the user's code."""
         self._process = 0
+        """Id of the process in which the outermost call began: a forked child does not see its end."""
         self._since = 0.0
         """When the oldest signal in the queue arrived."""
         self._entry: FrameType | None = None
         """Frame that made the outermost call."""
         self._delivering = self._polling = False
+        """Whether `deliver` is running, and whether a thread runs `_poll`."""
         self._woken: int | None = None
         """Signal that `_poll` sent to wake the main thread: it does not count as another arrival."""
         self._handler: Handler = self._on_signal
+        """`_on_signal` as one object: each access to the method makes another, which ``is`` would not recognize."""
 
     @property
     def is_here(self) -> bool:

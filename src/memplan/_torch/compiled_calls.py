@@ -182,17 +182,20 @@ class _OutermostCall:
     ) -> None:
         self._callback_from_stance = eval_frame._callback_from_stance
         self._maybe_set_eval_frame = eval_frame._maybe_set_eval_frame
+        """Dynamo's own functions, which `_find_callback` and `_set_callback` replace."""
         self._around, self._around_disabled = around, around_disabled
         self._frame: FrameType | None = None
         """Frame of the outermost compiled function, while it runs."""
         self._callback: Any = None
         """Dynamo's callback for that function."""
         self._context = ExitStack()
+        """Holds ``around()`` while that function runs."""
         self._disabled: FrameType | None = None
         """Frame of the outermost nested function that Dynamo does not trace."""
         self._disabled_runs = False
         """Whether that function has set its callback, and now runs."""
         self._disabled_context = ExitStack()
+        """Holds ``around_disabled()`` while that function runs."""
         self._compilations = 0
         """Number of nested contexts of `compiling`."""
 

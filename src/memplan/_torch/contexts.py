@@ -75,6 +75,7 @@ class _Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread = self._times = 0
+        """Id of the thread whose turn it is, and the number of its nested turns."""
 
     def take(self) -> bool:
         """Acquire the lock, if no profiler is active and no other thread holds it. Returns whether it was acquired."""

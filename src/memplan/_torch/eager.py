@@ -177,7 +177,9 @@ class YieldingProfile:
 
     def __init__(self) -> None:
         self._profile: Any = None
+        """The running `memory_profile`; None if there is none."""
         self._stack = contextlib.ExitStack()
+        """Holds the patch that notices another profiler's start."""
         self.whole = False
         """Whether it ran without interruption from `start` to `stop`."""
 

@@ -185,7 +185,9 @@ class _Memo:
 
     def __init__(self) -> None:
         self._results: dict[Any, tuple[bool, tuple[Any, ...]] | None] = {}
+        """By key: whether the op returns a single tensor, and (shape, stride, dtype) of each result."""
         self._functional: dict[Any, bool] = {}
+        """By op: whether it is an op of ATen that neither writes to nor aliases an argument."""
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of a call, or None if its result cannot be cached, as for ops that write or alias an
@@ -341,15 +343,19 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._observe = dispatch
         self._inside = False
+        """Whether an op is being observed: ops that its fake implementation calls are not."""
         self._lock = threading.RLock()
         """Acquired by a thread while it dispatches an op, so that the records of two threads do not mix."""
         self._selected = False
         """Whether the size of the running op's result depends on values, and is a bound."""
         self.suspended = False
+        """Whether ops run unobserved; see `suspending`."""
         self._memo = _Memo()
         self._fakes_of_outside = WeakIdKeyDictionary()
+        """By real tensor from outside of the recording: its fake."""
         self._sparse = _FakeSparse(self)
         self.replacements: Replacements | None = None
+        """None to decompose composite ops as torch does."""
         self._wrapped: tuple[Any, tuple[str, ...]] = None, ()
         """The last op that a wrapper subclass dispatched, and the names of its arguments that require a gradient."""
         self.launched: Callable[[str, Sequence[torch.Tensor]], None] | None = None

@@ -48,7 +48,9 @@ class OpLog(TorchDispatchMode):
         super().__init__()
         self.ops: list[LoggedOp] = []
         self._alive: list[Any] = []
+        """Results of all ops so far."""
         self._keys = set[int]()
+        """Keys of their storages."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with _LocalOps() as local:
@@ -85,7 +87,9 @@ class _LocalOps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes_moved = self.flops = 0
+        """Bytes of operands and results of all ops but views, and the ops' floating-point operations."""
         self.communicates = False
+        """Whether any op is a collective."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(wraps_tensors, types)):

@@ -62,6 +62,7 @@ class Recorded:
             differentiable = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
             entries = _Entry.apply(start, *differentiable) if differentiable else ()
             self._into = [get_gradient_edge(entry) for entry in entries]
+            """Where the gradient of each tensor that needs one leaves the graph."""
             remaining = iter(entries)
             inputs = [next(remaining) if n else t.detach() for t, n in zip(tensors, needed, strict=True)]
             results = function(inputs)
@@ -70,7 +71,9 @@ class Recorded:
         self._out: list[GradientEdge | None] = [
             get_gradient_edge(result) if result.requires_grad else None for result in results
         ]
+        """Where the gradient of each result enters it; None for a result without a derivative."""
         self.results = [result.detach() for result in results]
+        """Detached from the graph."""
 
     def gradients(self, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> list[torch.Tensor | None]:
         """Return the gradients of the call's inputs that need one, from the ``gradients`` of its results.

@@ -92,9 +92,13 @@ class Symbolic:
         self._inputs = {
             role.index: node for node, role in zip(placeholders, joint.inputs, strict=True) if role.kind == "input"
         }
+        """By index of an input: its placeholder."""
         self._take_apart()
         self._forms = dict(self._metas)
+        """By node: the `_Form` of its value."""
         self._symbols, self._table, self._holds = self._compiled()
+        """The symbols of the sizes; a function of their values that computes the table; another that returns whether
+        the trace is valid for them."""
 
     def at(self, inputs: Sequence[torch.Tensor]) -> Joint | None:
         """Return the graph specialized to inputs of these sizes; None if a guard fails for them.
