@@ -34,7 +34,9 @@ class CapturedOutput:
 
     def __init__(self) -> None:
         self.lines = 0
+        """How many lines were captured."""
         self._last = deque[str](maxlen=_NOTED_LINES)
+        """The last of them."""
         self._open: dict[int, str] = {}
         """id() of a stream -> its unfinished line."""
         self._threads: set[int] = set()

@@ -118,7 +118,9 @@ class StepMarks(ObservedRun):
     def __init__(self, observer: Observer) -> None:
         super().__init__(observer)
         self.after_part: Callable[[], None] = lambda: None
+        """Called at the end of the build and of each step."""
         self.after_last_step: Callable[[], None] = lambda: None
+        """Called while model and optimizer are alive."""
 
     def end_part(self) -> None:
         """End the build or a step: collect garbage, call `after_part`, and mark the end in the profiler's record."""

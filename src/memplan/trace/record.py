@@ -360,18 +360,24 @@ class _Recording(ObservedRun):
         self.scalars = ScalarPolicy(self._shares, overrides)
         super().__init__(Observer(place, real=False, semantics=known(cpu.SEMANTICS), events=self.scalars))
         self.bounds = Bounds(self._shares, self.scalars.bounded, self.observer.ranges.of, counts)
+        """Results of ops whose size depends on values."""
         self._mode = _torch.FakeMode(
             self.observer.dispatch, lambda func, args, kwargs: self.bounds.result(func, args, kwargs, user_frame())
         )
+        """Fake tensors, which the observer sees."""
         self.observer.fake_of = self._mode.fake_of
         self.observer.needs_of_wrapped = self._mode.needs_of_wrapped
         self._mode.launched = self.observer.launched
         self._card: Card | None = None
+        """None in a recording for the CPU."""
         self._other_kernels: set[tuple[int, int]] = set()
+        """Architectures on which composite ops decompose to other kernels."""
         self._differing: set[str] = set()
         """Cards of the catalogue on which the step runs the same kernels, but allocates differently."""
         self._parts: StepParts | None = None
+        """What was recorded, once the run has ended."""
         self._lines: LineWatch | None = None
+        """Which lines run, while it is watched."""
         self._loading = LoaderWatch(self.observer.ledger, pins=target.card is not None)
         self._running = Running(target, self._suspended, loading=self._loading)
         if target.card is not None:

@@ -191,6 +191,7 @@ class _Sizes:
         self.blocks = [round_to_blocks(size) for size in expected.sizes]
         """Bytes in the allocator's blocks."""
         self.cumulative = [min(1.0, total) for total in accumulate(expected.probabilities)]
+        """By workspace: the probability that it is this one or a smaller one."""
         self.cumulative[-1] = 1.0
 
     def at(self, quantile: float) -> int:

@@ -29,7 +29,9 @@ class Graphs:
         self._pools = dict[Handle, int]()
         """Number of each pool that a capture allocated from, as in the ledger."""
         self._handle_count = 0
+        """How many ids of memory pools were given out."""
         self._keeps_random_state = False
+        """Whether seed and offset of the random numbers are allocated."""
         self.is_capturing = False
         graphs = self
 

@@ -44,8 +44,11 @@ class Card:
         """Whether a compiled function runs: ``.device`` of its tensors is the CPU, for which it is compiled; ops
         decompose and are cast as on the card."""
         self._thread = threading.get_ident()
+        """Id of the recording's thread."""
         self.everything = on_card == "everything"
+        """Whether all tensors are on the card."""
         self.named = on_card == "named"
+        """Whether the step has named CUDA, or will."""
         self.calls: list[Call] = []
         """The step's calls to the allocator so far."""
         self.names_cuda_late = False

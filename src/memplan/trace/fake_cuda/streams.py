@@ -17,6 +17,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         type(self).count += 1
         self.stream_id = self.cuda_stream = type(self).count
+        """Its number among the streams of its class, from 1."""
         self.device_type, self.priority = 1, priority
 
     @property

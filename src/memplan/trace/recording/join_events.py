@@ -149,6 +149,7 @@ class _Events:
         self.times: list[int] = []
         """Time of each event in ns: tick t is the event at position t - 1."""
         self._by_address: dict[int, list[_Allocation]] = {}
+        """By address: the allocations there, in order."""
         live: dict[int, _Allocation] = {}
         for address, size, time, _, call in record.events:
             if size < 0 and address not in live:
@@ -162,6 +163,7 @@ class _Events:
                 self.allocations.append(live[address])
                 self._by_address.setdefault(address, []).append(live[address])
         self._born_ticks = [allocation.born for allocation in self.allocations]
+        """Tick of each allocation, in order."""
 
     def tick(self, time: int) -> int:
         """Return the tick of the last event up to a time in ns."""

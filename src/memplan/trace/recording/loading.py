@@ -32,9 +32,11 @@ class LoaderWatch:
         self._ledger = ledger
         self._pins = pins
         self._is_loading = False
+        """Whether a batch is being loaded: loaders within loaders are not passes of the step."""
         self._passes: list[_Pass] = []
         self._data_sets = ObjectNumbers()
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """By live iterator: its loader."""
         self.kinds: dict[int, HostKind] = {}
         """Storage -> the kind of its host memory, if that is not from torch's CPU allocator."""
 
@@ -185,6 +187,8 @@ class ObjectNumbers:
 
 
 class _Pass:
+    """A pass over a loader, so far. Attributes without a description are as in `LoaderUse`."""
+
     def __init__(self, loader: Any, data_set: int, pins: bool, tick: int) -> None:
         self.source: Callable[[], Any] = lambda: None
         """Returns the object with whose lifetime the pass ends: the iterator or, with persistent workers, the loader;
@@ -199,7 +203,6 @@ class _Pass:
         processes = loader.multiprocessing_context or torch.multiprocessing
         self.start_method = str(processes.get_start_method()) if self.workers else ""
         self.pinned = bool(loader.pin_memory) and pins
-        # as in `LoaderUse`
         self.data_set = data_set
         self.arrays = 0
         self.tensors: tuple[int, ...] = ()

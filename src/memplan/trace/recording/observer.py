@@ -145,6 +145,7 @@ class Observer:
         self.ledger = Ledger(real=real, card=on_card)
         self.notes: list[Note] = []
         self.creating_ops = CreatingOps()
+        """By autograd node: the op that created it."""
         self.ownership = Ownership(place, self.ledger, self.notes)
         self._events = events
         self._on_assumption = None if events is None else events.result_assumed
@@ -166,6 +167,7 @@ class Observer:
         self.ranges = ValueRanges(self.ledger)
         self._signature_of = functools.cache(_Signature.of_op)
         self._after_backward = False
+        """Whether a backward pass of this step has ended, and no later forward pass has begun."""
         place.on_module = self.leave_backward
         place.on_result = self._on_result
         place.before_update = self.ownership.before_update

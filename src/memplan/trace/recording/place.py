@@ -133,13 +133,17 @@ class Place:
         self.called: list[int] = []
         """id() of each module that was called from outside of all modules, in order."""
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        """id() of each optimizer that made a step -> the optimizer."""
         self.failed_in = 0
         """id() of the module in which an exception began, if one passed through; for messages only."""
         self._stack: list[int] = []
         """id() of the running modules, the innermost last."""
         self._thread = threading.get_ident()
+        """Id of the step's thread; what runs in others is ignored."""
         self._optimizers_running = 0
+        """How many optimizers are in their `step`, nested."""
         self._suspended = False
+        """See `suspending`."""
         self.on_module = _nothing
         """Called when a module is called."""
         self.on_result: Callable[[int, Any], None] = lambda module, result: None

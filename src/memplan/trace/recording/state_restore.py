@@ -28,10 +28,12 @@ class OutsideState:
         self._ledger = ledger
         self._arguments: dict[Any, list[tuple[int, str]]] = {}
         """By op: (position, name) of the arguments that it writes."""
-        # saved state, with its owner, by id() of the owner
         self._contents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id() of a tensor: the tensor, and a copy of its elements."""
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """By id() of a tensor: the tensor, and its ``.grad``."""
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        """By id() of a generator: the generator, and its state."""
         self._optimizers: dict[
             int, tuple[weakref.ref[torch.optim.Optimizer], dict[Any, Any], list[dict[str, Any]]]
         ] = {}

@@ -104,6 +104,7 @@ class ScalarPolicy:
     def __init__(self, shares: Shares, overrides: Overrides = frozenset()) -> None:
         self._shares, self._overrides = shares, overrides
         self.assumed = Assumed()
+        """Assumptions so far."""
         self._is_last_known = False
         """Whether the last value read is returned as a plain number: it is known, or its assumption needs no check."""
         self._last_range: Range | None = None
@@ -123,6 +124,7 @@ class ScalarPolicy:
         self._branches: dict[Line, int] = {}
         """Number of decisions by line."""
         self._reads: dict[Line, ScalarRead] = {}
+        """Scalar reads by line."""
 
     @property
     def decisions(self) -> Decisions:

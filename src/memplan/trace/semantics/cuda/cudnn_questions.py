@@ -52,11 +52,13 @@ class _Call:
         self._channels_last = in_channels_last(x, weight)
         self._dtype = x.dtype
         self._tensors = (y, weight, x) if transposed else (x, weight, y)
+        """In the roles of cuDNN's convolution: its images, filter and result."""
         self._is_1d = x.dim() == 3  # computed in 2d, with a height of 1
         expanded = [tuple(option) * (x.dim() - 2 if len(option) == 1 else 1) for option in options]
         self._options = [
             (default, *option) if self._is_1d else option for default, option in zip((0, 1, 1), expanded, strict=True)
         ]
+        """Padding, stride and dilation, by dimension of space."""
 
     def question(self, kind: Kind) -> Question:
         """The query for the result or a gradient."""

@@ -82,12 +82,14 @@ class _Compared:
 
     def __init__(self, card: Device, kernels: Callable[[Arch], _Kernels], differing: set[str]) -> None:
         self._arch = WatchedArch(card.architecture, card.multiprocessors)
+        """Architecture of the card; notes whether it was read."""
         self._kernels = kernels(self._arch)
         self._others = {
             other.name: kernels(Arch(other.architecture, other.multiprocessors))
             for other in catalogue()
             if (other.architecture, other.multiprocessors) != (card.architecture, card.multiprocessors)
         }
+        """By name of each other card: what its kernels allocate. Cards that have differed are left out."""
         self._differing = differing
 
     def temporaries(
@@ -118,6 +120,7 @@ class _Kernels:
         self._stream = stream
         self._on_card = on_card
         self._has_dropout_states = False
+        """Whether cuDNN's states of dropout are allocated."""
         self._called: set[tuple[cublas.Library, bool, int]] = set()
         """(library, whether in backward's thread, stream) of calls whose workspaces all exist."""
         self._cached_workspaces: set[tuple[cublas.Library, bool, int]] = set()
@@ -130,6 +133,7 @@ class _Kernels:
             "aten._cudnn_rnn.default": self._recurrent,
             "aten._cudnn_rnn_backward.default": self._recurrent_backward,
         }
+        """By op: returns what a library allocates for a call."""
 
     def temporaries(
         self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
