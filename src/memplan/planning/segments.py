@@ -132,11 +132,14 @@ class Segments:
         """Note which values depend on data and get gradients, and the seconds of derivatives."""
         self._graph, self._in_place = graph, in_place
         self._ops = [op for op in graph.ops if op.phase == "forward"]
+        """Forward ops."""
         self._nodes = {op.index: _node(op) for op in self._ops}
+        """By index of a forward op: the op as a node of a program."""
         self._likes = {
             value.id: Like(value.shape, value.stride, getattr(torch, value.dtype), torch.device(value.place))
             for value in graph.values
         }
+        """By value: shape, strides, dtype and device."""
         self._readers: dict[int, set[int]] = {}
         """Forward ops that read a value, by index."""
         for op in self._ops:

@@ -41,7 +41,9 @@ class Calls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._planned = self._without_grad = 0
+        """See `CallStats`."""
         self._why = Counter[str]()
+        """Number of unplanned calls, by reason."""
 
     def planned(self) -> None:
         """Count a call that ran as planned."""

@@ -55,6 +55,7 @@ class Engine:
         """The program as Python, also if fused kernels run instead."""
         self._captured = captured
         self._resident = tuple(value for value in graph.values if value.kind in RESIDENT)
+        """Values of parameters, buffers, inputs and constants, in the order of the functions' inputs."""
         self._owners = _OwnerLookup([value.path for value in self._resident if value.kind in ("parameter", "buffer")])
         self._read_in_backward = read_in_backward(schedule)
         has_gradient = {value for value, _ in graph.gradients}

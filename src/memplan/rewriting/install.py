@@ -121,6 +121,7 @@ class _PlanCache:
         """Variants by kind of call, the most recently used first."""
         self._lock = threading.Lock()
         self._calls = itertools.count(1)
+        """Counts all calls: the time at which a variant was last used."""
 
     def variants_of(self, kind: _Kind) -> tuple[_Variant, ...]:
         """Return the variants of a kind, the most recently used first."""
@@ -203,8 +204,10 @@ class Installed:
         self._keys = Keys(model)
         self._cache = _PlanCache()
         self._warned: set[str] = set()
+        """Texts of the warnings so far."""
         self._call_outside_of_graph = _graph_breaking_call()
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
+        """Puts back the module's own call."""
         self._unwatch = _watch_compiler(self)
 
     def undo(self) -> None:

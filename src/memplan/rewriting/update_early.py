@@ -61,6 +61,7 @@ class Early:
         _refuse_several_processes()
         self._optimizer = optimizer
         self._update = _torch.bare_step(optimizer)
+        """The optimizer's step without its hooks."""
         self._groups: dict[int, dict[str, Any]] = {}
         """The optimizer's group of each parameter, by id of the parameter."""
         self._listed: tuple[Any, int] = (None, 0)
@@ -72,12 +73,15 @@ class Early:
         self._used_options: dict[int, dict[str, Any]] = {}
         """Options of the updates, by id of the parameter group."""
         self._ids = frozenset(map(id, _parameters(optimizer)))
+        """id() of each of the optimizer's parameters."""
         self._handles = [optimizer.register_step_pre_hook(self._check_step_begin)]
+        """Of the hooks, to remove them."""
         for parameter in _parameters(optimizer):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._make_gradient_check(parameter)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(_weak_hook(self._apply_update)))
         self._zero_grad, self._patches = optimizer.zero_grad, ExitStack()
+        """The optimizer's own method, and the patch that replaces it."""
         self._patches.enter_context(_torch.patched(optimizer, zero_grad=self._check_and_zero_grad))
         _observer.add(self)
         weakref.finalize(self, _observer.stop_if_unused)
@@ -304,7 +308,9 @@ class _TrainingObserver:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # garbage can be collected at any time
         self._early: weakref.WeakSet[Early] = weakref.WeakSet()
+        """The live instances; updating ends for those that are collected."""
         self._patches = ExitStack()
+        """Of torch, while it observes."""
         self._observing = False
 
     def add(self, early: Early) -> None:

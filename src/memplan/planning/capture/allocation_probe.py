@@ -32,6 +32,7 @@ class Allocations:
 
     def __init__(self, *, real: bool) -> None:
         self._profile = _torch.memory_profile()
+        """torch's profiler, used if tensors have data."""
         self._observer = None if real else Observer(Place(), real=False, semantics=_SEMANTICS)
         """Counts tensors without data; None if the profile measures."""
         self._stack = ExitStack()

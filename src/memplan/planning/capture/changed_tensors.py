@@ -22,6 +22,7 @@ class ChangedTensors:
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.tensors = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._versions = list(map(_version, self.tensors))
+        """Autograd's version counter of each before the call."""
         self._by_name = self.tensors[:1] if _changes_first(func, kwargs) else []
         """Tensors that the call changes by its function's name, or as ``out``."""
         self._by_name += [leaf for leaf in _torch.tree_leaves(kwargs.get("out")) if isinstance(leaf, Tensor)]

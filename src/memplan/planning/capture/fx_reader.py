@@ -38,6 +38,7 @@ class Values:
     ) -> None:
         self._module, self._paths, self._aliases, self._hooked = joint.module, paths, aliases, hooked
         self.all: list[Value] = []
+        """The values so far; an id is the position in this list."""
         self.constants: dict[int, torch.Tensor] = {}
         """Tensors that are constants of the graph, by value."""
         self.tangents: list[int] = []
@@ -49,6 +50,7 @@ class Values:
         self.placeholders: dict[_torch.Role, int] = {}
         """Values of placeholders, by role."""
         self._on_card = any(node.meta["val"].device.type == "cuda" for node in _placeholders(joint))
+        """Whether any placeholder is on the card."""
         self._owner: dict[int, int] = {}
         """Owning value of each storage."""
         for node, role in zip(_placeholders(joint), joint.inputs, strict=True):

@@ -51,7 +51,9 @@ class Guards:
         self.flags: list[torch.Tensor] = []
         """Their values in the last trace."""
         self._real_reads: tuple[_FlagRead, ...] | None = None
+        """What the real run read, in order; None before it."""
         self._next = 0
+        """How many flags the current trace has read."""
 
     def learn(self, run: Callable[[], Any]) -> bool:
         """Run the model, then again for each flag with its answer negated, to see which flags lead to a ``raise``.

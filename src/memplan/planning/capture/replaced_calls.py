@@ -33,9 +33,11 @@ class ReplacedCalls:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
         self._last = {group.last: group for group in groups}
+        """By number of the last call of a group: the group."""
         self._operands: dict[int, list[tuple[Group, Operand]]] = {}
         """By number of the call that reads them."""
         self._reshapes = {number: group for group in groups for number in group.reshapes}
+        """By number of a call that reshapes in the middle of a group: the group."""
         for group in groups:
             for operand in group.operands:
                 self._operands.setdefault(operand.call, []).append((group, operand))

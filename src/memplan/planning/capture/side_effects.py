@@ -150,6 +150,7 @@ class Watch:
             name: _Snapshot(vars(module), _MAX_DEPTH, recomputed_attributes(module))
             for name, module in model.named_modules()
         }
+        """By name of a module: its attributes."""
         self._torch = torch.get_rng_state()
         generators: list[tuple[str, Callable[[], Any], Callable[[Any], None]]]
         generators, numpy = [("Python's random", random.getstate, random.setstate)], sys.modules.get("numpy")

@@ -14,6 +14,7 @@ class Rebuild:
     def __init__(self, graph: JointGraph) -> None:
         self.graph = graph
         self.values = list(graph.values)
+        """The old values, which keep their ids, and those that were added."""
         self.ops: list[GraphOp] = []
         self._new_index: dict[int, int] = {}
         """Old index of an op -> new index."""

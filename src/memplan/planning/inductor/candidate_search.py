@@ -71,11 +71,13 @@ class Fusing:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._candidates: dict[Choices, Candidate] = {}
+        """By choices: the step in fused kernels that was lowered for them."""
         self._targets: dict[Choices, int] = {}
         """Target in bytes for which each candidate was first planned."""
         self._results: dict[int, Solution | Infeasible] = {}
         """Search results by target."""
         self._seconds = step_seconds(search.graph)
+        """Seconds of the step before anything is recomputed or encoded."""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -57,6 +57,7 @@ class _Step:
         self.outside_tensors: list[Tensor] = []
         """Memory outside of the graph that is live throughout the step, such as the optimizer's state."""
         self.inputs: list[Tensor] = []
+        """Parameters, buffers, inputs and constants, once they are allocated."""
 
     def build(self) -> Callable[[], None]:
         """Allocate what stays allocated during the step (parameters, inputs, optimizer state), and return the step."""

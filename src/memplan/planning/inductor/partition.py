@@ -283,8 +283,10 @@ class CompiledPasses:
     def __init__(self, step: Fused, compiler: Compiler) -> None:
         self._step = step
         self._outputs, self._saved = len(step.schedule.graph.outputs), len(step.saved)
+        """How many outputs and saved values the forward function returns."""
         self._forward = [(part, compiler(part)) for part in step.forward.parts]
         self._backward = [(part, compiler(part)) for part in step.backward.parts]
+        """Both: parts of the pass, each with its compiled function."""
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs and the saved tensors. ``inputs`` is cleared."""

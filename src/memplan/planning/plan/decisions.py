@@ -104,14 +104,18 @@ class _Decider:
         """Collect what the schedule recomputes, encodes and reads, and the seconds that this adds."""
         self.graph, self.schedule, self.outside_memory = graph, schedule, outside_memory
         self.packed_bytes = 0 if outside_memory is None else outside_memory.packed
+        """Bytes of the optimizer's state that are low halves of master weights."""
         self.moment_bytes_saved = 0 if outside_memory is None else outside_memory.moment_bytes_saved
         self.outputs = {graph.base(value) for value in graph.outputs}
+        """Values that own the memory of the step's outputs."""
         self.recomputable = recomputable(graph)
+        """Values that the backward pass may recompute."""
         self.forms: dict[int, list[SavedForm]] = defaultdict(list)
         """Encodings by value. The decision is about the first, and its reason names the others."""
         self.seconds: dict[int, float] = defaultdict(float)
         """By value: seconds that recomputing it, or its encodings and copies, adds to the step."""
         self.recomputed: set[int] = set()
+        """Values that it recomputes."""
         self.readers: dict[int, list[Action]] = defaultdict(list)
         """Actions of the backward pass that read a value or encoding."""
         self.waited = schedule.waits

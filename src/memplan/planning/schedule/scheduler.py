@@ -131,6 +131,7 @@ class _Scheduler:
         """Resolve the choices: which encodings are used, which values are recomputed."""
         self.graph, self.choices = graph.in_order(choices.order), choices
         self.outputs = output_bases(graph)
+        """Values that own the memory of the step's outputs."""
         # of several chosen forms of a value that it can be fetched from, only the first by rank is used
         self.fetchable: dict[int, SavedForm] = {}
         """Encoding to decode each value from."""
@@ -147,8 +148,11 @@ class _Scheduler:
             for op in form.direct:
                 self.direct.setdefault((op, form.value), form)
         self.to_recompute = (choices.recompute & recomputable(graph)) - self.fetchable.keys()
+        """Values that are recomputed; those that can be fetched are not."""
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
+        """Values of parameters, buffers, inputs and constants."""
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
+        """Gradients of the outputs, which the backward pass gets."""
         self.live = self.resident | set(self.tangents)
         """Values that are live at the current point of the backward pass."""
         self.copies = copied_gradients(graph, choices)

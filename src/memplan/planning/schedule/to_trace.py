@@ -70,7 +70,9 @@ class _Tracer:
     def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
         self.schedule, self.graph, self.outside_memory = schedule, schedule.graph, outside_memory
         self.device = outside_memory.home.target.name
+        """Name of the device."""
         self.bytes = ActionBytes(schedule, outside_memory)
+        """Computes what each action allocates."""
         self.gradient_paths = {
             self.graph.base(gradient): self.graph.values[of].path
             for of, gradient in self.graph.gradients
@@ -78,6 +80,7 @@ class _Tracer:
         }
         """By gradient of a parameter: the parameter's name."""
         self.saved = set(schedule.saved)
+        """Values that the forward pass saves."""
         run = {action.op for action in (*schedule.forward, *schedule.backward)}
         self.workspace_by_op = {op: size for op, size in self.outside_memory.workspace_by_op.items() if op in run}
         """Bytes of libraries' workspaces that are not allocated yet, by the op that will."""

@@ -34,9 +34,12 @@ class Copies:
         self.needed = np.where(used, first, NEVER)[self.used_copies].astype(np.int64)
         """By candidate: the slot in which each copy is needed first."""
         self.count = used.shape[1]
+        """Number of candidates."""
         forms = [flat.copied[index] for index in self.used_copies]
         self.rows = np.array([flat.form_rows[form] for form in forms], dtype=np.int64)
+        """Row of the value that is copied."""
         self.seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
+        """Seconds of the copy in one direction."""
         use_seconds = (used[index] * flat.forms[flat.copied[index]].use_seconds for index in self.used_copies)
         self.use_seconds = sum(use_seconds, np.zeros(self.count))
         """By candidate: seconds that its copies add, without waits."""

@@ -35,6 +35,7 @@ class Needs:
         self.formed = columns[drops:].copy()
         """Which forms each candidate uses. Of several whole forms of a value only the first is used."""
         self.dropped = np.zeros((len(flat.values), count), dtype=bool)
+        """Which values each candidate recomputes."""
         self.dropped[flat.drop_rows] = columns[:drops]
         for row, forms in flat.fetchable_forms_of.items():
             for k, index in enumerate(forms):
@@ -44,7 +45,9 @@ class Needs:
         self.copied = self.formed[len(flat.plain) :]
         """The copied forms among them."""
         self.copied_rows = flat.form_rows[len(flat.plain) :]
+        """Row of the value of each copied form."""
         self.any_dropped = [bool(row.any()) for row in self.dropped]
+        """By row: whether any candidate recomputes the value."""
         # when each value is needed: from the reads of backward ops, then in reverse from those of recomputed ops
         self.recomputed_in: dict[int, Ints] = {}
         """Row -> slot in which the value is recomputed, by candidate."""
@@ -56,8 +59,11 @@ class Needs:
         """Position at which it is last needed: slot * ``slot_size`` + index of the forward op, or ``slot_size - 1`` for
         the backward op."""
         self.parameter_last = {v: np.full(count, -1, dtype=np.int32) for v in flat.returns_of}
+        """By parameter: the position of its last read, for which the give of its gradient waits."""
         self.last_direct = np.full((len(flat.plain), count), -1, dtype=np.int32)
+        """By plain form: the position at which an op last reads it directly; -1 if none does."""
         self.slot_scratch = np.zeros((flat.slots, count), dtype=np.int64)
+        """Scratch bytes that ops which read a saved form need beyond those with the value."""
         self.direct_saved = np.zeros((flat.slots, count), dtype=np.int64)
         """Scratch bytes that ops which read a saved form would have saved by working in place on the value."""
         self._add_backward_reads()
@@ -65,8 +71,11 @@ class Needs:
             self._add_operands_of(index)
         # what is saved for that: the value itself, or a form that a candidate uses and needs
         self.needed = self.first < NEVER
+        """Which values the backward pass needs."""
         self.saved_as_is = self.needed & ~self.dropped
+        """Which values are saved themselves."""
         self.used = self.last_direct >= 0
+        """Which plain forms are saved."""
         for row, forms in flat.fetchable_forms_of.items():
             for index in forms:
                 if index in flat.plain:
@@ -74,6 +83,7 @@ class Needs:
                     self.used[index] |= self.formed[index] & self.needed[row]
         used = self.copied & self.needed[self.copied_rows]
         self.copies = Copies(flat, used, self.first[self.copied_rows]) if used.any() else None
+        """Those to host memory; None if no candidate needs any."""
         for index, row in enumerate(self.copied_rows):
             self.saved_as_is[row] &= ~used[index]
 

@@ -62,22 +62,34 @@ class FlatGraph:
     def __init__(self, graph: JointGraph, outside_memory: OutsideMemory, gradients: GradientUse = STAYS) -> None:
         self.graph, self.outside_memory, self.gradients = graph, outside_memory, gradients
         self.base = base_level(graph, Choices(gradients=gradients), outside_memory)
+        """Bytes that are live during the whole step."""
         self.outputs = {graph.base(value) for value in graph.outputs}
+        """Values that own the memory of the step's outputs."""
         self.resident = {value.id for value in graph.values if value.kind in RESIDENT}
+        """Values of parameters, buffers, inputs and constants."""
         self.tangents = {value.id for value in graph.values if value.kind == "tangent"}
+        """Gradients of the outputs."""
         # forward values, and which of them may be recomputed
         self.values = sorted(value for op in graph.forward_ops for value in op.makes)
+        """By row: the forward value."""
         self.row = {value: row for row, value in enumerate(self.values)}
+        """By forward value: its row."""
         self.bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
+        """By row."""
         self.is_output = np.array([value in self.outputs for value in self.values], dtype=bool)
+        """By row."""
         can_rerun = recomputable(graph)
         self.droppable = tuple(value for value in self.values if value in can_rerun)
+        """Forward values that may be recomputed."""
         self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
+        """Their rows."""
         # forms in which they may be saved
         self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.outputs)
         """Saved forms by rank: copies last."""
         self.form_rows = [self.row[form.value] for form in self.forms]
+        """By form: the row of its value."""
         self.form_bytes = [graph.values[form.encoded].bytes for form in self.forms]
+        """By form: bytes of the encoding."""
         self.copied = range(sum(not form.is_copied for form in self.forms), len(self.forms))
         """Indices of the forms that are copies to host memory."""
         self.plain = range(self.copied.start)
@@ -106,6 +118,7 @@ class FlatGraph:
             self.maker[list(op.makes)] = index
         self._compute_shared_arrays()
         self.regular = self._is_regular()
+        """Whether candidates can be evaluated in batches; see `_is_regular`."""
 
     # -- backward
 

@@ -200,11 +200,14 @@ class Relaxation:
         self.flat, self.unavoidable, self.small = flat, Unavoidable(flat), small
         self.program = Program()
         self.ops = self.program.variables(op.op.seconds for op in flat.recompute_ops)
+        """The first of the variables that say which forward ops run again, in the order of ``flat.recompute_ops``."""
         self.forms = self.program.variables(self._cost_of_form(index) for index in range(len(flat.forms)))
         """The first of the variables that say which forms are used, in the order of ``flat.forms``."""
         self._add_waits_for_copies()
         self.maker = {row: index for index, op in enumerate(flat.forward) for row in op.makes}
+        """Row -> index of the forward op that makes the value."""
         self.recomputable = set(flat.drop_rows.tolist())
+        """Rows of the values that may be recomputed."""
         room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
         self.keep_variables: dict[int, int] = {}
         """Row -> the variable that says whether the value is live between the passes."""

@@ -102,6 +102,7 @@ class _Profile:
         self.size = [value.bytes for value in graph.values]
         """By value."""
         self.small = max(self.size) // SMALL
+        """Bytes up to which a value is no reason to move an op."""
         tangents = {value.id for value in graph.values if value.kind == "tangent"}
         resident = {value.id for value in graph.values if value.kind in RESIDENT}
         outputs = {graph.base(value) for value in graph.outputs}
@@ -130,7 +131,9 @@ class _Profile:
         self.start = counted.boundary + sum(self.size[value] for value in tangents)
         """Bytes before the first op."""
         self.makes = {op: frozenset(v for node in nodes for v in node.makes) for op, nodes in self.nodes.items()}
+        """By op: values that its nodes make."""
         self.uses = {op: frozenset(v for node in nodes for v in node.uses) for op, nodes in self.nodes.items()}
+        """By op: values that its nodes use."""
         self.users = defaultdict[int, list[int]](list)
         """By value: the ops that use it."""
         for op, used in self.uses.items():

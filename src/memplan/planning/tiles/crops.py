@@ -56,8 +56,10 @@ class Crops:
         self._programs: dict[tuple[int, ...], list[Tiled]] = {}
         """By shape of an input: the network's program, tiled along each dimension of space."""
         self._whole = self._tiled(shape)
+        """The program of the whole input, tiled along each dimension of space."""
         program = self._whole[0].program
         self.result_shape = program.likes[program.outputs[0]].shape
+        """Shape of the network's result for the whole input."""
         self.result_dtype = program.likes[program.outputs[0]].dtype
         self._scales = [self._scales_along(tiled) for tiled in self._whole]
         """Along each dimension of space: how many elements of the input an element of each value stands for."""
@@ -205,10 +207,13 @@ def _window(tensor: Tensor, windows: tuple[Window, ...]) -> Tensor:
 
 
 class _Recording(TorchFunctionMode):
+    """Records the ops of a network on an input without data; what is computed from weights alone counts as a weight."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.recorder = Recorder()
         self.static: Mapping[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        """By id(): weights, and tensors computed from these alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call; calls on weights alone run as they are, and their results count as weights, too."""

@@ -104,6 +104,7 @@ class Recorder:
         self._replacements: dict[int, Tensor] = {}
         """By id() of a tensor from outside: the tensor without data in its place."""
         self._static = set[int]()
+        """Values that do not depend on data."""
         self._repeated: dict[int, dict[int, int]] = {}
         """By id() of an earlier recording: its values that are computed again here, and the values here."""
         self._mode = _torch.fake_mode()

@@ -90,6 +90,7 @@ class Tiled:
         self.program, self.axis, self.pieces = program, axis, pieces
         values = (*program.inputs, *(value for node in program.nodes for value in node.outputs))
         self.shapes = {value: program.likes[value].shape for value in values}
+        """By value: the shape of the whole, not of a piece."""
         self.along = dict[int, Along]()
         """By value that lies along the axis: where the axis is in it."""
         self.norms = dict[int, Norm]()
@@ -101,6 +102,7 @@ class Tiled:
         self.scratch = dict[tuple[str, str], int]()
         """Bytes that an op of the tile allocates and frees again, by the op and its arguments, once measured."""
         self._makers = {value: node for node in program.nodes for value in node.outputs[:1]}
+        """By value that is the first result of a node: the node."""
         self._differentiable = set(program.inputs) - program.fixed
         """Values into which a gradient flows."""
         self._statistics_behind = dict[int, frozenset[int]]()
@@ -109,6 +111,7 @@ class Tiled:
         for value in program.inputs:
             self._place_input(value)
         self.steps = [self._step(at, node) for at, node in enumerate(program.nodes)]
+        """By index of a node: how a piece computes it."""
         # what can be cut so, but not run
         read = {value for node in program.nodes for value in node.reads} | set(program.outputs)
         second = [node.name for node in program.nodes if read.intersection(node.outputs[1:])]
@@ -773,16 +776,20 @@ class _Run:
     ) -> None:  # fmt: skip
         self.tiled, self.piece, self.statistics, self._sums, self.sums_up = tiled, piece, statistics, sums, sums_up
         self.windows, self._cut = tiled.windows(goals), cut
+        """By value along the axis: the range of the axis that the piece needs of it."""
         self._kept = {*goals, *tiled.program.outputs, *tiled.program.static} - (tiled.passing if sums_up else set())
+        """Values that stay in `values` after their last read."""
         self.into: Mapping[int, Tensor | None] = {}
         """Gradients of weights to which products add, by input."""
         self._differentiates, self._unread = differentiates, tiled.unread if differentiates else ()
         self.cuts: dict[int, Pair] = {}
         """Input and result of the norms in ``cut`` that the piece reads, where it reads them."""
         self.values: dict[int, Tensor] = {}
+        """The piece's part of each value."""
         for value, tensor in zip(tiled.program.inputs, tensors, strict=True):
             self.values[value] = self.input_part(tensor.detach(), value)
         self._last = self._last_reads()
+        """By index of a node: values that are dropped after it."""
 
     def input_part(self, tensor: Tensor, value: int) -> Tensor:
         """Return the part of a whole input that the piece reads. ``value``: the input's id."""

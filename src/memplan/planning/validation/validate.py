@@ -33,10 +33,13 @@ class _Walk:
         self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
         self.outputs = {graph.values[value].base for value in graph.outputs}
         self.live, self.changed = {*self.resident}, set[int]()
+        """Live values, and those whose elements must not be read any more."""
         self.delivered = set[int]()  # gradients whose memory the receiver keeps
         self.recomputed = {*graph.irreplaceable}  # these must never be recomputed, as if they had been
         self.ran, self.written, self.returned = set[int](), set[int](), set[int]()
+        """Ops that ran for the first time, values that were written, and values whose gradient was returned."""
         self.last_in_order = -1
+        """Index of the last op that must not change its place: in the forward pass, random, or with a side effect."""
         # by kind of action, form and value: values that it reads, values that it makes, and scratch
         allowed = self.allowed = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
         allowed["receive", None, None] = set[int](), self.tangents, outside_memory.loss_bytes
@@ -47,6 +50,7 @@ class _Walk:
             for kind in ENDS if f.copy_seconds is not None else ():
                 allowed[kind, f.encoded, f.value] = {f.value, f.encoded}, set[int](), 0
         self.level = outside_memory.held_bytes + self.size(self.resident)
+        """Bytes that are live."""
         if self.gradient_use.adds:  # gradients of earlier steps are live
             trained = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
             self.level += sum(value.own_bytes for value in trained)

@@ -58,8 +58,11 @@ class Readable:
         ]
         """(name, attributes, names of attributes that do not count, class) of each of the model's modules."""
         self._module_names = {id(module): name for name, module in model.named_modules()}
+        """By id() of a module."""
         self._moment: object = None
+        """Token of the last snapshot; see `take_snapshot`."""
         self._walk: Walk | None = None
+        """The traversal that read the last snapshot."""
         self._snapshot: Snapshot | None = None
 
     def take_snapshot(self, moment: object = None) -> Snapshot:

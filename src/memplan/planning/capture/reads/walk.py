@@ -142,12 +142,15 @@ class Walk(Watched):
         super().__init__()
         self._recipe, self._module_names = recipe, module_names
         self._nodes: list[Any] = []
+        """What a snapshot compares of each node, by number."""
         self._labels: list[str] = []
+        """Name of each node in messages."""
         self._numbers: dict[int, int] = {}
         """Number of an object's node, by the id of the object."""
         self._alive: list[Any] = []
         """Objects in `_numbers`, kept alive so that ids are not reused."""
         self._queue: collections.deque[tuple[int, Any, str]] = collections.deque()
+        """(number, object, label) of nodes whose content is still to be read."""
         self._unseen: list[str] = []
         """Objects that cannot be examined, with the reason."""
         self.added_names = set[str]()
@@ -157,6 +160,7 @@ class Walk(Watched):
         self._appended_states = set[str]()
         """Names in `HIDDEN_STATES` that already have a node."""
         self._names = Names(None if recipe.reads_all else recipe.names, _IGNORED_NAMES)
+        """Names of attributes that are read."""
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot of all nodes. Called after `start`, once."""

@@ -84,9 +84,12 @@ class Watched:
         self._contents: list[tuple[Names | None, Any]] = []
         """For each of `_dicts`, the watched names and their values; or None, and all keys and values."""
         self._guards = _torch.DictGuards(())
+        """Versions of `_dicts`."""
         self._watched_namespaces: dict[Any, dict[str, Any]] = {}
+        """By namespace and names: their values."""
         self._modules, self._instances = Attributes(), Attributes()
         self._objects: list[Any] = []
+        """Objects that must keep their class."""
         self._kinds: list[type] = []
         """Class of each of `_objects`."""
         self._functions: list[types.FunctionType] = []
