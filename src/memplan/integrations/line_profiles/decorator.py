@@ -88,6 +88,7 @@ class Profiled:
         self._device = device
         self._seconds_left = seconds
         self._has_warned = False
+        """Whether it has warned that another thread is measured."""
 
     @property
     def lines(self) -> LineProfile | None:

@@ -78,12 +78,17 @@ class Session:
     def __init__(self, seconds: float = float("inf")) -> None:
         self._seconds = seconds
         self._began = 0.0
+        """Seconds of the thread's CPU time at `begin`."""
         self._stack = ExitStack()
         self._profile: Any = None
+        """torch's profiler, which records the allocations on the host."""
         self._watch: LineWatch | None = None
+        """Records which lines run."""
         self._resident = _ResidentStorages()
         self._card: _Card | None = None
+        """None without a card that the process uses."""
         self.thread = 0
+        """Id of the measured thread; 0 before `begin`."""
         self.is_on = False
         self.took = 0.0
         """CPU seconds from `begin` to `end`, with the search for resident storages and the reading of the record."""
@@ -160,7 +165,9 @@ class _ResidentStorages:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        """Bytes of each, by its number."""
         self._references: list[Any] = []
+        """Weak references, whose callbacks mark the frees in the profiler's record."""
 
     @classmethod
     def now(cls) -> _ResidentStorages:
@@ -203,11 +210,16 @@ class _Card:
 
     def __init__(self) -> None:
         self.before = torch.cuda.memory_allocated()
+        """Bytes allocated on the card when the session began."""
         self.events: list[_torch.HistoryEvent] = []
+        """Allocations and frees during the session, once it is closed."""
         self._marks: list[int] = []
+        """By tick of the line clock: how many of these events came before."""
         self._first_event = _event_count()
+        """How many allocations and frees came before the session."""
         _torch.record_history(stacks=False)
         self._history_length = len(_torch.history())
+        """Entries of torch's history that are from before the session."""
 
     def mark(self) -> None:
         """Record the position in the history for this tick of the line clock."""

@@ -43,9 +43,12 @@ class FakeNamespace:
         self._namespace = namespace
         self._global_names = sorted(_global_names(codes, namespace))
         self._cells = [cell for cell in cells if _has_content(cell)]
+        """Those that are not empty."""
         self._arguments = arguments
         self._globals = dict(namespace)
+        """The globals before, to restore them."""
         self._contents = [cell.cell_contents for cell in self._cells]
+        """What the cells held before."""
 
     def record(self, call: Callable[[Any], object], device: str | None) -> Trace:
         """Record a call; the copies of tensors, modules and optimizers count as allocated before it. The call takes the

@@ -83,6 +83,7 @@ class Loaders:
         self._seen_shapes: dict[int, Any] = {}
         """Number of a loader -> shapes of its second batch."""
         self._plain_length = DataLoader.__len__
+        """torch's own method, which `hooked` replaces."""
         self._seen: list[_Progress] = []
         """Of all iterators over loaders, in order."""
         self.absent = dict[str, None]()

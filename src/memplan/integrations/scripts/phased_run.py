@@ -39,8 +39,10 @@ class PhasedRun(ScriptRun):
     ) -> None:
         super().__init__(request, steps, boundaries, give_up)
         self._folder = request.command.folder
+        """Of the script's own code."""
         self._to_the_end = request.batches is None
         self._parts: list[RunPart] = []
+        """Parts that have ended."""
         self._part = RunPart()
         """The part that runs."""
         self._data_sets = ObjectNumbers()

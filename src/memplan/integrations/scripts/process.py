@@ -206,6 +206,7 @@ class _Tail:
     def __init__(self, stream: IO[bytes], copy: IO[bytes] | None, limit: int = _TAIL_BYTES) -> None:
         self._stream, self._copy, self._limit = stream, copy, limit
         self._blocks: deque[bytes] = deque()
+        """Blocks of bytes with the end of the stream."""
         self._size = 0
         """Bytes of these blocks."""
         self.lines = 0

@@ -46,6 +46,7 @@ class RedirectedFiles:
         self._folder = os.path.realpath(folder)
         self._note = note
         self._removed: set[str] = set()
+        """Real paths of files and folders that the script has removed."""
 
     @contextmanager
     def redirecting(self) -> Iterator[None]:

@@ -57,13 +57,21 @@ class ScriptRun:
         self._running: list[nn.Module] = []
         """Stack of running modules, outermost first."""
         self.steps_made = self._last_updates = 0
+        """Steps that have ended, and the updates by which optimizers have completed steps (`_common_updates`)."""
         self._calls_since_update = 0.0
+        """Batches and outermost calls since the last update of an optimizer; those of a rollout count less."""
         self._built = self._step_is_complete = self._over = False
+        """Whether the build has ended; whether an update has completed the step, which the next boundary ends; whether
+        the run is over."""
         self._ending: Ending | None = None
+        """Why the run ended; None before its end."""
         self._exit_code: int | str | None = None
+        """What the script passed to ``sys.exit``."""
         self._times_stopped = 0
+        """How often `_Over` was raised in the script's code."""
         self.calls = CallWatch(request.command.folder, lambda: boundaries.tick, request.fits)
         self._keeps_call = request.plan is not None or request.fits is not None
+        """Whether `calls` keeps the first training call, for a plan."""
 
     def _make_loaders(self, request: Request, steps: int) -> Loaders:
         """Return the script's loaders; one on which no model is trained may yield ``steps`` batches."""

@@ -114,13 +114,18 @@ class _PlannedMemory:
     def __init__(self, trace: Trace, layers: frozenset[str], calls: Calls) -> None:
         self._trace, self._layers, self._calls = trace, layers, calls
         self._starts = [call.start for call in calls.calls]
+        """Ticks at which the model's calls begin."""
         self._update_starts = [update.start for update in calls.updates]
+        """Ticks at which the optimizers' updates begin."""
         self._updated_storages = {
             storage for op in trace.ops if self._is_in_update(op.start, op.end) for storage in op.writes
         }  # fmt: skip
+        """Storages that these updates write."""
         self._forward = {op.index for op in trace.ops if op.phase == "forward" and self._in_call(op.start)}
+        """Indices of the forward ops of the calls."""
         self._steps = self._step_spans()
         self._step_starts = [step.start for step in self._steps]
+        """Ticks at which these spans begin."""
 
     def is_counting(self, tick: int) -> bool:
         """Return whether a call, its backward pass or an update runs at a tick: only then a plan counts storages."""

@@ -16,6 +16,7 @@ class FirstSteps:
     def __init__(self) -> None:
         self._profile = _torch.YieldingProfile()
         self._ends = list[int]()
+        """Time at which each step ended, in ns."""
 
     def start(self) -> None:
         """Begin to profile, unless another profiler is active."""

@@ -32,19 +32,25 @@ class Follower:
         self.subject = subject
         self.device = device
         self.steps = 0
+        """Steps that have ended."""
         self.rows: deque[Row] = deque(maxlen=MAX_ROWS)
+        """What each of the last steps allocated."""
         self.growths = list[Growth]()
         self.notes = list[str]()
         self.prediction: Prediction | None = None
+        """From the last window that could predict; None before."""
         self._leaks = list[DetectedLeak]()
         self._say = say
         self._schedule = Schedule()
         self._counters = CardCounters(device) if device.type == "cuda" else HostCounters()
         self._first_steps: FirstSteps | None = None if device.type == "cuda" else FirstSteps()
+        """Measures the first steps on the CPU; None once they are over, and on a card, which counts every step."""
         self._window: Window | None = None
+        """The open window; None if there is none."""
         self._first_drift: int | None = None
         """Drift of the first step after the prediction, in bytes."""
         self._began = 0.0
+        """When the current step began, in seconds of `time.perf_counter`."""
 
     @property
     def leaks(self) -> tuple[Leak, ...]:

@@ -88,10 +88,14 @@ class Owners:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
         self._globals = {id(vars(module)): module for module in modules}
+        """By id() of a loaded module's globals: the module."""
         self._local_containers = dict(_local_containers())
+        """By id() of a container in a local variable of a running function: the variable's name and the function's
+        code."""
         self._layers = dict[int, str]()
         """Name of each module, by its id()."""
         self._hooks = list[tuple[types.CodeType, str]]()
+        """(code of a hook, name of its layer)."""
         for model in models:
             for path, module in model.named_modules():
                 layer = path or type(module).__name__

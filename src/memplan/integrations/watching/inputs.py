@@ -15,7 +15,9 @@ class LastInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._args: tuple[Any, ...] | None = None
+        """Positional arguments with a `Spec` for each tensor; None before the first call."""
         self._kwargs: dict[str, Any] = {}
+        """Keyword arguments, likewise."""
         self._handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def close(self) -> None:

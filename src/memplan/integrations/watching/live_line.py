@@ -20,7 +20,9 @@ class LiveLine:
 
     def __init__(self, *, quiet: bool) -> None:
         self._display: Any = None
+        """rich's live display; None before the first line and after the last."""
         self._next = 0.0
+        """Monotonic time before which the line is not updated again."""
         self.is_shown = not quiet and "CI" not in os.environ and sys.stderr.isatty()
 
     def show(self, row: Row, leaks: int) -> None:

@@ -21,6 +21,7 @@ class RankFile:
         self.folder = folder
         self._path = folder / name_of(rank)
         self._written = 0.0
+        """Monotonic time of the last write."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, content: Callable[[], RankWatch], *, now: bool = False) -> None:

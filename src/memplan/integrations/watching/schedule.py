@@ -22,7 +22,9 @@ class Schedule:
 
     def __init__(self) -> None:
         self._readings: deque[Reading] = deque(maxlen=_RISES + 1)
+        """Counters at the ends of the last steps; empty after a window."""
         self._unobserved_seconds: deque[float] = deque(maxlen=32)
+        """Seconds of each of the last steps outside of windows."""
         self._elapsed = self._window_seconds = self._past_windows_seconds = 0.0
         """Seconds of all steps, of those in the current window, and of those in earlier windows except the first."""
         self._windows = self._growth_windows = self._wait_until = 0

@@ -104,24 +104,32 @@ class Watch(Written, Printed):
         self.post_mortem: Path | None = None
         """Path of the post-mortem's JSON file, with the text next to it; None: no step ran out of memory."""
         self._device, self._card = _device_of(models, device)
+        """The device whose memory is watched, and the card that it is; None for the CPU."""
         self._subject = Subject(models, optimizers, self._card)
         self.rank, self.world = _torch.started_rank()
         """This process's rank, and how many there are; 0 of 1 without others."""
         self._oom_folder = post_mortem
         self._folder = folder
         self._file: RankFile | None = None
+        """File of this rank's results; None without a folder, and before watching begins."""
         self._ended: State = "running"
+        """First "running", then how the watch ended."""
         self._error = ""
+        """Class and message of the exception that ended it; "" without one."""
         self._follows_model = device is None
+        """Whether to watch the device that the model was moved to before its first step."""
         self._quiet = quiet
         self._line = LiveLine(quiet=quiet)
         self._follower = Follower(self._subject, self._device, self._say)
         self._stack = ExitStack()
         self._inputs: LastInputs | None = None
+        """For the post-mortem; None before watching begins."""
         self._seen_optimizers = set[int]()
         """id() of each optimizer that has made a step."""
         self._thread = 0
+        """Id of the watched thread; 0 before watching begins."""
         self._state = "new"
+        """One of "new", "running", "broken" (watching failed), "aside" (another thread watches) or "over"."""
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -18,9 +18,11 @@ class Room:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._before = _free(folder)
+        """Free bytes of the file system at the start."""
         self.most = min(self._before // 2, _LIMIT)
         """Bytes."""
         self._next_count = self.most
+        """Bytes that the free space must have shrunk by before the files are counted again."""
 
     def is_used_up(self) -> bool:
         """Return whether the file system has shrunk by the limit, and at least half of that is the folder's files."""
