@@ -46,10 +46,14 @@ class _ActivationCopies:
     def __init__(self, trace: Trace, forms: Mapping[int, Form]) -> None:
         self._trace, self._forms = trace, forms
         self._reads_view = _ops_on_views(trace)
+        """Indices of the ops that read a view."""
         kernels = (op for op in trace.ops if base_name(op.name) not in (*_VIEWS, "_unsafe_view"))
         self._readers = readers_of(op for op in kernels if op.phase == "forward")
+        """By storage: the forward ops, other than views, that read it."""
         self._returned = {view.storage for returned in trace.returned for view in returned.tensors}
+        """Storages that called modules return."""
         self._gradient_ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of is not None}
+        """By forward op: the tick at which the last op of its derivative ends."""
 
     def _saved(self) -> Iterator[tuple[Storage, Op, str]]:
         """Yield each tensor that a single op saves, with the op and the tensor's role in its derivative formula, such

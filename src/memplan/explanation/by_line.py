@@ -53,6 +53,7 @@ class _Memory:
         """``levels``, ``lives``: as for `profiles_of`."""
         self._ticks = [tick for tick, _ in levels]
         self._levels = [level for _, level in levels]
+        """Allocated bytes after the event at each of these ticks."""
         freed_at = dict(lives)
         previous_levels = [0, *self._levels[:-1]]
         self._allocations = [

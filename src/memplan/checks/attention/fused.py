@@ -39,15 +39,23 @@ class Fusing:
 
     def __init__(self, trace: Trace, attention: Sequence[Attention], *, on_card: bool, weights: bool = False) -> None:
         self._score_sites = {site(trace, block.scores) for block in attention}
+        """(``file:line``, elements of the result) of each product of queries and keys."""
         self._scaling_sites = {site(trace, op) for block in attention for op in block.scalings}
+        """The same of each scaling of queries or keys."""
         self._summand_sites = {site(trace, block.summand) for block in attention if block.summand is not None}
+        """The same of each empty tensor that ``baddbmm`` gets as its summand."""
         self._sizes = {size for _, size in self._score_sites | self._scaling_sites}
+        """Elements of the results at the first two."""
         self._on_card, self._weights = on_card, weights
         self._placeholders: dict[int, tuple[torch.Tensor, Pending]] = {}
         """Storage of a placeholder, or of a tensor computed from it -> that tensor, and the scores it stands for."""
         self._calling = False
+        """Whether a fused call is running."""
         self._started = self._fused = 0
+        """How many products of queries and keys were replaced by placeholders, and how many of these led to a fused
+        call."""
         self._unsupported = False
+        """Whether any of them did what a fused call does not compute."""
         self.reasons: list[str] = []
         """Why the CPU's fused kernel refuses a call, for calls that it refuses."""
 

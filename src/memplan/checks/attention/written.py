@@ -72,6 +72,7 @@ class _Search:
         self._trace = trace
         self._forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
         self._readers = readers_of(self._forward)
+        """By storage: the forward ops that read it."""
 
     def attentions(self) -> Iterator[Attention]:
         """Yield the attention around each softmax over long rows that is computed by products."""

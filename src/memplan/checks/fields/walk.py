@@ -91,8 +91,11 @@ class _FieldPropagation:
         self._tiled = tiled
         """Whether a slice of an input, outside of modules, is an input of its own."""
         self._models = _models(trace)
+        """Paths of the modules that the step calls as models, not as losses."""
         self._sources: list[Source] = []
+        """Dimensions of inputs; a `Field` names its source by the position in this list."""
         self._fields_by_view: dict[View, Fields] = {}
+        """By canonical view: the fields of its dimensions."""
         self._results: dict[int, tuple[Fields, ...]] = {}
         """Index of an op -> the fields of its results."""
         self._makers: dict[int, Call] = {}

@@ -40,12 +40,17 @@ class Program:
     def __init__(self, trace: Trace, changes: Changes) -> None:
         self._trace, self._changes = trace, changes
         self._forms = {form.op: form for form in trace.forms}
+        """By index of an op."""
         self._tensors: dict[View, torch.Tensor] = {}
+        """By canonical view of the recording: the replay's tensor."""
         self._last_view: dict[int, View] = {}
         """Storage -> the view that was written last."""
         self._overwritten: set[View] = set()
+        """Results of in-place ops, until autograd has made the next view of them by itself."""
         self._clones = {form.op for form in trace.forms if self._is_autograd_clone(form)}
+        """Indices of the clones that autograd makes by itself before in-place ops."""
         self._leaves: set[View] = set()
+        """Views of tensors from before the step."""
         self.grown: dict[View, tuple[int, ...]] = {}
 
     def build(self) -> Callable[[], None]:

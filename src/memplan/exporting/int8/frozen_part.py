@@ -71,22 +71,30 @@ class _Refused(Exception):
 
 
 class _Finder:
+    """Goes through the forward ops in order, and finds the frozen layers that integer kernels can compute."""
+
     def __init__(
         self, graph: JointGraph, frozen: Mapping[int, torch.Tensor], inputs: Collection[int], written: Collection[int],
         among: Collection[tuple[str, str]] | None,
     ) -> None:  # fmt: skip
         self.graph, self.written, self.among = graph, written, among
         self.known = {value: tensor.detach() for value, tensor in frozen.items()}
+        """By value that does not change: its elements."""
         values = graph.values
         self.floats = {v for v in inputs if values[v].dtype == "float32"}
         """Values in float32 that are inputs or views of them."""
         self.bytes: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
         """By value that is an affine function of an input of eight bits: the input, factor and addend."""
         self.byte_inputs = {v for v in inputs if values[v].dtype in BYTES}
+        """Inputs of eight bits."""
         self.layers: list[Layer] = []
+        """The layers so far that integer kernels can compute, in order."""
         self.maker: dict[int, Layer] = {}
+        """By value that such a layer computes: the layer."""
         self.stops: list[Stop] = []
+        """Ops that read these layers and stay in float32."""
         self.readers: dict[int, int] = {}
+        """By value: the number of ops that read it, and of its uses as a result of the step."""
         for op in graph.ops:
             for value in set(refs((op.args, op.kwargs))):
                 self.readers[value] = self.readers.get(value, 0) + 1

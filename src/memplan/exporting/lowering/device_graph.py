@@ -106,11 +106,13 @@ class Lowering(Rebuild):
         self.known: dict[int, torch.Tensor] = {}
         """Values that are constant."""
         self.offsets: dict[int, int] = {}
+        """As for `DeviceGraph`."""
         self.dtypes: dict[int, str] = {value.id: value.dtype for value in graph.values}
         """The dtype that each value has in PyTorch: computed flags and integers are floats on the device."""
         self.affine: dict[int, Any] = {}
         """Values that are normalized bytes of inputs (see byte_inputs.py)."""
         self.mutations = dict(graph.mutations)
+        """By value that the step changes: its value after the step."""
         for value, tensor in constants.items():
             self.make_constant(value, tensor)
 

@@ -71,9 +71,10 @@ class _ProgramWriter:
             for tensor in tensors
         }  # fmt: skip
         """C for a pointer to each parameter and buffer, by name."""
-        # the same of scales, and offsets within the trained weights in floats or in eight bits
         self.scales = {tensor.path: _plus(self.flash["scales"], tensor.offset) for tensor in memory.scales}
+        """The same for the scales of parameters in eight bits."""
         self.offset_of = {tensor.path: tensor.offset for tensor in (*memory.trained, *memory.trained_int8)}
+        """Offset of each trained parameter within the trained weights in floats or in eight bits."""
         self.int8 = {tensor.path for tensor in memory.trained_int8}
         """Names of the parameters that are trained in eight bits."""
         self.constants: dict[str, str] = {}

@@ -93,8 +93,11 @@ class Groups(Rebuild):
         super().__init__(replace(graph, values=values, forms=()))
         self.plan, self.offsets = plan, dict(device.offsets)
         self.component = {value: k for k, component in enumerate(plan.components) for value in component.values}
+        """By value that is split: the position of its component in the plan."""
         self.axis = {value: axis for component in plan.components for value, axis in component.values.items()}
+        """By value that is split: the dimension of its channels."""
         self.bounds = [plan.bounds(k) for k in range(len(plan.components))]
+        """By component: (first channel, end) of each group."""
         self.parts: dict[tuple[int, int], int] = {}
         """By value and group: the group's part of the value."""
         self.partial: dict[int, int] = {}

@@ -138,11 +138,15 @@ class _Stepper:
     ) -> None:
         self.request, self.layout, self.frozen, self.dtype, self.seed = request, layout, frozen, dtype, seed
         self.module = WithOutputs(copy.deepcopy(device_step(request))).to(dtype)
+        """The copy, in ``dtype``."""
         named = (*self.module.named_parameters(), *self.module.named_buffers())
         self.named = {name_of(path): tensor for path, tensor in named}
+        """Its parameters and buffers, by name in the user's model."""
         self.optimizer = layout.rules.optimizer(self.module.model)
         self.random = DeviceRandom()
+        """Draws the masks that the device draws."""
         self.inputs = [t.detach().to(dtype) if t.is_floating_point() else t for t in request.call.tensors]
+        """Tensors of the call, floats in ``dtype``."""
 
     def step(self, k: int, weights: dict[str, np.ndarray] | None) -> _Step:
         """Run step `k` from these weights; None: those of the model."""

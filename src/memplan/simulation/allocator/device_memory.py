@@ -55,6 +55,7 @@ class Device:
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self.reserved = 0
+        """Bytes."""
         self.log: list[AllocatorEvent] = []
         self.tick = 0
         """Of the events logged next."""

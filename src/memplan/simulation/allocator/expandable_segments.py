@@ -27,6 +27,7 @@ class ExpandableSegments:
         self._device = device
         self._place = place
         self._large_page = settings.large_segment_size
+        """Bytes of a page in pools for large requests."""
         self._total = UNKNOWN_CARD if total is None else total
         self.reservations: list[Reservation] = []
 

@@ -44,6 +44,7 @@ class SegmentCache:
         """The free chunks of each memory pool: (for small requests, for large requests)."""
         self._place = place
         self._small, self._large = self.pool(DEFAULT_POOL)
+        """Free chunks outside of private pools, for small and for large requests."""
 
     def pool(self, ident: Pool) -> tuple[ChunkPool, ChunkPool]:
         """Return the free chunks of a memory pool: (for small requests, for large requests)."""

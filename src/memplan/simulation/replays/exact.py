@@ -70,6 +70,7 @@ class ExactReplay:
         first wrong address shows."""
         self.allocator = start.allocator(snapshot.settings, place=self._address_for_segment)
         self.mismatches = [Mismatch(index, "history", text, "nothing") for index, text in start.conflicts]
+        """Where the replay differs from the recording."""
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
         self.ooms: list[OutOfMemoryEvent] = []
         self._addresses = {block.owner: block.address for segment in start.segments for block in segment.blocks}
@@ -82,8 +83,8 @@ class ExactReplay:
         """Whether memory was released since the last request: maybe to serve the next one."""
         self._next_unrecorded = _UNRECORDED_ADDRESS
         settings = snapshot.settings
-        # Under these settings torch may release only some of the unused segments; else it releases all.
         self._releases_partially = settings.max_split_size is not None or settings.garbage_collection_threshold > 0
+        """Whether torch may release only some of the unused segments; under other settings it releases all."""
 
     def run(self) -> None:
         """Replay all events, or those before the first that contradicts the earlier ones."""

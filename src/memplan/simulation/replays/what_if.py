@@ -88,6 +88,7 @@ class _WhatIfRun:
         blocks = [(segment, block, block.owner) for segment in start.segments for block in segment.blocks]
         reserved = sum(segment.size for segment in start.segments)
         self.from_recorded_start = as_recorded and (capacity is None or reserved <= capacity)
+        """Whether it begins in the recorded state."""
         if self.from_recorded_start:
             self.allocator = start.allocator(settings, capacity=capacity)
             self.addresses = {owner: block.address for _, block, owner in blocks if owner is not None}

@@ -265,6 +265,8 @@ class _Figures:
 
 
 class _Study:
+    """Records layouts of a module on a card."""
+
     def __init__(
         self, subject: Subject, target: Target, card: Device, tensor_plan: TensorPlan | None, per_node: int,
         link: float | None, settings: str | None,
@@ -286,18 +288,20 @@ class _Study:
                 do="Name a callable that makes the module; memplan explain --world takes a build that shards by itself",
             )
         self.blocks: Blocks | None = blocks_of(model)
-        # how a layout is recorded, and which layouts are refused
+        """The repeated blocks; None if the module has none."""
         self._weights = _sizes(model, subject.options)
         self._tensor_plan = tensor_plan
         self._refused = functools.cache(
             lambda ranks, loss: None if tensor_plan else _why_not(model, self.blocks, ranks, loss_parallel=loss)
         )
+        """By number of ranks that share layers, and whether they share the loss: why not, or None."""
         self._per_node = per_node
         self.links = within_machine(card)[0], round(link or between_machines(card)[0])
         self.errors: list[MemplanError] = []
+        """Of the layouts that could not be recorded."""
         self.notes: tuple[str, ...] = ()
-        # whether some of the blocks are enough: the others are alike
         self._few = self.blocks is not None and self.blocks.alike and self.blocks.number > _FEW[1] + 1
+        """Whether to record the module with few of its blocks, as they are alike."""
 
     def row(self, layout: Layout, *, whole: bool = False) -> LayoutBytes:
         """Record a layout: all of the module, or some of its blocks."""

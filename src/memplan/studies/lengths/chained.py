@@ -62,17 +62,22 @@ class _Chain:
     def __init__(self, first: _SecondStep) -> None:
         """Begin with all of a recording up to its second step."""
         self._recording = first.trace
+        """The recording of the first step, whose other facts the result has."""
         self._end = first.start
+        """Ticks so far."""
         self._steps = [first.trace.steps[0]]
+        """Tick at which each step ends."""
         self._calls = [call for call in first.trace.calls if call.tick <= self._end]
         self._inputs: list[int] = []
         """Numbers of the storages of the last batch."""
         self._outliving: dict[_Key, int] = {}
         """Numbers of the storages that outlive the last step, by key."""
         self.storages: list[Storage] = []
+        """Those of all steps so far, renumbered, as their engines and sizes below."""
         self.engines: list[Engines] = []
         self.expected: list[ExpectedSize] = []
         self.measured: list[int] = []
+        """Storages whose size was measured."""
         self._engines_of: dict[int, dict[int, Engines]] = {}
         """By id() of a trace: its engines by storage."""
         self._sizes_of: dict[int, dict[int, ExpectedSize]] = {}

@@ -179,11 +179,13 @@ class _Recordings:
     def __init__(self, subject: Subject, axis: Axis, target: Target) -> None:
         self._subject, self._axis, self._target = subject, axis, target
         self.traces: dict[int, Trace] = {}
+        """By length."""
         self.recorded = set[int]()
+        """Lengths that were recorded; the traces of the others are interpolated."""
         self.checked: int | None = None
         self.off = 0.0
         self.larger = 0
-        """These three: see `Lengths`."""
+        """`checked`, `off` and `larger` are as in `Lengths`."""
 
     def record(self, lengths: Sequence[int]) -> None:
         """Record the step at each of these lengths, unless it is recorded already."""

@@ -171,15 +171,19 @@ class _Fitting:
         self.undo = ExitStack()
         """Uninstalls the current plans."""
         self._handed_over = False
+        """Whether the user has the model."""
         trained_shards = [_torch.local(p) for p in request.model.parameters() if p.requires_grad]
         self._gradient_bytes = storage_bytes(trained_shards, self._settings.home.type)
+        """Of this rank's shards."""
         self._update = Update(0, 0)
+        """Bytes of the optimizer's state and update for these shards."""
         if optimizer is not None:
             layouts = [(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")) for t in trained_shards]
             self._update = update_of(optimizer, layouts, self._settings.home)
         shards = map(_torch.local, request.model.parameters())
         tensors = (*shards, *request.model.buffers(), *request.call.tensors)
         self._resident = storage_bytes(tensors, self._settings.home.type) + self._update.state
+        """Bytes that stay allocated outside of blocks: shards, buffers, inputs, optimizer state, kept gradients."""
         if self._adds:
             self._resident += self._gradient_bytes
 

@@ -61,6 +61,7 @@ class Meter:
         self._step_names: list[str] = []
         """Name of the step that each range belongs to, by the range's number."""
         self._record: _torch.Profile | None = None
+        """What was profiled, once the meter has stopped."""
 
     def __enter__(self) -> Meter:
         self._profile.__enter__()

@@ -79,7 +79,9 @@ class Trial:
         self._copy = None if module is None else ModuleCopy(module, shared=not updates, float64=float64)
         self._device = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self.device = self._device.type
+        """Type of the device."""
         self.output: Any = None
+        """Of the last step, while it is compared."""
         self.other_resident = 0
         """Resident bytes of tensors that the trial does not know, such as a plan's constants."""
         self._arguments: tuple[Any, Any, Any] = ((), {}, ())
@@ -91,6 +93,7 @@ class Trial:
         self._initial_state: dict[Any, Any] = {}
         """The optimizer's state before its first update, which some, like Adagrad, have."""
         self._early: Early | None = None
+        """None if updates do not happen in the backward pass."""
         # the optimizer, on the copied parameters
         parameters = list(self.parameters.values())
         if parameters and updates:

@@ -118,6 +118,7 @@ class _PeerRun:
     def __init__(self, request: Request, pairs: int) -> None:
         self._request, self._pairs, self._home = request, pairs, request.settings.home
         self._blocks = blocks_of(request.step)
+        """Repeated blocks, which peers checkpoint."""
         args, kwargs = request.call.rebuild(request.call.tensors)
         self._work = Work(  # with gradients of an earlier micro-batch, if these are held
             args, kwargs, optimizer=request.settings.optimizer, autocast=request.autocast,
