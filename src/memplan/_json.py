@@ -321,7 +321,7 @@ def read_part(kind: Any, plain: Any, place: str) -> Any:
     """Convert parsed JSON to the type ``kind`` while a larger value is read, for errors at its ``place``: ``.names``,
     ``[3]``. Raises Unreadable."""
     try:
-        return _converter(False).structure(plain, kind)
+        return _converter(rows=False).structure(plain, kind)
     except Unreadable as error:
         raise error.within(place) from None
 
@@ -373,7 +373,7 @@ def _converter(rows: bool) -> Converter:
             row = tuple[tuple(hints.values())]
             read_row = converter.get_structure_hook(row)
             return lambda plain, _: kind(*read_row(plain, row))
-        parts = _converter(True) if getattr(kind, "AS_ROWS", False) else converter
+        parts = _converter(rows=True) if getattr(kind, "AS_ROWS", False) else converter
         hooks: dict[str, Any] = {
             name: override(struct_hook=_field_reader(f".{name}", hint, parts.get_structure_hook(hint)))
             for name, hint in hints.items()

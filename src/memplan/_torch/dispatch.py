@@ -100,7 +100,7 @@ def autocast_like_cuda(kernels: Mapping[str, Kernel]) -> Iterator[Callable[[bool
             try:
                 yield _autocast_on
             finally:
-                _autocast_on(False)
+                _autocast_on(on=False)
     finally:
         everything_else._destroy()
 

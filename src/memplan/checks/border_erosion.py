@@ -132,7 +132,7 @@ def _erosion(subject: Subject, output: Output, followed: Followed, layers: list[
     )
     if cost.saved is not None:
         message += f"; it saves {format_bytes(cost.saved)}" if cost.saved > 0 else "; it saves no memory"
-    main = losing[0] if losing else LayerLoss("", None, ())
+    main = losing[0] if losing else LayerLoss(layer="", where=None, lost=())
     details = _details(output, layers) | {"share": share} | path | dict(cost.details)
     advice = tuple(_advice(sides, cost))
     return Finding(ID, "warning", main.layer, main.where, cost.saved or 0, message, advice, details)
@@ -167,7 +167,7 @@ def _one_sided(output: Output, layers: list[LayerLoss]) -> Finding:
     """Return a finding for outputs whose fields lie to one side although nothing is lost in sum, as after a strided
     convolution with an odd kernel."""
     sides = border_losses(output)
-    main = max(layers, key=lambda layer: layer.most, default=LayerLoss("", None, ()))
+    main = max(layers, key=lambda layer: layer.most, default=LayerLoss(layer="", where=None, lost=()))
     message = (
         f"the outputs' fields lie to one side of where the outputs stand: {_sides(sides)} are covered less, as many "
         "more on the other side; no border is lost in sum"
@@ -177,7 +177,9 @@ def _one_sided(output: Output, layers: list[LayerLoss]) -> Finding:
         "Nothing, where causality or a stride makes it so on purpose; else choose kernels as even as their strides, "
         "or align_corners and output_padding so that way down and way up match",
     )
-    return Finding(ID, "info", main.layer, main.where, 0, message, advice, details)
+    return Finding(
+        ID, "info", layer=main.layer, where=main.where, bytes=0, message=message, advice=advice, details=details
+    )
 
 
 def _details(output: Output, layers: list[LayerLoss]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ def find(subject: Subject) -> list[Finding]:
     advice = "Write y = y + x instead of y += x, or let the module return y.clone()"
     details = {"modules": len(modules), "classes": kinds}
     layer, where = ("", None) if op is None else (op.layer, op.where)
-    return [Finding(ID, "warning", layer, where, 0, message, (advice,), details)]
+    return [
+        Finding(ID, "warning", layer=layer, where=where, bytes=0, message=message, advice=(advice,), details=details)
+    ]
 
 
 def _changing_op(trace: Trace) -> Op | None:

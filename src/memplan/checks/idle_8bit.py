@@ -57,7 +57,9 @@ def find(subject: Subject) -> list[Finding]:
             "Take back what keeps larger ones in 32 bits: bitsandbytes' StableEmbedding, and "
             "GlobalOptimManager.override_config(..., optim_bits=32)",
         )
-        return [Finding(ID, "warning", "", None, size, message, advice, details)]
+        return [
+            Finding(ID, "warning", layer="", where=None, bytes=size, message=message, advice=advice, details=details)
+        ]
     in_32_bits = {state.id: replace(state, bytes=4 * math.prod(state.shape)) for state in narrow}
     larger = replace(trace, storages=tuple(in_32_bits.get(s.id, s) for s in trace.storages))
     spared = peak_of(larger) - peak_of(trace)
@@ -68,7 +70,7 @@ def find(subject: Subject) -> list[Finding]:
         f"bits the step would take {format_bytes(spared)} more at its peak of {format_bytes(peak_of(trace))}"
     )
     advice = ("Take the optimizer of 32 bits: it is exact, and the memory is elsewhere (memplan explain says where)",)
-    return [Finding(ID, "info", "", None, 0, message, advice, details)]
+    return [Finding(ID, "info", layer="", where=None, bytes=0, message=message, advice=advice, details=details)]
 
 
 def _in_8_bits(state: Storage) -> int:

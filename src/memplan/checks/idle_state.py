@@ -48,7 +48,9 @@ def _zeroed_gradients(trace: Trace) -> list[Finding]:
     )
     advice = ("Leave set_to_none=False out: zero_grad() frees them; in backward the first write makes them anew",)
     details = {"kind": "zeroed gradients", "held": gradient_bytes}
-    return [Finding(ID, "warning", "", op.where, size, message, advice, details)]
+    return [
+        Finding(ID, "warning", layer="", where=op.where, bytes=size, message=message, advice=advice, details=details)
+    ]
 
 
 def _is_zeroing(op: Op) -> bool:
@@ -128,7 +130,7 @@ def _unused(trace: Trace) -> list[Finding]:
             "Give the optimizer only parameters that require a gradient, or delete the state of those that were frozen "
             "since: optimizer.state.pop(parameter)",
         )
-    return [Finding(ID, "warning", "", None, size, message, advice, details)]
+    return [Finding(ID, "warning", layer="", where=None, bytes=size, message=message, advice=advice, details=details)]
 
 
 def _unused_models(trace: Trace, used: set[int]) -> dict[str, set[int]]:

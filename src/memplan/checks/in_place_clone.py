@@ -29,7 +29,9 @@ def find(subject: Subject) -> list[Finding]:
         "Leave inplace=True out, or take an activation that reads its result: ReLU, LeakyReLU and ELU do in place",
     )
     layer, where = (rows[0]["layer"], rows[0]["where"]) if rows else ("", None)
-    return [Finding(ID, "info", layer, where, 0, message, advice, {"layers": rows})]
+    return [
+        Finding(ID, "info", layer=layer, where=where, bytes=0, message=message, advice=advice, details={"layers": rows})
+    ]
 
 
 def _is_clone(trace: Trace, index: int) -> bool:

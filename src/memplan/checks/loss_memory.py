@@ -50,7 +50,7 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
     chunk = chunked_peak(rows, classes, width, logits.dtype) if width is not None else None
     added = [] if chunk is None else _chunks(trace, [s for s in copies if s.died is not None], chunk)
     size = saving(trace, {storage.id: None for storage in copies}, added)
-    if not matters(trace, size, 0.05):
+    if not matters(trace, size, share=0.05):
         return []
     at_once = max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))
     dtypes = sorted({storage.dtype for storage in copies})

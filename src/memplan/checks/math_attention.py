@@ -63,7 +63,18 @@ def _written_out(subject: Subject, attention: Sequence[Attention]) -> list[Findi
     what += " where its weights are asked for" if inside else ""
     if fused.saved is None:
         message = f"{what}: {format_bytes(matrix_bytes)} at the peak; {fused.why}"
-        return [_finding(trace, attention, fused.severity, 0, message, fused.advice, "written out", matrix_bytes)]
+        return [
+            _finding(
+                trace,
+                attention,
+                fused.severity,
+                size=0,
+                message=message,
+                advice=fused.advice,
+                kind="written out",
+                matrix_bytes=matrix_bytes,
+            )
+        ]
     if not matters(trace, fused.saved):
         return []
     message = f"{what}: {format_bytes(fused.saved)} more at the peak than with the fused call"
@@ -111,7 +122,9 @@ def _fused(subject: Subject, attention: Sequence[Attention], call: str) -> _Fuse
         )
     if recorder is None:
         why = "what a fused call takes instead is known of a model only, and this is the recording of one"
-        return _FusedSaving(None, why, f"Take {call}; check the model itself for the bytes", "warning")
+        return _FusedSaving(
+            saved=None, why=why, advice=f"Take {call}; check the model itself for the bytes", severity="warning"
+        )
     fusing = Fusing(trace, written, on_card=subject.card is not None, weights=bool(in_layers))
     recorded = recorder.record(around=fusing.installed())
     mended = recorded if isinstance(recorded, NotRecorded) else fusing.without_matrices(recorded)

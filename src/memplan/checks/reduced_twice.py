@@ -34,7 +34,7 @@ def _by_hand(use: _torch.DataParallelUse) -> Iterator[Finding]:
         )
         advice = "Leave the all_reduce of gradients away, or train the module without DistributedDataParallel"
         details = {"kind": "by hand", "gradients": len(gradients), "sent": size}
-        yield Finding(ID, "warning", "", where, 0, message, (advice,), details)
+        yield Finding(ID, "warning", layer="", where=where, bytes=0, message=message, advice=(advice,), details=details)
 
 
 def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
@@ -51,7 +51,16 @@ def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
         "Run all micro-batches but the last within model.no_sync(), forward pass and backward pass: gradients are "
         "whole on each rank in any case, so that it takes no memory"
     )
-    yield Finding(ID, "info", "", use.where, 0, message, (advice,), {"kind": "each pass", "times": times, "sent": size})
+    yield Finding(
+        ID,
+        "info",
+        layer="",
+        where=use.where,
+        bytes=0,
+        message=message,
+        advice=(advice,),
+        details={"kind": "each pass", "times": times, "sent": size},
+    )
 
 
 def _times_reduced(reductions: Mapping[int, int], sizes: Mapping[int, int], size: float) -> int:

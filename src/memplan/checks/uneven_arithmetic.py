@@ -99,7 +99,18 @@ def _dropped_rows(form: Form, op: Op, sizes: dict[int, list[_Size]], *, dense: b
         "pool does)",
     )
     details = {"kind": "dropped rows", "dropped": rows, "size": before, "stride": list(stride), "pixels": pixels}
-    return [Finding(ID, "warning" if dense else "info", op.layer, op.where, 0, message, advice, details)]
+    return [
+        Finding(
+            ID,
+            "warning" if dense else "info",
+            layer=op.layer,
+            where=op.where,
+            bytes=0,
+            message=message,
+            advice=advice,
+            details=details,
+        )
+    ]
 
 
 def _by(sizes: Iterable[int]) -> str:
@@ -131,7 +142,9 @@ def _missed_size(form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Find
         "or inputs that the product of all strides divides",
     )
     details = {"kind": "size not back", "size": actual, "expected": expected}
-    return [Finding(ID, "warning", op.layer, op.where, 0, message, advice, details)]
+    return [
+        Finding(ID, "warning", layer=op.layer, where=op.where, bytes=0, message=message, advice=advice, details=details)
+    ]
 
 
 def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> list[Finding]:
@@ -159,7 +172,18 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> li
     advice = ("Pad the convolutions of the other path, so that both have one size",)
     uneven = (old - new) % 2 == 1
     details = {"kind": "crop", "size": old, "kept": new, "pixels": pixels, "uneven": uneven}
-    return [Finding(ID, "warning" if uneven else "info", op.layer, op.where, 0, message, advice, details)]
+    return [
+        Finding(
+            ID,
+            "warning" if uneven else "info",
+            layer=op.layer,
+            where=op.where,
+            bytes=0,
+            message=message,
+            advice=advice,
+            details=details,
+        )
+    ]
 
 
 def _merged(findings: list[Finding]) -> list[Finding]:

@@ -78,7 +78,9 @@ def _elsewhere(loads: dict[int, Sequence[Elsewhere]], world: int) -> Iterator[Fi
         "map_location=f'cuda:{local_rank}'",
     )
     details = {"kind": "elsewhere", "ranks": sorted(loads), "bytes_per_rank": size, "device": str(first.device)}
-    yield Finding(ID, "warning", "", first.where, others * size, message, advice, details)
+    yield Finding(
+        ID, "warning", layer="", where=first.where, bytes=others * size, message=message, advice=advice, details=details
+    )
 
 
 def _holds_more(traces: dict[int, Trace]) -> Iterator[Finding]:

@@ -36,7 +36,18 @@ def find(subject: Subject) -> list[Finding]:
         "another optimizer of torch.optim that works element by element: weights and states are the same bit for bit "
         "if gradients are cast to float32 for each update alone, and gradients in float32 are not stored either",
     )
-    return [Finding(ID, "info", "", None, size, message, advice, {"weights": len(masters), "stored": stored})]
+    return [
+        Finding(
+            ID,
+            "info",
+            layer="",
+            where=None,
+            bytes=size,
+            message=message,
+            advice=advice,
+            details={"weights": len(masters), "stored": stored},
+        )
+    ]
 
 
 def _masters(trace: Trace) -> list[int]:

@@ -120,4 +120,13 @@ def _finding(
     """Return the finding about the gradients of the parameters with these names, at the module of the first. ``size``
     are the bytes that they cost at the peak, ``gradient_bytes`` those of the gradients."""
     details: dict[str, Any] = {"kind": kind, "held": gradient_bytes, "names": names}
-    return Finding(ID, "warning", names[0].rpartition(".")[0], None, size, message, advice, details)
+    return Finding(
+        ID,
+        "warning",
+        layer=names[0].rpartition(".")[0],
+        where=None,
+        bytes=size,
+        message=message,
+        advice=advice,
+        details=details,
+    )

@@ -46,7 +46,7 @@ def find(subject: Subject) -> list[Finding]:
     )
     dtypes = sorted({storage.dtype for storage in unreduced})
     details = {"held": gradients, "shards": shards, "dtypes": dtypes}
-    return [Finding(ID, "warning", "", None, size, message, advice, details)]
+    return [Finding(ID, "warning", layer="", where=None, bytes=size, message=message, advice=advice, details=details)]
 
 
 def _number_of_shards(trace: Trace) -> int:

@@ -34,7 +34,18 @@ def find(subject: Subject) -> list[Finding]:
     cause, advice = _cause(subject)
     names = sorted(name for number in readers if (name := trace.storages[number].name))
     details = {"parameters": len(readers), "size": size, "names": names, "of": len(trace.optimized)}
-    return [Finding(ID, "warning", first.layer, first.where, 0, message + cause, advice, details)]
+    return [
+        Finding(
+            ID,
+            "warning",
+            layer=first.layer,
+            where=first.where,
+            bytes=0,
+            message=message + cause,
+            advice=advice,
+            details=details,
+        )
+    ]
 
 
 def _cause(subject: Subject) -> tuple[str, tuple[str, ...]]:

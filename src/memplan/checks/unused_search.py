@@ -32,5 +32,7 @@ def find(subject: Subject) -> list[Finding]:
         )
         advice = "Leave find_unused_parameters=True away, unless later steps leave modules out"
         details = {"parameters": len(use.sizes), "passes": len(passes)}
-        findings.append(Finding(ID, "info", "", use.where, 0, message, (advice,), details))
+        findings.append(
+            Finding(ID, "info", layer="", where=use.where, bytes=0, message=message, advice=(advice,), details=details)
+        )
     return findings

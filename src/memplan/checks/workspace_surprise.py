@@ -185,7 +185,18 @@ def _changing_shapes(trace: Trace) -> list[Finding]:
         for weight, ops in changing.items()
     ]
     details = {"kind": "benchmark", "workspace": workspace, "layers": rows}
-    return [Finding(ID, "warning", rows[0]["layer"], rows[0]["where"], 0, message, advice, details)]
+    return [
+        Finding(
+            ID,
+            "warning",
+            layer=rows[0]["layer"],
+            where=rows[0]["where"],
+            bytes=0,
+            message=message,
+            advice=advice,
+            details=details,
+        )
+    ]
 
 
 def _largest_workspace(trace: Trace, convolutions: set[int]) -> int:

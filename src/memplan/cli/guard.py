@@ -112,7 +112,7 @@ def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
     """Raise InputError for options that do not go with ``--update``."""
     if path == "-":
         raise InputError("--baseline -", expected="a file to update", do="Name one")
-    if results != ResultFiles() or outputs != CiOutputs(None, False, None):
+    if results != ResultFiles() or outputs != CiOutputs(sarif=None, github=False, junit=None):
         raise InputError(
             "--update with --json, --sarif, --github or --junit",
             expected="it alone: nothing is compared",

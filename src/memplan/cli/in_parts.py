@@ -29,9 +29,11 @@ def fit_inference(
         try:
             fitted = memplan.fit(model_of().eval(), *described.options.inputs, budget=budget, train=False)
         except BudgetError as error:
-            outcome = InferenceOutcome(arguments.target, None, str(error), error.smallest_budget)
+            outcome = InferenceOutcome(
+                arguments.target, figures=None, reason=str(error), smallest_budget=error.smallest_budget
+            )
         except VerificationError as error:
-            outcome = InferenceOutcome(arguments.target, None, str(error))
+            outcome = InferenceOutcome(arguments.target, figures=None, reason=str(error))
         else:
             outcome = fitted.outcome(arguments.target)
     results.write_and_show(outcome.to_json, lambda: inference_report(outcome))

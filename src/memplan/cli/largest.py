@@ -157,7 +157,7 @@ def _find(
     from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
-    subject = subject_of(describe_first_point(arguments, None, vary), arguments)
+    subject = subject_of(describe_first_point(arguments, batches=None, vary=vary), arguments)
     subject = replace(subject, window=window)
     with input_advice(arguments), line(f"looking for the largest {axis}") as progress:
         return find_largest(subject, axis, room, settings=arguments.settings, title=title, progress=progress, **options)

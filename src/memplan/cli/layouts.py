@@ -96,8 +96,8 @@ def command(
     if not values["train"]:
         raise InputError("--no-train", expected="a training step", do="Leave it out")
     arguments = StepArguments(**{name: value for name, value in values.items() if name not in _OF_SCRIPTS})
-    subject = subject_of(describe_first_point(arguments, None, {}), arguments)
-    target = choose_target(arguments.device, arguments.assumed, arguments.environment, world, 0)
+    subject = subject_of(describe_first_point(arguments, batches=None, vary={}), arguments)
+    target = choose_target(arguments.device, arguments.assumed, arguments.environment, world, rank=0)
     with line("recording layouts") as progress:
         result = find_layouts(
             subject, target, sizes or [1], tensor=degrees,

@@ -72,7 +72,7 @@ class Cudnn:
             'cuDNN 9.10.2'
         """
         older = self.is_default and capability < OLDEST_CAPABILITY and self.version > LAST_FOR_OLDER
-        return Cudnn(None, LAST_FOR_OLDER, is_default=True) if older else self
+        return Cudnn(packages=None, version=LAST_FOR_OLDER, is_default=True) if older else self
 
 
 def title_of(version: int) -> str:
@@ -105,7 +105,7 @@ def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | Non
         return of_this_torch() if installed is None else replace(installed, is_default=True)
     if (named := _VERSION.fullmatch(str(environment))) is not None:
         major, minor, patch = (int(number or 0) for number in named.groups())
-        return Cudnn(None, major * 10000 + minor * 100 + patch)
+        return Cudnn(packages=None, version=major * 10000 + minor * 100 + patch)
     if not _is_supported():
         raise DeviceError(f"cuDNN named on {platform.system()}", expected="Linux on x86-64", do="Leave it out")
     packages = packages_of(python_of(environment, _DO), _FILE, own=False)
@@ -128,7 +128,7 @@ def of_this_torch() -> Cudnn:
     known."""
     release = tuple(int(number) for number in torch.__version__.split(".")[:2])
     known = VERSION_OF_TORCH.get(release, VERSION_OF_TORCH[max(VERSION_OF_TORCH)])  # type: ignore[arg-type]
-    return Cudnn(None, known, is_default=True)
+    return Cudnn(packages=None, version=known, is_default=True)
 
 
 def _is_supported() -> bool:

@@ -37,7 +37,10 @@ def profiles_of(
     memory = _Memory(levels, lives)
     profiles: list[LineProfile] = []
     for function in functions:
-        rows = {number: LineRow(number, 0, 0, 0, 0, 0, text) for number, text in function.source}
+        rows = {
+            number: LineRow(number, hits=0, held=0, added=0, freed=0, peak=0, source=text)
+            for number, text in function.source
+        }
         for span in function.spans:
             not_run = span.cut and span.start == span.end  # cut off as it began, on the first line of the next step
             if span.line in rows and not not_run:

@@ -195,7 +195,7 @@ def explain_trace(
         course=memory_timeline_of(trace, timeline, settings),
         host=host_need(
             recorded, timeline, card, 0 if card is None else context_of(trace, card), host,
-            lambda tick: _op_at(trace, tick, 0),
+            lambda tick: _op_at(trace, tick, size=0),
         ),
     )  # fmt: skip
 

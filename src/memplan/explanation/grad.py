@@ -27,7 +27,7 @@ def with_training_note(explanation: Explanation, build: Build, target: Target) -
         build: the training step of the same model and inputs.
     """
     try:
-        trace = record_for(build, target, 1)
+        trace = record_for(build, target, steps=1)
     except MemplanError:
         return explanation
     at_once = explanation.by_cause_most.get("activation", 0)

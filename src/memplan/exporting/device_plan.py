@@ -274,7 +274,7 @@ def _planned_tiling(device: DeviceGraph, search: Search, budget: int, inputs: In
             return _TiledStep(device, search.floor_peak, least, step)
         assert isinstance(result, Solution), "the least fits"
         target = min(target, result.peak) - max(over, 1)
-    return _TiledStep(device, search.floor_peak, least, None)
+    return _TiledStep(device, live=search.floor_peak, bytes=least, fastest=None)
 
 
 def _infer_pass(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:

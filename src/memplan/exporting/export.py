@@ -172,7 +172,7 @@ def export(
     options = _Options(
         budget, name, stored, bound, search_update, verify, device, force, gradients, seen, calibrate, input_in_arena
     )
-    return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
+    return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, autocast=None), Path(folder), options)
 
 
 def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) -> Exported:
@@ -331,7 +331,7 @@ def captured_passes(request: Request) -> tuple[CapturedStep, CapturedStep]:
                 with suppress(RecordingError):
                     return step, capture_step(whole, request.call).forward_only(loss=True)
             args, kwargs = request.call.rebuild(request.call.tensors)
-            alone = DeviceStep(request.model, None, 0, whole.normalization)
+            alone = DeviceStep(request.model, loss=None, targets=0, normalization=whole.normalization)
             call = call_of(args[: len(args) - whole.targets], kwargs)
             return step, capture_step(alone, call).forward_only(loss=False)
 

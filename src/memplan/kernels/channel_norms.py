@@ -88,7 +88,9 @@ def batch_norm_act(
         >>> y.shape
         torch.Size([4, 8, 5, 5])
     """
-    y, mean, variance = _checked(x, residual, weight, bias, 0, activation, slope, eps)
+    y, mean, variance = _checked(
+        x, residual=residual, weight=weight, bias=bias, groups=0, activation=activation, slope=slope, eps=eps
+    )
     _check_vectors(x, running_mean=running_mean, running_var=running_var)
     with torch.no_grad():
         if running_mean is not None:
@@ -124,7 +126,9 @@ def group_norm_act(
     """
     if groups < 1 or x.dim() < 2 or x.shape[1] % groups:
         raise InputError(f"groups is {groups}, x has the shape {tuple(x.shape)}", expected="a number that divides C")
-    return _checked(x, None, weight, bias, groups, activation, slope, eps)[0]
+    return _checked(
+        x, residual=None, weight=weight, bias=bias, groups=groups, activation=activation, slope=slope, eps=eps
+    )[0]
 
 
 def instance_norm_act(
@@ -150,7 +154,16 @@ def instance_norm_act(
         InputError: shapes or options that do not fit, fewer than two elements a channel of a sample, and under
             ``torch.vmap``.
     """
-    return _checked(x, None, weight, bias, max(1, x.shape[1] if x.dim() > 1 else 1), activation, slope, eps)[0]
+    return _checked(
+        x,
+        residual=None,
+        weight=weight,
+        bias=bias,
+        groups=max(1, x.shape[1] if x.dim() > 1 else 1),
+        activation=activation,
+        slope=slope,
+        eps=eps,
+    )[0]
 
 
 def _checked(

@@ -93,7 +93,7 @@ def cross_entropy(
     if not 0.0 <= label_smoothing <= 1.0:
         raise InputError(f"label_smoothing is {label_smoothing}", expected="a number from 0 to 1")
     smoothed = label_smoothing > 0
-    lse, picked, total = _of_tokens(hidden, weight, targets, bias, softcap, 1.0, smoothed)
+    lse, picked, total = _of_tokens(hidden, weight, targets, bias, softcap, scale=1.0, summed=smoothed)
     losses = lse - picked
     if smoothed:
         losses = torch.lerp(losses, lse - total / weight.shape[0], label_smoothing)
@@ -131,7 +131,7 @@ def log_probs(
     """
     if not temperature > 0:
         raise InputError(f"temperature is {temperature}", expected="a number above 0")
-    lse, picked, _ = _of_tokens(hidden, weight, ids, bias, softcap, 1.0 / temperature, False)
+    lse, picked, _ = _of_tokens(hidden, weight, ids, bias, softcap, scale=1.0 / temperature, summed=False)
     return picked - lse
 
 

@@ -180,7 +180,9 @@ def depthwise_backward(
         return _backward(d_y, x, weight, stride, padding, dilation, wanted)
     results = d_x, d_weight, d_bias = _empty_gradients(d_y, x, weight, stride, padding, dilation, wanted)
     if wanted[0]:
-        _convolve(d_y, weight, None, d_x, stride, padding, dilation, transposed=True)
+        _convolve(
+            d_y, weight, bias=None, result=d_x, stride=stride, padding=padding, dilation=dilation, transposed=True
+        )
     if wanted[1] or wanted[2]:
         _sum_weight_gradient(d_y, x, weight, d_weight, d_bias, stride, padding, dilation)
     return results

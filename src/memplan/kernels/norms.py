@@ -62,7 +62,7 @@ def rms_norm(
         >>> y.shape
         torch.Size([2, 8])
     """
-    return _norm_of(x, weight, None, residual, eps, False)
+    return _norm_of(x, weight, None, residual, eps, centred=False)
 
 
 @overload
@@ -95,7 +95,7 @@ def layer_norm(
     Raises:
         InputError: shapes that do not fit, and under ``torch.vmap``.
     """
-    return _norm_of(x, weight, bias, residual, eps, True)
+    return _norm_of(x, weight, bias, residual, eps, centred=True)
 
 
 def _norm_of(

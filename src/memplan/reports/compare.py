@@ -64,7 +64,10 @@ def by_cause(comparison: Comparison, names: tuple[str, str, str] = ("A", "B", "B
     shares = lambda rows: _share(sum(row.a for row in rows), sum(row.b for row in rows))  # noqa: E731
     fields = [
         name_field(
-            "By cause, at the peak", lambda row: str(CAUSE_LABELS.get(row.cause, row.cause)), 12, from_left=False
+            "By cause, at the peak",
+            lambda row: str(CAUSE_LABELS.get(row.cause, row.cause)),
+            shrinks_to=12,
+            from_left=False,
         ),
         number_field(names[0], lambda row: row.a, cell=lambda row: size_or_dash(row.a)),
         number_field(names[1], lambda row: row.b, cell=lambda row: size_or_dash(row.b)),

@@ -101,7 +101,7 @@ def _by_cause(explanation: Explanation) -> Table:
     rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
     rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
     fields = [
-        name_field("By cause", lambda row: LABELS.get(str(row[0]), str(row[0])), 12, from_left=False),
+        name_field("By cause", lambda row: LABELS.get(str(row[0]), str(row[0])), shrinks_to=12, from_left=False),
         number_field("at the peak", lambda row: row[1]),
         number_field("share", lambda row: row[1], lambda size: format_share(size, peak), drop=1),
         bar_field(lambda row: row[1] / peak if peak else 0, drop=3),

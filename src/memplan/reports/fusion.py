@@ -30,7 +30,7 @@ def _intensity(groups: Sequence[Group]) -> str:
 
 
 _FIELDS = (
-    name_field("kernel", lambda group: group.kernel, 20, from_left=False),
+    name_field("kernel", lambda group: group.kernel, shrinks_to=20, from_left=False),
     Field("layers", lambda group: ", ".join(group.layers), shrinks_to=12, drop=1),
     number_field("bytes", lambda group: group.bytes),
     Field("FLOP/byte", lambda group: _intensity([group]), _intensity, right=True),

@@ -28,7 +28,7 @@ _BOUNDS = (
 def report(result: Layouts, top: int = 0) -> Document:
     """Return the fastest layout that fits, and a row each; ``top`` rows, 0 for all."""
     fields = [
-        name_field("Layout", lambda row: row.layout.title, 28),
+        name_field("Layout", lambda row: row.layout.title, shrinks_to=28),
         number_field("batch", lambda row: row.layout.micro_batch, str),
         number_field("allocated", lambda row: row.allocated, size_or_dash),
         number_field("needs", lambda row: row.needs, format_bytes),

@@ -75,7 +75,7 @@ def _moments(lengths: Lengths) -> Table:
 def _changes(lengths: Lengths) -> Table:
     """Return the table of the peaks if the first batches came in another order, padded, or with other settings."""
     fields = [
-        name_field(f"First {lengths.compared} batches", lambda row: _WORDS[row.change], 20),
+        name_field(f"First {lengths.compared} batches", lambda row: _WORDS[row.change], shrinks_to=20),
         number_field("allocated", lambda row: row.allocated),
     ]
     if lengths.device != "cpu":

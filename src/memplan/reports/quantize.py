@@ -25,7 +25,7 @@ def report(quantized: Quantized, top: int = 12) -> Document:
 def _layers(layers: Sequence[Layer], top: int) -> Table:
     """Return the layers with weights, the largest first, and the totals."""
     fields = [
-        name_field("Weights of layers", lambda layer: layer.name, 14),
+        name_field("Weights of layers", lambda layer: layer.name, shrinks_to=14),
         number_field("as it is", lambda layer: layer.before),
         number_field("quantized", lambda layer: layer.after),
         Field("layers changed", lambda layer: _changed([layer]), _changed, right=True),

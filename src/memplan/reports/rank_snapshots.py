@@ -30,7 +30,7 @@ def report(result: RankSnapshots, top: int = 10) -> Document:
     """Return the odd ranks with the lines that make them so, then all ranks; tables with ``top`` rows, 0 for all."""
     when = "at the peak" if result.at_peak else "when it was taken"
     fields = [
-        name_field("Rank", lambda row: str(row.rank), None),
+        name_field("Rank", lambda row: str(row.rank), shrinks_to=None),
         number_field(f"allocated\n{when}", lambda row: row.allocated, format_bytes_as_torch),
         Field("beside the\nmedian", lambda row: _change(row.beyond), right=True, number=lambda row: row.beyond),
         number_field("reserved", lambda row: row.reserved, format_bytes_as_torch),

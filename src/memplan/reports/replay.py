@@ -79,7 +79,7 @@ def _cases_table(cases: Cases) -> Table:
         return f"{recorded} ({settings})" if case is cases.base else settings
 
     fields = [
-        name_field("Settings", name, 24, from_left=False),
+        name_field("Settings", name, shrinks_to=24, from_left=False),
         _size_field("peak\nreserved", lambda case: case.peak_reserved),
         _size_field("peak\nallocated", lambda case: case.peak_allocated, drop=2),
         _size_field("fragmentation\nat the peak", lambda case: case.fragmentation),

@@ -29,7 +29,7 @@ def summary(result: Roles) -> Document:
     """Return a row for each group of equal ranks, the highest peak first, and the ranks that were recorded."""
     first, on_card = result.fullest, result.fullest.explanation.card is not None
     # without the word "ranks", which the header has
-    fields = [name_field("Ranks", lambda role: ranks_text(role.ranks).partition(" ")[2], 8, from_left=False)]
+    fields = [name_field("Ranks", lambda role: ranks_text(role.ranks).partition(" ")[2], shrinks_to=8, from_left=False)]
     if any(role.stages for role in result.roles):
         fields.append(Field("stages", lambda role: ", ".join(map(str, role.stages)) or "-"))
     fields.append(number_field("allocated peak", lambda role: role.explanation.timeline.peak_allocated, _gib))

@@ -26,7 +26,7 @@ def report(result: WatchedRanks, top: int = 10) -> Document:
     rows, 0 for all."""
     peak = "measured peak" if result.measured else "predicted peak"
     fields = [
-        name_field("Rank", lambda row: str(row.watch.rank), None),
+        name_field("Rank", lambda row: str(row.watch.rank), shrinks_to=None),
         number_field(peak, lambda row: row.peak),
         Field("beside the\nmedian", lambda row: signed(row.beyond), right=True, number=lambda row: row.beyond),
         number_field("steps", lambda row: row.watch.steps, "{:,}".format, drop=1),

@@ -45,7 +45,7 @@ def ranks_report(reasons: RankReasons) -> Document:
     """Report the odd rank, a table of all ranks, and why the first rank ran out of memory."""
     size = lambda row, name: "-" if row.why is None else _size(getattr(row.why.message, name))  # noqa: E731
     fields = [
-        name_field("Rank", lambda row: str(row.rank), None),
+        name_field("Rank", lambda row: str(row.rank), shrinks_to=None),
         Field("asked for", lambda row: size(row, "requested"), right=True),
         Field("allocated", lambda row: size(row, "allocated"), right=True),
         Field("beside the\nmedian", lambda row: "-" if row.why is None else _beyond(row.beyond), right=True),

@@ -248,7 +248,7 @@ def _of_loaders(trace: Trace) -> Iterator[_Change]:
     for use in trace.loaders:
         if use.data_set not in data_sets:
             data_sets.add(use.data_set)
-            yield from _live("arrays", use.arrays, use.start, None)
+            yield from _live("arrays", use.arrays, use.start, end=None)
         if use.workers:
             worker = _WORKERS[use.start_method]
             if use.start_method != "fork":  # workers get copies of the arrays, and import torch

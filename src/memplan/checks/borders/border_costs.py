@@ -46,7 +46,7 @@ def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence
     """
     recorder = subject.recorder
     if recorder is None:
-        return _costs_by_replay(subject.trace, layers, None)
+        return _costs_by_replay(subject.trace, layers, failure=None)
     cost = _costs_by_recording(subject.trace, recorder, layers)
     if isinstance(cost, NotRecorded):
         cost = _costs_by_replay(subject.trace, layers, cost)

@@ -79,7 +79,7 @@ class StepRecorder:
             return None
         try:
             device = None if self.target.name == HOST else self.target.name
-            return plan_or_floor(self._changed_build(change, None), options, budget, device)
+            return plan_or_floor(self._changed_build(change, wrap=None), options, budget, device)
         except Exception:  # a build that names CUDA, a model that cannot be captured: then no plan is reported
             return None
 

@@ -48,7 +48,7 @@ def growth(trace: Trace, *, graph: bool) -> Growth:
     if len(by_step) < 2:
         return Growth((), tuple(sum(s.bytes for s in storages) for storages in by_step))
     copied = [_copied_into_larger(trace, *pair) for pair in pairwise(by_step)]
-    _, end_of_second = ticks_of_step(trace, 1)
+    _, end_of_second = ticks_of_step(trace, step=1)
     first = [s for s in by_step[0] if s.id in copied[0] or s.died is None or s.died > end_of_second]
     sizes = [  # of a concatenation with an earlier storage, only what is new counts
         sum(storage.bytes for storage in storages) - sum(trace.storages[number].bytes for number in earlier)

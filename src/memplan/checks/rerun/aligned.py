@@ -52,7 +52,7 @@ def _replayed_sizes(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage
     replay = record_for(program.build, target, steps=1)
     if program.grown:  # by this replay: another one begins with data of the new size
         replay = record_for(program.build, target, steps=1)
-    replay_ops = _ops(replay, 0)
+    replay_ops = _ops(replay, step=0)
     sizes: Sizes = {}
     workspaces: list[Storage] = []
     recorded, replayed = _storages_by_op(trace), _storages_by_op(replay)

@@ -475,7 +475,9 @@ class _Finder:
         padding, ceil = arguments.get("padding") or [0], arguments.get("ceil_mode", False)
         if ceil or (any(padding) and not arguments.get("count_include_pad", True)):
             raise _Refused("its windows are of several sizes")
-        fields = self._window(op, arguments["kernel_size"], arguments.get("stride"), padding, None)
+        fields = self._window(
+            op, arguments["kernel_size"], stride=arguments.get("stride"), padding=padding, dilation=None
+        )
         divisor = arguments.get("divisor_override") or math.prod(fields["kernel"])
         self._append(Average(**fields, divisor=divisor))
 
@@ -486,7 +488,9 @@ class _Finder:
         if any(size % count for size, count in zip(plane, result, strict=True)):
             raise _Refused("its windows are of several sizes")
         kernel = [size // count for size, count in zip(plane, result, strict=True)]
-        self._append(Average(**self._window(op, kernel, kernel, None, None), divisor=math.prod(kernel)))
+        self._append(
+            Average(**self._window(op, kernel, stride=kernel, padding=None, dilation=None), divisor=math.prod(kernel))
+        )
 
     def mean(self, op: GraphOp) -> None:
         x, output = op.args[0].value, op.outputs[0]

@@ -108,7 +108,7 @@ def _integers(layer: Layer, type_of: Callable[[int], Affine], known: Mapping[int
         factors = multiplier(reads[0].scale * reads[1].scale / result.scale)
     elif isinstance(layer, Average):
         factors = multiplier(reads[0].scale / (result.scale * layer.divisor))
-    return Integers(layer, reads, result, result, low, high, table=table, factors=factors)
+    return Integers(layer, reads, type=result, before=result, low=low, high=high, table=table, factors=factors)
 
 
 def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:

@@ -387,7 +387,7 @@ def _by_index(w: CallWriter, kernel: str, index: Ref) -> str:
     """Return the C name of a kernel's variant for the indices' dtype: indices that the step computes are floats."""
     if w.value(index).dtype == "float32":
         return w.instance(kernel, f"{kernel}_by_float", {"INDEX": "float"})
-    return w.instance(kernel, kernel, {"INDEX": "int32_t"})
+    return w.instance(source=kernel, name=kernel, defines={"INDEX": "int32_t"})
 
 
 def _sizes_by_index(w: CallWriter, op: GraphOp, x: Ref, dim: int, index: Ref) -> tuple[int, ...]:

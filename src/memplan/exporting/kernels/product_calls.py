@@ -111,7 +111,7 @@ def _mm(w: CallWriter, op: GraphOp) -> list[str]:
         fills = {"FILL(to, b, deep, count, from, step, p)": f"{fill}(to, b, {given}deep, count, from, step, p)"}
         name, first, constants = gradient_kernel(w, op, "matmul_gradient", fills)
         return [w.call(name, first, a, b, *constants, w.table("product", *_sizes(w, a, b)))]
-    return [_matmul(w, op, a, b, None)]
+    return [_matmul(w, op, a, b, bias=None)]
 
 
 def _bmm(w: CallWriter, op: GraphOp) -> list[str]:
@@ -121,7 +121,7 @@ def _bmm(w: CallWriter, op: GraphOp) -> list[str]:
     batch_strides = (rows * columns, w.value(a).stride[0], w.value(b).stride[0])
     refs = (Ref(output_of(op)), a, b)
     pointers = [f"{w.pointer(ref)} + i * {stride}" for ref, stride in zip(refs, batch_strides, strict=True)]
-    call = _product(w, pointers, None, sizes)
+    call = _product(w, pointers, bias=None, sizes=sizes)
     return [f"for (int i = 0; i < {w.shape(a)[0]}; i++)", f"    {call}"]
 
 

@@ -30,7 +30,17 @@ class InsideBits(Encode):
         for value, readers in sorted(_readers(graph).items()):
             activation, size = graph.values[value], words(-(-prod(graph.values[value].shape) // 8))
             name = f"{activation.name}_{INSIDE}"
-            encoded = Value(-1, name, "encoded", -1, size, (size,), (1,), "uint8", place=activation.place)
+            encoded = Value(
+                -1,
+                name,
+                "encoded",
+                base=-1,
+                bytes=size,
+                shape=(size,),
+                stride=(1,),
+                dtype="uint8",
+                place=activation.place,
+            )
             direct = tuple(op.index for op in readers)
             yield SavedForm(NAME, value, -1, INSIDE, whole=False, direct=direct), encoded
 

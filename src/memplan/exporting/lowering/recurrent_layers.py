@@ -62,9 +62,11 @@ def _relu(x: Tensor, h: Tensor, state: State) -> tuple[Tensor, State, tuple[Tens
 
 
 KINDS: Mapping[str, Kind] = {
-    "lstm": Kind(4, _lstm, True), "gru": Kind(3, _gru, True), "rnn_tanh": Kind(1, _tanh, False),
-    "rnn_relu": Kind(1, _relu, False),
-}  # fmt: skip
+    "lstm": Kind(gates=4, cell=_lstm, keeps=True),
+    "gru": Kind(gates=3, cell=_gru, keeps=True),
+    "rnn_tanh": Kind(gates=1, cell=_tanh, keeps=False),
+    "rnn_relu": Kind(gates=1, cell=_relu, keeps=False),
+}
 FORWARD = {f"memplan.{name}.default": name for name in KINDS}
 """Kinds by op: ``(gates, weight, bias, backwards, *state) -> (activated, states[, cells or gate])``."""
 BACKWARD = {f"memplan.{name}_backward.default": name for name in KINDS}

@@ -93,7 +93,7 @@ class _ProgramWriter:
         output, forward = run.schedule.graph.outputs[0], len(run.schedule.forward)
         forward_loss = self._pointer(run, forward - 1, output)
         lines = [
-            f"if ({check_of(self.layout, run)})", f"{INDENT}return NAN;", *self._body(run, 0, forward),
+            f"if ({check_of(self.layout, run)})", f"{INDENT}return NAN;", *self._body(run, begin=0, end=forward),
             f"if (({forward_loss})[0] - ({forward_loss})[0] != 0) /* not finite: nothing is updated */",
             f"{INDENT}return ({forward_loss})[0];", *([] if self.kept else ["s->step++;", *self._corrections()]),
             *self._body(run, forward, len(run.lifetimes.buffer_of)),
@@ -136,15 +136,15 @@ class _ProgramWriter:
         check = [f"const int status = {check_of(self.layout, run)};", "if (status)", f"{INDENT}return status;"]
         end = len(run.lifetimes.buffer_of)
         if not self.layout.evaluates:
-            lines = [*check, *self._body(run, 0, end), "return 0;"]
+            lines = [*check, *self._body(run, begin=0, end=end), "return 0;"]
             head = f"int {name}_infer({name}_state *s, {run.model_parameters}, float *output)"
             return f"{head}\n{{\n{_indented(lines)}}}"
         # the model ends where its output is written to the caller's memory; the loss follows
         model = 1 + max(at for at, action in enumerate(run.schedule.forward) if self._is_write(run, action))
         loss = self._pointer(run, end - 1, run.schedule.graph.outputs[0])
         lines = [
-            *check, *self._body(run, 0, model), "if (!loss)", f"{INDENT}return 0;", *self._body(run, model, end),
-            f"*loss = ({loss})[0];", "return 0;",
+            *check, *self._body(run, begin=0, end=model), "if (!loss)", f"{INDENT}return 0;",
+            *self._body(run, begin=model, end=end), f"*loss = ({loss})[0];", "return 0;",
         ]  # fmt: skip
         given = [name if name in run.model_inputs else "0" for name in run.inputs.values()]
         return f"""static int evaluated({name}_state *s, {run.parameters}, float *output, float *loss)

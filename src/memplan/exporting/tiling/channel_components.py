@@ -62,7 +62,7 @@ def sides_of(op: GraphOp) -> Sides | None:
         return None
     output, first, second = output_of(op), op.args[0].value, op.args[1].value
     if op.target == conv.WEIGHT_GRADIENT:
-        return Sides(first, second, output, None)
+        return Sides(first, second, weight=output, bias=None)
     bias = op.args[2].value if isinstance(op.args[2], Ref) else None
     wide, narrow = (output, first) if op.target == conv.GATHER else (first, output)
     return Sides(wide, narrow, second, bias)

@@ -226,10 +226,12 @@ def _statement(frame: FrameType) -> _Statement:
     try:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     except SyntaxError:
-        return _Statement(line, line, False)
+        return _Statement(first=line, last=line, returns=False)
     statements = [
         _Statement(node.lineno, node.end_lineno or node.lineno, isinstance(node, ast.Return))
         for node in ast.walk(tree) if isinstance(node, ast.stmt)
     ]  # fmt: skip
     enclosing = [statement for statement in statements if statement.first <= line <= statement.last]
-    return min(enclosing, key=lambda lines: lines.last - lines.first, default=_Statement(line, line, False))
+    return min(
+        enclosing, key=lambda lines: lines.last - lines.first, default=_Statement(first=line, last=line, returns=False)
+    )

@@ -55,8 +55,8 @@ class PhasedRun(ScriptRun):
         """Return the loaders, shortened to the request's number of batches. For a card, batches repeat their shapes."""
         for_card = request.device not in (None, HOST)
         return Loaders(
-            request.rules, None, self, request.command.folder, really=request.really, most=request.batches,
-            multiple=request.multiple, repeats=for_card and not request.really,
+            request.rules, idle_limit=None, watcher=self, folder=request.command.folder, really=request.really,
+            most=request.batches, multiple=request.multiple, repeats=for_card and not request.really,
         )  # fmt: skip
 
     def facts(self) -> Facts:

@@ -102,7 +102,10 @@ def _run_supervised(request: Request) -> _ProcessResult:
         answer.close()
         report.close()
         with process:
-            answer_bytes, report_text = _Tail(answer_end, None, MOST), _Tail(report_end, None, MOST)
+            answer_bytes, report_text = (
+                _Tail(answer_end, copy=None, limit=MOST),
+                _Tail(report_end, copy=None, limit=MOST),
+            )
             out, err = _streams(process, request)
             try:
                 _send(process, request)
@@ -126,8 +129,8 @@ def _pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def _run_unsupervised(request: Request) -> _ProcessResult:
     """Run the script without a supervisor: on macOS and Windows, if that was allowed."""
     if "none" not in _protections(request):
-        refused = Outcome(None, reasons=((sys.platform, "has neither namespaces nor Landlock"),))
-        out, err = (_Tail(io.BufferedReader(io.BytesIO()), None) for _ in range(2))  # no output
+        refused = Outcome(protection=None, reasons=((sys.platform, "has neither namespaces nor Landlock"),))
+        out, err = (_Tail(io.BufferedReader(io.BytesIO()), copy=None) for _ in range(2))  # no output
         return _ProcessResult(refused, b"", out, err)
     with tempfile.TemporaryDirectory(prefix="memplan-run-", ignore_cleanup_errors=True) as folder:
         answer = Path(folder, "answer")
@@ -187,7 +190,7 @@ def _streams(process: subprocess.Popen[bytes], request: Request) -> tuple[_Tail,
     assert out is not None, "it is a pipe"
     assert err is not None, "it is a pipe"
     if not request.shows:
-        return _Tail(out, None), _Tail(err, None)
+        return _Tail(out, copy=None), _Tail(err, copy=None)
     return _Tail(out, sys.stdout.buffer), _Tail(err, sys.stderr.buffer)
 
 

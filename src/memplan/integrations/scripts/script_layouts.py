@@ -72,7 +72,15 @@ def script_layouts(
     if rows and rows[0].fits:
         notes = (f"{rows[0].layout.title}: {launches[rows[0].layout].text}", *notes)
     return Layouts(
-        str(request.command), card.name, request.world, per_node, card.capacity, 0, links, tuple(rows), notes
+        str(request.command),
+        card.name,
+        request.world,
+        per_node,
+        card.capacity,
+        blocks=0,
+        links=links,
+        rows=tuple(rows),
+        notes=notes,
     )
 
 
@@ -111,16 +119,28 @@ class _Runs:
         size = ran.facts.batch_size
         batches_taken = [batch.taken for batch in ran.facts.batches if not batch.cut]
         passes = max(max(batches_taken, default=1) // max(ran.facts.updates, 1), 1)  # micro-batches of an update
-        exchanging = self._ring(exchanged_bytes(trace), layout.tensor, layout.tensor)
+        exchanging = self._ring(exchanged_bytes(trace), ranks=layout.tensor, spread=layout.tensor)
         return LayoutBytes(
-            replace(layout, micro_batch=layout.micro_batch or size or 1), figures.peak, figures.reserved, figures.needs,
-            figures.needs <= self._card.capacity, True, time.flops if time is not None else 0,
-            time.seconds if time is not None else 0.0, seconds, exchanging, passes=passes,
+            replace(layout, micro_batch=layout.micro_batch or size or 1), allocated=figures.peak,
+            reserved=figures.reserved, needs=figures.needs, fits=figures.needs <= self._card.capacity, recorded=True,
+            flops=time.flops if time is not None else 0, compute=time.seconds if time is not None else 0.0,
+            sending=seconds, exchanging=exchanging, passes=passes,
         )  # fmt: skip
 
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
         """Return the row of a layout that was not recorded."""
-        return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, 0.0, reason=reason)
+        return LayoutBytes(
+            layout,
+            allocated=0,
+            reserved=0,
+            needs=0,
+            fits=False,
+            recorded=False,
+            flops=0,
+            compute=0.0,
+            sending=0.0,
+            reason=reason,
+        )
 
     def _ring(self, size: float, ranks: int, spread: int) -> float:
         """Return the seconds in which a ring of ranks sends ``size`` bytes that it gathers or reduces to shards.

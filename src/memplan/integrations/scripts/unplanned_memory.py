@@ -130,7 +130,7 @@ class _PlannedMemory:
     def is_counting(self, tick: int) -> bool:
         """Return whether a call, its backward pass or an update runs at a tick: only then a plan counts storages."""
         latest = bisect_right(self._step_starts, tick) - 1  # the last step that began; -1: none
-        return (latest >= 0 and tick <= self._steps[latest].end) or self._is_in_update(tick, tick)
+        return (latest >= 0 and tick <= self._steps[latest].end) or self._is_in_update(start=tick, end=tick)
 
     def counted_until(self, storage: Storage) -> int:
         """Return the tick until which a plan counts a storage, such as the start of the next call; -1: never."""

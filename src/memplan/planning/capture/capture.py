@@ -270,7 +270,7 @@ def _trace_with_retries(
             changes = watch.changes() if _torch.has_kept_fake(error) else []
             watch.restore()
             if changes:
-                raise _attribute_changes(changes, None) from error
+                raise _attribute_changes(changes, where=None) from error
             try:
                 retry = not is_fake(model) and can_retry(error)
             except MemplanError:
@@ -333,7 +333,9 @@ def _trace(
 
     dtypes, structure = None, None
     if precision.compute:  # outputs have the dtypes of the step as written
-        _, exact_flat = _trace(model, call, watch, opaque_calls, guards, EXACT, False, free_tensors)
+        _, exact_flat = _trace(
+            model, call, watch, opaque_calls, guards, EXACT, channels_last=False, free_tensors=free_tensors
+        )
         dtypes, structure = exact_flat.dtypes, exact_flat.returned and exact_flat.returned.structure
 
     def finish(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

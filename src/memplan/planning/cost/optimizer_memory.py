@@ -104,7 +104,7 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
         InputError: the optimizer refuses its parameters, or its step cannot be recorded.
     """
     if not shapes:
-        return Update(0, 0)
+        return Update(state=0, most=0)
 
     home = home or Home()
     packed = 0

@@ -110,7 +110,7 @@ class Fusing:
         for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.schedule.seconds)):
             if candidate.schedule.seconds < fastest:
                 fastest = candidate.schedule.seconds
-                frontier.append(Solution(candidate.schedule.choices, candidate.peak, fastest, 0.0))
+                frontier.append(Solution(candidate.schedule.choices, candidate.peak, fastest, lower_bound_seconds=0.0))
         return frontier[::-1]
 
     @cached_property

@@ -32,9 +32,9 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
     step, kernels = _Step(fused, codes, outside_memory), kernels_on(home, fused.schedule.graph)
     with torch.autocast(home.type, enabled=False):
         try:
-            trace = record_for(step.build, home.target, 1, kernels.known)
+            trace = record_for(step.build, home.target, steps=1, known=kernels.known)
             if kernels.measure():  # the code calls kernels that were not measured before
-                trace = record_for(step.build, home.target, 1, kernels.known)
+                trace = record_for(step.build, home.target, steps=1, known=kernels.known)
         except MemplanError as error:
             raise CompileError(
                 f"The code that Inductor wrote cannot be followed without data: {error.found}",

@@ -348,7 +348,8 @@ def _uint8_vector(value: Value, codec: str, size: int) -> Value:
     """Return the encoded value: a uint8 vector of ``size`` bytes."""
     name = f"{value.name}_{codec}"
     return Value(
-        _ID_TO_ASSIGN, name, "encoded", _ID_TO_ASSIGN, size, (size,), (1,), "uint8", place=value.place
+        _ID_TO_ASSIGN, name, "encoded", base=_ID_TO_ASSIGN, bytes=size, shape=(size,), stride=(1,), dtype="uint8",
+        place=value.place,
     )  # fmt: skip
 
 

@@ -87,7 +87,20 @@ class _CopiesBeforeMutation(Rebuild):
         """Add an op that clones a value before anything mutates it, and return the id of the clone."""
         old = self.values[value]
         number = self.value(f"{old.name}_before", old)
-        self.add(GraphOp(-1, _CLONE, (Ref(value),), {}, "forward", (number,), False, (value,), (number,), once=True))
+        self.add(
+            GraphOp(
+                -1,
+                _CLONE,
+                (Ref(value),),
+                {},
+                "forward",
+                (number,),
+                multiple=False,
+                reads=(value,),
+                makes=(number,),
+                once=True,
+            )
+        )
         return number
 
     def _reference_before_mutation(self, value: int) -> Any:

@@ -110,7 +110,9 @@ class _Splitter(Rebuild):
             outputs = tuple(value if computed else None for value, computed in zip(op.outputs, mask, strict=True))
             makes = tuple(v for v in outputs if v is not None and self.values[v].base == v)
             tensors = map_refs(args, lambda value: meta_tensor(self.values[value]))
-            scratch = transient_bytes(op.target, tensors, {}, None) + NUMBERS  # each part reorders its own operands
+            scratch = (
+                transient_bytes(op.target, tensors, {}, result=None) + NUMBERS
+            )  # each part reorders its own operands
             self.add(op, args=args, outputs=outputs, makes=makes, scratch=scratch)
 
     def _takes_sizes_alone(self, op: GraphOp) -> bool:
@@ -145,8 +147,8 @@ class _Splitter(Rebuild):
         self.add(
             GraphOp(
                 -1 - number, "aten.new_empty_strided.default", (gradient, list(original.shape), list(original.stride)),
-                {"dtype": getattr(torch, original.dtype)}, op.phase, (number,), False, (), (number,), layer=op.layer,
-                where=op.where,
+                {"dtype": getattr(torch, original.dtype)}, op.phase, (number,), multiple=False, reads=(),
+                makes=(number,), layer=op.layer, where=op.where,
             )
         )  # fmt: skip
         return Ref(number)
@@ -165,7 +167,7 @@ class _Splitter(Rebuild):
         self.add(
             GraphOp(
                 -1 - number, "aten.as_strided.default", (gradient, list(original.shape), list(stride), 0), {}, op.phase,
-                (number,), False, (base,), (), layer=op.layer, where=op.where,
+                (number,), multiple=False, reads=(base,), makes=(), layer=op.layer, where=op.where,
             )
         )  # fmt: skip
         return Ref(number)

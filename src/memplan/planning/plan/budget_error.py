@@ -86,7 +86,7 @@ def with_remedy(error: BudgetError, remedy: Remedy) -> BudgetError:
 def _peak_storage(trace: Trace, storage: Storage) -> PeakStorage:
     """Describe a storage: a parameter or buffer by its name, others by the op that allocated them."""
     if storage.name or storage.op is None or storage.op >= len(trace.ops):
-        return PeakStorage(storage.bytes, storage.cause, storage.name, "", None)
+        return PeakStorage(storage.bytes, storage.cause, storage.name, layer="", where=None)
     op = trace.ops[storage.op]
     return PeakStorage(storage.bytes, storage.cause, short(op.name), op.layer, op.where)
 

@@ -217,7 +217,7 @@ class _Writer:
             target, args, kwargs = called
             size = format_bytes(self.graph.values[form.value].bytes)
             left = f"{self.names[target_value.id]}, {_copy_handle(self.names[form.encoded])}"
-            self.write(f"{left} = {target}({', '.join(self.arguments(args, kwargs, None))})", f"{comment} {size}")
+            self.write(f"{left} = {target}({', '.join(self.arguments(args, kwargs, op=None))})", f"{comment} {size}")
         else:
             self.write_call(self.names[target_value.id], called, f"{comment}, {format_bytes(target_value.bytes)}")
             self.write_layouts([target_value.id])

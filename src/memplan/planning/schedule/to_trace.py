@@ -127,16 +127,18 @@ class _Tracer:
         """Allocate the storages that exist during the whole step: inputs, weights, and memory outside of the graph."""
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
-                self.storage_of[value.id] = self._allocate(value.bytes, _CAUSES[value.kind], value, None, value.path)
+                self.storage_of[value.id] = self._allocate(
+                    value.bytes, _CAUSES[value.kind], value=value, op=None, name=value.path
+                )
         if self.schedule.choices.gradients.adds:
             for of, _ in self.graph.gradients:
                 value = self.graph.values[of]
                 if value.kind == "parameter":
-                    self._allocate(value.own_bytes, "parameter_gradient", value, None, value.path)
+                    self._allocate(value.own_bytes, "parameter_gradient", value=value, op=None, name=value.path)
         for cause, size in self.outside_memory.by_cause().items():
             later = sum(self.workspace_by_op.values()) if cause == "workspace" else 0
             if size > later:
-                self._allocate(size - later, cause, None, None, "")
+                self._allocate(size - later, cause, value=None, op=None, name="")
 
     # -- storages
 
@@ -162,12 +164,12 @@ class _Tracer:
             if request < 0:
                 self._release(allocated[-request - 1])
                 continue
-            allocated.append(self._allocate(request, "temporary", None, op))
+            allocated.append(self._allocate(request, "temporary", value=None, op=op))
             if library_workspace:
-                self._allocate(library_workspace, "workspace", None, op)
+                self._allocate(library_workspace, "workspace", value=None, op=op)
                 library_workspace = 0
         if library_workspace:
-            self._allocate(library_workspace, "workspace", None, op)
+            self._allocate(library_workspace, "workspace", value=None, op=op)
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
         """Allocate the storage of a value that an op makes, with its cause. ``into`` is the value whose storage it
@@ -233,9 +235,9 @@ class _Tracer:
             if value in made:
                 self._allocate_value(value, op, phase, action.into if value == action.makes[0] else None)
             elif size := sizes.get(position, 0) if value is None else self.bytes.owned_bytes([value]):
-                unread.append(self._allocate(size, "temporary", None, op))
+                unread.append(self._allocate(size, "temporary", value=None, op=op))
         if called.discarded and not sizes:
-            unread.append(self._allocate(called.discarded, "temporary", None, op))
+            unread.append(self._allocate(called.discarded, "temporary", value=None, op=op))
         return unread
 
     def _result_order(self, action: Action) -> tuple[int, ...]:
@@ -308,7 +310,7 @@ class _Allocations(_Tracer):
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
         if into is None:
-            self.storage_of[value] = self._allocate(self.graph.values[value].bytes, "activation", None, None)
+            self.storage_of[value] = self._allocate(self.graph.values[value].bytes, "activation", value=None, op=None)
         else:
             self.storage_of[value] = self.storage_of.pop(into)
 

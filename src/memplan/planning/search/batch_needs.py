@@ -122,7 +122,7 @@ class Needs:
         op = self.flat.recompute_ops[index]
         for row in op.makes:
             if self.any_dropped[row]:
-                self._add_operands(index, op, self.dropped[row], row, self.recomputed_in, row)
+                self._add_operands(index, op, self.dropped[row], row=row, slots=self.recomputed_in, key=row)
         for form, row in self.flat.operand_fetches_at[index]:
             self._add_operands(index, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, form)
 

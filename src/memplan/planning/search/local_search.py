@@ -71,7 +71,7 @@ class LocalSearch:
 
     def state(self, column: Column) -> State:
         """Evaluate a candidate."""
-        return _state_at(self._evaluate(column[:, None]), column[:, None], 0)
+        return _state_at(self._evaluate(column[:, None]), column[:, None], k=0)
 
     def _evaluate(self, columns: Columns) -> Evaluated:
         """Return peak, seconds and excess over the budget of some candidates."""

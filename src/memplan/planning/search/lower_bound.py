@@ -215,9 +215,9 @@ class Relaxation:
         """Form -> the variable that says whether the form is live then."""
         # each adds its variables and conditions to the program
         for slot in self._slots_to_constrain(min(room, 16)):
-            _Position(self, slot, None)
+            _Position(self, slot, forward=None)
         for index in self._forward_ops_to_constrain(min(room // 4, 4)):
-            _Position(self, 0, index)
+            _Position(self, 0, forward=index)
 
     def seconds(self, budget: int) -> Fractions | None:
         """Solve for the fewest seconds that schedules within ``budget`` bytes add; None if there is no solution."""
@@ -312,10 +312,10 @@ class _Position:
             if self._is_unconditional(row):
                 continue
             if unavoidable.read[row] and unavoidable.last[row] > slot:
-                self._require(row, None, whole=True)
+                self._require(row, user=None, whole=True)
                 stack.append(row)
             if unavoidable.direct[row] and max(unavoidable.direct[row]) > slot:
-                self._require(row, None, whole=False)
+                self._require(row, user=None, whole=False)
                 stack.append(row)
         # so must the operands of each op that recomputes or fetches these, if it does, and so on
         while stack:

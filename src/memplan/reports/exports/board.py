@@ -34,7 +34,7 @@ def report(fit: BoardFit) -> Document:
             f"{fit.model} on {board.name}: {best.what} can be trained, in {format_bytes(best.ram)} of RAM{how}"
         )
     fields = [
-        name_field("Trained", _row_name, 16),
+        name_field("Trained", _row_name, shrinks_to=16),
         Field("weights", lambda part: f"{part.weights:,}", right=True, number=lambda part: part.weights, drop=3),
         Field(
             "RAM",

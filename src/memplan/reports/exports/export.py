@@ -21,10 +21,10 @@ HOLDERS = 8
 def report(exported: Exported) -> Document:
     """Report the figures of an export, the trained parameters, the buffers in RAM at the peak, and the proof."""
     techniques = [
-        name_field("One after another", lambda lever: lever[0], 20),
+        name_field("One after another", lambda lever: lever[0], shrinks_to=20),
         number_field("in use at once", lambda lever: lever[1]),
     ]
-    in_ram = [name_field("In RAM at the peak", str, 20), number_field("bytes", lambda tensor: tensor.bytes)]
+    in_ram = [name_field("In RAM at the peak", str, shrinks_to=20), number_field("bytes", lambda tensor: tensor.bytes)]
     proof = [f"Proof: {exported.verdict}"] + ([] if exported.core is None else [f"On {exported.core}"])
     return document(
         f"{exported.folder}/{exported.name}.c: a training step in {format_bytes(exported.ram)} of RAM",
@@ -72,8 +72,8 @@ def _in_arena(exported: Exported) -> dict[str, str]:
 def _int8(int8: Int8Frozen) -> Iterator[Part]:
     """Yield the layers in eight bits with the largest errors first, and the ops that stay in float32."""
     fields = [
-        name_field("In eight bits", lambda row: row.layer or "the model", 20),
-        name_field("operations", lambda row: ", ".join(row.ops), 20),
+        name_field("In eight bits", lambda row: row.layer or "the model", shrinks_to=20),
+        name_field("operations", lambda row: ", ".join(row.ops), shrinks_to=20),
         Field("error", lambda row: f"{row.error:.2%}", right=True, number=lambda row: row.error),
     ]
     yield table_of(sorted(int8.layers, key=lambda row: -row.error), fields, HOLDERS, "all")
@@ -83,7 +83,7 @@ def _int8(int8: Int8Frozen) -> Iterator[Part]:
 def _int8_trained(trained: Int8Trained) -> Iterator[Part]:
     """Yield the weights that are trained in eight bits, in the order of the model."""
     fields = [
-        name_field("Trained in eight bits", lambda row: row.name, 20),
+        name_field("Trained in eight bits", lambda row: row.name, shrinks_to=20),
         number_field("bytes", lambda row: row.elements),
         Field("rounded by", lambda row: f"{row.rounding:.2%}", right=True, number=lambda row: row.rounding),
         Field("update, in steps", lambda row: f"{row.step:.2g}", right=True, number=lambda row: row.step),
@@ -96,7 +96,7 @@ def _choice(choice: UpdateChoice) -> Iterator[Part]:
     """Yield the parameters that the update search chose to train, largest gradient first."""
     yield str(choice)
     fields = [
-        name_field("Trained", lambda tensor: tensor.path, 20),
+        name_field("Trained", lambda tensor: tensor.path, shrinks_to=20),
         number_field("bytes", lambda tensor: tensor.bytes),
         Field("gradient norm", lambda tensor: f"{tensor.gradient:.3g}", right=True, number=lambda row: row.gradient),
     ]

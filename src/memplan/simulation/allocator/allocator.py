@@ -220,7 +220,7 @@ class CachingAllocator(BlockTable):
         """Log the failed request and return the error that describes it."""
         capacity = min(bound for bound in (self.capacity, self.limit) if bound is not None)
         left = max(capacity - self.reserved, 0)
-        self.log.append(AllocatorEvent("oom", left, size, stream, pool.ident, None, self._device.tick))
+        self.log.append(AllocatorEvent("oom", left, size, stream, pool.ident, owner=None, tick=self._device.tick))
         free = [chunk.size for chunk in self._cache.free_chunks()]
         return OutOfMemory(
             requested=requested,

@@ -67,12 +67,12 @@ class Device:
     def reserve(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
         """Reserve memory for the allocator and log it."""
         self.reserved += size
-        self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
+        self.log.append(AllocatorEvent(action, address, size, stream, pool, owner=None, tick=self.tick))
 
     def release(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
         """Release memory of the allocator and log it."""
         self.reserved -= size
-        self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
+        self.log.append(AllocatorEvent(action, address, size, stream, pool, owner=None, tick=self.tick))
 
 
 def ascending_addresses(above: int = 0) -> Callable[[int], int]:

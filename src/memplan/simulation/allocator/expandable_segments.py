@@ -74,7 +74,7 @@ class ExpandableSegments:
 
     def reserve_at(self, pool: ChunkPool, stream: int, address: int, size: int) -> Chunk:
         """Reserve an address range and return its chunk, which is not mapped."""
-        chunk = Chunk(pool, stream, address, size, None)
+        chunk = Chunk(pool, stream, address, size, reservation=None)
         chunk.mapped = False
         chunk.reservation = Reservation(address, size, self.page(pool), chunk)
         self.reservations.append(chunk.reservation)

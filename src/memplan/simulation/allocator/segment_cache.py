@@ -50,7 +50,10 @@ class SegmentCache:
         """Return the free chunks of a memory pool: (for small requests, for large requests)."""
         if ident not in self.pools:
             expandable = self.settings.expandable_segments
-            self.pools[ident] = ChunkPool(ident, True, expandable), ChunkPool(ident, False, expandable)
+            self.pools[ident] = (
+                ChunkPool(ident, small=True, expandable=expandable),
+                ChunkPool(ident, small=False, expandable=expandable),
+            )
         return self.pools[ident]
 
     def take_free(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
@@ -88,7 +91,7 @@ class SegmentCache:
         segment = segment_size(self.settings, size)
         if not self.device.has_room(segment):
             return None
-        chunk = Chunk(pool, stream, self._place(segment), segment, None)
+        chunk = Chunk(pool, stream, self._place(segment), segment, reservation=None)
         self.firsts[chunk.address] = chunk
         self.device.reserve("segment_alloc", chunk.address, segment, stream, pool.ident)
         return chunk

@@ -52,7 +52,7 @@ def build_chunks(segments: Iterable[Segment], expandable: ExpandableSegments, fi
     for index, segment in enumerate(ordered):
         pool = find_pool(segment.pool, segment.small)
         if not segment.expandable:
-            first = Chunk(pool, segment.stream, segment.address, segment.size, None)
+            first = Chunk(pool, segment.stream, segment.address, segment.size, reservation=None)
             _split_into_blocks(first, segment)
             firsts.append(first)
         elif not (firsts and _map_into_reservation(firsts[-1], segment, pool)):

@@ -172,7 +172,7 @@ class _Rewinder:
             self._conflict(index, f"no block of {entry.size} bytes can have been at {entry.address:#x}")
             return
         segment.small = rounded <= LARGEST_SMALL
-        block = self.blocks[entry.address] = _Block(entry.size, rounded, 0, True, 0)
+        block = self.blocks[entry.address] = _Block(entry.size, rounded, size=0, pending=True, stack=0)
         if segment.expandable:
             return
         addresses = segment.block_addresses
@@ -217,7 +217,9 @@ class _Rewinder:
         self._remove(segment)
         for start, stop in ((segment.address, entry.address), (end, segment.end)):
             if start < stop:
-                self._insert(_Segment(start, stop - start, segment.stream, segment.small, segment.pool, True))
+                self._insert(
+                    _Segment(start, stop - start, segment.stream, segment.small, segment.pool, expandable=True)
+                )
         kind = _kind(segment)
         if any(other.expandable and _kind(other) == kind for other in self.segments.values()):
             self.lowest_map[kind] = min(entry.address, self.lowest_map.get(kind, entry.address))
@@ -321,7 +323,9 @@ class _Rewinder:
             if kind not in lowest or lowest[kind] < end:
                 continue
             if not any(segment.address < end and begin < segment.address + segment.size for segment in segments):
-                yield Segment(begin, page, stream, small, pool, True, (Block(begin, page, 0, "inactive"),))
+                yield Segment(
+                    begin, page, stream, small, pool, expandable=True, blocks=(Block(begin, page, 0, "inactive"),)
+                )
 
     def _blocks_of(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
         """Return the live blocks at ``addresses``, whose owners count from ``first_owner``, and the free blocks between

@@ -115,7 +115,7 @@ def explain_oom(replay: Replay, oom: OutOfMemoryEvent | None = None, tried: Sequ
     oom = replay.ooms[-1] if oom is None else oom
     capacity = recorded_capacity(replay) if replay.compared else None
     if replay.capacity is not None:
-        capacity = Capacity(replay.capacity, True)
+        capacity = Capacity(replay.capacity, is_card=True)
     blocks = [(segment, block) for segment in oom.segments for block in segment.blocks]
     free = [(segment, block) for segment, block in blocks if block.state == "inactive"]
     largest = max(free, key=lambda pair: pair[1].size, default=None)
@@ -194,7 +194,9 @@ def _free_groups(free: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -
         groups.setdefault((segment.pool, segment.stream, segment.small, size_class), []).append(block.size)
     rows: list[FreeBlocks] = []
     for (pool, stream, small, size_class), sizes in groups.items():
-        segment = Segment(0, 0, stream, small, pool, False, ())  # any of the group, to name the reason
+        segment = Segment(
+            0, 0, stream, small, pool, expandable=False, blocks=()
+        )  # any of the group, to name the reason
         why = _why_not(segment, max(sizes), oom)
         rows.append(FreeBlocks(pool, stream, small, size_class, len(sizes), sum(sizes), max(sizes), why))
     usable = (oom.pool, oom.stream, oom.requested <= LARGEST_SMALL)

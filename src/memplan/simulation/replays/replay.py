@@ -82,6 +82,6 @@ def replay_exactly(snapshot: Snapshot, start: Start, requests: Sequence[Request 
             best = exact
     timeline = timeline_over(snapshot, best.levels, best.allocator)
     return Replay(
-        snapshot, best.start, tuple(requests), snapshot.settings, None, True, best.mismatches, timeline,
-        tuple(best.ooms),
+        snapshot, best.start, tuple(requests), snapshot.settings, capacity=None, compared=True,
+        mismatches=best.mismatches, timeline=timeline, ooms=tuple(best.ooms),
     )  # fmt: skip

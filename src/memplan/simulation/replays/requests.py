@@ -54,7 +54,9 @@ class _Requests:
         entries, action, address = self.snapshot.entries, entry.action, entry.address
         if action == "alloc":
             self.owners[address] = index
-            return Request("alloc", index, index, entry.size, entry.stream, self.pools.pool_of(entry))
+            return Request(
+                "alloc", event=index, owner=index, size=entry.size, stream=entry.stream, pool=self.pools.pool_of(entry)
+            )
         if action == "free_requested":
             owner = self.owners.get(address)
             if owner is None or address in self.pending:

@@ -68,7 +68,7 @@ def cases(replay: Replay, settings: Sequence[AllocatorSettings] = (), capacity: 
 
     A replay of more than 300,000 events takes seconds, so then only the first of `REMEDIES` is tried.
     """
-    base = replay if capacity is None else what_if(replay, None, capacity)
+    base = replay if capacity is None else what_if(replay, settings=None, capacity=capacity)
     others = tuple(what_if(replay, changed, capacity) for changed in settings)
     tried = REMEDIES if len(replay.requests) <= _MANY_EVENTS else REMEDIES[:1]
     return Cases(replay, base, others, explain_oom(base, tried=tried) if base.ooms else None)

@@ -38,8 +38,8 @@ def recorded_capacity(replay: Replay) -> Capacity | None:
         if is_full:
             capacities.append(oom.reserved + free)
     if capacities:
-        return Capacity(min(capacities), True)
-    return Capacity(max(reserved for _, _, reserved in replay.timeline.events), False)
+        return Capacity(min(capacities), is_card=True)
+    return Capacity(max(reserved for _, _, reserved in replay.timeline.events), is_card=False)
 
 
 def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity: int | None = None) -> Replay:
@@ -65,8 +65,8 @@ def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity:
     run.serve_all(replay.requests)
     timeline = timeline_over(replay.snapshot, run.levels, run.allocator)
     return Replay(
-        replay.snapshot, replay.start, replay.requests, settings, capacity, False, [], timeline, tuple(run.ooms),
-        run.ended, run.from_recorded_start,
+        replay.snapshot, replay.start, replay.requests, settings, capacity=capacity, compared=False, mismatches=[],
+        timeline=timeline, ooms=tuple(run.ooms), ended=run.ended, from_recorded_start=run.from_recorded_start,
     )  # fmt: skip
 
 

@@ -210,9 +210,17 @@ def _without_cache(trace: Trace) -> tuple[tuple[AllocatorEvent, ...], tuple[Segm
     segments: list[Segment] = []
     for storage in counted:
         if storage.died is None:
-            block = Block(addresses[storage.id], storage.bytes, storage.bytes, "active_allocated", storage.id)
+            block = Block(
+                addresses[storage.id],
+                storage.bytes,
+                requested=storage.bytes,
+                state="active_allocated",
+                owner=storage.id,
+            )
             small = storage.bytes <= LARGEST_SMALL
-            segments.append(Segment(block.address, block.size, 0, small, DEFAULT_POOL, False, (block,)))
+            segments.append(
+                Segment(block.address, block.size, 0, small, DEFAULT_POOL, expandable=False, blocks=(block,))
+            )
     return tuple(log), tuple(segments)
 
 

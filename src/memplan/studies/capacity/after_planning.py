@@ -43,5 +43,11 @@ def plan_step(subject: Subject, target: Target, budget: int) -> PlanFigures:
     device = None if target.card is None else target.name
     result = plan_or_floor(subject.what if make.plain else make, options, budget, device)
     if isinstance(result, int):
-        return PlanFigures(result, False)
-    return PlanFigures(min(result.floor, result.peak), True, result.peak, result.seconds, result.step_seconds)
+        return PlanFigures(result, fits=False)
+    return PlanFigures(
+        min(result.floor, result.peak),
+        fits=True,
+        peak=result.peak,
+        seconds=result.seconds,
+        step_seconds=result.step_seconds,
+    )

@@ -296,7 +296,7 @@ def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Ca
     def record(value: int) -> tuple[Tried, None]:
         progress(f"{unplanned.axis} {value}, planned")
         plan = plan_step(axis.at(subject, value), room.target, room.limit)
-        return Tried(value, plan.fits, plan.least, None, plan), None
+        return Tried(value, plan.fits, plan.least, bytes=None, plan=plan), None
 
     recorder = _Recorder(record, axis, unplanned.step)
     begin, last = max(1, unplanned.value // unplanned.step), _last_position(unplanned.most, unplanned.step)
@@ -348,7 +348,7 @@ class _Recorder:
                 raise
             if isinstance(error, StepError):
                 self.error = self.error or error
-            self.tried[value] = Tried(value, False, 0, reason=error.found)
+            self.tried[value] = Tried(value, fits=False, need=0, reason=error.found)
             cause = error.__cause__
             if isinstance(self.axis, Length) and isinstance(cause, NoSuchRow) and self.divisible <= cause.rows < value:
                 raise cause from error

@@ -82,7 +82,7 @@ def step_on_cards(
     for card in _by_capacity(cards):
         peak, verdict = recorder.on(card, 0)  # 0: the step as it is
         rows.append(CardRow(card.name, card.capacity, verdict.answer == "fits", peak, verdict.high))
-    return OnCards(subject.title, "", tuple(rows), recorder.recordings)
+    return OnCards(subject.title, axis="", rows=tuple(rows), recordings=recorder.recordings)
 
 
 def largest_on_cards(
@@ -171,7 +171,7 @@ class _Recorder:
         """Return the values recorded for a card, each with a lower bound of its need: allocated peak and CUDA
         context."""
         return [
-            Sample(value, value, peak + card.context[0], verdict.answer == "fits")
+            Sample(position=value, measure=value, need=peak + card.context[0], fits=verdict.answer == "fits")
             for value, (peak, verdict) in self._known.get(card.name, {}).items()
         ]
 

@@ -219,7 +219,9 @@ def of_point(point: Point, title: str) -> Side:
     row = point.row
     causes = {cause: row[cause] for cause in (*KNOWN, "rounding")} | {"workspace": row["workspace_low"]}
     title = title if title == point.title else f"{title}: {point.place}"
-    return Side(title, "swept", point.device, None, row["peak"], row["reserved"], causes, ())
+    return Side(
+        title, "swept", point.device, train=None, peak=row["peak"], reserved=row["reserved"], by_cause=causes, layers=()
+    )
 
 
 def of_plan(plan: Plan, title: str) -> Side:
@@ -232,9 +234,12 @@ def of_plan(plan: Plan, title: str) -> Side:
         saved[layer] = saved.get(layer, 0) + size
     decided = tuple(Decided(str(decision.scope), decision.layer, decision.lever, decision.bytes) for decision in values)
     resident = {cause: size for cause, size in plan.resident.items() if size}
-    layers = tuple(LayerPart(name, "", 0, size, 0) for name, size in saved.items())
+    layers = tuple(
+        LayerPart(name, kind="", output_bytes=0, saved_bytes=size, weight_bytes=0) for name, size in saved.items()
+    )
     return Side(
-        title, "planned", plan.device, True, plan.peak, plan.predicted.peak_reserved,
-        resident | {STEP: plan.peak - sum(resident.values())}, layers, sum(saved.values()), plan.resident.get("weight"),
+        title, "planned", plan.device, train=True, peak=plan.peak, reserved=plan.predicted.peak_reserved,
+        by_cause=resident | {STEP: plan.peak - sum(resident.values())}, layers=layers,
+        saved_bytes=sum(saved.values()), weight_bytes=plan.resident.get("weight"),
         seconds=plan.total_seconds, seconds_by="as the plan has it", decided=decided, notes=plan.notes,
     )  # fmt: skip

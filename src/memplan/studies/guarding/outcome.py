@@ -159,10 +159,10 @@ def _changes(before: Figures, step: RecordedFigures) -> Iterator[Change]:
     """Yield the differences between the two peaks, grouped by pattern of layers, reason and direction."""
     rows_of_layers: dict[str, dict[str, CauseRow]] = {}
     for part in before.held:
-        rows_of_layers.setdefault(part.layer, {})[part.cause] = CauseRow(part.cause, part.bytes, 0)
+        rows_of_layers.setdefault(part.layer, {})[part.cause] = CauseRow(part.cause, a=part.bytes, b=0)
     for part in step.figures.held:
         rows = rows_of_layers.setdefault(part.layer, {})
-        rows[part.cause] = replace(rows.get(part.cause, CauseRow(part.cause, 0, 0)), b=part.bytes)
+        rows[part.cause] = replace(rows.get(part.cause, CauseRow(part.cause, a=0, b=0)), b=part.bytes)
     ops_before, ops_now = ({row.layer: row.ops for row in figures.ran} for figures in (before, step.figures))
     groups: dict[tuple[str, str, bool], list[str]] = {}
     for layer, rows in rows_of_layers.items():
@@ -181,7 +181,7 @@ def _sum_by_cause(layers: list[dict[str, CauseRow]]) -> tuple[CauseRow, ...]:
     sums: dict[str, CauseRow] = {}
     for rows in layers:
         for row in rows.values():
-            total = sums.get(row.cause, CauseRow(row.cause, 0, 0))
+            total = sums.get(row.cause, CauseRow(row.cause, a=0, b=0))
             sums[row.cause] = CauseRow(row.cause, total.a + row.a, total.b + row.b)
     return tuple(sorted((row for row in sums.values() if row.difference), key=lambda row: -abs(row.difference)))
 

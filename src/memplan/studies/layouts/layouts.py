@@ -181,8 +181,10 @@ def layouts(
         >>> result.best.layout.title
         'FSDP2 8, kept'
     """
-    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, True, dtype).checked()
-    target = choose_target(device, assume, cudnn, world, 0)
+    options = StepOptions(
+        inputs, kwargs, targets, loss, optimizer, autocast=autocast, train=True, dtype=dtype
+    ).checked()
+    target = choose_target(device, assume, cudnn, world, rank=0)
     return find_layouts(
         Subject(what, options), target, tuple(micro_batch), tensor=tuple(tensor), tensor_plan=tensor_plan,
         loss_parallel=loss_parallel, per_node=per_node, link=link, settings=settings,
@@ -339,7 +341,18 @@ class _Study:
         )
 
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
-        return LayoutBytes(layout, 0, 0, 0, False, False, 0, 0.0, self._sending(layout), reason=reason)
+        return LayoutBytes(
+            layout,
+            allocated=0,
+            reserved=0,
+            needs=0,
+            fits=False,
+            recorded=False,
+            flops=0,
+            compute=0.0,
+            sending=self._sending(layout),
+            reason=reason,
+        )
 
     def _extrapolated(self, values: Sequence[float]) -> float:
         """Return the value with all blocks, by a line through the values with a few blocks (`_FEW`)."""

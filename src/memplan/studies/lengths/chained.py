@@ -86,7 +86,7 @@ class _Chain:
         for storage in first.trace.counted:
             if storage.born <= self._end:
                 freed_later = storage.died is not None and storage.died > self._end
-                number = self._add(first.trace, storage, 0, None if freed_later else storage.died)
+                number = self._add(first.trace, storage, shift=0, died=None if freed_later else storage.died)
                 if storage.id in inputs:
                     self._inputs.append(number)
                 elif freed_later:
@@ -100,7 +100,7 @@ class _Chain:
         """
         self._steps.append(self._end)
         inputs = [
-            self._add(step.trace, storage, self._end + position - storage.born, None)
+            self._add(step.trace, storage, shift=self._end + position - storage.born, died=None)
             for position, storage in enumerate(step.inputs, 1)
         ]
         self._end += len(inputs)

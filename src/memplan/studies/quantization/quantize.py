@@ -87,7 +87,16 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
     with_grad, _ = _measure_inference(model, options, "with grad", grad=True)
     notes = () if scheme.config is not None else (scheme.why_not,)
     if after is None:
-        return Quantized(scheme.title, before, None, with_grad, layers, None, None, notes)
+        return Quantized(
+            scheme.title,
+            before,
+            after=None,
+            with_grad=with_grad,
+            layers=layers,
+            error=None,
+            quantizing_peak=None,
+            notes=notes,
+        )
     quantized, quantizing_peak = _measure_inference(
         model, options, scheme.title, lambda copy: quantize_weights(copy, scheme)
     )

@@ -56,7 +56,10 @@ def scheme_of(weights: str | None, activations: str | None) -> Scheme:
     # set_inductor_config=True would set options of Inductor for the whole process, and here everything runs eagerly
     if weights == "int8" and activations is None:
         return Scheme(
-            "int8", None, "Int8WeightOnlyConfig", lambda _: api.Int8WeightOnlyConfig(set_inductor_config=False)
+            "int8",
+            activations=None,
+            title="Int8WeightOnlyConfig",
+            config=lambda _: api.Int8WeightOnlyConfig(set_inductor_config=False),
         )
     if weights == "int8":
         dynamic = api.Int8DynamicActivationInt8WeightConfig
@@ -72,8 +75,12 @@ def _int4_scheme() -> Scheme:
     try:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig as config
     except ImportError:
-        return Scheme("int4", None, title, None, "this torchao has no 4-bit weights for the CPU")
-    return Scheme("int4", None, title, lambda group: config(group_size=group, set_inductor_config=False))
+        return Scheme(
+            "int4", activations=None, title=title, config=None, why_not="this torchao has no 4-bit weights for the CPU"
+        )
+    return Scheme(
+        "int4", activations=None, title=title, config=lambda group: config(group_size=group, set_inductor_config=False)
+    )
 
 
 def _int4_dynamic_scheme() -> Scheme:
@@ -83,9 +90,21 @@ def _int4_dynamic_scheme() -> Scheme:
     try:
         from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as config
     except ImportError:
-        return Scheme("int4", "int8", title, None, "this torchao has no 4-bit weights for the CPU")
+        return Scheme(
+            "int4",
+            activations="int8",
+            title=title,
+            config=None,
+            why_not="this torchao has no 4-bit weights for the CPU",
+        )
     if not dispatch.has_cpu_kernel("torchao::da8w4_linear_cpu"):
-        return Scheme("int4", "int8", title, None, "its kernel da8w4_linear_cpu is not in this build of torchao")
+        return Scheme(
+            "int4",
+            activations="int8",
+            title=title,
+            config=None,
+            why_not="its kernel da8w4_linear_cpu is not in this build of torchao",
+        )
     return Scheme("int4", "int8", title, lambda group: config(group_size=group, set_inductor_config=False))
 
 

@@ -95,4 +95,4 @@ def _read(name: str, path: Path) -> Model:
             expected='a config.json of transformers, with "architectures": ["LlamaForCausalLM"]',
             do="Add it: the model's class in transformers",
         )
-    return Model(name, architectures[0], config, name)
+    return Model(name, architectures[0], config, path=name)

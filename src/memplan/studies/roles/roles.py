@@ -118,8 +118,10 @@ def roles(
         >>> [role.ranks for role in ranks.roles]
         [(0, 1, 2, 3, 4, 5, 6, 7)]
     """
-    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, True, dtype).checked()
-    target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, 0)
+    options = StepOptions(
+        inputs, kwargs, targets, loss, optimizer, autocast=autocast, train=True, dtype=dtype
+    ).checked()
+    target = choose_target(device_of(what) if device is None else device, assume, cudnn, world, rank=0)
     subject = Subject(what, options)
     build = subject.build(on_card=target.card is not None)
     room = read_host(host)

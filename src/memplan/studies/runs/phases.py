@@ -97,7 +97,7 @@ def phases_of(parts: Sequence[RunPart]) -> tuple[PhaseSpan, ...]:
         idle, begins = [], False
     if idle:
         first = parts[idle[0]]
-        phases.append(_OpenPhase("data", first.where, None, idle, [], first))
+        phases.append(_OpenPhase("data", first.where, source=None, parts=idle, active=[], first=first))
     return tuple(_finished(phase, parts, phases) for phase in phases)
 
 

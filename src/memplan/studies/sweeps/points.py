@@ -133,8 +133,20 @@ def outcome_of(
     peak, reserved = timeline.peak_allocated, timeline.peak_reserved
     on_card = explanation.card
     if on_card is None:
-        figures = Bytes(peak, peak, reserved, reserved, reserved, reserved, low, low, causes, None, aggregation)
-        return Outcome(figures, None, notes, trace if keep else None)
+        figures = Bytes(
+            peak=peak,
+            peak_high=peak,
+            reserved=reserved,
+            reserved_high=reserved,
+            needs=reserved,
+            needs_high=reserved,
+            workspace_low=low,
+            workspace_high=low,
+            causes=causes,
+            answer=None,
+            aggregation=aggregation,
+        )
+        return Outcome(figures, error=None, notes=notes, trace=trace if keep else None)
     charges = {charge.name: charge for charge in on_card.charges}
     fragmentation = charges["fragmentation"]
     verdict, high = on_card.verdict, on_card.peak_allocated_high
@@ -143,7 +155,7 @@ def outcome_of(
         charges["workspace"].high, causes, verdict.answer, aggregation, verdict.band,
     )  # fmt: skip
     planned = _planned_workspaces(trace, timeline.peak_tick)
-    return Outcome(figures, None, notes, trace if keep else None, planned)
+    return Outcome(figures, error=None, notes=notes, trace=trace if keep else None, planned=planned)
 
 
 def record_trace(subject: Subject, target: Target) -> Trace:

@@ -32,7 +32,7 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
         "gpu": machine.gpu(number), "versions": machine.versions(),
         "environment": _settings(machine.environment()), "flags": machine.flags(),
         "allocator_settings": _settings(settings),
-        "build": _peaks(run, 0), "peaks": [_peaks(run, part) for part in range(1, len(run.counters))],
+        "build": _peaks(run, part=0), "peaks": [_peaks(run, part) for part in range(1, len(run.counters))],
         "end": [run.end.allocated, run.end.reserved], "context": None,
         "events": events, "segments": segments, "workspaces": None, "calls": None, "notes": [],
         "allocations": allocations(run),

@@ -70,4 +70,4 @@ def driver_assumptions() -> tuple[Assumption, ...]:
         return ()
     with open(path, encoding="utf-8") as file:
         lines = [line.strip() for line in file if line.startswith(("assumed: ", "refused: "))]
-    return tuple(Assumption("dry", text.removeprefix("assumed: "), None) for text in dict.fromkeys(lines))
+    return tuple(Assumption("dry", text.removeprefix("assumed: "), where=None) for text in dict.fromkeys(lines))

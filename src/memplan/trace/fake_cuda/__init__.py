@@ -69,5 +69,5 @@ def _managed_zeros(
         "host, though the driver keeps them on the card while there is room",
     )
     tensor = torch.zeros(shape, dtype=dtype)
-    card.ledger.entry(tensor, None).device = HOST
+    card.ledger.entry(tensor, op=None).device = HOST
     return tensor

@@ -92,7 +92,7 @@ class Graphs:
         ledger = self._card.ledger
         before, ledger.device = ledger.device, ON_CARD
         for _ in range(2):
-            ledger.allocate_hidden(_NUMBER, None)
+            ledger.allocate_hidden(_NUMBER, op=None)
         ledger.device = before
 
     def functions(self) -> dict[str, Callable[..., Any]]:

@@ -169,9 +169,9 @@ class Ledger:
 
     def register_outside(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
         """Register a tensor that existed before the recording, and its fake tensor: neither counts."""
-        real = [entry for entry in self.parts(tensor, None) if entry.op is None]
+        real = [entry for entry in self.parts(tensor, op=None) if entry.op is None]
         self.outside_bytes += sum(entry.bytes for entry in real)
-        for entry in (*real, *self.parts(fake, None)):
+        for entry in (*real, *self.parts(fake, op=None)):
             if entry.op is None:
                 entry.bytes, entry.foreign = 0, True
 

@@ -188,7 +188,7 @@ class Observer:
                 self._operands(signature, args, kwargs)  # registers the tensor
             return run(func)
         if signature.name in _EQUAL and self._events is not None:
-            self._run_and_note(signature, args, kwargs, None, func)
+            self._run_and_note(signature, args, kwargs, result=None, func=func)
             return self._events.equal()
         # a decomposition whose vectors are not needed, as of svdvals: the real run calls an op without them
         values_only = _torch.without_vectors(func, args) if self._without_vectors else None
@@ -205,11 +205,11 @@ class Observer:
         in_place = self.engine.in_place_variant(func, args, self.notes)
         if in_place is not None:
             return self._run_and_note_as(in_place, args, kwargs, run)
-        return self._run_and_note(signature, args, kwargs, None, func, run)
+        return self._run_and_note(signature, args, kwargs, result=None, func=func, run=run)
 
     def _run_and_note_as(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run and record ``op`` instead of the dispatched op, of which it is a variant (in place, without vectors)."""
-        return self._run_and_note(self._signature_of(op), args, kwargs, None, op, run)
+        return self._run_and_note(self._signature_of(op), args, kwargs, result=None, func=op, run=run)
 
     def set_without_vectors(self, without: bool) -> None:
         """Set whether the running function needs singular values or eigenvalues without their vectors."""
@@ -241,7 +241,7 @@ class Observer:
         reads, needs, on_card = self._operands(signature, args, kwargs)
         needs = needs or self.needs_of_wrapped(func)
         if signature.name == _UNSCALE:  # its second argument is the GradScaler's flag for overflows
-            self.ownership.found_inf.add(ledger.entry(args[1], None).id)
+            self.ownership.found_inf.add(ledger.entry(args[1], op=None).id)
         note = self._begin_note(signature, reads, needs, index, args)
         self.notes.append(note)  # before it runs, so that what it raises can be located
         self._scalars.before_op(note.sequence)
@@ -310,11 +310,11 @@ class Observer:
         """Record a launch of a Triton kernel or of a kernel of Inductor's generated code, whose buffers were allocated
         before. The allocation of a buffer gets the name of the first kernel that uses the buffer."""
         for tensor in tensors:
-            allocating_op = self.ledger.entry(tensor, None).op
+            allocating_op = self.ledger.entry(tensor, op=None).op
             if allocating_op is not None and self.notes[allocating_op].name == _EMPTY_STRIDED:
                 self.notes[allocating_op].name = kernel
         if not kernel.startswith("aten."):  # torch's own kernels are dispatched as ops
-            self._run_and_note(_Signature.of_kernel(kernel, len(tensors)), tuple(tensors), {}, None, None)
+            self._run_and_note(_Signature.of_kernel(kernel, len(tensors)), tuple(tensors), {}, result=None, func=None)
 
     def random_state(self, state: torch.Tensor) -> None:
         """Record the tensor of `torch.get_rng_state` on the CPU, which no op creates."""
@@ -352,7 +352,7 @@ class Observer:
             for item in items:
                 if not isinstance(item, torch.Tensor):
                     continue
-                parts = self.ledger.parts(item, None)  # the last is the tensor itself, or the values if it is sparse
+                parts = self.ledger.parts(item, op=None)  # the last is the tensor itself, or the values if it is sparse
                 if parts[-1].op is None and self._is_outside(signature, item):
                     self.ledger.register_outside(item, self.fake_of(item))
                 reads += [(name, entry.id) for entry in parts]

@@ -70,7 +70,7 @@ class Ownership:
     def add(self, names: dict[int, str], tensor: torch.Tensor | None, name: str) -> None:
         """Add a tensor's storage to ``names``, unless it has a name there."""
         if tensor is not None and _torch.has_shape(tensor):
-            names.setdefault(self._ledger.entry(tensor, None).id, name)
+            names.setdefault(self._ledger.entry(tensor, op=None).id, name)
 
     def _mark_gradient(self, parameter: torch.Tensor | None) -> None:
         """Register the storages of a parameter's ``.grad``, if there is one."""
@@ -82,7 +82,7 @@ class Ownership:
         self.graded.add(weight.id)
         gradient = parameter.grad
         if gradient.layout != torch.strided:
-            for indices in self._ledger.parts(gradient, None)[:-1]:
+            for indices in self._ledger.parts(gradient, op=None)[:-1]:
                 # a sparse gradient may share its indices with the input
                 if indices.op is not None and self._notes[indices.op].phase == "backward":
                     self.gradients[indices.id] = weight.id

@@ -192,7 +192,7 @@ class ScalarPolicy:
         decides_nothing = other == value or (bound is None and not whole)  # no size follows from an unknown float
         if line is None or decides_nothing:
             return value
-        before = self._reads.get(line, ScalarRead(value, other, bound is not None, True, 0))
+        before = self._reads.get(line, ScalarRead(value, other, bounded=bound is not None, alike=True, times=0))
         self._reads[line] = ScalarRead(
             value=max(before.value, value),
             other=min(before.other, other),

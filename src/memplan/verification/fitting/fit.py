@@ -288,7 +288,7 @@ class _Fitting:
             return None
         self.notes.append("it fits already: nothing is changed")
         loss = None if self.request.step is self.request.model else self.request.step
-        return Fitted(self.request.model, loss, plan, proof, False, None, self.notes)
+        return Fitted(self.request.model, loss, plan, proof, changed=False, optimizer=None, notes=self.notes)
 
     @property
     def _may_stay_unplanned(self) -> bool:
@@ -400,7 +400,17 @@ class _Fitting:
             installed.calls.restart()
             installed.release()
         calls = [installed.calls for installed in installations]
-        return Fitted(request.model, loss, planned.plan, proof, True, optimizer, self.notes, undo, calls)
+        return Fitted(
+            request.model,
+            loss,
+            planned.plan,
+            proof,
+            changed=True,
+            optimizer=optimizer,
+            notes=self.notes,
+            _undo=undo,
+            _calls=calls,
+        )
 
     def _notify(self, text: str) -> None:
         """Add a note that a call was planned anew, and warn, once the user has the model."""

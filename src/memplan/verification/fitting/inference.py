@@ -119,7 +119,14 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
     limit = _budget(budget, before)
     resident = storage_bytes((*model.parameters(), *model.buffers(), input))
     if before <= limit:
-        return FittedInference(model, False, limit, before, before, resident + _growth(lambda: model(input)))
+        return FittedInference(
+            model,
+            changed=False,
+            budget=limit,
+            before=before,
+            predicted=before,
+            measured=resident + _growth(lambda: model(input)),
+        )
     try:
         crops = Crops(model, shape, input.dtype)
         parts, predicted = _parts(model, crops, limit, before)
@@ -146,7 +153,18 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
         )
     overlap = sum(prod(high - low for low, high in part.input) for part in parts) / prod(shape[2:])
     undo = _install(model, crops, parts, original)
-    return FittedInference(model, True, limit, before, predicted, measured, tuple(parts), overlap, difference, undo)
+    return FittedInference(
+        model,
+        changed=True,
+        budget=limit,
+        before=before,
+        predicted=predicted,
+        measured=measured,
+        parts=tuple(parts),
+        overlap=overlap,
+        difference=difference,
+        _undo=undo,
+    )
 
 
 def _checked(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Tensor]:

@@ -86,7 +86,7 @@ class Prover:
 
         ``plan``: any plan of the step, which predicts bytes.
         """
-        return self._prove(plan, None, lambda: lambda: None)
+        return self._prove(plan, planned=None, install_plan=lambda: lambda: None)
 
     def proof(self, planned: Planned, install_plan: Callable[[], Callable[[], None]]) -> Proof:
         """Compare the planned step with the unplanned one. ``install_plan`` makes calls of the step run as planned, and
@@ -118,7 +118,7 @@ class Prover:
             return self._compare(baselines, call, planned, memory, predicted, budget)
         proof, reference_peak = None, plan.eager_peak
         if smaller is None:  # on a card both would share the allocator's cache: each peak is measured separately
-            _, measured_peak = self._measure(None)
+            _, measured_peak = self._measure(planned=None)
             proof = self._compare_whole(plan, planned, install_plan, memory)
             if isinstance(proof, _NoRoomError):
                 gc.collect()  # trials of that comparison
@@ -187,7 +187,7 @@ class Prover:
             proof = compare(baselines, candidate, _FEWER_STEPS, predicted=predicted, budget=budget)
             if proof.same or self._home.card is None:
                 return proof
-            return self._compare_on_card(call, baselines, candidate, None, memory)
+            return self._compare_on_card(call, baselines, candidate, planned=None, memory=memory)
         _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
         counted = self._counted_optimizer(planned)

@@ -175,7 +175,7 @@ class _Fitting:
         trained_shards = [_torch.local(p) for p in request.model.parameters() if p.requires_grad]
         self._gradient_bytes = storage_bytes(trained_shards, self._settings.home.type)
         """Of this rank's shards."""
-        self._update = Update(0, 0)
+        self._update = Update(state=0, most=0)
         """Bytes of the optimizer's state and update for these shards."""
         if optimizer is not None:
             layouts = [(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")) for t in trained_shards]
@@ -206,8 +206,12 @@ class _Fitting:
             plan: Any = max(graph_plans, key=lambda plan: plan.eager_peak) if graph_plans else checkpoints[0]
             if less <= 0:
                 self._notes.append("it fits already: nothing is changed")
-                proof = self._proof(reference, reference, unplanned, unplanned, budget)
-                return Fitted(self._request.model, self._loss, plan, proof, False, None, self._notes)
+                proof = self._proof(
+                    reference=reference, ran=reference, unplanned=unplanned, peak=unplanned, budget=budget
+                )
+                return Fitted(
+                    self._request.model, self._loss, plan, proof, changed=False, optimizer=None, notes=self._notes
+                )
             calls = self._install(kinds, plans, checkpointed, checkpoints)
             self._step(measured=False)  # captures each block
             ran = self._step(measured=True)
@@ -323,7 +327,7 @@ class _Fitting:
                 expected="blocks whose call is traced",
                 do="Wrap the blocks by fully_shard, each by itself, and then the model",
             )
-        together(None, error)
+        together(result=None, error=error)
         graphs = [*kinds, *(kind.call.fingerprint for kind in checkpointed)]
         refuse_differing(_torch.gathered(" ".join(graph[:12] for graph in graphs)))
         return list(kinds.values()), checkpointed
@@ -367,7 +371,7 @@ class _Fitting:
 
     def _checkpoint(self, kind: _CheckpointedKind, less: int) -> CheckpointPlan:
         """Return rank 0's choice of what blocks save, each ``less`` bytes less than without a checkpoint."""
-        return together(kind.call.plan(kind.saved - less), None)[0]
+        return together(result=kind.call.plan(kind.saved - less), error=None)[0]
 
     def _plan(self, kind: _Kind, less: int) -> _BlockPlan:
         """Return rank 0's plan of a kind of block, for all ranks.
@@ -464,7 +468,7 @@ class _Fitting:
                 do="The model is as before. Please report this; a step that differs from run to run cannot be proven",
                 proof=proof,
             )
-        together(None, error)
+        together(result=None, error=error)
 
     def _note_plans(
         self,
@@ -492,7 +496,17 @@ class _Fitting:
         for counts in calls:
             counts.restart()
         self._handed_over = True
-        return Fitted(self._request.model, self._loss, plan, proof, True, None, self._notes, self.undo, calls)
+        return Fitted(
+            self._request.model,
+            self._loss,
+            plan,
+            proof,
+            changed=True,
+            optimizer=None,
+            notes=self._notes,
+            _undo=self.undo,
+            _calls=calls,
+        )
 
 
 def _with_loss_bytes(study: Study, settings: Settings, budget: int, ratio: Fraction) -> Planned:

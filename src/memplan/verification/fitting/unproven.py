@@ -52,7 +52,7 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
     if fits or obstacle is not None:
         if obstacle is not None and not fits:
             recording.notes[f"{name} is shown as it runs without memplan.fit: {obstacle}"] = None
-        return Fitted(request.model, loss, planned.plan, proof, False, None, notes, undo)
+        return Fitted(request.model, loss, planned.plan, proof, changed=False, optimizer=None, notes=notes, _undo=undo)
     recording.notes[
         f"{name} runs as memplan.fit plans it, by estimated seconds and without its proof: with measured ones the "
         "plan can differ"
@@ -79,7 +79,17 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
         optimizer = counted(list(request.step.parameters()))
         if early:
             undo.callback(update_early(optimizer).undo)
-    return Fitted(request.model, loss, planned.plan, proof, True, optimizer, notes, undo, calls)
+    return Fitted(
+        request.model,
+        loss,
+        planned.plan,
+        proof,
+        changed=True,
+        optimizer=optimizer,
+        notes=notes,
+        _undo=undo,
+        _calls=calls,
+    )
 
 
 def _loss_bytes_ratio(request: Request) -> Fraction:

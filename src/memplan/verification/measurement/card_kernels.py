@@ -38,7 +38,7 @@ def full_float32() -> Iterator[None]:
         if older is None:
             _set_precisions(settings, ["ieee"] * len(settings))
         else:
-            _set_tf32(False, "highest")
+            _set_tf32(convolutions=False, products="highest")
         yield
     finally:
         if older is not None:

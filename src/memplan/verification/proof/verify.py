@@ -122,7 +122,7 @@ def compare(
     """
     reference = baselines.reference
     if tolerance.grade == "exact":
-        return _compare_once(reference, candidate, steps, None, predicted, budget)
+        return _compare_once(reference, candidate, steps, criterion=None, predicted=predicted, budget=budget)
     failures, started = list[Exception](), False
 
     def attempt(truth: Trial, *yardsticks: Trial) -> Proof | None:

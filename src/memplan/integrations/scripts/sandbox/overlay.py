@@ -74,13 +74,13 @@ class Tree:
                 self._plan_overlays(path, mounts, clones)
         os.makedirs(f"{self.root}{_SHARED_MEMORY}", mode=0o1777, exist_ok=True)
         if os.path.isdir(_SHARED_MEMORY):
-            self._overlaid_folders.append(_OverlaidFolder(_SHARED_MEMORY, _SHARED_MEMORY))
+            self._overlaid_folders.append(_OverlaidFolder(path=_SHARED_MEMORY, lower=_SHARED_MEMORY))
         self._mount()
 
     def _plan_overlays(self, folder: str, mounts: set[str], clones: Mapping[str, str]) -> None:
         """Plan an overlay on a folder, and another on each folder below it that cannot be a part of that. ``mounts``
         and ``clones`` are those of `build`."""
-        covered = _OverlaidFolder(folder, folder)
+        covered = _OverlaidFolder(path=folder, lower=folder)
         self._overlaid_folders.append(covered)
         folders = list[str]()
         if folder in clones:
@@ -392,7 +392,7 @@ def _is_marked(path: str) -> bool:
 
 def _read(path: str) -> bytes:
     """Return the content of a regular file, at most `_LONGEST_TEXT` bytes; b"" for others."""
-    return _read_part(path, 0, _LONGEST_TEXT)
+    return _read_part(path, start=0, length=_LONGEST_TEXT)
 
 
 def _read_part(path: str, start: int, length: int) -> bytes:

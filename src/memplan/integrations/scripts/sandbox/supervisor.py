@@ -53,7 +53,7 @@ def main(text: str) -> None:
         os.mkdir(os.path.join(scratch, "tmp"))
         outcome = _run_job(job, scratch)
     except OSError as error:
-        outcome = Outcome(None, reasons=((SCRATCH, str(error)),))
+        outcome = Outcome(protection=None, reasons=((SCRATCH, str(error)),))
     except _Stopped:
         return
     finally:
@@ -81,7 +81,7 @@ def _run_job(job: Job, scratch: str) -> Outcome:
             return _STARTS[protection](job, folder, os.path.join(scratch, "tmp"))
         except OSError as error:
             reasons.append((protection, str(error)))
-    return Outcome(None, reasons=tuple(reasons))
+    return Outcome(protection=None, reasons=tuple(reasons))
 
 
 def _run_in_namespaces(job: Job, folder: str, temporary: str) -> Outcome:

@@ -223,7 +223,7 @@ class Walk(Watched):
             return self._append_node(value_key(value), label)
         if id(value) in self._numbers:
             return self._numbers[id(value)]
-        number = self._append_node(None, label)
+        number = self._append_node(node=None, label=label)
         if not isinstance(value, tuple):  # whether equal tuples are the same object says nothing
             self._numbers[id(value)] = number
             self._alive.append(value)

@@ -152,7 +152,7 @@ class LineWatch:
         if watched is None or not self._tracing:
             return None
         if _resumes(frame):
-            self._open[id(frame)] = _RunningLine(watched, watched.line(frame.f_lineno), self.clock(), 0)
+            self._open[id(frame)] = _RunningLine(watched, watched.line(frame.f_lineno), self.clock(), hits=0)
         return self._trace_line
 
     def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -166,7 +166,7 @@ class LineWatch:
             if last is None or last.line != line or not watched.is_long(line):
                 now = self.clock()
                 self._end_span(id(frame), now)
-                self._open[id(frame)] = _RunningLine(watched, line, now, 1)
+                self._open[id(frame)] = _RunningLine(watched, line, now, hits=1)
         elif event == "return" and last is not None:  # also on yield, or on an exception
             self._end_span(id(frame), self.clock())
         return self._trace_line

@@ -52,7 +52,7 @@ class Positions:
         """Note a result with consecutive values, and forget the values of the tensors that the op wrote."""
         for value in written:
             if isinstance(value, torch.Tensor):
-                self._first_and_step.pop(self._ledger.entry(value, None).id, None)
+                self._first_and_step.pop(self._ledger.entry(value, op=None).id, None)
         if not isinstance(result, torch.Tensor) or result.is_floating_point():
             return
         if name in _SHIFTED and not kwargs:
@@ -63,7 +63,7 @@ class Positions:
         if len(numbers) == len(args):  # arange(end), arange(start, end) or arange(start, end, step)
             first = numbers[0] if len(numbers) > 1 else 0
             step = numbers[2] if len(numbers) > 2 else 1
-            self._first_and_step[self._ledger.entry(result, None).id] = first, step
+            self._first_and_step[self._ledger.entry(result, op=None).id] = first, step
 
     def _follow_shift(self, args: tuple[object, ...], sign: int, result: torch.Tensor) -> None:
         """Note the values of position ids plus (``sign`` 1) or minus (-1) a number: the length of a KV cache."""
@@ -74,7 +74,7 @@ class Positions:
         if known is not None:
             first, step = known
             begin = first + step * int(positions.storage_offset()) + sign * number
-            self._first_and_step[self._ledger.entry(result, None).id] = begin, step * int(positions.stride(0))
+            self._first_and_step[self._ledger.entry(result, op=None).id] = begin, step * int(positions.stride(0))
 
     def _known(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return (first element, difference of consecutive elements) of a tensor's storage; None if unknown."""

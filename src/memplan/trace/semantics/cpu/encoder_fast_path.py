@@ -43,7 +43,7 @@ def attention_peak(
     return max(
         3 * unit + max(3 * unit, _linear(x, rows, width, 3 * width)),
         3 * unit + scores + max(masked_softmax, products),
-        5 * unit + (scores if weights else 0) + _linear(x, rows, width, width),
+        5 * unit + (scores if weights else 0) + _linear(x, rows, inputs=width, outputs=width),
         4 * unit + scores + scores // heads if weights and average else 0,
     )
 

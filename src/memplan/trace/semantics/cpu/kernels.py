@@ -36,7 +36,7 @@ def copy_in_own_format(args: Arguments, kwargs: Keywords, result: Any) -> int:
 
 
 def _in_channels_last(x: torch.Tensor) -> bool:
-    return x.dim() in (4, 5) and copy_bytes(x, True) == 0
+    return x.dim() in (4, 5) and copy_bytes(x, channels_last=True) == 0
 
 
 def _uses_channels_last_norm(x: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ def _coalesce(args: Arguments, kwargs: Keywords, result: Any) -> int:
 def _coalesced_copy_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the coalesced copy of a sparse tensor and of the temporaries of making it; 0 if it is
     coalesced."""
-    return 0 if tensor.is_coalesced() else _bytes_of_parts(tensor) + _coalesce((tensor,), {}, None)
+    return 0 if tensor.is_coalesced() else _bytes_of_parts(tensor) + _coalesce((tensor,), {}, result=None)
 
 
 def _bytes_of_parts(tensor: torch.Tensor) -> int:

@@ -66,8 +66,8 @@ def uses_batch_norm(
     )
     for refused, reason in refusals:
         if refused:
-            return Choice(False, f"native batch norm: {reason}")
-    return Choice(True, "cuDNN's batch norm")
+            return Choice(cudnn=False, reason=f"native batch norm: {reason}")
+    return Choice(cudnn=True, reason="cuDNN's batch norm")
 
 
 def _is_persistent(x: torch.Tensor, training: bool) -> bool:

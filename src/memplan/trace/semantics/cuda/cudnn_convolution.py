@@ -261,9 +261,9 @@ def convolution_workspace(
     shape = _shape_of(x, weight, y, stride, dilation, transposed, groups)
     if chosen.backend == "slow":  # ConvolutionMM2d.cu and its kin: the columns of one sample, one group at a time
         columns = _im2col_bytes(shape) // max(1, shape.batch * groups)
-        return Workspace(columns, columns, chosen.reason, product=True)
+        return Workspace(low=columns, high=columns, reason=chosen.reason, product=True)
     if chosen.backend != "cudnn":
-        return Workspace(0, 0, chosen.reason)
+        return Workspace(low=0, high=0, reason=chosen.reason)
     tensor_cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
     if x.dtype is torch.float32 and allows_tf32():
         tensor_cores = arch.capability >= (8, 0)
@@ -275,7 +275,7 @@ def convolution_workspace(
     if needs_weight_gradient:
         algorithms.append(_split_sum_bytes(shape, arch))
     high = _layout_bytes(shape, in_channels_last(x, weight), tensor_cores) + max(algorithms)
-    return Workspace(0, high, f"{chosen.reason} chooses the algorithm on the card", cudnn=True)
+    return Workspace(low=0, high=high, reason=f"{chosen.reason} chooses the algorithm on the card", cudnn=True)
 
 
 def copied_operand(tensor: torch.Tensor, channels_last: bool) -> int:

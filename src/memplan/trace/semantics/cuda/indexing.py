@@ -82,7 +82,7 @@ def _segment_sums(
     segments = min(count, rows)
     partial_segments = count // _ROWS_PER_THREAD + segments
     segment_arrays = [count, segments, segments, 1, 1, partial_segments, count if by_frequency else 0]
-    sort_storage = radix_sort_bytes(count, itemsize, itemsize, arch)
+    sort_storage = radix_sort_bytes(count, key=itemsize, value=itemsize, arch=arch)
     return (
         *(Temporary(size, first=True) for size in nonzero(count * itemsize, count * itemsize)),
         *(Temporary(size, first=True, until=0) for size in nonzero(count * itemsize, sort_storage)),
@@ -157,7 +157,12 @@ def index_put(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> All
     # keys are offsets in x, in units of the elements behind the last indexed dimension
     unit = prod(x.shape[indexed_dims[-1] + 1 :]) if adjacent else indexed_numel // max(1, count)
     bits = max(1, ((x.numel() - 1) // max(1, unit)).bit_length())
-    return nonzero(*[count * _INDEX] * 4, radix_sort_bytes(count, _INDEX, _INDEX, arch, bits), copy, expanded_values)
+    return nonzero(
+        *[count * _INDEX] * 4,
+        radix_sort_bytes(count, key=_INDEX, value=_INDEX, arch=arch, bits=bits),
+        copy,
+        expanded_values,
+    )
 
 
 def _sort_temporaries(segments: int, length: int, itemsize: int, arch: Arch) -> AllocationBytes:

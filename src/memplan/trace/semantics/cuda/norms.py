@@ -161,7 +161,13 @@ def batch_norm_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Ar
     if the training forward used it, wants the gradient in the input's memory format (cudnn/BatchNorm.cpp).
     """
     gradient, x, weight, mean, variance, _, _, train, epsilon, (needs_input, needs_weight, needs_bias) = args
-    if train and uses_batch_norm(x, weight, weight, mean, variance, train, epsilon).cudnn:
+    # the derivative gets no bias: the layer has one if it has a weight
+    if (
+        train
+        and uses_batch_norm(
+            x, weight, bias=weight, running_mean=mean, running_var=variance, training=train, epsilon=epsilon
+        ).cudnn
+    ):
         return nonzero(copy_bytes(gradient, suggests_channels_last(x)))
     sums = x.shape[1] * _accumulated(x.dtype)
     flattened = (_flatten_copy_bytes(gradient), _flatten_copy_bytes(x))

@@ -252,9 +252,17 @@ class _Kernels:
         """Return the workspace of cuDNN's batch norm, which runs if the training forward used cuDNN."""
         x, weight, mean, variance = args[1:5]
         training, epsilon = args[7:9]
-        if not training or not cudnn.uses_batch_norm(x, weight, weight, mean, variance, True, epsilon).cudnn:
+        # the derivative gets no bias: the layer has one if it has a weight
+        if (
+            not training
+            or not cudnn.uses_batch_norm(
+                x, weight, bias=weight, running_mean=mean, running_var=variance, training=True, epsilon=epsilon
+            ).cudnn
+        ):
             return []
-        workspace_low, workspace_high = cudnn.batch_norm_workspace_bytes(x, True, self._arch, backward=True)
+        workspace_low, workspace_high = cudnn.batch_norm_workspace_bytes(
+            x, training=True, arch=self._arch, backward=True
+        )
         return [Temporary(workspace_high, low=workspace_low, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Temporary]:
