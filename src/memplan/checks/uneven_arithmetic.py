@@ -30,8 +30,9 @@ class _Size:
 
     @property
     def stride(self) -> Fraction:
-        """Distance of the receptive fields of neighbouring positions, in positions of the input."""
-        return self.field.stride(2)
+        """Distance of the receptive fields of the first two positions, in positions of the input: the average over all
+        would depend on the size where branches of different strides meet."""
+        return self.field.stride(size=2)
 
     @property
     def grid(self) -> tuple[Fraction, int]:

@@ -71,7 +71,9 @@ def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
             continue
         producer = _producer_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], in_place)
         for position, keeper in enumerate(keepers):
-            row = _saved_row(trace, storage, keeper, keepers, producer, position == 0, storage.id in masks)
+            row = _saved_row(
+                trace, storage, keeper, keepers, producer, counted=position == 0, is_mask=storage.id in masks
+            )
             rows.append((keeper[0].op, row))
     return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
@@ -171,7 +173,7 @@ def _saved_row(
     """Return the row of a storage and an op that saves it.
 
     Args:
-        keeper: the op that the row is of, by its roles.
+        keeper: the sharers that are the row's op, one for each of its roles.
         producer: name of the op whose result the storage is; "" if it is among the keepers.
         counted: whether the storage counts for this row.
     """

@@ -185,8 +185,8 @@ def _peaks(
 
 
 def _surroundings(trained: int, rules: UpdateRules, stored: Stored, padding: int = 0) -> OutsideMemory:
-    """Return the RAM besides the graph's values: optimizer state of so many weights, a few counters, and bytes of
-    padding. Gradients that are kept are the schedule's."""
+    """Return the RAM besides the graph's values and kept gradients: ``padding`` bytes, and in words of 4 bytes the
+    optimizer's state of ``trained`` weights, its counters, and the pointers to weights and arena stored elsewhere."""
     return OutsideMemory(state=4 * (trained * len(rules.arrays) + rules.numbers + stored.pointers) + padding)
 
 

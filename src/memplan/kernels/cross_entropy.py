@@ -479,6 +479,7 @@ def _absorb_in_triton(
     scale: float,
     summed: bool,
 ) -> None:
+    """As `_absorb`, by a kernel with a program for each token."""
     tokens, width = logits.shape
     block = block_of(width, LARGEST_BLOCK)
     launch(

@@ -401,7 +401,7 @@ def test_an_error_of_the_watch_itself_ends_the_watch_alone(monkeypatch: pytest.M
 
 
 def test_an_error_of_the_notes_ends_the_notes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("in a rule")
 
     monkeypatch.setattr("memplan.trace.recording.ledger.Ledger.parts", fails)

@@ -218,7 +218,7 @@ def _pad(name: str) -> Rule:
     def rule(call: Call) -> Fields:
         amounts, dims = call.form.option(name, ()), list(call.operand)
         for axis, before, after in zip(range(len(dims) - 1, -1, -1), amounts[::2], amounts[1::2], strict=False):
-            if before or after:
+            if before or after:  # a dimension without padding keeps its factors
                 dims[axis] = shifted(dims[axis], call.shape[axis], call.form.op, offset=-int(before))
         return tuple(dims)
 

@@ -263,7 +263,7 @@ class Lowering(Rebuild):
 
     def fold(self, op: GraphOp) -> bool:
         """Compute an op at export if all its operands are constants; return whether they are."""
-        if op.random or op.once or not op.outputs:
+        if op.random or op.once or not op.outputs:  # once: it has a side effect, or another result in each step
             return False
         if any(value not in self.known for value in refs((op.args, op.kwargs))):
             return False

@@ -204,6 +204,7 @@ class Groups(Rebuild):
         for whole, part in zip(op.args, args, strict=True):
             if isinstance(whole, Ref) and self.values[whole.value].base in op.overwrites and output is not None:
                 operand = self.values[part.value]
+                # a view has no memory of its own to reuse
                 if operand.base == operand.id and operand.bytes == self.values[output].bytes:
                     yield operand.id
 

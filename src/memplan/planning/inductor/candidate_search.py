@@ -248,7 +248,7 @@ class TargetBounds:
 
     def first_target(self, known: tuple[int, int] | None = None) -> int:
         """Return the first target. ``known``: a similar budget's peaks, of the search and of the code."""
-        return self.budget if known is None else self._offset(*known)
+        return self.budget if known is None else self._target_near_budget(*known)
 
     def narrowed(self, target: int, search_peak: int, peak: int) -> TargetBounds:
         """Return the bounds after a search. The plan for ``target`` has the peak ``search_peak`` as the search counts
@@ -262,8 +262,9 @@ class TargetBounds:
     def next_target_after(self, target: int, search_peak: int, peak: int) -> int | None:
         """Return the next target after a search, None if no other candidate is to be expected. ``target``: that of the
         search; ``search_peak``, ``peak``: the peak of its plan as the search counts it, and of the code."""
-        reached = max(target, search_peak) if peak <= self.budget else min(target, search_peak)
-        next_target = self._offset(reached, peak)
+        # the end of the range of targets that lead to this candidate, towards the next target
+        end = max(target, search_peak) if peak <= self.budget else min(target, search_peak)
+        next_target = self._target_near_budget(end, peak)
         if self.largest_fitting is None or self.smallest_over is None:
             return next_target
         if self.smallest_over - self.largest_fitting <= self.tolerance:
@@ -272,7 +273,7 @@ class TargetBounds:
             return next_target
         return (self.largest_fitting + self.smallest_over) // 2
 
-    def _offset(self, search_peak: int, peak: int) -> int:
+    def _target_near_budget(self, search_peak: int, peak: int) -> int:
         """Return the target for a candidate near the budget: it lies above the budget by as much as a plan's peak lies
         above the peak of its code.
 

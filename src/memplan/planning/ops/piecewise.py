@@ -460,6 +460,7 @@ for _schema, _op in {
     lambda *args, into: (into, *torch.ops.memplan.channel_norm_backward(*args)[1:]),
 )
 def _channel_norm_backward_into(*args: Any, into: Tensor) -> tuple[Tensor, ...]:
+    """As `channel_norm_backward`, with the gradient written to the memory of ``into``."""
     return channel_norms.differentiate(into, *args)
 
 
@@ -469,6 +470,7 @@ def _channel_norm_backward_into(*args: Any, into: Tensor) -> tuple[Tensor, ...]:
     lambda *_, into: into,
 )
 def _masked_softmax_backward_into(*args: Any, into: Tensor) -> Tensor:
+    """As `masked_softmax_backward`, with the gradient written to the memory of ``into``."""
     return softmax.differentiate(into, *args)
 
 
@@ -478,4 +480,5 @@ def _masked_softmax_backward_into(*args: Any, into: Tensor) -> Tensor:
     lambda *_, into: into,
 )
 def _class_sums_backward_into(*args: Any, into: Tensor) -> Tensor:
+    """As `class_sums_backward`, with the gradient written to the memory of ``into``."""
     return dice.differentiate(into, *args)

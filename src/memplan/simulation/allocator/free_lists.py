@@ -139,12 +139,12 @@ class ChunkPool:
         return chunk
 
     def chunks_of_stream(self, stream: int) -> list[Chunk]:
-        """Return the free chunks of a stream, in order of size, then address."""
+        """Return the free chunks of a stream, also those that requests may not use, in order of size, then address."""
         keys = [*self._free.get(stream, ()), *self._unusable.get(stream, ())]
         return [self.chunks[key & _ADDRESS] for key in sorted(keys)]
 
     def ordered_chunks(self) -> list[Chunk]:
-        """Return all free chunks, in order of stream, size, address."""
+        """Return all free chunks, also those that requests may not use, in order of stream, size, address."""
         return [chunk for stream in sorted({*self._free, *self._unusable}) for chunk in self.chunks_of_stream(stream)]
 
     # Unmapped chunks

@@ -283,7 +283,8 @@ class _Rewinder:
             begin = bisect_left(block_addresses, segment.address, end)
             end = bisect_left(block_addresses, segment.end, begin)
             inside = block_addresses[begin:end]
-            blocks = tuple(self._blocks_of(segment, inside, self.event_count + len(stacks)))
+            # an event's index is the owner of the block that it allocates; blocks from before are numbered after these
+            blocks = tuple(self._blocks_of(segment, inside, first_owner=self.event_count + len(stacks)))
             stacks += [self.blocks[block].stack for block in inside]
             segments.append(
                 Segment(

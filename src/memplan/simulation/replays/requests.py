@@ -118,7 +118,7 @@ class _PrivatePools:
         for segment in start.segments:
             if segment.pool != DEFAULT_POOL and not segment.expandable:
                 self._add(segment.address, segment.size, segment.pool)
-        self.allocated_later: dict[int, Segment] = {}
+        self.private_segment_by_alloc: dict[int, Segment] = {}
         """Index of a segment_alloc -> the private segment, if it still exists at the end."""
         final = {segment.address: segment for segment in private if not segment.expandable}
         if final:
@@ -126,7 +126,7 @@ class _PrivatePools:
             for index, entry in enumerate(snapshot.entries):
                 if entry.action == "segment_alloc":
                     last_alloc[entry.address] = index
-            self.allocated_later = {
+            self.private_segment_by_alloc = {
                 last_alloc[address]: segment for address, segment in final.items() if address in last_alloc
             }
 
@@ -143,8 +143,8 @@ class _PrivatePools:
 
     def update(self, index: int, entry: Entry) -> None:
         """Add or remove the segment that an event allocates or releases."""
-        if index in self.allocated_later:
-            self._add(entry.address, entry.size, self.allocated_later[index].pool)
+        if index in self.private_segment_by_alloc:
+            self._add(entry.address, entry.size, self.private_segment_by_alloc[index].pool)
         elif entry.action == "segment_free" and entry.address in self.ends:
             del self.ends[entry.address]
             del self.starts[bisect_left(self.starts, entry.address)]

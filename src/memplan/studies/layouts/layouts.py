@@ -67,7 +67,7 @@ class LayoutBytes:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step at least. The card computes while it sends shards and gradients, not parts of layers."""
+        """Seconds of a step at least: shards and gradients are sent while the card computes; for exchanges it waits."""
         return max(self.compute + self.exchanging, self.sending)
 
     @property

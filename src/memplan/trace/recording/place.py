@@ -148,7 +148,7 @@ class Place:
         """Called when a module is called."""
         self.on_result: Callable[[int, Any], None] = lambda module, result: None
         """Called with id() and result of a module that was called from outside of all modules."""
-        self.on_update: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         """Called before an optimizer's `step`."""
         self.on_backward: Callable[[_torch.Keeps], Callable[[], None]] = lambda keeps: _nothing
         """Called when a backward pass begins; the returned callback is called when it ends."""
@@ -286,7 +286,7 @@ class Place:
         if threading.get_ident() != self._thread:
             return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
-        self.on_update(optimizer)
+        self.on_optimizer_step(optimizer)
         self.before_update()
         self._optimizers_running += 1
 

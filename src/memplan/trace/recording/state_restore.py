@@ -37,7 +37,7 @@ class OutsideState:
         self._optimizers: dict[
             int, tuple[weakref.ref[torch.optim.Optimizer], dict[Any, Any], list[dict[str, Any]]]
         ] = {}
-        place.on_update = self._save_optimizer
+        place.on_optimizer_step = self._save_optimizer
 
     def save_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save the tensors, gradients and generators that an op is about to change."""

@@ -143,6 +143,7 @@ class Plans:
         channels_last = bool(self.plans) and self.plans[0].captured.channels_last
 
         def key_without_tensors(call: Call) -> Hashable:
+            """Return a key that is the same for tensors of all sizes: `Shapes` adds their dtypes and devices."""
             return self._keys.key(self._module, replace(call, tensors=()))
 
         return Shapes(self._module, key_without_tensors, self._settings.fixed_precision, channels_last=channels_last)

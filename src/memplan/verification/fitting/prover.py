@@ -304,7 +304,7 @@ class Prover:
             micro_batches=2 if self._settings.gradients.adds else 1,
         )  # fmt: skip
         return Trial(
-            name, function or self._step, self._step, work,
+            name, call=function or self._step, module=self._step, work=work,
             in_backward=in_backward, updates=updates, float64=float64, kernels=kernels,
         )  # fmt: skip
 
