@@ -85,6 +85,7 @@ def decomposition(
 
 
 def _is_view(op: Any) -> bool:
+    """Return whether an op's result is a view of an operand, or may be."""
     is_unsafe_view = op is torch.ops.aten._unsafe_view.default
     return is_unsafe_view or any(
         out.alias_info is not None and not out.alias_info.is_write for out in op._schema.returns

@@ -94,6 +94,7 @@ class Record:
             self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
 
     def _add(self, build: Any) -> None:
+        """Record the kernel that ``build`` returns, if any."""
         try:
             kernel = build()
         except Exception:  # names of another version: the record may fail, the compilation may not

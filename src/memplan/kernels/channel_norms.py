@@ -399,6 +399,7 @@ def _norm(
     mean: Tensor,
     variance: Tensor,
 ) -> None:
+    """Write y, mean and variance of each set of elements that are normalized together."""
     whole = _by_sets(sets, x, residual, y)
     scales = _vectors(sets, mean.dtype, weight, bias)
     statistics = mean.view(_statistics_shape(sets)), variance.view(_statistics_shape(sets))
@@ -433,6 +434,7 @@ def _backward(
     d_bias: Tensor,
     d_residual: Tensor,
 ) -> None:
+    """Write the gradient of x, and those of weight, bias and residual that have elements."""
     added = d_residual if d_residual.numel() else None
     whole = _by_sets(sets, d_y, x, y, d_x, added)
     scales = _vectors(sets, mean.dtype, weight, bias)
@@ -520,6 +522,7 @@ def _affine(normalized: Tensor, piece: tuple[slice, slice], scales: list[Tensor 
 
 
 def _activated(z: Tensor, activation: str, slope: float) -> Tensor:
+    """The activation of z, in place."""
     if activation == "relu":
         return z.relu_()
     if activation == "leaky_relu":
@@ -758,6 +761,7 @@ def _norm_in_triton(
     mean: Tensor,
     variance: Tensor,
 ) -> None:
+    """As `_norm`, by Triton's kernels."""
     grid = _Grid.of(x)
     tile, length, parts = grid.tile, grid.length, grid.parts(grid.length)
     means, squares = mean.new_empty(2, grid.samples, parts, grid.channels).unbind()
@@ -806,6 +810,7 @@ def _backward_in_triton(
     d_bias: Tensor,
     d_residual: Tensor,
 ) -> None:
+    """As `_backward`, by Triton's kernels."""
     grid = _Grid.of(x)
     tile, length, parts = grid.tile, grid.length, grid.parts(grid.length)
     m, scale, shift, of_sample = _coefficients(weight, bias, sets, mean, variance, eps, grid.channels)

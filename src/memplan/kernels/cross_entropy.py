@@ -499,6 +499,7 @@ def _differentiate_in_triton(
     softcap: float,
     scale: float,
 ) -> None:
+    """As `_differentiate`, by a Triton kernel."""
     tokens, width = logits.shape
     block = block_of(width, LARGEST_BLOCK)
     summed = d_total.numel() > 0

@@ -230,6 +230,7 @@ def _backward(
     dilation: Sequence[int],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias, of no elements where they are not wanted."""
     d_x, d_weight, d_bias = torch.ops.aten.convolution_backward(
         d_y, x, weight, [x.shape[1]], stride, padding, dilation, False, [0] * len(stride), x.shape[1], list(wanted)
     )

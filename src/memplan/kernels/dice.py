@@ -228,6 +228,7 @@ def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[int, slice, Tenso
 
 
 def _sums(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, sums: Tensor) -> None:
+    """Write for each sample and class the sums of `class_sums`, added up in float64."""
     total = sums.new_zeros(sums.shape, dtype=torch.float64)
     classes = torch.arange(logits.shape[1], device=logits.device)[:, None]
     for sample, _, z, t in _pieces(logits, targets):
@@ -249,6 +250,7 @@ def _sums(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, sum
 def _backward(
     d_sums: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, d_logits: Tensor
 ) -> None:
+    """Write the gradient of the logits, given that of the sums."""
     classes = torch.arange(logits.shape[1], device=logits.device)[:, None]
     results = _pieces(d_logits, targets)
     for (sample, _, z, t), (_, _, out, _) in zip(_pieces(logits, targets), results, strict=True):
@@ -370,6 +372,7 @@ def _shape(logits: Tensor) -> tuple[int, int, tuple[int, int], dict[str, Any]]:
 
 
 def _sums_in_triton(logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, sums: Tensor) -> None:
+    """As `_sums`, by a Triton kernel."""
     classes, positions, strides, tile = _shape(logits)
     length = part_length(classes)
     parts = -(-positions // length)
@@ -385,6 +388,7 @@ def _sums_in_triton(logits: Tensor, targets: Tensor, ignore_index: int, squared:
 def _backward_in_triton(
     d_sums: Tensor, logits: Tensor, targets: Tensor, ignore_index: int, squared: bool, d_logits: Tensor
 ) -> None:
+    """As `_backward`, by a Triton kernel."""
     classes, positions, strides, tile = _shape(logits)
     tiles = -(-positions // tile["POSITIONS"])
     launch(

@@ -64,6 +64,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: Literal["none", "tanh"] = "none
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Check the operands, and compute them as rows."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         operands = f"gate is {tuple(gate.shape)} of {gate.dtype}, up {tuple(up.shape)} of {up.dtype}"
         raise InputError(operands, expected="the same shape and dtype")
@@ -156,6 +157,7 @@ def _activated(gate: Tensor, activation: str) -> Tensor:
 
 
 def _backward(d_y: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
     dtype = accumulated(gate.dtype)
     wide = gate.to(dtype)
     d_up = _activated(wide, activation).mul_(d_y).to(gate.dtype)

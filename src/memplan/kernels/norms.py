@@ -227,6 +227,7 @@ def _norm(
     rstd: Tensor,
     eps: float,
 ) -> None:
+    """Write y, mean and rstd of each row, and with a residual the sum h = x + residual."""
     values = x if residual is None else torch.add(x, residual, out=h)
     values = values.to(rstd.dtype)
     if mean.numel():
@@ -247,6 +248,7 @@ def _backward(
     rstd: Tensor,
     wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of h, weight and bias; the latter without elements unless `wanted`."""
     normalized = h.to(rstd.dtype)
     if mean.numel():
         normalized = normalized - mean[:, None]
@@ -366,6 +368,7 @@ def _norm_in_triton(
     rstd: Tensor,
     eps: float,
 ) -> None:
+    """As `_norm`, by a Triton kernel."""
     (rows, columns), tile = x.shape, _tile(x.shape[1])
     x = rows_of(x)
     added = x if residual is None else rows_of(residual)
@@ -387,6 +390,7 @@ def _backward_in_triton(
     rstd: Tensor,
     wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_backward`, by Triton's kernels."""
     (rows, columns), tile = h.shape, _tile(h.shape[1])
     d_y, h = rows_of(d_y), rows_of(h)
     added = d_y if d_h is None else rows_of(d_h)

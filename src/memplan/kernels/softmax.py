@@ -355,6 +355,7 @@ def _softmax(
     y: Tensor,
     statistics: Tensor,
 ) -> None:
+    """Write y, and the statistics if they have elements."""
     whole = _Masked.of(x, mask)
     x, y, rows = x.view(whole.shape), y.view(whole.shape), whole.shape[:3]
     for piece, first in whole.pieces():
@@ -383,6 +384,7 @@ def _backward(
     kept_scale: float,
     d_x: Tensor,
 ) -> None:
+    """Write the gradient of x. `of` is y if `from_y`, else x, from which p is computed again."""
     whole = _Masked.of(of, mask)
     d_y, of, d_x, rows = d_y.view(whole.shape), of.view(whole.shape), d_x.view(whole.shape), whole.shape[:3]
     for piece, first in whole.pieces():
@@ -577,6 +579,7 @@ def _softmax_in_triton(
     y: Tensor,
     statistics: Tensor,
 ) -> None:
+    """As `_softmax`, by a Triton kernel."""
     whole, tile = _Masked.of(x, mask), _tile(x.shape[-1])
     rows, (hiding, strides, kind) = math.prod(whole.shape[:3]), _of_mask(whole, x)
     most, total = statistics if statistics.numel() else (y, y)
@@ -600,6 +603,7 @@ def _backward_in_triton(
     kept_scale: float,
     d_x: Tensor,
 ) -> None:
+    """As `_backward`, by a Triton kernel."""
     whole, tile = _Masked.of(of, mask), _tile(of.shape[-1])
     rows, (hiding, strides, kind) = math.prod(whole.shape[:3]), _of_mask(whole, of)
     most, total = (d_x, d_x) if from_y else statistics

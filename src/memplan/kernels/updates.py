@@ -158,6 +158,7 @@ def _check(
     parameter: Tensor, gradient: Tensor, clip: Tensor | None, low: Tensor | None, ties: Tensor | None,
     **states: Tensor | None,
 ) -> None:  # fmt: skip
+    """Raise InputError if the tensors do not fit each other. `states` are the optimizer's, by name."""
     floats = (*DTYPES, torch.float64)
     for name, tensor in {"parameter": parameter, "gradient": gradient, **states}.items():
         if tensor is not None and (tensor.shape != parameter.shape or tensor.dtype not in floats):

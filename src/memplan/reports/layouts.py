@@ -50,6 +50,7 @@ def report(result: Layouts, top: int = 0) -> Document:
 
 
 def _answer(result: Layouts) -> Iterator[Part]:
+    """Yield the fastest layout that fits, or that none does."""
     best = result.best
     if best is None:
         least = min((row.needs for row in result.rows if row.needs), default=0)

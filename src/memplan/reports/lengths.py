@@ -33,6 +33,7 @@ def report(lengths: Lengths, top: int = 12) -> Document:
 
 
 def _sentences(lengths: Lengths) -> Iterator[Part]:
+    """Yield the peaks, and on a card how many epochs run out of memory."""
     worst = f"at batch {lengths.worst_batch}, {lengths.axis} {lengths.worst_length}"
     if lengths.capacity is None:
         yield f"{format_bytes(lengths.allocated)} peak, {worst}."

@@ -54,6 +54,7 @@ def finding(row: RankRow) -> str:
 
 
 def _head(result: RankSnapshots) -> Iterator[Part]:
+    """Yield a finding for each rank that allocates much more than the others."""
     if not result.odd:
         yield f"No rank holds much more than the others: the median is {format_bytes_as_torch(result.median)}."
     for row in result.odd:

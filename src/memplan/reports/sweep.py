@@ -35,6 +35,7 @@ def report(sweep: Sweep, most: int = _SHOWN) -> Document:
 
 
 def _bullets(lines: Sequence[object], most: int) -> Iterator[Part]:
+    """Yield the first ``most`` lines as a list (0: all), and how many were left out."""
     shown = lines[: most or None]
     yield from (f"- {line}" for line in shown)
     if len(lines) > len(shown):

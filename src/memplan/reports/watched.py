@@ -42,6 +42,7 @@ def report(result: WatchedRanks, top: int = 10) -> Document:
 
 
 def _head(result: WatchedRanks) -> Iterator[Part]:
+    """Yield the summary of all ranks."""
     bad = bool(result.ended_badly or result.odd)
     for sentence in summary(result):
         yield Line(f"{sentence[:1].upper()}{sentence[1:]}.", "warning" if bad else "")
@@ -50,6 +51,7 @@ def _head(result: WatchedRanks) -> Iterator[Part]:
 
 
 def _owners(row: WatchedRank, top: int) -> Table:
+    """Return the table of what a rank allocates beyond the median of all ranks, by owner."""
     fields = [
         name_field(f"Rank {row.watch.rank} beyond the median", lambda owner: str(owner.owner)),
         number_field("more", lambda owner: owner.beyond, signed),

@@ -134,6 +134,7 @@ def _runs_no_kernel(op: Op) -> bool:
 
 
 def _torch_op(name: str) -> Any:
+    """Return torch's op of this name; None if there is none here."""
     op: Any = torch.ops
     for part in name.split("."):
         op = getattr(op, part, None)

@@ -128,6 +128,8 @@ class _Exploration:
         return self._new_choices(other)
 
     def _record(self, overrides: Overrides) -> Recorded | None:
+        """Record the step under these overrides, and note it if its peak is the highest. None if recordings or time are
+        used up."""
         if overrides not in self._recorded:
             if len(self._recorded) > _MAX_RECORDINGS or not self._has_time():
                 return None

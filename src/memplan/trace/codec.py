@@ -66,6 +66,7 @@ def check(trace: Any) -> None:
 
 
 def _check_ops(trace: Any) -> None:
+    """Raise Unreadable if an op refers to ticks, steps, storages or ops that the trace does not have."""
     _within("steps", trace.steps, trace.end + 1)
     _within("steps of ops", (op.step for op in trace.ops), len(trace.steps))
     for op in trace.ops:
@@ -116,6 +117,7 @@ def _check_storage_ids(trace: Any) -> None:
 
 
 def _check_workspaces(trace: Any) -> None:
+    """Raise Unreadable if sizes of workspaces contradict each other."""
     if not all(0 <= size.low <= trace.storages[size.storage].bytes <= size.high for size in trace.expected):
         raise Unreadable("has an expected workspace outside of its band")
     if not all(engines.plans for engines in trace.engines):

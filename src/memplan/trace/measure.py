@@ -174,6 +174,7 @@ def _on_card(
     build: Runs, card: Device, steps: int, snapshot: str | os.PathLike[str] | None,
     contribute: str | os.PathLike[str] | None,
 ) -> Trace:  # fmt: skip
+    """Run the steps on the card, and return the trace of its allocator's events."""
     file = None if snapshot is None else os.path.abspath(snapshot)
     run = observed(build, steps, snapshot_file=file, snapshot=contribute is not None)
     if contribute is not None:

@@ -461,6 +461,7 @@ class _Recording(ObservedRun):
         return self._recorded_trace(self._notes(is_benchmarking))
 
     def _notes(self, is_benchmarking: bool) -> tuple[str, ...]:
+        """Return the notes of the trace."""
         notes = self._target.notes + note_about_outside(self.observer.ledger.outside_bytes)
         notes += self._shares.unused + self._printed.note()
         if self._card is not None:

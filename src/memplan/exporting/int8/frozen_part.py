@@ -314,6 +314,7 @@ class _Finder:
         self.maker[layer.out] = layer
 
     def _view(self, op: GraphOp) -> None:
+        """Add a layer that only changes the shape; a view of an input in float32 needs none."""
         x, output = next(refs((op.args, op.kwargs))), op.outputs[0]
         assert output is not None, "checked by the caller"
         if x in self.floats:

@@ -150,6 +150,7 @@ class _Recurrence(torch.autograd.Function):
     def forward(
         ctx: Any, name: str, backwards: bool, gates: Tensor, weight: Tensor, bias: Tensor | None, *state: Tensor
     ) -> State:  # fmt: skip
+        """Compute all steps of a layer, and save what their derivative reads."""
         activated, states, *kept = getattr(torch.ops.memplan, name)(gates, weight, bias, backwards, *state)
         ctx.save_for_backward(activated, states, weight, *kept)
         ctx.name, ctx.backwards = name, backwards

@@ -114,16 +114,19 @@ class CallLog:
         return None if call is None else self.calls[call]
 
     def _reference(self, leaf: Any) -> Any:
+        """Return a `Ref` for a tensor, which is added if it is new; other values unchanged."""
         if not isinstance(leaf, Tensor):
             return leaf
         number = self._number(leaf)
         return Ref(self._add(leaf, None) if number is None else number)
 
     def _number(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor; None if it is new. Dead tensors, whose id may be reused, do not count."""
         known, number = self._numbers.get(id(tensor), (None, None))
         return number if known is not None and known() is tensor else None
 
     def _add(self, tensor: Tensor, call: int | None) -> int:
+        """Add a tensor, and return its number. ``call``: the call that returned it; None: it is from outside."""
         number = len(self.tensors)
         self._numbers[id(tensor)] = weakref.ref(tensor), number
         like = Like(tuple(tensor.shape), _strides(tensor), tensor.dtype, tensor.device)

@@ -155,6 +155,7 @@ def _read_elsewhere(log: CallLog, call: LoggedCall, reader: int) -> str:
 
 
 def _cross_entropy(log: CallLog, call: LoggedCall) -> Match | None:
+    """Recognize a cross entropy of the logits of a linear layer, which the kernel computes in parts."""
     if call.name != "cross_entropy" or not call.results:
         return None
     named = call.named(CROSS_ENTROPY)
@@ -259,6 +260,7 @@ def _keeps_rows(call: LoggedCall, dims: int) -> bool:
 
 
 def _rms_norm(log: CallLog, call: LoggedCall) -> Match | None:
+    """Recognize a root-mean-square norm over the last dimension, written out or torch's own."""
     if len(call.results) != 1:
         return None
     if call.name == "rms_norm":
@@ -358,6 +360,7 @@ def _root_mean_square(log: CallLog, tensor: int, *, inverse: bool) -> tuple[int,
 
 
 def _is_mean_of_rows(log: CallLog, call: LoggedCall) -> bool:
+    """Return whether a call is a mean over the last dimension that keeps it."""
     if call.name != "mean" or len(call.reads) != 1:
         return False
     dims = len(log.tensors[call.reads[0]].like.shape)
@@ -379,6 +382,7 @@ def _is_square(call: LoggedCall) -> bool:
 
 
 def _gated(log: CallLog, call: LoggedCall) -> Match | None:
+    """Recognize the product of an activation with another tensor."""
     if call.name != "mul" or len(call.reads) != 2 or len(call.results) != 1:
         return None
     for activated, up in (call.reads, call.reads[::-1]):

@@ -80,6 +80,7 @@ class BlockTable:
         chunk.pool.add_merged(chunk)
 
     def _synchronize(self) -> None:
+        """Complete all frees that wait for other streams."""
         pending = list(self._pending.values())
         self._pending.clear()
         for chunk in pending:

@@ -124,6 +124,7 @@ class ExactReplay:
         return self._next_unrecorded - size
 
     def _serve(self, request: Request, entry: Entry) -> None:
+        """Send a request to the allocator. ``entry``: the recorded event of the request."""
         tick = request.event + 1
         if request.kind == "alloc":
             self._alloc(request, entry, tick)

@@ -148,6 +148,7 @@ class _Rewinder:
     # Blocks
 
     def _undo_alloc(self, index: int, entry: Entry) -> None:
+        """Remove the block that the event allocated."""
         block = self.blocks.pop(entry.address, None)
         if block is None:
             self._conflict(index, f"the block at {entry.address:#x} is not there afterwards")

@@ -180,6 +180,7 @@ def _reserved(replayed: Replay, *, at_peak: bool) -> int:
 
 
 def _live_at_end(replayed: Replay) -> Iterator[tuple[int | None, int]]:
+    """Yield owner and bytes of each block that is live at the end."""
     for segment in replayed.timeline.segments:
         for block in segment.blocks:
             if block.state == "active_allocated":

@@ -137,6 +137,7 @@ class _WhatIfRun:
             levels.append((tick, allocator.allocated, allocator.reserved))
 
     def _serve_alloc(self, request: Request) -> None:
+        """Allocate a block; the run ends if that fails."""
         address = self._malloc(request)
         if address is None:
             self.ended = True

@@ -131,6 +131,7 @@ class _Writer:
         """Stack -> the stack as torch writes it, shared by all events that have it."""
 
     def stack(self, owner: int | None) -> list[dict[str, Any]]:
+        """Return the stack that allocated ``owner``, as torch writes it."""
         frames = tuple(self.frames.get(owner, ())) if owner is not None else ()
         if not frames:
             return _NO_FRAMES

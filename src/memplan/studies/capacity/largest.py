@@ -291,6 +291,7 @@ def find_largest(
 
 
 def _find_planned(unplanned: Largest, subject: Subject, axis: Axis, progress: Callable[[str], None]) -> Largest:
+    """Search again, for the largest value that fits with a plan."""
     room = unplanned.room
 
     def record(value: int) -> tuple[Tried, None]:
@@ -340,6 +341,7 @@ class _Recorder:
         return self.samples[position]
 
     def _sample(self, position: int) -> Sample | None:
+        """Record the step at a position of the search; None if it raises."""
         value = position * self.divisible
         try:
             self.tried[value], trace = self.record(value)

@@ -168,6 +168,7 @@ def _title(what: Any) -> str:
 
 
 def _record_side(request: SideRequest) -> Side:
+    """Return a side: read from a saved result, or of the step, which is recorded. Raises MemplanError."""
     if is_saved(request.what):
         what = read(request.what) if isinstance(request.what, (str, os.PathLike)) else request.what
         # settings of both sides are for those that are simulated here

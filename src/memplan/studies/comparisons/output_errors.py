@@ -100,6 +100,7 @@ def _same_inputs(a: StepOptions, b: StepOptions) -> bool:
 
 
 def _same_input(a: Any, b: Any) -> bool:
+    """Return whether two inputs are the same except for the dtype."""
     if isinstance(a, Spec) and isinstance(b, Spec):
         return replace(a, dtype=b.dtype) == b
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

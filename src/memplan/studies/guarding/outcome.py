@@ -106,6 +106,7 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
 
 
 def _workspaces(figures: Figures) -> str:
+    """Say which of cuDNN's workspaces the figures contain."""
     if figures.cudnn:
         return "cuDNN's workspaces of the --cudnn that was named"
     if figures.expected:

@@ -341,6 +341,7 @@ class _Study:
         )
 
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
+        """Return the row of a layout that was not recorded. ``reason``: why."""
         return LayoutBytes(
             layout,
             allocated=0,

@@ -236,6 +236,7 @@ def _is_child(name: str, parent: str, names: frozenset[str]) -> bool:
 
 
 def _refused(reason: str) -> InputError:
+    """Return the error for a model without a plan for tensor parallelism."""
     return InputError(
         f"no tensor parallelism: {reason}",
         expected="a transformer of nn.Linear layers q, k, v, output, up and down",

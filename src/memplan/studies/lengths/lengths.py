@@ -251,6 +251,7 @@ def _run(trace: Trace, settings: str | None, capacity: int | None = None) -> Tim
 
 
 def _fits(trace: Trace, settings: str | None, capacity: int) -> bool:
+    """Return whether a step runs within the capacity."""
     try:
         _run(trace, settings, capacity)
     except OutOfMemory:

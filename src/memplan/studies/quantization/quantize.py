@@ -106,6 +106,7 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
 
 
 def _evaluated_model(what: Any, options: StepOptions) -> nn.Module:
+    """Return the module in the options' dtype and evaluation mode. Raises TargetError if there is none."""
     if not isinstance(what, nn.Module) and not callable(what):
         raise TargetError(
             f"{type(what).__name__} {what!r:.60}",

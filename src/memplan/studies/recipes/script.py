@@ -185,6 +185,7 @@ def _recipe_lines(recipe: Recipe) -> Iterator[str]:
 
 
 def _task_of(model: Model) -> _Task:
+    """Return what the architecture is trained for, by the end of its name. Raises InputError for others."""
     for end, task in _TASKS.items():
         if model.architecture.endswith(end):
             return task
@@ -196,6 +197,7 @@ def _task_of(model: Model) -> _Task:
 
 
 def _config_class(model: Model) -> Any:
+    """Return the class of transformers for the architecture's configuration. Raises InputError if it has none."""
     import transformers
 
     architecture = getattr(transformers, model.architecture, None)

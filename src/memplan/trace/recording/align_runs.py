@@ -124,6 +124,7 @@ def aligned(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[tuple
 
 
 def _common_prefix(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """Return how many of the first items are equal."""
     for length, (item, other) in enumerate(zip(first, second, strict=False)):
         if item != other:
             return length

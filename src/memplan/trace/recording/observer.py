@@ -108,6 +108,7 @@ class _Signature:
 
     @classmethod
     def of_op(cls, func: Any) -> _Signature:
+        """Return the signature of an op of torch or of a library."""
         name, mutable = str(func), _torch.is_mutable(func)
         return cls(
             name,

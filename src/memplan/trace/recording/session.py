@@ -548,6 +548,7 @@ def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundarie
 
 
 def _build(build: Callable[[], Step], observer: Observer) -> Step:
+    """Call ``build``, and return its step. Raises StepError if it returns none."""
     if not callable(build):
         raise StepError(
             f"{build!r} is not callable",

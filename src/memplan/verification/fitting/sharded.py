@@ -493,20 +493,14 @@ class _Fitting:
             self._notes.append(f"{names}: plan {plan.fingerprint} on all ranks. {plan.summary}")
 
     def _hand_over(self, plan: Plan, proof: Proof, calls: list[Calls]) -> Fitted:
+        """Return the result with the plans installed; calls count from now on."""
         for counts in calls:
             counts.restart()
         self._handed_over = True
         return Fitted(
-            self._request.model,
-            self._loss,
-            plan,
-            proof,
-            changed=True,
-            optimizer=None,
-            notes=self._notes,
-            _undo=self.undo,
-            _calls=calls,
-        )
+            self._request.model, self._loss, plan, proof, changed=True, optimizer=None, notes=self._notes,
+            _undo=self.undo, _calls=calls,
+        )  # fmt: skip
 
 
 def _with_loss_bytes(study: Study, settings: Settings, budget: int, ratio: Fraction) -> Planned:

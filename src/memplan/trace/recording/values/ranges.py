@@ -405,6 +405,7 @@ def rule_of(name: str) -> Rule | None:
 
 
 def _computed(rule: Rule, call: Call) -> Range | list[Range | None] | None:
+    """Return the range that the rule computes for a call; None if it cannot."""
     try:
         return rule(call)
     except (IndexError, KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
