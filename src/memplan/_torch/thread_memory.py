@@ -61,7 +61,11 @@ def with_threads(profile: Profile, threads: Threads) -> Profile:
 
     A free is assigned to the latest allocation of the same size; among several, the choice does not change the sum.
     """
-    others = [MemoryEvent(0, size, time, "", -1) for sizes in threads.ended for time, size in sizes]
+    others = [
+        MemoryEvent(address=0, bytes=size, time=time, mark="", call=-1)
+        for sizes in threads.ended
+        for time, size in sizes
+    ]
     live: dict[int, dict[int, None]] = {}
     """Size -> addresses, in the order in which they were allocated."""
     events: list[MemoryEvent] = []

@@ -36,7 +36,9 @@ def fix_of(finding: Finding, trace: Trace) -> Fix:
     created_at = {layer.name: layer.made for layer in trace.layers}
     patch, why = _patch(padding, created_at)
     if patch:
-        return Fix("patch", patch, "", _proof(details.get("padded_output"), details["input"], details["stride"]))
+        return Fix(
+            "patch", text=patch, why="", proof=_proof(details.get("padded_output"), details["input"], details["stride"])
+        )
     if not padding and "not_padded" in details:
         why = f"padded, the model cannot be recorded ({details['not_padded']})"
     return _wrapper(details, why)
@@ -139,10 +141,10 @@ def _wrapper(details: Mapping[str, Any], why: str) -> Fix:
     ``why``: reason why there is no patch."""
     by_hand = "Pad the input yourself, or cut tiles that overlap."
     if not details.get("mirror_pad"):
-        return Fix("none", "", why, by_hand)
+        return Fix("none", text="", why=why, proof=by_hand)
     if details.get("mirror_returns") == "other":
         why += ", and a printed wrapper cannot crop what the model returns: something else than tensors in a tuple, a "
-        return Fix("none", "", why + "list or a dictionary", by_hand)
+        return Fix("none", text="", why=why + "list or a dictionary", proof=by_hand)
     output = details.get("mirrored_output")
     return Fix("wrapper", _wrapper_source(details), why, _proof(output, details["input"], details["stride"]))
 

@@ -213,7 +213,7 @@ class Card:
             number, is_compiled = engine
             # compiling an engine takes seconds, so it is checked only if torch would run it: as the first plan
             if (is_compiled and plans) or self._is_supported(config):
-                plans.append((f"eng{number}", backend.values(config, CONFIG_WORKSPACE, INTEGER, 1)[0]))
+                plans.append((f"eng{number}", backend.values(config, CONFIG_WORKSPACE, INTEGER, limit=1)[0]))
         backend.destroy(*configs, heuristics)
 
     def _engine(self, config: ctypes.c_void_p, question: dict[str, Any]) -> tuple[int, bool] | None:
@@ -221,9 +221,9 @@ class Card:
         backend = self._backend
         engine = backend.create(ENGINE)
         backend.fill(config, CONFIG_ENGINE, DESCRIPTOR, (ctypes.c_void_p * 1)(engine.value))
-        notes = backend.values(engine, ENGINE_NOTES, NOTE, 10)
-        behavior = backend.values(engine, ENGINE_BEHAVIOR, BEHAVIOR, 8)
-        number = backend.values(engine, ENGINE_NUMBER, INTEGER, 1)[0]
+        notes = backend.values(engine, ENGINE_NOTES, NOTE, limit=10)
+        behavior = backend.values(engine, ENGINE_BEHAVIOR, BEHAVIOR, limit=8)
+        number = backend.values(engine, ENGINE_NUMBER, INTEGER, limit=1)[0]
         backend.destroy(engine)
         if refused(notes, question) or in_errata(question, number, *self._versions):
             return None

@@ -712,7 +712,7 @@ class _Grid:
     def tile(self) -> dict[str, int]:
         """Channels and positions of a tile, and warps."""
         if self.channels_last:
-            channels = block_of(self.channels, 64)
+            channels = block_of(self.channels, largest=64)
             positions = max(1, _TILE // channels)
         else:
             positions = block_of(self.positions, _TILE)

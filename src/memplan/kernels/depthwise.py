@@ -378,7 +378,7 @@ class _Geometry:
         ]
         return [
             *self._in_3d(self.result.shape[2:])[1:], *self._in_3d(self.source.shape[2:]),
-            *self._in_3d(stride), *self._in_3d(padding, 0), *self._in_3d(dilation), *strides,
+            *self._in_3d(stride), *self._in_3d(padding, filler=0), *self._in_3d(dilation), *strides,
         ]  # fmt: skip
 
     @property
@@ -411,7 +411,7 @@ def _convolve(
 ) -> None:
     """Write y from x, or dx from dy."""
     geometry = _Geometry(result, source, weight, (stride, padding, dilation))
-    tile = geometry.tile(64)
+    tile = geometry.tile(most_channels=64)
     samples, channels, parts = *result.shape[:2], -(-geometry.positions // tile["POSITIONS"])
     launch(
         depthwise_kernel, (samples * parts, -(-channels // tile["CHANNELS"])),
@@ -443,7 +443,7 @@ def _sum_weight_gradient(
     dilation: Sequence[int],
 ) -> None:
     geometry = _Geometry(d_y, x, weight, (stride, padding, dilation))
-    tile, taps = geometry.tile(16), geometry.taps
+    tile, taps = geometry.tile(most_channels=16), geometry.taps
     samples, channels = d_y.shape[:2]
     programs, span, length = parts_of(samples, geometry.positions, taps["TAPS"], tile["POSITIONS"])
     parts, rows = -(-geometry.positions // length), taps["TAPS"] + (d_bias.numel() > 0)

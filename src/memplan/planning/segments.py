@@ -437,12 +437,12 @@ class Segments:
             # longer and longer, until calls cannot run piece by piece, even in two: backward, then forward
             for begin in range(index, max(-1, index - MAX_CALLS), -1):
                 first = self.calls[begin]
-                if self.segment(first, call, axis, 2) is None:
+                if self.segment(first, call, axis, pieces=2) is None:
                     break
                 if first in self._in_place:
                     continue
                 for last in self.calls[index : begin + MAX_CALLS]:
-                    segment = self.segment(first, last, axis, 2)
+                    segment = self.segment(first, last, axis, pieces=2)
                     if segment is None:
                         break
                     if not any(_cuts(tile, first, last) for tile in tiles):

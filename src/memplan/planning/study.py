@@ -356,7 +356,9 @@ class _Planning:
                 raise budget_error(lowest.schedule, self._outside_memory, self._budget, lowest.timeline)
         validate(graph, candidate.schedule, outside_memory=self._outside_memory)
         floor = min(known.peak for known in fusing.candidates)
-        plan = self._plan(candidate.schedule, _Bounds(candidate.timeline, floor, self._study.least_peak(settings), 0.0))
+        plan = self._plan(
+            candidate.schedule, _Bounds(candidate.timeline, floor, self._study.least_peak(settings), seconds=0.0)
+        )
         fusion = fusion_of(candidate.fused, candidate.codes, settings.device or settings.home.card)
         plan = replace(plan, fusion=fusion, notes=(*plan.notes, *(unfused(fusion) if fusion else (UNTOLD,))))
         captured = replace(self._study.captured, graph=graph)

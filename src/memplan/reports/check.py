@@ -59,7 +59,7 @@ def _finding(finding: Finding, top: int) -> Iterator[Part]:
     cost = f"  {format_bytes(finding.bytes)}" if finding.bytes > 0 else ""
     yield Line(f"{finding.severity} {finding.id}{cost}", _STYLES[finding.severity])
     if location:
-        yield Line(f"at {location}", "dim", 2)
+        yield Line(f"at {location}", "dim", indent=2)
     yield Line(f"{message_of(finding)}.", indent=2)
     rows: list[dict[str, Any]] = finding.details.get("layers", [])
     if len(rows) > 1:

@@ -144,7 +144,7 @@ def _by_layer(comparison: Comparison, top: int) -> Iterator[Part]:
     same = len(pairs) - len(different)
     if different:
         fields = [name_field("By layer", lambda pair: pair.name)]
-        fields += [*_layer_fields(first, 0), *_layer_fields(second, 1)]
+        fields += [*_layer_fields(first, drop=0), *_layer_fields(second, drop=1)]
         yield table_of(different, fields, top, f"all {len(comparison.layers)}", comparison.layers)
     if same:
         text = "1 layer takes" if same == 1 else f"{same} layers take"

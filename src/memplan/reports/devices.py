@@ -62,8 +62,8 @@ _FIELDS = (
     Field("usable\nGiB", lambda d: f"{_gib(d.usable('high'))}-{_gib(d.usable('low'))}", right=True),
     Field("memory\nGB/s", lambda d: "-" if d.bandwidth is None else _number(d.bandwidth / _GIGA), right=True),
     _rate_field("TFLOP/s\nbf16", "bfloat16"),
-    _rate_field("\nfp16", "float16", 1),
-    _rate_field("\nfp32", "float32", 1),
+    _rate_field("\nfp16", "float16", drop=1),
+    _rate_field("\nfp32", "float32", drop=1),
     Field("arch", lambda d: "{}.{}".format(*d.architecture), right=True, drop=2),
 )
 

@@ -172,16 +172,16 @@ def _bytes_field(header: str, name: str, drop: int, cell: Callable[[LayerRow], s
 _INFERENCE = (
     name_field("By layer", lambda row: row.name, layers=True),
     Field("kind", lambda row: row.kind, shrinks_to=9, drop=3),
-    _bytes_field("outputs", "output_bytes", 1),
-    _bytes_field("weights", "weight_bytes", 5),
+    _bytes_field("outputs", "output_bytes", drop=1),
+    _bytes_field("weights", "weight_bytes", drop=5),
 )
 _TRAINING = (
     *_INFERENCE[:3],
-    _bytes_field("saves", "saved_bytes", 0, _saves),
+    _bytes_field("saves", "saved_bytes", drop=0, cell=_saves),
     Field("needed\nfor", _needs, drop=2),
     Field("shared\nwith", _shared, shrinks_to=12, from_left=True, drop=4),
     _INFERENCE[3],
-    _bytes_field("gradients", "gradient_bytes", 6),
+    _bytes_field("gradients", "gradient_bytes", drop=6),
 )
 
 

@@ -49,4 +49,4 @@ def _changes(changes: tuple[Change, ...], top: int) -> Iterator[Part]:
     hidden = changes[len(shown) :]
     if hidden:
         difference = signed(sum(change.difference for change in hidden))
-        yield Line(f"and {len(hidden)} more: {difference}", "dim", 2)
+        yield Line(f"and {len(hidden)} more: {difference}", "dim", indent=2)

@@ -37,8 +37,8 @@ def dumps(trace: Trace, explanation: Explanation, settings: str | None = None) -
 def _metadata(explanation: Explanation) -> Iterator[dict[str, Any]]:
     """Yield the events that name the process, after the step, and its only thread."""
     title = f"{explanation.title} on {explanation.device} (1 us is one allocation or free)"
-    yield _event("M", 0, "process_name") | {"args": {"name": title}}
-    yield _event("M", 0, "thread_name") | {"args": {"name": "ops"}}
+    yield _event("M", tick=0, name="process_name") | {"args": {"name": title}}
+    yield _event("M", tick=0, name="thread_name") | {"args": {"name": "ops"}}
 
 
 def _slices(trace: Trace) -> Iterator[dict[str, Any]]:

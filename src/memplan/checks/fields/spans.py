@@ -110,7 +110,7 @@ class Span:
         taps = list(range(kernel))
         if kernel > 2 * self.period:  # the inner taps of a long kernel never decide a low or a high
             taps = [*taps[: self.period], *taps[-self.period :]]
-        return self.through(1, stride, lambda _: [tap * dilation - padding for tap in taps])
+        return self.through(period=1, advance=stride, seen=lambda _: [tap * dilation - padding for tap in taps])
 
     def transposed(self, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span | None:
         """Return the receptive fields after a transposed convolution. Its output ``o`` sees each position ``i`` with
@@ -120,11 +120,11 @@ class Span:
             targets = (position + padding - tap * dilation for tap in range(kernel))
             return [target // stride for target in targets if target % stride == 0]
 
-        return self.through(stride, 1, seen)
+        return self.through(stride, advance=1, seen=seen)
 
     def moved(self, offset: int, step: int = 1) -> Span | None:
         """Return the fields of a result whose position ``o`` is this tensor's position ``offset + step * o``."""
-        return self.through(1, step, lambda _: [offset])
+        return self.through(period=1, advance=step, seen=lambda _: [offset])
 
     def union(self, other: Span) -> Span | None:
         """Return the receptive fields of positions that see what both see, as after a sum; None if the period becomes

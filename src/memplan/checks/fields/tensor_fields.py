@@ -118,7 +118,7 @@ def resolved(dim: Dim) -> Axis:
     if not factors or not factors[0].axis or any(factor.axis for factor in factors[1:]):
         return ()
     repeat = math.prod(factor.size for factor in factors[1:])
-    return mapped(factors[0].axis, lambda span: span.through(repeat, 1, lambda _: [0]))
+    return mapped(factors[0].axis, lambda span: span.through(repeat, advance=1, seen=lambda _: [0]))
 
 
 def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0) -> Axis:
@@ -242,7 +242,7 @@ def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
     """Return the two parts of a dimension that a view splits into (``outer``, ``factor.size // outer``). Only the outer
     part is traced: each of its positions sees what all of its inner positions saw."""
     inner = factor.size // outer
-    axis = mapped(factor.axis, lambda span: span.through(1, inner, lambda _: range(inner)))
+    axis = mapped(factor.axis, lambda span: span.through(period=1, advance=inner, seen=lambda _: range(inner)))
     return Factor(outer, axis, (factor, True)), Factor(inner, (), (factor, False))
 
 

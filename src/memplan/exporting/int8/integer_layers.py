@@ -220,7 +220,7 @@ def _computed(integers: Integers, read: list[np.ndarray]) -> np.ndarray:
         products = centred[0].reshape(-1, layer.inner) * centred[1].reshape(-1, 1) * integers.factors[0]
     else:
         assert isinstance(layer, Average), "there are no others"
-        products = _windows(layer, centred[0], 0).sum(axis=0) * integers.factors[0]
+        products = _windows(layer, centred[0], padding=0).sum(axis=0) * integers.factors[0]
     return np.clip(shifted(products, integers.factors[-1]) + integers.type.zero, integers.low, integers.high).astype(
         np.int8
     )

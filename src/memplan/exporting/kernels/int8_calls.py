@@ -58,7 +58,7 @@ def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
         name = w.instance("int8_linear", f"int8_linear{suffix}", define)
         return [w.call(name, output, x, w.array("int8_stage", rows), batch)]
     first_row = _row_kernel(w, suffix, define)
-    macros = define | {"FIRST_ROW": first_row, "ROW": _row_kernel(w, "", {"INPUT": "signed char"})}
+    macros = define | {"FIRST_ROW": first_row, "ROW": _row_kernel(w, suffix="", define={"INPUT": "signed char"})}
     name = w.instance("int8_convolutions", f"int8_convolutions{suffix}", macros)
     return [w.call(name, output, rings, x, w.array("int8_stage", rows), len(stages), batch)]
 

@@ -526,7 +526,11 @@ def _flip(w: CallWriter, op: GraphOp) -> list[str]:
         (size - 1) * step for dim, (size, step) in enumerate(zip(x.shape, x.stride, strict=True)) if dim in dims
     )
     output = w.graph.values[output_of(op)]
-    return [w.strided_copy(w.pointer(output.id), output, 0, f"{w.pointer(op.args[0])} + {start}", strides)]
+    return [
+        w.strided_copy(
+            w.pointer(output.id), output, start=0, source=f"{w.pointer(op.args[0])} + {start}", strides=strides
+        )
+    ]
 
 
 def _insert(w: CallWriter, op: GraphOp) -> list[str]:

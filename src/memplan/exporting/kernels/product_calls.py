@@ -87,7 +87,7 @@ def _product(w: CallWriter, pointers: Sequence[str], bias: Any, sizes: Sequence[
     if min(rows, columns) < FEWEST_ROWS:
         return w.call(w.kernel("matmul"), *pointers, bias, w.table("product", *sizes))
     tile(w)
-    _fill_panel(w, "", {"INPUT": "float", "CONSTANTS": "", "VALUE(v, channel)": "(v)"})
+    _fill_panel(w, suffix="", of_input={"INPUT": "float", "CONSTANTS": "", "VALUE(v, channel)": "(v)"})
     y, a, b = pointers
     if rows >= columns:
         return w.call(w.kernel("matmul_tiles"), y, a, b, bias, w.table("product", *sizes), columns, 1)

@@ -42,7 +42,7 @@ class InsideBits(Encode):
                 place=activation.place,
             )
             direct = tuple(op.index for op in readers)
-            yield SavedForm(NAME, value, -1, INSIDE, whole=False, direct=direct), encoded
+            yield SavedForm(NAME, value, encoded=-1, how=INSIDE, whole=False, direct=direct), encoded
 
 
 def bounds_of(op: GraphOp) -> tuple[float, float]:

@@ -30,7 +30,7 @@ def parse_lines_option(text: str) -> Followed:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         raise InputError(f"--lines {text}: {file} is not Python", expected=_EXPECTED, do="Name another file") from None
-    known = list(_functions(tree, ""))
+    known = list(_functions(tree, prefix=""))
     if function is not None and not any(function in (name, name.rpartition(".")[2]) for name in known):
         near = get_close_matches(function, known, 3, 0.0)
         raise InputError(

@@ -74,7 +74,7 @@ class Rates:
         return max(work.flops / rate, work.bytes * factor / self.bandwidth) + self.call
 
 
-CPU = Rates((("float32", 150e9), ("float64", 60e9), ("bfloat16", 300e9), ("float16", 60e9)), 8e9, 2e-6)
+CPU = Rates((("float32", 150e9), ("float64", 60e9), ("bfloat16", 300e9), ("float16", 60e9)), bandwidth=8e9, call=2e-6)
 """A CPU of two cores: the rates for plans for "the CPU" without measurements. Measured on two cores of a
 cloud machine with AVX-512: float32 products of 1024 x 1024 matrices reached 75 GFLOP/s a core, 3 x 3 convolutions 113
 to 236; adding tensors of 16 to 64 MiB, with a result in memory that is new to the process, moved 3 to 8 GB/s, which is

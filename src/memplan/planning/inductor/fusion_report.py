@@ -122,7 +122,7 @@ class _Grouping:
                 if origin.flops and (part.name, origin.name) not in counted_nodes:
                     counted_nodes.add((part.name, origin.name))
                     marks_with_flops.add(origin.mark)
-                    work_of_kernel[index].append(Work(origin.flops, 0, self.rate(origin.mark)))
+                    work_of_kernel[index].append(Work(origin.flops, bytes=0, rate=self.rate(origin.mark)))
         for mark, kernels in kernels_of_mark.items():
             op = self.op(mark)
             if mark in marks_with_flops or op is None:
@@ -130,7 +130,7 @@ class _Grouping:
             work = work_of(self.graph, op)
             if work.flops:
                 largest = max(kernels, key=lambda index: called[index][1].bytes)
-                work_of_kernel[largest].append(Work(work.flops, 0, work.rate))
+                work_of_kernel[largest].append(Work(work.flops, bytes=0, rate=work.rate))
         return work_of_kernel
 
     def group(self, part: Part, kernel: inductor.Kernel, work: Sequence[Work]) -> Group:

@@ -348,27 +348,37 @@ PIECEWISE: Mapping[str, Piecewise] = {
     "aten.hardswish_backward.default": Piecewise(
         "memplan.hardswish_backward_.default",
         "grad_output",
-        _element_scratch(1),
+        _element_scratch(buffers=1),
         ("self",),
         contiguous=False,
         on_card=True,
     ),
     "aten.native_batch_norm_backward.default": Piecewise(
-        "memplan.native_batch_norm_backward_.default", "grad_out", _channel_scratch(2, 2), ("input",), spatial=True
+        "memplan.native_batch_norm_backward_.default",
+        "grad_out",
+        _channel_scratch(result_pieces=2, operand_pieces=2),
+        ("input",),
+        spatial=True,
     ),
     "aten._native_batch_norm_legit_functional.default": Piecewise(
-        "memplan._native_batch_norm_legit_functional_.default", "input", _channel_scratch(1, 1), spatial=True
+        "memplan._native_batch_norm_legit_functional_.default",
+        "input",
+        _channel_scratch(result_pieces=1, operand_pieces=1),
+        spatial=True,
     ),
     "aten._native_batch_norm_legit.no_stats": Piecewise(
-        "memplan._native_batch_norm_legit_.no_stats", "input", _channel_scratch(1, 1), spatial=True
+        "memplan._native_batch_norm_legit_.no_stats",
+        "input",
+        _channel_scratch(result_pieces=1, operand_pieces=1),
+        spatial=True,
     ),
     "aten.native_dropout.default": Piecewise(
-        "memplan.native_dropout_.default", "input", _element_scratch(1), contiguous=False
+        "memplan.native_dropout_.default", "input", _element_scratch(buffers=1), contiguous=False
     ),
     "aten.native_dropout_backward.default": Piecewise(
         "memplan.native_dropout_backward_.default",
         "grad_output",
-        _element_scratch(2),
+        _element_scratch(buffers=2),
         ("mask",),
         contiguous=False,
         on_card=True,

@@ -200,8 +200,8 @@ class Lever(Protocol):
         and integers narrowed at 7 and widened at 2 to 3: near enough to its bandwidth.
         """
         value = graph.values[form.value]
-        work = Work(0, value.bytes + graph.values[form.encoded].bytes, value.dtype)
-        return work, work, Work(0, 0, value.dtype)
+        work = Work(flops=0, bytes=value.bytes + graph.values[form.encoded].bytes, rate=value.dtype)
+        return work, work, Work(flops=0, bytes=0, rate=value.dtype)
 
     # -- calls
 

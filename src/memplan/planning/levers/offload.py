@@ -58,9 +58,14 @@ class Offload(Lever):
                 if value_id not in needed or self.why_not(graph, value, situation):
                     continue
                 host = replace(value, name=f"{value.name}_host", kind="host", bytes=0, op=None)
-                copied = roofline.Work(0, value.bytes, value.dtype)  # read when stored, written when fetched
+                copied = roofline.Work(
+                    flops=0, bytes=value.bytes, rate=value.dtype
+                )  # read when stored, written when fetched
                 seconds = 2 * rates.seconds(copied)
-                yield SavedForm(self.name, value.id, -1, store_seconds=seconds, copy_seconds=value.bytes / link), host
+                yield (
+                    SavedForm(self.name, value.id, encoded=-1, store_seconds=seconds, copy_seconds=value.bytes / link),
+                    host,
+                )
 
     def store(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that begins the copy to host memory. It returns the copy, and a handle to wait for."""

@@ -63,7 +63,7 @@ def _channel_norm_backward(args: Sequence[Any]) -> Work:
 
 def _of_passes(x: Value, *, passes: int) -> Work:
     """Return the work of passes over a tensor; its arithmetic takes less time than its bytes."""
-    return Work(0, passes * prod(x.shape) * itemsize(x.dtype), x.dtype)
+    return Work(flops=0, bytes=passes * prod(x.shape) * itemsize(x.dtype), rate=x.dtype)
 
 
 def _depthwise(args: Sequence[Any]) -> Work:
@@ -105,13 +105,13 @@ def _class_sums(args: Sequence[Any]) -> Work:
     samples, classes, *sizes = logits.shape
     parts = -(-prod(sizes) // dice.part_length(classes)) if classes <= dice.LARGEST_CLASSES else 0
     operands = sum(prod(value.shape) * itemsize(value.dtype) for value in (logits, targets))
-    return Work(0, operands + 4 * 4 * samples * classes * (1 + 2 * parts), logits.dtype)
+    return Work(flops=0, bytes=operands + 4 * 4 * samples * classes * (1 + 2 * parts), rate=logits.dtype)
 
 
 def _dropout_mask(args: Sequence[Any]) -> Work:
     """Reads the input and writes a byte an element; on a card torch's kernel writes a product, too."""
     x, elements = args[0], prod(args[0].shape)
-    return Work(0, ((1 if x.place == HOST else 2) * itemsize(x.dtype) + 1) * elements, x.dtype)
+    return Work(flops=0, bytes=((1 if x.place == HOST else 2) * itemsize(x.dtype) + 1) * elements, rate=x.dtype)
 
 
 WORKS[CLASS_SUMS] = _class_sums

@@ -72,7 +72,7 @@ def _can_merge(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
         and all(tensor.dtype == loss_log_probs.dtype and _is_whole(graph, tensor) for tensor in tensors)
         and (weight is None or is_contiguous(graph.values[weight.value]))
         and len(loss_log_probs.shape) in (2, 4)
-        and _sizes_around(loss_log_probs.shape, 1) == _sizes_around(softmax_log_probs.shape, arguments["dim"])
+        and _sizes_around(loss_log_probs.shape, dim=1) == _sizes_around(softmax_log_probs.shape, arguments["dim"])
     )
 
 

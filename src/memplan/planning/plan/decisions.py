@@ -310,7 +310,7 @@ class _Decider:
         """Return the decisions about the whole step."""
         reasons = ((lever.name, lever.decide(self)) for lever in registry.LEVERS)
         return [
-            Decision(name, _STEP, reason.grade, reason.bytes, 0.0, reason=reason.text, details=reason.details)
+            Decision(name, _STEP, reason.grade, reason.bytes, seconds=0.0, reason=reason.text, details=reason.details)
             for name, reason in reasons
             if reason is not None
         ]

@@ -35,7 +35,8 @@ def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
         names = tuple(dict.fromkeys(graph.values[v].name for v in (low[0], low[-1])))
         scope, where = Scope("segment", names), next((op.where for op in ops if op.where), None)
         decisions.append(Decision(
-            LOWER_PRECISION.name, scope, reason.grade, reason.bytes, 0.0, block, where, reason.text, reason.details
+            LOWER_PRECISION.name, scope, reason.grade, reason.bytes, seconds=0.0,
+            layer=block, where=where, reason=reason.text, details=reason.details,
         ))  # fmt: skip
     return tuple(decisions)
 

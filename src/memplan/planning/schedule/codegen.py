@@ -169,7 +169,7 @@ class _Writer:
 
     def write_action(self, action: Action) -> None:
         """Write a single action and the deletion of the values it frees."""
-        self.write_mark(1)
+        self.write_mark(actions=1)
         if action.kind == "run":
             self.write_op(action)
         elif action.kind == "write":

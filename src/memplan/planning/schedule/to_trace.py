@@ -284,7 +284,7 @@ class _Tracer:
             layer, where = graph_op.layer, graph_op.where
             gradient_of = None if graph_op.gradient_of is None else self.op_of.get(graph_op.gradient_of)
             self.op_of.setdefault(graph_op.index, index)
-        operands = tuple(Operand("", storage) for storage in read)
+        operands = tuple(Operand(name="", storage=storage) for storage in read)
         self.ops.append(Op(
             index, name, phase, 0, layer, where, start, self.tick, operands, written, gradient_of=gradient_of,
             recomputed=recomputed,

@@ -176,7 +176,7 @@ class FlatGraph:
             updated = self.gradients.updates and graph.values[of].kind == "parameter"
             transient = self.outside_memory.update_by_parameter.get(of, 0) + copied_bytes if updated else 0
             kept_copy, parameter = 0 if freed else copied_bytes, graph.base(of) if changed else None
-            returns.append(GradientReturn(slot, kept_copy, transient, 0, parameter))
+            returns.append(GradientReturn(slot, kept_copy, transient, freed=0, parameter=parameter))
             bases.append(base)
         # memory that several gradients share is freed with the last return
         final = {bases[k]: k for k in sorted(range(len(returns)), key=lambda k: (returns[k].slot, k))}

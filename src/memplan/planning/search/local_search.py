@@ -248,7 +248,7 @@ class LocalSearch:
             state = self.state(apply_moves(best.column, [move])[:, 0])
             state = self.repair(state, locked=move[0])
             if state.fits:
-                state = self.improve(state, 20, pairs=pairs)
+                state = self.improve(state, rounds=20, pairs=pairs)
                 best = state if state.is_better_than(best) else best
         return best
 

@@ -217,7 +217,7 @@ class Relaxation:
         for slot in self._slots_to_constrain(min(room, 16)):
             _Position(self, slot, forward=None)
         for index in self._forward_ops_to_constrain(min(room // 4, 4)):
-            _Position(self, 0, forward=index)
+            _Position(self, slot=0, forward=index)
 
     def seconds(self, budget: int) -> Fractions | None:
         """Solve for the fewest seconds that schedules within ``budget`` bytes add; None if there is no solution."""
@@ -386,7 +386,7 @@ class _Position:
     def _live_variable(self, row: int) -> int:
         """Return the variable that says whether a value is live at this position; it is added when first needed."""
         if row not in self.live:
-            self.live[row] = self.relaxation.program.variable(0.0)
+            self.live[row] = self.relaxation.program.variable(cost=0.0)
             bytes_already_counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
             self.sizes.append((self.live[row], int(self.relaxation.flat.bytes[row]) - bytes_already_counted))
         return self.live[row]
@@ -397,7 +397,7 @@ class _Position:
         if self.main:
             return self.relaxation.ops + op
         if op not in self.recompute_variables:
-            self.recompute_variables[op] = self.relaxation.program.variable(0.0)
+            self.recompute_variables[op] = self.relaxation.program.variable(cost=0.0)
             self.relaxation.program.at_least(
                 [(self.relaxation.ops + op, 1.0), (self.recompute_variables[op], -1.0)], 0.0
             )
@@ -410,7 +410,7 @@ class _Position:
         form; ``row``: of the value.
         """
         if index not in self.forms:
-            self.forms[index] = self.relaxation.program.variable(0.0)
+            self.forms[index] = self.relaxation.program.variable(cost=0.0)
             self.relaxation.program.at_least([(self.relaxation.forms + index, 1.0), (self.forms[index], -1.0)], 0.0)
             bytes_already_counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
             self.sizes.append(

@@ -157,7 +157,7 @@ class _Profile:
         for at, op in enumerate(order):
             level += sum(self.size[value] for value in self.makes[op]) - freed[at]
             self.before.append(level)
-        self.levels = self.levels_of(0, len(order), order)
+        self.levels = self.levels_of(begin=0, end=len(order), ops=order)
         """Highest level during each op and the recomputations before it."""
         self.peak = max(self.levels)
 

@@ -53,7 +53,7 @@ class _Descent:
 
     def run(self) -> State:
         """Return the best state."""
-        local, tried = self.search.local(0), set[Move]()
+        local, tried = self.search.local(budget=0), set[Move]()
         best = self.search.lowest
         self.reserved = self._reserved(best.column)
         for start in (self.search.near_bound, self.search.cheapest) if self.tries > 0 else ():

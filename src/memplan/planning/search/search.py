@@ -109,7 +109,7 @@ class Search:
         self.small = small if self.switches.small_values else 0
         self.relaxation = Relaxation(self.flat, small=small)
         self.lower_bound = self.relaxation.unavoidable.peak
-        self.save_all = self.local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
+        self.save_all = self.local(budget=0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.earlier_results: list[State] = []
         """Results of earlier budgets: starts for the next search."""
         self._solved: dict[int, Fractions | None] = {}
@@ -261,7 +261,7 @@ class Search:
     @cached_property
     def lowest(self) -> State:
         """A state with the smallest peak, whatever seconds it adds."""
-        return self.local(0).state(self.deterministic._lowest_column)
+        return self.local(budget=0).state(self.deterministic._lowest_column)
 
     def _best_repair(self, budget: int, starts: Sequence[Column], squared: int) -> State:
         """Repair every start and return the state with the least excess over the budget. ``squared``: see
@@ -302,7 +302,7 @@ class Search:
             return state.peak, state.seconds
 
         starts = [self.save_all.column, self._all_recomputed]
-        low, local = self.lower_bound, self.local(0)
+        low, local = self.lower_bound, self.local(budget=0)
         near = (self.near_bound.column, self._near_bound(self._all_recomputed).column)
         best = min((local.state(column) for column in (*starts, *near)), key=by_peak)
         while best.peak - low > best.peak // 400:  # each halving takes as long, even for the last bytes

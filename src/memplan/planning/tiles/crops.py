@@ -79,7 +79,7 @@ class Crops:
             with _torch.fake_mode():
                 input = torch.empty(shape, dtype=self.dtype)
             program = _program(self._model, input)
-            along_dims = [Tiled(program, Axis(dim), 1) for dim in range(2, len(shape))]
+            along_dims = [Tiled(program, Axis(dim), pieces=1) for dim in range(2, len(shape))]
             for tiled in along_dims:
                 if tiled.norms:
                     raise NotTileable("a norm needs the statistics of the whole input")

@@ -141,13 +141,13 @@ class Tiled:
             tokens = shape[0] // samples
             # targets can lack the first token of a sample
             if shape[0] % samples == 0 and abs(tokens - self.axis.tokens) <= 1:
-                self.along[value] = Along(0, 1, samples)
+                self.along[value] = Along(dim=0, unit=1, repeats=samples)
         elif dim:
             dim -= dim > 1 and self._is_map(value)  # else the axis is that of tokens, and no space
             if len(shape) > dim and shape[dim] > 1:  # a single element is read by each piece
                 self.along[value] = Along(dim)
         elif shape[0] and shape[0] % samples == 0:  # samples, maybe merged with another dimension
-            self.along[value] = Along(0, shape[0] // samples)
+            self.along[value] = Along(dim=0, unit=shape[0] // samples)
 
     def _is_map(self, value: int) -> bool:
         """Return whether an input has samples and space, but no channels, as the class of each pixel."""

@@ -144,7 +144,7 @@ def _trace(plain: Any, source: str) -> Result:
 def _plan(plain: Any, source: str) -> Result:
     """Return the page content of a plan, with the program of the planned step."""
     plan = Plan.from_dict(plain, source)
-    text = plans.report(plan, 0) + _program(plan)
+    text = plans.report(plan, top=0) + _program(plan)
     mood: Mood = "good" if plan.peak <= plan.budget else "bad"
     return Result("plan", text.heading, plan.summary, mood, text, tuple(charts.of_plan(plan)), **_peaks(plan))
 
@@ -199,7 +199,7 @@ def _fit(data: Fields) -> Result:
     )
     if data.get("fits", bool) is not outcome.fits:
         raise Unreadable("its verdict is not that of its plan and proof")
-    return _of_fit("fit", outcome.title, fit.report(outcome, 0), plan, (*drawn, *_plan_charts(plan)))
+    return _of_fit("fit", outcome.title, fit.report(outcome, top=0), plan, (*drawn, *_plan_charts(plan)))
 
 
 def _script_fit(data: Fields) -> Result:
@@ -209,7 +209,7 @@ def _script_fit(data: Fields) -> Result:
     """
     plan, least, lines = _saved_plan(data), data.maybe("smallest_budget", int), data.inner("lines")
     unplanned, surplus = data.get("beside", int), data.get("surplus", int)
-    shortfall = None if least is None else BudgetError("", smallest_budget=max(0, least - surplus - unplanned))
+    shortfall = None if least is None else BudgetError(found="", smallest_budget=max(0, least - surplus - unplanned))
     added = None
     if lines is not None:
         added = fitting.Lines(lines.maybe("where", str), lines.get("before", bool), lines.texts("text"))
@@ -218,7 +218,7 @@ def _script_fit(data: Fields) -> Result:
         data.get("title", str), budget, recorded, unplanned, surplus, plan, shortfall, added, outside,
         data.maybe("recorded_band", tuple[int, int]),
     )  # fmt: skip
-    return _of_fit("fit of a script", script.title, fit.script_report(script, 0), plan, _plan_charts(plan))
+    return _of_fit("fit of a script", script.title, fit.script_report(script, top=0), plan, _plan_charts(plan))
 
 
 def _of_fit(kind: str, title: str, text: Document, plan: Plan | None, drawn: tuple[charts.Chart, ...]) -> Result:
@@ -246,7 +246,7 @@ def _saved_proof(data: Fields) -> Proof | None:
 def _sweep(plain: Any, source: str) -> Result:
     """Return the page content of a sweep, with the span of its peaks as the verdict."""
     result = Sweep.from_dict(plain, source)
-    text = sweep.report(result, 0)
+    text = sweep.report(result, most=0)
     peaks = [row["peak"] for row in result.rows if row["status"] == "ok"]
     span = f"Peaks from {format_bytes(min(peaks))} to {format_bytes(max(peaks))}." if peaks else "No point has a peak."
     return Result("sweep", text.heading, span, "plain", text, (charts.of_sweep(result),))
@@ -258,13 +258,13 @@ def _compare(plain: Any, source: str) -> Result:
     a, b = comparison.a, comparison.b
     verdict = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {change_text(a.peak, b.peak)}."
     drawn = (charts.of_comparison(comparison),)
-    return Result("comparison", f"{a.title} and {b.title}", verdict, "plain", compare.report(comparison, 0), drawn)
+    return Result("comparison", f"{a.title} and {b.title}", verdict, "plain", compare.report(comparison, top=0), drawn)
 
 
 def _guard(plain: Any, source: str) -> Result:
     """Return the page content of a step compared with its baseline."""
     outcome = Outcome.from_dict(plain, source)
-    text = guard.report(outcome, 0)
+    text = guard.report(outcome, top=0)
     before, now = outcome.before.peak, outcome.now.peak
     verdict = f"{format_bytes(before)} -> {format_bytes(now)} peak: {change_text(before, now)}."
     return Result("guard", text.heading, verdict, "bad" if outcome.grew else "good", text)
@@ -272,7 +272,7 @@ def _guard(plain: Any, source: str) -> Result:
 
 def _quantized(plain: Any, source: str) -> Result:
     quantized = Quantized.from_dict(plain, source)
-    text = quantize.report(quantized, 0)
+    text = quantize.report(quantized, top=0)
     verdict = f"Weights quantized to {quantized.scheme}: {format_bytes(quantized.weights_saved)} less."
     return Result("quantized", text.heading, verdict, "plain", text)
 
@@ -281,7 +281,7 @@ def _findings(plain: Any, source: str) -> Result:
     """Return the page content of findings, in descending order of their cost."""
     saved = Findings.from_dict(plain, source)
     target, findings = saved.target, saved.findings
-    text = check.report(target, sorted(findings, key=lambda finding: -finding.bytes), 0)
+    text = check.report(target, sorted(findings, key=lambda finding: -finding.bytes), top=0)
     mood: Mood = "bad" if any(finding.severity == "warning" for finding in findings) else "good"
     verdict = text.heading.removeprefix(f"{target}: ")
     return Result("findings", target, f"{verdict[:1].upper()}{verdict[1:]}.", mood, text)
@@ -533,7 +533,7 @@ def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
 
 def _rank_snapshots(plain: Any, source: str) -> Result:
     saved = RankSnapshots.from_dict(plain, source)
-    text = rank_snapshots.report(saved, 0)
+    text = rank_snapshots.report(saved, top=0)
     verdict = f"{rank_snapshots.finding(saved.odd[0])}." if saved.odd else "No rank holds much more than the others."
     return Result("replay", text.heading, f"{verdict[:1].upper()}{verdict[1:]}", "bad" if saved.odd else "good", text)
 
@@ -546,7 +546,7 @@ def _rank_reasons(plain: Any, source: str) -> Result:
 
 def _watched_ranks(plain: Any, source: str) -> Result:
     saved = WatchedRanks.from_dict(plain, source)
-    text, verdict = watched.report(saved, 0), "; ".join(summary(saved))
+    text, verdict = watched.report(saved, top=0), "; ".join(summary(saved))
     mood = "bad" if saved.odd or saved.ended_badly else "good"
     return Result("watched ranks", text.heading, f"{verdict[:1].upper()}{verdict[1:]}.", mood, text)
 

@@ -326,7 +326,13 @@ class _Rewinder:
                 continue
             if not any(segment.address < end and begin < segment.address + segment.size for segment in segments):
                 yield Segment(
-                    begin, page, stream, small, pool, expandable=True, blocks=(Block(begin, page, 0, "inactive"),)
+                    begin,
+                    page,
+                    stream,
+                    small,
+                    pool,
+                    expandable=True,
+                    blocks=(Block(begin, page, requested=0, state="inactive"),),
                 )
 
     def _blocks_of(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
@@ -338,13 +344,13 @@ class _Rewinder:
         for owner, (address, next_address) in enumerate(zip(addresses, next_addresses, strict=False), first_owner):
             block = self.blocks[address]
             if address > position:
-                blocks.append(Block(position, address - position, 0, "inactive"))
+                blocks.append(Block(position, address - position, requested=0, state="inactive"))
             state = "active_pending_free" if block.pending else "active_allocated"
             size = min(block.size or block.rounded, next_address - address)
             blocks.append(Block(address, size, min(block.requested, size), state, owner))
             position = address + size
         if position < segment.end:
-            blocks.append(Block(position, segment.end - position, 0, "inactive"))
+            blocks.append(Block(position, segment.end - position, requested=0, state="inactive"))
         return blocks
 
 

@@ -195,7 +195,7 @@ def _free_groups(free: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -
     rows: list[FreeBlocks] = []
     for (pool, stream, small, size_class), sizes in groups.items():
         segment = Segment(
-            0, 0, stream, small, pool, expandable=False, blocks=()
+            address=0, size=0, stream=stream, small=small, pool=pool, expandable=False, blocks=()
         )  # any of the group, to name the reason
         why = _why_not(segment, max(sizes), oom)
         rows.append(FreeBlocks(pool, stream, small, size_class, len(sizes), sum(sizes), max(sizes), why))

@@ -102,11 +102,13 @@ class _WhatIfRun:
     def _allocate_live(self, blocks: Sequence[tuple[Segment, Block, int]]) -> None:
         """Allocate the blocks, each with its owner, that were live at the start."""
         for segment, block, owner in blocks:  # by requests at event -1: before the first
-            self._serve_alloc(Request("alloc", -1, owner, block.requested, segment.stream, segment.pool))
+            self._serve_alloc(
+                Request("alloc", event=-1, owner=owner, size=block.requested, stream=segment.stream, pool=segment.pool)
+            )
             if self.ended:
                 return
             if block.state == "active_pending_free":
-                self._free_later(owner, 0)
+                self._free_later(owner, tick=0)
 
     def serve_all(self, requests: Sequence[Request | None]) -> None:
         """Serve the requests, up to the first that runs out of memory and did not in the recording."""

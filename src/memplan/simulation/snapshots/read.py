@@ -307,8 +307,8 @@ class _Reader:
     def segment(self, row: Mapping[str, Any], block_stacks: dict[int, int]) -> Segment:
         """Return a segment of the snapshot (``row``) with its blocks, and add the stacks of its live blocks to
         ``block_stacks``: address -> index in ``stacks``."""
-        start = self.number(row, "address", 1)
-        size = self.number(row, "total_size", 1)
+        start = self.number(row, "address", minimum=1)
+        size = self.number(row, "total_size", minimum=1)
         blocks: list[Block] = []
         end = start
         for raw in self.items(row.get("blocks"), "blocks"):
@@ -333,14 +333,14 @@ class _Reader:
         """
         if not isinstance(row, Mapping):
             self.fail(f"is damaged: a block is {_repr(row)}, not a dict")
-        size = self.number(row, "size", 1)
+        size = self.number(row, "size", minimum=1)
         if row.get("address", address) != address:
             self.fail(f"is damaged: a block stands at {_repr(row['address'])}, not at {address:#x} behind the last one")
         state = row.get("state")
         if not isinstance(state, str) or state not in _STATES:
             self.fail(f"is damaged: the state of a block is {_repr(state)}, not one of {', '.join(_STATES)}")
         if state == "inactive":  # its size and stack are of an earlier request
-            return Block(address, size, 0, "inactive"), 0
+            return Block(address, size, requested=0, state="inactive"), 0
         history = row.get("history")
         last = history[0] if isinstance(history, list) and history and isinstance(history[0], Mapping) else {}
         if "requested_size" not in row:

@@ -35,7 +35,7 @@ def frames_of(trace: Trace) -> dict[int, tuple[Frame, ...]]:
     frames: dict[int, tuple[Frame, ...]] = {}
     for storage in trace.storages:
         of_op = () if storage.op is None else frames_of_ops[storage.op]
-        frames[storage.id] = (*of_op, Frame("", 0, storage.name)) if storage.name else of_op
+        frames[storage.id] = (*of_op, Frame("", line=0, name=storage.name)) if storage.name else of_op
     return frames
 
 
@@ -43,7 +43,7 @@ def _frames(op: Op) -> tuple[Frame, ...]:
     """Return the frames to show for an op: its name and phase, then its source line and layer."""
     file, _, line = (op.where or "").rpartition(":")
     source = Frame(file, whole_number(line) or 0, op.layer or "(outside of modules)")
-    return Frame("torch/aten", 0, f"{op.name} ({op.phase})"), source
+    return Frame("torch/aten", line=0, name=f"{op.name} ({op.phase})"), source
 
 
 def snapshot_of(

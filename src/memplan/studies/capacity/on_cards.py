@@ -80,7 +80,7 @@ def step_on_cards(
     recorder = _Recorder(record, target_of, settings)
     rows: list[CardRow] = []
     for card in _by_capacity(cards):
-        peak, verdict = recorder.on(card, 0)  # 0: the step as it is
+        peak, verdict = recorder.on(card, value=0)  # 0: the step as it is
         rows.append(CardRow(card.name, card.capacity, verdict.answer == "fits", peak, verdict.high))
     return OnCards(subject.title, axis="", rows=tuple(rows), recordings=recorder.recordings)
 

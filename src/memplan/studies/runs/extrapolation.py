@@ -81,7 +81,7 @@ class _Period:
         """Whether memory grows with each period: storages accumulate, or become larger."""
         if any(storage.bytes for storage in self.accumulated):
             return True
-        return any(self.size_of(index, 1) > storage.bytes for index, storage in enumerate(self.storages))
+        return any(self.size_of(index, repeat=1) > storage.bytes for index, storage in enumerate(self.storages))
 
 
 def extrapolate(

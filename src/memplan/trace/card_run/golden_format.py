@@ -71,7 +71,7 @@ def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], 
     rows = [row for row in (traces[gpu] if gpu < len(traces) else ()) if row["action"] in CODES]
     segments = [segment for segment in snapshot["segments"] if segment.get("device", 0) == gpu]
     base, unit = _origin(rows, segments)
-    streams, pools = Numbers(0), Numbers((0, 0))
+    streams, pools = Numbers(default=0), Numbers((0, 0))
     actions, places, sizes = list[str](), list[int](), list[int]()
     stream_numbers, pool_numbers = list[int](), list[int]()
     for letter, row, place in _letters_of_events(rows):

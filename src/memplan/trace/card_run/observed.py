@@ -48,7 +48,7 @@ class _UnmodifiedRun:
     history: list[_torch.HistoryEvent] = field(default_factory=list[_torch.HistoryEvent])
     profile: _torch.Profile = field(default_factory=lambda: _torch.Profile([], [], {}))
     counters: list[Counters] = field(default_factory=list[Counters])
-    end: Counters = field(default_factory=lambda: Counters(0, 0))
+    end: Counters = field(default_factory=lambda: Counters(allocated=0, reserved=0))
     snapshot: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

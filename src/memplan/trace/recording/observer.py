@@ -370,7 +370,7 @@ class Observer:
                 # not while building, where a parameter may still be replaced: the reference would keep it alive
                 known = self.place.building or reads[-1][1] in self.ownership.weights
                 if not known and isinstance(item, nn.Parameter):
-                    self.ownership.add(self.ownership.weights, item, "")
+                    self.ownership.add(self.ownership.weights, item, name="")
                     self.ownership.unowned.append(weakref.ref(item))
         if on_card and on_host and self._events is not None and not signature.name.startswith(_MAY_MIX_DEVICES):
             self._events.mixed_devices(signature.name)

@@ -94,7 +94,7 @@ class Ownership:
     def before_update(self) -> None:
         """Register the parameters that optimizers are about to update, and their gradients."""
         for parameter in self._place.optimizer_parameters():
-            self.add(self.weights, parameter, "")
+            self.add(self.weights, parameter, name="")
             weight = self._ledger.find(parameter)
             if weight is not None and parameter.requires_grad:
                 self.optimized.add(weight.id)

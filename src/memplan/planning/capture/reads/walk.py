@@ -198,7 +198,7 @@ class Walk(Watched):
         """Visit the globals that captured code loads, and the modules that it imports."""
         namespaces: dict[int, dict[str, Any]] = {}  # of the code, by id()
         loaded: dict[int, set[str]] = {}  # names that code loads, by id() of the namespace
-        modules = dict.fromkeys(imported_modules(sorted(self._recipe.modules), ""))  # a set in order
+        modules = dict.fromkeys(imported_modules(sorted(self._recipe.modules), package=""))  # a set in order
         for code, namespace in self._recipe.codes.values():
             if str(namespace.get("__name__")).startswith("torch."):  # its flags and hooks are part of each key
                 continue

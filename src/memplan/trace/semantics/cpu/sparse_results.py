@@ -159,7 +159,7 @@ def _values_in_place(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _no_elements(args: Arguments, kwargs: Keywords) -> Any:
-    return _new(args[0], 0, coalesced=True)
+    return _new(args[0], count=0, coalesced=True)
 
 
 def _sparse_mask(args: Arguments, kwargs: Keywords) -> Any:

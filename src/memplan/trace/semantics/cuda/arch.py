@@ -55,5 +55,5 @@ class WatchedArch(Arch):
         return object.__getattribute__(self, name)
 
 
-A100 = Arch((8, 0), 108)
+A100 = Arch((8, 0), multiprocessors=108)
 """NVIDIA A100: the default of formulas."""

@@ -475,7 +475,9 @@ def _cudnn_recurrent(
     projection = 0 if hx.shape[2] == hidden else hx.shape[2]
     weights_per_layer = (4 if biases else 2) + bool(projection)  # and direction
     # with elements of 1 byte: the number of elements
-    elements = rnn_weight_bytes(MODES[mode], x.shape[-1], hidden, layers, bidirectional, 1, projection)
+    elements = rnn_weight_bytes(
+        MODES[mode], x.shape[-1], hidden, layers, bidirectional, itemsize=1, projection=projection
+    )
     with torch.no_grad():
         if _flattened(weights):  # the buffer exists already: an expanded element has its size, and allocates nothing
             buffer = weights[0].detach().reshape(-1)[:1].expand(elements)

@@ -30,7 +30,7 @@ def pdist_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -
     """
     x, p = args[1:3]
     points, width = x.shape
-    return _buffer_and_sum(x, (points - 1, points, width), 0, arch) if p else ()
+    return _buffer_and_sum(x, (points - 1, points, width), dim=0, arch=arch) if p else ()
 
 
 def cdist_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:

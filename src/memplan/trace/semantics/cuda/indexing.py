@@ -205,7 +205,7 @@ def median(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> tuple[
     if count <= _SHORT_SORT:
         sort_sizes = nonzero(count * _INDEX if count > 1 else 0)
     else:
-        sort_sizes = _sort_temporaries(1, count, x.element_size(), arch)
+        sort_sizes = _sort_temporaries(segments=1, length=count, itemsize=x.element_size(), arch=arch)
     sorting = (Temporary(size, first=True, until=0) for size in (count * _INDEX, *sort_sizes))
     return Temporary(bytes_of(x), first=True), *sorting
 

@@ -55,7 +55,7 @@ def reduced_loss(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> 
 
     In mse_loss and smooth_l1_loss, the reduced result has the storage of another unreduced loss.
     """
-    if _reduction(args, kwargs, 2) == _NO_REDUCTION:
+    if _reduction(args, kwargs, position=2) == _NO_REDUCTION:
         return ()
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     return nonzero(shape.numel() * result.element_size())
@@ -67,7 +67,7 @@ def soft_margin(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> A
 
     The result's storage is that of the unreduced loss.
     """
-    return () if _reduction(args, kwargs, 2) == _NO_REDUCTION else (result.element_size(),)
+    return () if _reduction(args, kwargs, position=2) == _NO_REDUCTION else (result.element_size(),)
 
 
 def soft_margin_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
@@ -80,7 +80,7 @@ def binary_cross_entropy_with_logits(args: Arguments, kwargs: Keywords, result: 
     positive weight."""
     logits = args[0]
     pos_weight = args[3] if len(args) > 3 else kwargs.get("pos_weight")
-    if _reduction(args, kwargs, 4) == _NO_REDUCTION and pos_weight is None:
+    if _reduction(args, kwargs, position=4) == _NO_REDUCTION and pos_weight is None:
         return nonzero(bytes_of(logits))
     return nonzero(bytes_of(logits), bytes_of(logits))
 

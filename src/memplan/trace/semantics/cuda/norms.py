@@ -133,7 +133,7 @@ def batch_norm(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Al
     x, weight, bias, mean, variance, training, _, epsilon = args[:8]
     if not training or uses_batch_norm(x, weight, bias, mean, variance, training, epsilon).cudnn:
         return ()
-    return nonzero(_staging(x, 4)) if _uses_channels_last(x) else ()
+    return nonzero(_staging(x, sums=4)) if _uses_channels_last(x) else ()
 
 
 def batch_norm_without_statistics(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
@@ -177,7 +177,7 @@ def batch_norm_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Ar
         return ()
     if not _uses_channels_last(gradient):
         return nonzero(sums, sums, *flattened)
-    return nonzero(sums, sums, _staging(x, 2))
+    return nonzero(sums, sums, _staging(x, sums=2))
 
 
 def softmax_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
