@@ -257,6 +257,7 @@ class deferred:
     def __init__(self, *, span: bool = False) -> None:
         self._span = span
         self._here = False
+        """Whether it was entered in the main thread."""
 
     def __enter__(self) -> None:
         self._here = threading.get_ident() == threading.main_thread().ident

@@ -164,6 +164,7 @@ class _CastProbe(TorchDispatchMode):
     def __init__(self, op: Any) -> None:
         super().__init__()
         self.op, self.arguments, self.results = op, list[Dtypes](), list[Dtypes]()
+        """The op, and the dtypes of its arguments and of its results in each call."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the dtypes of the op's arguments and results, and run it on CPU tensors."""

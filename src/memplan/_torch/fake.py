@@ -273,6 +273,7 @@ class _FakeSparse:
     def __init__(self, mode: Any) -> None:
         self._mode = mode
         self._fakes = WeakIdKeyDictionary()
+        """By real tensor: its fake."""
 
     def replaced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of an op with each real sparse tensor replaced by its fake."""

@@ -255,6 +255,7 @@ class _DeferredModule:
         self.text = text
         self._constants = constants
         self._function: Boxed | None = None
+        """None before it is compiled."""
 
     def compiled(self) -> Boxed:
         """Return the compiled function; kernels compiled by an earlier process come from Inductor's cache on disk."""

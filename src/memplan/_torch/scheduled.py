@@ -59,6 +59,7 @@ class Record:
 
     def __init__(self) -> None:
         self._recorded: list[Kernel] | None = []
+        """None once the record has been given up."""
 
     @property
     def kernels(self) -> tuple[Kernel, ...] | None:

@@ -155,6 +155,7 @@ class OpNames(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
+        """(name of the op, shape of its result; None if that is no tensor)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with subclasses_hidden(types, args, kwargs):

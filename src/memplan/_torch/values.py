@@ -76,6 +76,7 @@ class Values:
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
+        """Fake tensor -> what is known of its elements."""
         self.conditions: list[Condition] = []
         """Scalars that were read and depend on an input."""
 

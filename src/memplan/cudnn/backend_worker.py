@@ -136,6 +136,7 @@ class Card:
         description = properties | {"driverVer": backend.number("cudnnGetCudartVersion")}
         text = json.dumps(description).encode() + b"\0"
         self._versions = backend.number("cudnnGetVersion"), properties["deviceVer"]
+        """Version of cuDNN, and that of its device descriptions."""
         self._device = backend.finished(DEVICE, (DEVICE_JSON, CHARACTER, *(bytes([byte]) for byte in text)))
 
     def plans(self, question: dict[str, Any]) -> list[tuple[str, int]]:

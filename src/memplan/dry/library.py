@@ -164,6 +164,7 @@ class _Build:
         nvidia = torch.packages / "nvidia"
         places = ("cu13", "cuda_runtime", "cudnn")
         self._headers = [nvidia / name / "include" for name in places if (nvidia / name / "include").is_dir()]
+        """Folders of CUDA's headers."""
 
     def write(self, folder: Path) -> None:
         """Compile the driver and the NVML library into a folder, with Triton's links and the checksums."""

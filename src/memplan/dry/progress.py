@@ -15,6 +15,7 @@ class Progress:
     def __init__(self, process: int) -> None:
         self._folder = Path("/proc", str(process))
         self._last_counts, self._changed_at = self._counts(), time.monotonic()
+        """Counters of the process when it last made progress, and the monotonic time of that."""
 
     @property
     def hangs(self) -> bool:

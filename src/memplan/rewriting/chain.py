@@ -110,6 +110,7 @@ class _Call:
         """(position among the saved values, version) of those that share memory with an output."""
         # the state of the backward pass
         self._running: Iterator[Gradients] | None = None
+        """The planned backward pass, which yields gradients; None before it begins."""
         self._next = 0
         """Number of the next group."""
         self._gradients: dict[int, torch.Tensor] = {}

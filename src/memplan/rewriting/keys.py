@@ -114,6 +114,7 @@ class Keys:
         self._structure_of, self._number = _structure_of(model), 0
         """The present modules and tensors, and the number of changes of them so far."""
         self._last: _LastCall | None = None
+        """The last call, whose key is reused if nothing has changed."""
         self._states: dict[State, State] = {}
         """Interned states."""
 

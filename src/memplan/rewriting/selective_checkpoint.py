@@ -192,6 +192,7 @@ class _Policy:
         self._is_saved = is_saved
         """Whether the plan saves the results of an op, by its name and the number of earlier ops of that name."""
         self._counts = Counter[tuple[bool, str]]()
+        """Calls so far, by whether they were recomputed, and name."""
 
     def __call__(self, context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = str(func)

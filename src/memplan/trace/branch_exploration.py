@@ -68,6 +68,7 @@ class _Exploration:
         self._has_time = has_time
         self._record_again = record_again
         self._first = self._best = first
+        """The first recording, and the one with the largest peak so far."""
         self._trace = first.outcome
         """Trace of the best recording."""
         self._recorded = {first.overrides: first}

@@ -38,6 +38,7 @@ class Blockwise:
         self.blocks: set[str] = set()
         """Paths of the blocks within the function that was checkpointed."""
         self._block_forwards: set[Callable[..., Any]] = set()
+        """Functions of the blocks, whose checkpoints stay."""
 
     def installed(self) -> AbstractContextManager[None]:
         """Return the context for the recording: checkpoints are left out, except for those of blocks."""

@@ -84,6 +84,7 @@ class _LiveGraphs:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._readers = readers_of(op for op in trace.ops if op.phase == "forward")
+        """By storage: the forward ops that read it."""
         freeing = [backward for backward in trace.passes if not backward.keeps]
         self._freed = {
             op.gradient_of for op in trace.ops

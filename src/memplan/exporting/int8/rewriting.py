@@ -36,6 +36,8 @@ def rewritten(
 
 
 class _Rewriting(Rebuild):
+    """Replaces the layers of a frozen part by kernels on integers."""
+
     def __init__(self, part: FrozenPart, layers: Sequence[Integers], constants: Mapping[int, torch.Tensor]) -> None:
         graph = part.graph
         kept = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
@@ -46,6 +48,7 @@ class _Rewriting(Rebuild):
         self.floats: dict[int, int] = {}
         """By integers: the value of their floats."""
         self.read_by: dict[int, list[Integers]] = {}
+        """By value: the layers that read it."""
         for integers in layers:
             for value in integers.layer.reads:
                 self.read_by.setdefault(value, []).append(integers)

@@ -132,6 +132,7 @@ class _DisjointSets:
 
     def __init__(self) -> None:
         self.of: dict[int, set[int]] = {}
+        """By value: its set, the same object for all of its members."""
 
     def add(self, values: Sequence[int]) -> None:
         """Merge the sets of these values into one."""

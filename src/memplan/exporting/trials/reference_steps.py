@@ -179,6 +179,7 @@ class DeviceRandom:
 
     def __init__(self) -> None:
         self.state = 1
+        """The last 32-bit number."""
 
     def dropout_mask(self, count: int, probability: float) -> torch.Tensor:
         """Return the mask of a dropout that keeps each of `count` elements with this probability."""

@@ -87,6 +87,7 @@ class Profiled:
         self._code = code
         self._device = device
         self._seconds_left = seconds
+        """CPU seconds that calls may still be measured for."""
         self._has_warned = False
         """Whether it has warned that another thread is measured."""
 

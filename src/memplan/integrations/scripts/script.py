@@ -39,6 +39,7 @@ class Script:
         self._give_up = give_up
         """Called with the error if a script does not end."""
         self._began = time.monotonic()
+        """Monotonic time of the start."""
         self._longest_run = 0.0
         """Seconds."""
         self._runs: list[tuple[int, Facts]] = []

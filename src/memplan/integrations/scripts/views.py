@@ -78,6 +78,7 @@ class RedirectedView(View):
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._changes: list[Change] = []
+        """Files that were written or removed."""
 
     @contextmanager
     def one_run(self, effects: Effects) -> Iterator[None]:

@@ -48,6 +48,7 @@ class HostCounters:
 
     def __init__(self) -> None:
         self._next = 0.0
+        """Monotonic time before which the counter is not read again."""
 
     def read(self) -> Reading:
         """Return the resident set, or NO_READING within 0.05 s of the last reading."""

@@ -16,6 +16,7 @@ class _WatchesTraining:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.seen: Watch | None = None
+        """The watch of the training that runs, or ran last."""
 
     def begin(self, model: Any) -> None:
         """Begin to watch the training of a model."""

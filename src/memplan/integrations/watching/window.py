@@ -114,6 +114,7 @@ class Window:
         self._is_entered = self._is_recording = False
         """Whether the mode is entered, and whether it records: it can be left only while it is the innermost."""
         self._hooks, self._callbacks = ExitStack(), ExitStack()
+        """Exited when recording stops, and when the window is closed."""
         self._collection_start = 0
         """Tick at which the last run of the garbage collector began."""
 

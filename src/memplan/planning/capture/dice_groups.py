@@ -39,6 +39,7 @@ class _Chain:
     def __init__(self, log: CallLog, calls: list[LoggedCall]) -> None:
         self.log, self.calls = log, calls
         self.changes = set[int]()
+        """Numbers of those that change an operand in place."""
 
     def maker(self, tensor: int, *names: str) -> LoggedCall:
         """Return the call that made a tensor, which must be one of these functions."""

@@ -189,6 +189,7 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.model = model
         self._state: Mapping[str, torch.Tensor] = {}
+        """By name: the tensors that replace parameters and buffers in the running call."""
         self.replaced: dict[str, torch.Tensor] = {}
         """Buffers that forward() replaced by another tensor."""
 

@@ -51,6 +51,7 @@ class _SizeFamily:
         self.seen: list[Sizes] = []
         """Sizes of the calls so far."""
         self.template: Template | None = None
+        """Graph with symbols for sizes; None if there is none yet."""
         self.varying: list[frozenset[int]] = []
         """Dimensions that are symbols in the template, by tensor."""
 

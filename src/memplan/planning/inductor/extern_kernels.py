@@ -73,6 +73,7 @@ class OnCard:
     def __init__(self, graph: JointGraph, place: str) -> None:
         self._opaque_workspaces, self._place = _workspaces_of_opaque_calls(graph), place
         self._unknown = dict[str, KernelCall]()
+        """By key: calls of kernels whose workspaces are not measured yet."""
 
     def known(self, semantics: Semantics) -> Semantics:
         """Return the card's semantics with the workspaces measured so far, and note calls that are not measured."""

@@ -220,6 +220,7 @@ class _Encodings:
             for base in op.reads:
                 self.readers[base].append(op)
         self.steep = {base for op in graph.forward_ops if op.target in _STEEP for base in op.reads}
+        """Values read by ops that amplify an error of their operand."""
 
     def why_not(self, value: Value) -> str:
         """Return the reason why a value has no encoding, empty if it has one."""

@@ -69,6 +69,7 @@ class _CopiesBeforeMutation(Rebuild):
     def __init__(self, graph: JointGraph, read_later: set[int]) -> None:
         super().__init__(graph)
         self.copies = {value: self._copy(value) for value in sorted(read_later)}
+        """By value that the step mutates: the copy that the backward pass reads."""
         self.views: dict[int, int] = {}
         """View of the copy, by the same view of the mutated value."""
 

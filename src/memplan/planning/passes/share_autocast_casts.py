@@ -61,6 +61,7 @@ class _CastSharing(Rebuild):
         self.shared = {op.makes[0]: ops[0].makes[0] for ops in repeated.values() for op in ops[1:]}
         """Result of a later cast -> result of the first cast."""
         self.users = Counter(v for op in graph.ops for v in refs((op.args, op.kwargs)))
+        """How often each value is read."""
         self.users.update(gradient for _, gradient in graph.gradients)
         self.totals: dict[int, _Total] = {}
         """Total of each gradient that is cast back, and of each sum of such gradients."""

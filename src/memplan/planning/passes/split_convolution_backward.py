@@ -73,6 +73,7 @@ class _Splitter(Rebuild):
     def __init__(self, graph: JointGraph) -> None:
         super().__init__(graph)
         self._outputs = {graph.base(value) for value in graph.outputs}
+        """Values that own the memory of the step's outputs."""
         self._read_by_own_gradient: set[int] = set()
         """Bases that the derivative of the op that computed them reads."""
         for op in graph.backward_ops:

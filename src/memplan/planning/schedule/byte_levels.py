@@ -111,6 +111,7 @@ class _Walk(ActionBytes):
         """Begin before the first action, with the bytes that are live during the whole step."""
         super().__init__(schedule, outside_memory)
         self.level = base_level(schedule.graph, schedule.choices, outside_memory)
+        """Bytes that are live."""
 
     def step(self, action: Action) -> int:
         """Return the bytes while the action runs, and set ``level`` to those after it."""

@@ -50,6 +50,7 @@ class Copies:
         self.begins = np.array(host_copies.backward_begins(flat.graph))
         """Seconds at which each backward op begins."""
         self.free_positions, self.fetch_slots = self._compute_free_positions(), self._compute_fetch_slots()
+        """By copy and candidate: where the value is freed on the device, and where its copy back begins."""
 
     def uses(self, row: int) -> Bools:
         """Return for each candidate whether it keeps forward value ``row`` as a copy in host memory."""

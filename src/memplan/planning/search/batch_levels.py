@@ -27,6 +27,7 @@ class Batch(Needs):
         super().__init__(flat, columns)
         count = self.count
         self.seconds = np.zeros(count)
+        """By candidate: seconds that recomputations, encodings and copies add to the step."""
         self.slot_level = np.zeros((flat.slots, count), dtype=np.int64)
         """By slot: bytes allocated minus bytes freed so far, before its backward op."""
         self.slot_peak = np.zeros((flat.slots, count), dtype=np.int64)

@@ -266,6 +266,7 @@ class _Search:
         uses."""
         self.profiles, self.order = profiles, [op.index for op in graph.backward_ops]
         self.before = must_precede(graph)
+        """By op: the ops that must run before it."""
         for profile in profiles:  # a recomputed value belongs to the op that needs it first
             maker = {value: op for op in self.order for value in profile.makes[op]}
             for op in self.order:

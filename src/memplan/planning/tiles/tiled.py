@@ -710,6 +710,7 @@ class _Total:
         self._like = like
         dtype = torch.float64 if like.dtype.is_floating_point else like.dtype
         self._sum = torch.zeros(like.shape, dtype=dtype, device=like.device)
+        """Of the pieces so far."""
 
     def add(self, part: Tensor) -> None:
         """Add the part of a piece."""

@@ -55,6 +55,7 @@ class _Walk:
             trained = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
             self.level += sum(value.own_bytes for value in trained)
         self.peak = self.level
+        """The most of these bytes, with what single actions allocate."""
 
     def walk(self) -> int:
         """Check all actions in order, and the state at the end of each pass; return the peak in bytes."""

@@ -82,6 +82,7 @@ class ExactReplay:
         self._just_released = False
         """Whether memory was released since the last request: maybe to serve the next one."""
         self._next_unrecorded = _UNRECORDED_ADDRESS
+        """End of the last segment that only the replay has allocated; these lie above all recorded addresses."""
         settings = snapshot.settings
         self._releases_partially = settings.max_split_size is not None or settings.garbage_collection_threshold > 0
         """Whether torch may release only some of the unused segments; under other settings it releases all."""

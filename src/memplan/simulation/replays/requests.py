@@ -43,6 +43,7 @@ class _Requests:
     def __init__(self, snapshot: Snapshot, start: Start) -> None:
         self.snapshot = snapshot
         self.pools = _PrivatePools(snapshot, start)
+        """Finds the pool of a request."""
         blocks = [block for segment in start.segments for block in segment.blocks if block.owner is not None]
         self.owners = {block.address: block.owner or 0 for block in blocks}
         """Address of each live or pending block -> its owner."""

@@ -146,6 +146,7 @@ class _Recorder:
         self._known: dict[str, dict[int, tuple[int, Verdict]]] = {}
         """Card -> value -> (allocated peak, verdict)."""
         self.recordings = 0
+        """How many steps were recorded."""
         self.failed: tuple[int, MemplanError] | None = None
         """Smallest value that cannot be recorded, and its error."""
 

@@ -48,6 +48,7 @@ class Numbers:
 
     def __init__(self, default: Any) -> None:
         self.known: dict[Any, int] = {default: 0}
+        """By id of torch: the number."""
 
     def of(self, value: Any) -> int:
         """Return the number of a stream or pool."""

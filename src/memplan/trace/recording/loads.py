@@ -116,6 +116,7 @@ class _Moved:
     def __init__(self, storage: Any) -> None:
         self._storage = storage
         self.place: str | torch.device = HOST
+        """The device to which it was moved."""
 
     def cpu(self) -> _Moved:
         return self.to(HOST)

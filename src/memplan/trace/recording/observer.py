@@ -145,6 +145,7 @@ class Observer:
         self.place = place
         self.ledger = Ledger(real=real, card=on_card)
         self.notes: list[Note] = []
+        """What is known of each op so far, in order."""
         self.creating_ops = CreatingOps()
         """By autograd node: the op that created it."""
         self.ownership = Ownership(place, self.ledger, self.notes)

@@ -37,6 +37,7 @@ class OutsideState:
         self._optimizers: dict[
             int, tuple[weakref.ref[torch.optim.Optimizer], dict[Any, Any], list[dict[str, Any]]]
         ] = {}
+        """By id() of an optimizer: the optimizer, its state, and its groups' options."""
         place.on_optimizer_step = self._save_optimizer
 
     def save_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ class Plans:
         self.plans: list[Planned] = []
         """Plans that later calls can reuse."""
         self._shapes, self._captures = self._new_shapes(), 0
+        """Captures so far, to derive those of other sizes, and their number."""
 
     def expect(self, planned: Planned) -> None:
         """Use this plan for the next call."""

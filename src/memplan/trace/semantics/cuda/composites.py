@@ -119,6 +119,7 @@ class _Table:
         self._chosen = chosen
         self._others = others
         self.differing: set[Arch] = set()
+        """Architectures on which an op would decompose to another kernel."""
 
     def dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         """Dropout (native/Dropout.cpp): if anything is dropped at random, a single kernel that saves a bool mask."""
