@@ -140,7 +140,8 @@ class _ExclusiveProfile(torch.autograd.profiler.profile):
 
 
 class _Capturable(EagerMode):
-    """Enables cuDNN for single ops while it is disabled for composite ops (see `capturable_kernels`)."""
+    """Enables cuDNN for single ops while it is disabled for composite ops (see `capturable_kernels`). ``enabled``: the
+    user's setting of cuDNN."""
 
     supports_higher_order_operators = True
 

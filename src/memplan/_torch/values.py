@@ -111,7 +111,7 @@ class Values:
             return
         outputs = [(at, tensor) for at, tensor in enumerate(tree_leaves(result)) if isinstance(tensor, FakeTensor)]
         small = all(not tensor._has_symbolic_sizes_strides and tensor.numel() <= LARGEST for _, tensor in outputs)
-        if not outputs or not small or not _follows(func):
+        if not outputs or not small or not _depends_on_arguments_alone(func):
             return
         parts = self._parts(func, _tensors((args, kwargs)))
         if parts is None or _has_symbols((args, kwargs)):
@@ -152,7 +152,7 @@ def _has_symbols(arguments: Any) -> bool:
     )
 
 
-def _follows(func: Any) -> bool:
+def _depends_on_arguments_alone(func: Any) -> bool:
     """Return whether an op of ATen computes its result from its arguments alone: it draws no random numbers, and its
     result is initialized."""
     name = func._schema.name

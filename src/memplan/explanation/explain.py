@@ -107,7 +107,7 @@ def explain(
                 what, replace(options if batch is None else options.with_batch(batch), train=train),
                 on_card=target.card is not None,
             ),
-            target, train=train, batch=options.batch, title=title_of(what, "step"), settings=settings,
+            target, train=train, batch=options.batch, title=title_of(what, otherwise="step"), settings=settings,
             host=read_host(host),
         )[1]  # fmt: skip
 

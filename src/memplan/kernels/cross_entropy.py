@@ -482,6 +482,7 @@ def _absorb_in_triton(
     """As `_absorb`, by a kernel with a program for each token."""
     tokens, width = logits.shape
     block = block_of(width, LARGEST_BLOCK)
+    # without `total`, the kernel gets `lse` in its place, which it then does not touch
     launch(
         absorb_kernel, (tokens,),
         logits, ids, lse, picked, total if summed else lse, width, softcap, scale,

@@ -124,7 +124,7 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
         result = copy_module(what) if isinstance(what, nn.Module) else what()
         if isinstance(result, nn.Module):
             return _step(result, options, CUDA if on_card else HOST)
-        title = title_of(what, "it")
+        title = title_of(what, otherwise="it")
         if not callable(result):
             raise TargetError(
                 f"{title} returned {_describe(result)}",

@@ -45,7 +45,7 @@ class Subject:
     @property
     def title(self) -> str:
         """Name for messages and reports: of the class, or of the callable; of a partial, that of its function."""
-        return title_of(self.what, type(self.what).__name__)
+        return title_of(self.what, otherwise=type(self.what).__name__)
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Return the callable's parameters by name; empty for a module, or a callable without a signature."""

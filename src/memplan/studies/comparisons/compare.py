@@ -164,7 +164,7 @@ def _title(what: Any) -> str:
     if isinstance(what, (str, os.PathLike)):
         return os.path.basename(what) or str(what)
     given = getattr(what, "title", None) if isinstance(what, nn.Module) or is_saved(what) else None
-    return given or title_of(what, type(what).__name__)
+    return given or title_of(what, otherwise=type(what).__name__)
 
 
 def _record_side(request: SideRequest) -> Side:

@@ -52,7 +52,7 @@ def find_model(name: str) -> Model:
         TargetError: there is no such model, with the nearest names.
         InputError: a config.json that is damaged, or does not name its architecture.
     """
-    entry = catalogue().get(name.lower().removesuffix("-hf"))
+    entry = catalogue().get(name.lower().removesuffix("-hf"))  # of ids on the Hub
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if entry is not None:
         return Model(name.lower(), entry["architecture"], entry["config"])

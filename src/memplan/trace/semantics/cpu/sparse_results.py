@@ -147,7 +147,7 @@ def _in_place_version(functional: Instead) -> Instead:
     """Return the in-place version of ``functional``: the first argument takes over indices and values of the result."""
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
-        new = functional(args, kwargs) if coo(args[0]) else NotImplemented
+        new = functional(args, kwargs) if coo(args[0]) else NotImplemented  # then torch's own kernel runs
         return NotImplemented if new is NotImplemented else _torch.replace_sparse_parts(args[0], new)
 
     return result
