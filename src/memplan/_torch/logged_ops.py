@@ -35,10 +35,13 @@ class LoggedOp:
     changed: tuple[int, ...]
     """Keys of the storages that it writes to."""
     bytes_moved: int
+    """Bytes that it reads and writes."""
     flops: int
     dtype: str
     is_random: bool
+    """Whether it draws random numbers."""
     communicates: bool
+    """Whether it is a collective, or calls one."""
 
 
 class OpLog(TorchDispatchMode):

@@ -32,11 +32,14 @@ _MIN_RUN = 6
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
+    """A layer, as it runs an op at the input's resolution."""
+
     name: str
     where: str | None
     is_convolution: bool
     """Whether it has a kernel of more than one pixel."""
     shapes: frozenset[tuple[int, ...]]
+    """Of the results."""
 
 
 def find(subject: Subject) -> list[Finding]:

@@ -250,6 +250,7 @@ class _Study:
     rules: UpdateRules
     board: Board
     reserve: int
+    """Bytes of RAM left to the rest of the program."""
     eight_bits: bool
     """Whether parts that do not fit are planned with weights in eight bits, too."""
     batches: list[Any] | None

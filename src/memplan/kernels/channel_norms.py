@@ -702,6 +702,7 @@ class _Grid:
     samples: int
     channels: int
     positions: int
+    """S."""
     channels_last: bool
 
     @staticmethod

@@ -56,6 +56,7 @@ class Segment:
 
     first: int
     last: int
+    """Numbers of its first and last call."""
     tiled: Tiled
     operands: tuple[tuple[int, int], ...]
     """(call that computes it, bytes) of each value from before the segment, without weights and the step's inputs."""

@@ -65,10 +65,12 @@ class StepPeak:
 
     start: int
     end: int
+    """Ticks at which the step begins and ends."""
     peak_allocated: int
     peak_reserved: int
     peak_tick: int
     reserved_tick: int
+    """Tick of the reserved peak at which the most is allocated."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -46,8 +46,10 @@ class Stage:
     zero: int
     """The integer that stands for 0 in what it reads."""
     result_zero: int
+    """The same in its result."""
     low: int
     high: int
+    """Bounds of the result's integers."""
     kept: int = 0
     """Rows of its result that are in memory at once; 0: all, as of the last stage."""
     start: int = 0

@@ -117,8 +117,10 @@ class Window(Layer):
     """A pool over planes."""
 
     planes: int
+    """Number of planes of all samples."""
     plane: tuple[int, int]
     result: tuple[int, int]
+    """Height and width of a plane of the operand, and of the result."""
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]

@@ -30,6 +30,7 @@ class Recorded:
     roll: int
     losses: Sequence[float]
     loss_bounds: Sequence[float]
+    """Losses of the steps, and bounds on the error of each."""
     step_output: np.ndarray
     """What the model returned in the last step."""
     step_output_bound: float

@@ -61,6 +61,7 @@ class _Step:
     weights: dict[str, np.ndarray]
     """Weights in floats and statistics after the step."""
     changes: dict[str, Change]
+    """By name of a weight in eight bits."""
 
 
 def check_updates(

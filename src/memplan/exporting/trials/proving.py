@@ -32,7 +32,9 @@ class Verdict(Printed):
 
     words: str
     proven: bool = False
+    """Whether the C test ran and passed."""
     losses: tuple[float, ...] = ()
+    """Of the steps, as the C code computes them."""
     worst_loss: float = 0.0
     """Largest error of a loss relative to its bound; the next two likewise."""
     worst_weight: float = 0.0

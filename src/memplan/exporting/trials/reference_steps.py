@@ -39,8 +39,12 @@ ROUNDING = 2.0**-19
 
 @dataclass(frozen=True)
 class _Run:
+    """Results of steps of PyTorch."""
+
     losses: np.ndarray
+    """Of each step."""
     weights: dict[str, np.ndarray]
+    """By name, after the last step."""
     step_output: np.ndarray
     """What the model returned in the last step."""
     evaluated: np.ndarray

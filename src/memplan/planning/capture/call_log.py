@@ -49,6 +49,7 @@ class LoggedCall:
     results: tuple[int, ...]
     """Numbers of the tensors that it changes in place, then of those that it returns and that are new."""
     in_place: bool
+    """Whether it changes an operand."""
     autocast: tuple[bool, torch.dtype | None]
     """Whether autocast is on, and its dtype."""
     layer: str

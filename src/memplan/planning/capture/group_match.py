@@ -27,7 +27,9 @@ class Match:
     operands: dict[str, tuple[LoggedCall, int]]
     """By name: the call that reads the tensor, and the tensor's number."""
     options: dict[str, Any]
+    """Numbers and flags of the kernel, by name."""
     reshapes: tuple[int, ...] = ()
+    """Numbers of the calls that only reshape within the group."""
     in_place: bool = False
     """Whether the last call writes over what an inner call returned."""
     changes: Collection[int] = ()

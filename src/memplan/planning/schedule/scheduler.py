@@ -103,6 +103,7 @@ class _Draft:
     makes: tuple[int, ...]
     frees: list[int] = field(default_factory=list)
     into: int | None = None
+    """The value in whose memory the op works; None for new memory."""
 
     def to_action(self) -> Action:
         """Return the finished action."""

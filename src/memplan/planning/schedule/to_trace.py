@@ -59,6 +59,7 @@ class _Entry:
     """Tick of its allocation."""
     value: Value | None
     op: int | None
+    """Index of the op in the trace that allocates it; None if no op does."""
     freed: int | None = None
     """Tick of its free."""
     name: str = ""

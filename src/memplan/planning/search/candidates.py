@@ -36,6 +36,7 @@ class Profile:
     slots: Ints
     """Highest level during each slot of the backward pass."""
     update: int
+    """Bytes during the optimizer's update."""
 
     def at_least(self, level: int) -> Profile:
         """Return the profile raised to at least ``level`` bytes at every position."""

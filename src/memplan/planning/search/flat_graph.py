@@ -50,6 +50,7 @@ class ForwardOp:
     parameters: tuple[int, ...]
     """Parameters that the op reads and that may change once their gradient is returned."""
     overwrites: tuple[int, ...]
+    """Operands in whose memory it can compute."""
     during: int
     """Bytes of all its results and its scratch."""
     in_place_saved: int

@@ -53,6 +53,7 @@ class Call:
 
     node: Node
     shapes: Mapping[int, tuple[int, ...]]
+    """By value: the shape of the whole."""
     axes: Axes
 
     @cached_property

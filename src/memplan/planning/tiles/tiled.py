@@ -66,6 +66,7 @@ class Tile:
     first: int
     """Number of its first call of a torch function in the trace."""
     last: int
+    """Number of its last call."""
     axis: Axis
     pieces: int
     repeats: tuple[int, ...] = ()
@@ -940,6 +941,7 @@ class _InPart(_Step):
     """A node with a rule."""
 
     at: int
+    """Index of the node."""
     call: Call
     factor: Factor | None = None
     """The weight of a product."""
@@ -974,6 +976,7 @@ class _Sum(_Step):
     """A sum over the axis: part of a result, or known from a pass before."""
 
     at: int
+    """Index of the node."""
     call: Call
     rule: Sum
 
@@ -1015,6 +1018,7 @@ class _Normalization(_Step):
     """A norm over the axis."""
 
     at: int
+    """Index of the node."""
     norm: Norm
     along: Along
 

@@ -32,6 +32,7 @@ class Chunk:
     mapped: bool = True
     """Whether its addresses have memory."""
     state: int = FREE
+    """`FREE`, `LIVE`, or `PENDING`: freed, but still in use on another stream."""
     requested: int = 0
     """Bytes of the request that it serves, before rounding; 0 if it is free."""
     owner: int | None = None
@@ -177,7 +178,9 @@ class Reservation:
     base: int
     size: int
     page: int
+    """Bytes of a page."""
     first: Chunk
+    """The chunk at its lowest address."""
 
     def pages_from(self, address: int) -> int:
         """Return the first page boundary at or after ``address``."""

@@ -85,7 +85,9 @@ class _Block:
     rounded: int
     size: int
     pending: bool
+    """Whether it was freed and is still in use on another stream."""
     stack: int
+    """Index of the stack that allocated it."""
 
 
 def rewind(snapshot: Snapshot) -> Start:

@@ -21,6 +21,7 @@ class Request(NamedTuple):
 
     kind: Kind
     event: int
+    """Index of the recorded event."""
     owner: int = -1
     size: int = 0
     stream: int = 0

@@ -27,9 +27,11 @@ class SegmentGroup:
     pool: Pool
     expandable: bool
     count: int
+    """Number of segments."""
     reserved: int
     allocated: int
     largest_free: int
+    """The largest free block in one of them."""
 
     @property
     def free(self) -> int:

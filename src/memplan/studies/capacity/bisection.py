@@ -154,12 +154,16 @@ class _Search:
 
     probe: Probe
     measure: Callable[[int], float]
+    """Returns the number that bytes grow with, at a position."""
     limit: int
+    """Bytes that fit."""
     most: int
+    """Last position."""
     fits: Callable[[Trace], bool] | None
     step: int | None = None
     """None until a recording fails."""
     recordings: dict[int, Sample | None] = field(default_factory=dict)
+    """By position; None if the recording failed."""
     widths: list[int] = field(default_factory=list)
     """Distances between the bounds so far, in steps."""
 

@@ -319,7 +319,9 @@ class _Recorder:
     axis: Axis
     divisible: int
     tried: dict[int, Tried] = field(default_factory=dict)
+    """By value."""
     samples: dict[int, Sample | None] = field(default_factory=dict)
+    """By position; None if the recording failed."""
     error: StepError | None = None
     """The first error."""
 

@@ -257,9 +257,12 @@ def _speed(row: LayoutBytes) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Figures:
+    """Peaks and work of a recorded rank, in bytes and seconds of its kernels."""
+
     allocated: int
     reserved: int
     needs: int
+    """With the CUDA context."""
     flops: int
     seconds: float
     exchanged: float

@@ -48,13 +48,18 @@ class PhaseSpan:
 
 @dataclass
 class _OpenPhase:
+    """A phase while its parts are collected."""
+
     kind: PhaseKind
     where: str | None
     source: tuple[int, int] | None
     """Number of the data set, and of the pass over it; None without a loader."""
     parts: list[int]
+    """Positions of its parts in the run."""
     active: list[int]
+    """Those of them in which a model was called."""
     first: RunPart
+    """The first of them."""
 
 
 def phases_of(parts: Sequence[RunPart]) -> tuple[PhaseSpan, ...]:

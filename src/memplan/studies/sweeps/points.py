@@ -50,6 +50,7 @@ class Bytes:
     needs_high: int
     workspace_low: int
     workspace_high: int
+    """Bytes of workspaces at the peak."""
     causes: Mapping[str, int]
     """Bytes at the peak by cause, and ``rounding``; without workspaces. With ``workspace_low`` they sum to ``peak``."""
     answer: Answer | None = None

@@ -129,9 +129,11 @@ class _Allocation:
     """An allocation in the allocator's record. Ticks are positions among all of its events, from 1."""
 
     number: int
+    """Its position among all allocations."""
     born: int
     bytes: int
     call: int
+    """Index of the innermost call around it in the profile; -1 for none."""
     address: int
     """Negative if another thread allocated it."""
     died: int | None = None

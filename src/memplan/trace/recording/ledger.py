@@ -21,12 +21,16 @@ class Entry:
     """A storage during a recording."""
 
     id: int
+    """Its index among all storages."""
     bytes: int
     born: int
+    """Tick of its allocation."""
     op: int | None
+    """Index of the op that allocated it; None for no op."""
     dtype: str
     shape: tuple[int, ...]
     died: int | None = None
+    """Tick of its free; None while it is alive."""
     key: int = 0
     """Identifies the storage while it is alive (`_torch.storage_key`)."""
     address: int = 0
@@ -35,8 +39,11 @@ class Entry:
     """Whether the memory is not from torch's allocator, such as numpy's; ``bytes`` is 0 then."""
     device: str = HOST
     stream: int = 0
+    """Number of the CUDA stream that allocated it."""
     pool: int = 0
+    """Number of its memory pool; 0 for the default pool."""
     used_on: tuple[int, ...] = ()
+    """Other streams that it was used on (`torch.Tensor.record_stream`)."""
     low: int | None = None
     """The least bytes, if the size is only known as an interval."""
     companions: tuple[Entry, ...] = ()
@@ -54,12 +61,18 @@ class Note:
     phase: Phase
     step: int
     module: int
+    """id() of the module that runs; 0 for none."""
     frame: tuple[str, int] | None
+    """File and line of the user's code."""
     start: int
     end: int
+    """Ticks of the ledger before and after the op."""
     reads: list[tuple[str, int]]
+    """(name of the argument, storage)."""
     writes: list[int]
+    """Storages that it allocates or changes."""
     needs_grad: tuple[str, ...]
+    """Names of the arguments that require a gradient."""
     sequence: int | None
     """For a backward op, the sequence number of its autograd node."""
     grad_enabled: bool

@@ -101,8 +101,11 @@ class _Signature:
     positions: list[tuple[int, str]]
     """(position, name) of the arguments that can be tensors."""
     mutable: bool
+    """Whether the op changes an argument."""
     writes: list[tuple[int, str]]
+    """(position, name) of the arguments that it changes."""
     unrecorded: bool
+    """Whether traces leave it out: it has no storage, kernel or effect on memory."""
     from_library: bool
     """Whether it is a library's op, whose temporaries are unknown."""
 

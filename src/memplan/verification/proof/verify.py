@@ -255,6 +255,7 @@ class _Comparison:
     random_states: dict[str, RandomState] = field(default_factory=dict)
     """By trial, the random streams after its backward pass."""
     _stopped: bool = False
+    """Whether a difference was found in an earlier step."""
     _parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters before the step, in float64, where their updates are compared."""
     _eps: dict[str, float] = field(default_factory=dict)

@@ -45,6 +45,7 @@ class _OverlaidFolder:
     """Files that are bound read-only on top of it."""
     mounted: bool = False
     overlaid: bool = False
+    """Whether the mount of the folder, and the overlay on it, exist."""
 
 
 @dataclass

@@ -105,10 +105,14 @@ def _first_lines_of_statements(file: str) -> dict[int, int]:
 
 
 class _RunningLine(NamedTuple):
+    """The line that a frame is running."""
+
     function: _FollowedFunction
     line: int
     start: int
+    """Time of the clock when it began."""
     hits: int
+    """How often it has begun."""
 
 
 @dataclass
@@ -119,6 +123,7 @@ class LineWatch:
     _open: dict[int, _RunningLine] = field(default_factory=dict)
     """id() of a frame -> the line that it is running."""
     _watched: dict[CodeType, _FollowedFunction | None] = field(default_factory=dict)
+    """By code that has run: its function if that is followed, else None."""
     _previous: Any = None
     """Trace function to restore."""
     _tracing: bool = False

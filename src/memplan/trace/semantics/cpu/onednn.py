@@ -37,6 +37,7 @@ class Shape:
     padding: tuple[int, ...]
     """On the low side of each dimension."""
     dilated: bool
+    """Whether any dimension is dilated."""
     itemsize: int
     tiled: bool = False
     """Whether AMX's tiles compute it, in bfloat16."""
