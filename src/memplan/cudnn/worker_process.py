@@ -97,7 +97,7 @@ class _Worker:
         self._buffer = b""
         """Output that was read and not yet returned as a line."""
         self.lives = True
-        """Whether it was not killed yet."""
+        """False once it was killed."""
 
     def __enter__(self) -> _Worker:
         """Let the process load cuDNN. Raises WorkerError if it cannot."""

@@ -308,7 +308,7 @@ class _TrainingObserver:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # garbage can be collected at any time
         self._early: weakref.WeakSet[Early] = weakref.WeakSet()
-        """The live instances; updating ends for those that are collected."""
+        """Live instances."""
         self._patches = ExitStack()
         """Of torch, while it observes."""
         self._observing = False

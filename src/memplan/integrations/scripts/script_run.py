@@ -57,7 +57,7 @@ class ScriptRun:
         self._running: list[nn.Module] = []
         """Stack of running modules, outermost first."""
         self.steps_made = self._last_updates = 0
-        """Steps that have ended, and the updates by which optimizers have completed steps (`_common_updates`)."""
+        """Steps that have ended, and updates that every optimizer has made (`_common_updates`)."""
         self._calls_since_update = 0.0
         """Batches and outermost calls since the last update of an optimizer; those of a rollout count less."""
         self._built = self._step_is_complete = self._over = False

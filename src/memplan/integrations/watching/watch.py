@@ -117,7 +117,7 @@ class Watch(Written, Printed):
         self._error = ""
         """Class and message of the exception that ended it; "" without one."""
         self._follows_model = device is None
-        """Whether to watch the device that the model was moved to before its first step."""
+        """Whether to watch anew if the model is moved to another type of device."""
         self._quiet = quiet
         self._line = LiveLine(quiet=quiet)
         self._follower = Follower(self._subject, self._device, self._say)

@@ -172,7 +172,7 @@ class Observer:
         self.ranges = ValueRanges(self.ledger)
         self._signature_of = functools.cache(_Signature.of_op)
         self._after_backward = False
-        """Whether a backward pass of this step has ended, and no later forward pass has begun."""
+        """Whether a backward pass of this step has begun, and no later forward pass."""
         place.on_module = self.leave_backward
         place.on_result = self._on_result
         place.before_update = self.ownership.before_update
