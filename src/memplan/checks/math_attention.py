@@ -65,16 +65,10 @@ def _written_out(subject: Subject, attention: Sequence[Attention]) -> list[Findi
         message = f"{what}: {format_bytes(matrix_bytes)} at the peak; {fused.why}"
         return [
             _finding(
-                trace,
-                attention,
-                fused.severity,
-                size=0,
-                message=message,
-                advice=fused.advice,
-                kind="written out",
+                trace, attention, fused.severity, size=0, message=message, advice=fused.advice, kind="written out",
                 matrix_bytes=matrix_bytes,
             )
-        ]
+        ]  # fmt: skip
     if not matters(trace, fused.saved):
         return []
     message = f"{what}: {format_bytes(fused.saved)} more at the peak than with the fused call"

@@ -52,15 +52,9 @@ def _by_each_pass(use: _torch.DataParallelUse) -> Iterator[Finding]:
         "whole on each rank in any case, so that it takes no memory"
     )
     yield Finding(
-        ID,
-        "info",
-        layer="",
-        where=use.where,
-        bytes=0,
-        message=message,
-        advice=(advice,),
+        ID, "info", layer="", where=use.where, bytes=0, message=message, advice=(advice,),
         details={"kind": "each pass", "times": times, "sent": size},
-    )
+    )  # fmt: skip
 
 
 def _times_reduced(reductions: Mapping[int, int], sizes: Mapping[int, int], size: float) -> int:

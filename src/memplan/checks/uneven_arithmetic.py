@@ -102,16 +102,10 @@ def _dropped_rows(form: Form, op: Op, sizes: dict[int, list[_Size]], *, dense: b
     details = {"kind": "dropped rows", "dropped": rows, "size": before, "stride": list(stride), "pixels": pixels}
     return [
         Finding(
-            ID,
-            "warning" if dense else "info",
-            layer=op.layer,
-            where=op.where,
-            bytes=0,
-            message=message,
-            advice=advice,
+            ID, "warning" if dense else "info", layer=op.layer, where=op.where, bytes=0, message=message, advice=advice,
             details=details,
         )
-    ]
+    ]  # fmt: skip
 
 
 def _by(sizes: Iterable[int]) -> str:
@@ -175,16 +169,10 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[int, list[_Size]]) -> li
     details = {"kind": "crop", "size": old, "kept": new, "pixels": pixels, "uneven": uneven}
     return [
         Finding(
-            ID,
-            "warning" if uneven else "info",
-            layer=op.layer,
-            where=op.where,
-            bytes=0,
-            message=message,
-            advice=advice,
-            details=details,
+            ID, "warning" if uneven else "info", layer=op.layer, where=op.where, bytes=0, message=message,
+            advice=advice, details=details,
         )
-    ]
+    ]  # fmt: skip
 
 
 def _merged(findings: list[Finding]) -> list[Finding]:

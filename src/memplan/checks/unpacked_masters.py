@@ -38,16 +38,10 @@ def find(subject: Subject) -> list[Finding]:
     )
     return [
         Finding(
-            ID,
-            "info",
-            layer="",
-            where=None,
-            bytes=size,
-            message=message,
-            advice=advice,
+            ID, "info", layer="", where=None, bytes=size, message=message, advice=advice,
             details={"weights": len(masters), "stored": stored},
         )
-    ]
+    ]  # fmt: skip
 
 
 def _masters(trace: Trace) -> list[int]:

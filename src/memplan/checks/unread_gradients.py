@@ -121,12 +121,6 @@ def _finding(
     are the bytes that they cost at the peak, ``gradient_bytes`` those of the gradients."""
     details: dict[str, Any] = {"kind": kind, "held": gradient_bytes, "names": names}
     return Finding(
-        ID,
-        "warning",
-        layer=names[0].rpartition(".")[0],
-        where=None,
-        bytes=size,
-        message=message,
-        advice=advice,
+        ID, "warning", layer=names[0].rpartition(".")[0], where=None, bytes=size, message=message, advice=advice,
         details=details,
-    )
+    )  # fmt: skip

@@ -36,16 +36,10 @@ def find(subject: Subject) -> list[Finding]:
     details = {"parameters": len(readers), "size": size, "names": names, "of": len(trace.optimized)}
     return [
         Finding(
-            ID,
-            "warning",
-            layer=first.layer,
-            where=first.where,
-            bytes=0,
-            message=message + cause,
-            advice=advice,
+            ID, "warning", layer=first.layer, where=first.where, bytes=0, message=message + cause, advice=advice,
             details=details,
         )
-    ]
+    ]  # fmt: skip
 
 
 def _cause(subject: Subject) -> tuple[str, tuple[str, ...]]:

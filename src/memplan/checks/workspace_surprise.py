@@ -187,16 +187,10 @@ def _changing_shapes(trace: Trace) -> list[Finding]:
     details = {"kind": "benchmark", "workspace": workspace, "layers": rows}
     return [
         Finding(
-            ID,
-            "warning",
-            layer=rows[0]["layer"],
-            where=rows[0]["where"],
-            bytes=0,
-            message=message,
-            advice=advice,
+            ID, "warning", layer=rows[0]["layer"], where=rows[0]["where"], bytes=0, message=message, advice=advice,
             details=details,
         )
-    ]
+    ]  # fmt: skip
 
 
 def _largest_workspace(trace: Trace, convolutions: set[int]) -> int:

@@ -331,9 +331,9 @@ def _outcome(
             return Outcome(arguments.target, plan, changed=not plan.changes_nothing)
         fitted = memplan.fit(model, *described.options.inputs, **call_options)
     except BudgetError as error:
-        return Outcome(arguments.target, None, changed=False, shortfall=error)
+        return Outcome(arguments.target, plan=None, changed=False, shortfall=error)
     except VerificationError as error:
-        return Outcome(arguments.target, None, error.proof, changed=False, notes=(f"{error.do}.",))
+        return Outcome(arguments.target, plan=None, proof=error.proof, changed=False, notes=(f"{error.do}.",))
     outcome = Outcome(arguments.target, fitted.plan, fitted.proof, changed=fitted.changed, notes=tuple(fitted.notes))
     fitted.undo()
     return outcome

@@ -204,7 +204,9 @@ class Card:
             )  # fmt: skip
         except BackendError:  # torch continues with the fallbacks, too
             return
-        configs = [backend.create(CONFIG) for _ in range(backend.fill(heuristics, HEURISTIC_RESULTS, DESCRIPTOR, None))]
+        configs = [
+            backend.create(CONFIG) for _ in range(backend.fill(heuristics, HEURISTIC_RESULTS, DESCRIPTOR, array=None))
+        ]
         array = (ctypes.c_void_p * len(configs))(*(config.value for config in configs))
         count = backend.fill(heuristics, HEURISTIC_RESULTS, DESCRIPTOR, array) if configs else 0
         for config in configs[:count]:

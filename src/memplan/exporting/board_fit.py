@@ -305,9 +305,10 @@ class _Study:
                 part = rows[0]
                 rows.append(
                     TrainedPart(
-                        what, part.parameters, part.weights, 0, 0, 0, part.inputs, None, None, {}, error.found, "int8"
+                        what, part.parameters, part.weights, ram=0, arena=0, state=0, inputs=part.inputs, flash=None,
+                        code=None, banks={}, lacks=error.found, trained_weights="int8",
                     )
-                )
+                )  # fmt: skip
         return rows
 
     def _of_ways(self, what: str, paths: Sequence[str], way: _Way) -> list[TrainedPart]:
@@ -348,8 +349,9 @@ class _Study:
         sizes = {path: parameter.numel() for path, parameter in self.request.model.named_parameters()}
         count = sum(sizes[path] for path in paths)
         part = TrainedPart(
-            what, tuple(paths), count, 0, 0, state, inputs, None, None, {}, "", way.trained,
-            input_in_arena=bool(way.input), frozen_layers=way.frozen, frozen_error=variant.error,
+            what, tuple(paths), count, ram=0, arena=0, state=state, inputs=inputs, flash=None, code=None, banks={},
+            lacks="", trained_weights=way.trained, input_in_arena=bool(way.input), frozen_layers=way.frozen,
+            frozen_error=variant.error,
         )  # fmt: skip
         fixed = {"state": state, "inputs": inputs, "reserve": self.reserve}
         if not self.board.constants_in_sram:

@@ -285,7 +285,7 @@ class _Masked:
         of them is copied to x's shape."""
         *sizes, columns = x.shape
         if mask is None:
-            return _Masked((1, 1, math.prod(sizes), columns), None)
+            return _Masked((1, 1, math.prod(sizes), columns), mask=None)
         mask = mask.expand(x.shape)
         if columns * mask.stride(-1) >= 1 << 31:  # the kernels count by int32 within a row
             mask = mask.contiguous()

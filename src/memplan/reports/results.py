@@ -61,7 +61,7 @@ _REPORTS: dict[type, Callable[[Any], Document]] = {
     Lengths: lengths.report,
     Quantized: quantize.report,
     WholeRun: whole_run.report,
-    Replay: lambda result: replay.report(replay.Cases(result, result, (), None)),
+    Replay: lambda result: replay.report(replay.Cases(result, base=result, others=(), explanation=None)),
     RankSnapshots: rank_snapshots.report,
     WatchedRanks: watched.report,
     Why: why.report,

@@ -272,7 +272,9 @@ class _Finder:
         ones, zeros = np.ones((channels, 1, 1, 1)), np.zeros(channels)
         plane = _plane(shape)
         read = self._bytes_of(x, channels)
-        layer = Convolution([], (self.bytes[x][0],), x, ones, zeros, plane, plane, groups=channels, bytes=read)
+        layer = Convolution(
+            [], (self.bytes[x][0],), x, weight=ones, bias=zeros, plane=plane, result=plane, groups=channels, bytes=read
+        )
         self._append(layer)
         self.bytes.pop(x)
         return x
@@ -503,8 +505,8 @@ class _Finder:
         plane = _plane(shape)
         self._append(
             Average(
-                [op], (self._source(op, x),), output, math.prod(shape[:2]), plane, (1, 1), plane, plane, (0, 0), (1, 1),
-                divisor=math.prod(plane),
+                [op], (self._source(op, x),), output, planes=math.prod(shape[:2]), plane=plane, result=(1, 1),
+                kernel=plane, stride=plane, padding=(0, 0), dilation=(1, 1), divisor=math.prod(plane),
             )
         )  # fmt: skip
 

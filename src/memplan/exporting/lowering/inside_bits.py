@@ -31,16 +31,9 @@ class InsideBits(Encode):
             activation, size = graph.values[value], words(-(-prod(graph.values[value].shape) // 8))
             name = f"{activation.name}_{INSIDE}"
             encoded = Value(
-                -1,
-                name,
-                "encoded",
-                base=-1,
-                bytes=size,
-                shape=(size,),
-                stride=(1,),
-                dtype="uint8",
+                -1, name, "encoded", base=-1, bytes=size, shape=(size,), stride=(1,), dtype="uint8",
                 place=activation.place,
-            )
+            )  # fmt: skip
             direct = tuple(op.index for op in readers)
             yield SavedForm(NAME, value, encoded=-1, how=INSIDE, whole=False, direct=direct), encoded
 

@@ -72,16 +72,9 @@ def script_layouts(
     if rows and rows[0].fits:
         notes = (f"{rows[0].layout.title}: {launches[rows[0].layout].text}", *notes)
     return Layouts(
-        str(request.command),
-        card.name,
-        request.world,
-        per_node,
-        card.capacity,
-        blocks=0,
-        links=links,
-        rows=tuple(rows),
-        notes=notes,
-    )
+        str(request.command), card.name, request.world, per_node, card.capacity, blocks=0, links=links,
+        rows=tuple(rows), notes=notes,
+    )  # fmt: skip
 
 
 class _Runs:
@@ -132,17 +125,9 @@ class _Runs:
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
         """Return the row of a layout that was not recorded."""
         return LayoutBytes(
-            layout,
-            allocated=0,
-            reserved=0,
-            needs=0,
-            fits=False,
-            recorded=False,
-            flops=0,
-            compute=0.0,
-            sending=0.0,
+            layout, allocated=0, reserved=0, needs=0, fits=False, recorded=False, flops=0, compute=0.0, sending=0.0,
             reason=reason,
-        )
+        )  # fmt: skip
 
     def _ring(self, size: float, ranks: int, spread: int) -> float:
         """Return the seconds in which a ring of ranks sends ``size`` bytes that it gathers or reduces to shards.

@@ -38,7 +38,7 @@ class CardCounters:
         return Reading(level["peak"], level["current"], stats["allocation"]["all"]["current"], _resident())
 
 
-NO_READING = Reading(None, None, None, None)
+NO_READING = Reading(peak=None, allocated=None, blocks=None, resident=None)
 _INTERVAL = 0.05
 """Seconds between two readings of the resident set, so that millisecond steps do not wait for the file system."""
 
@@ -56,7 +56,7 @@ class HostCounters:
         if now < self._next:
             return NO_READING
         self._next = now + _INTERVAL
-        return Reading(None, None, None, _resident())
+        return Reading(peak=None, allocated=None, blocks=None, resident=_resident())
 
 
 def _resident() -> int | None:

@@ -106,7 +106,7 @@ class Follower:
     def close(self) -> None:
         """Stop profiling and observing."""
         if self._first_steps is not None:
-            self._first_steps.stop(None)
+            self._first_steps.stop(window=None)
             self._first_steps = None
         if self._window is not None:
             self._window.close()

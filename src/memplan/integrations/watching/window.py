@@ -133,7 +133,7 @@ class Window:
             self._place.optimizers[id(optimizer)] = weakref.ref(optimizer)
         for tensor in self._subject.resident():
             if _torch.has_shape(tensor):
-                ledger.parts(tensor, None)
+                ledger.parts(tensor, op=None)
         marks.mark_modules()
         marks.before_update()
         marks.mark_states()

@@ -403,9 +403,11 @@ def _measure_memory(
     is the structure that ``inputs``, tensors or their layouts for a run without data, fill."""
     real = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
     call = OpaqueCall(
-        "", title, format_frame(user_frame()), layer, function, arguments, tuple(needs_gradient),
-        tuple(like if isinstance(like, Like) else Like.of(like) for like in inputs), (), (), arguments, 0, (),
-        _torch.autocast_of_now(),
+        key="", title=title, where=format_frame(user_frame()), layer=layer, function=function, arguments=arguments,
+        needs_gradient=tuple(needs_gradient),
+        inputs=tuple(like if isinstance(like, Like) else Like.of(like) for like in inputs),
+        results=(), differentiable=(), output_structure=arguments, saved_bytes=0, saved_positions=(),
+        autocast=_torch.autocast_of_now(),
     )  # fmt: skip
     structures: list[Structure] = []
 

@@ -58,7 +58,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
         graph: a step whose tensors are on a card.
         device: the card.
     """
-    library = find_cudnn(None)
+    library = find_cudnn(environment=None)
     semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
     temporaries_of_ops = [
         (_products_of if _declares_scratch(op) else _temporaries_of)(graph, op, semantics.temporaries)

@@ -47,7 +47,9 @@ class Home:
     @property
     def target(self) -> Target:
         """Target for recording the unplanned step, with the workspaces of the installed cuDNN."""
-        return Target(HOST) if self.card is None else Target(self.card.name, self.card, cudnn=find_cudnn(None))
+        return (
+            Target(HOST) if self.card is None else Target(self.card.name, self.card, cudnn=find_cudnn(environment=None))
+        )
 
 
 def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:

@@ -154,7 +154,10 @@ class _Grouping:
                 layers = (op.layer,) if op is not None and op.layer else ()
                 size = 2 * self.graph.values[action.value].own_bytes
                 where = None if op is None else op.where
-                yield Group(COPY, False, "forward", (COPY,), layers, where, size, 0, 0.0, "bandwidth")
+                yield Group(
+                    COPY, fused=False, phase="forward", ops=(COPY,), layers=layers, where=where, bytes=size, flops=0,
+                    intensity=0.0, bound="bandwidth",
+                )  # fmt: skip
 
     def op(self, mark: int) -> GraphOp | None:
         """Return the op that an action runs, or the op whose result it encodes, decodes, writes or returns."""

@@ -90,18 +90,10 @@ class _CopiesBeforeMutation(Rebuild):
         number = self.value(f"{old.name}_before", old)
         self.add(
             GraphOp(
-                -1,
-                _CLONE,
-                (Ref(value),),
-                {},
-                "forward",
-                (number,),
-                multiple=False,
-                reads=(value,),
-                makes=(number,),
+                -1, _CLONE, (Ref(value),), {}, "forward", (number,), multiple=False, reads=(value,), makes=(number,),
                 once=True,
             )
-        )
+        )  # fmt: skip
         return number
 
     def _reference_before_mutation(self, value: int) -> Any:

@@ -155,12 +155,9 @@ class Search:
             state = local.improve(state, self.switches.rounds, pairs=self.switches.pairs)
             state = local.escape_local_optima(state, self.switches.shakes, pairs=self.switches.pairs)
         return Solution(
-            self.evaluator.choices(state.column),
-            state.peak,
-            state.seconds,
-            lower_bound_seconds=0.0,
+            self.evaluator.choices(state.column), state.peak, state.seconds, lower_bound_seconds=0.0,
             notes=self._notes(),
-        )
+        )  # fmt: skip
 
     @cached_property
     def deterministic(self) -> Search:

@@ -452,7 +452,7 @@ class Tiled:
             for piece in pieces or range(self.pieces):
                 goals = {value: self.own(value, piece) for value in (*self._joined, *self._summed)}
                 run = _Run(self, tensors, known, goals, piece)
-                run.until(None)
+                run.until(stop=None)
                 results.add(run)
                 del run
         return results.finished()
@@ -551,7 +551,7 @@ class Tiled:
         """Add a piece's part of the sums of the derivatives of some norms to ``sums``. Arguments: see `_add_up`."""
         run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
         with torch.enable_grad():
-            run.until(None)
+            run.until(stop=None)
         inputs = {at: x for at, (x, _) in run.cuts.items()}  # of the norms; their results are leaves of autograd
         gradients_of_results = self._derivative(run, piece, gradients, [leaf for _, leaf in run.cuts.values()])
         for (at, x), dy in zip(inputs.items(), gradients_of_results, strict=True):
@@ -578,7 +578,7 @@ class Tiled:
         run.into = {value: totals[at] for at, value in enumerate(self.program.inputs) if needed[at]}
         leaves = run.leaves([need and at not in first.values() for at, need in enumerate(needed)])
         with torch.enable_grad():
-            run.until(None)
+            run.until(stop=None)
         if results is not None:
             results.add(run)
         targets = [*leaves.values(), *(leaf for _, leaf in run.cuts.values())]
@@ -1004,7 +1004,7 @@ class _Sum(_Step):
         """Return a piece's part of the total."""
         if self.rule.weighs(self.call):
             return self.rule.weight(self.call, self._operands(run))
-        return self.rule.part(self.call, self._operands(run), None)
+        return self.rule.part(self.call, self._operands(run), weight=None)
 
     def _operands(self, run: _Run) -> Callable[[int], Tensor]:
         """Return the function that returns a piece's part of an operand."""

@@ -328,14 +328,9 @@ class _Rewinder:
                 continue
             if not any(segment.address < end and begin < segment.address + segment.size for segment in segments):
                 yield Segment(
-                    begin,
-                    page,
-                    stream,
-                    small,
-                    pool,
-                    expandable=True,
+                    begin, page, stream, small, pool, expandable=True,
                     blocks=(Block(begin, page, requested=0, state="inactive"),),
-                )
+                )  # fmt: skip
 
     def _blocks_of(self, segment: _Segment, addresses: list[int], first_owner: int) -> list[Block]:
         """Return the live blocks at ``addresses``, whose owners count from ``first_owner``, and the free blocks between

@@ -212,12 +212,9 @@ def _without_cache(trace: Trace) -> tuple[tuple[AllocatorEvent, ...], tuple[Segm
     for storage in counted:
         if storage.died is None:
             block = Block(
-                addresses[storage.id],
-                storage.bytes,
-                requested=storage.bytes,
-                state="active_allocated",
+                addresses[storage.id], storage.bytes, requested=storage.bytes, state="active_allocated",
                 owner=storage.id,
-            )
+            )  # fmt: skip
             small = storage.bytes <= LARGEST_SMALL
             segments.append(
                 Segment(block.address, block.size, 0, small, DEFAULT_POOL, expandable=False, blocks=(block,))

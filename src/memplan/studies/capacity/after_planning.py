@@ -45,9 +45,6 @@ def plan_step(subject: Subject, target: Target, budget: int) -> PlanFigures:
     if isinstance(result, int):
         return PlanFigures(result, fits=False)
     return PlanFigures(
-        min(result.floor, result.peak),
-        fits=True,
-        peak=result.peak,
-        seconds=result.seconds,
+        min(result.floor, result.peak), fits=True, peak=result.peak, seconds=result.seconds,
         step_seconds=result.step_seconds,
-    )
+    )  # fmt: skip

@@ -63,6 +63,9 @@ def masks_of(trace: Trace) -> tuple[Zeros, ...]:
             continue
         layer, _, weight_part = base.rpartition(".")
         rows.append(
-            Zeros(layer, weight_part, math.prod(weight.shape), None, weight.bytes, mask.bytes, weight.shape[0], None)
-        )
+            Zeros(
+                layer, weight_part, elements=math.prod(weight.shape), zeros=None, bytes=weight.bytes,
+                mask_bytes=mask.bytes, channels=weight.shape[0], empty_channels=None,
+            )
+        )  # fmt: skip
     return tuple(rows)

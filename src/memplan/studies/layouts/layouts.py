@@ -346,17 +346,9 @@ class _Study:
     def unrecorded(self, layout: Layout, reason: str) -> LayoutBytes:
         """Return the row of a layout that was not recorded. ``reason``: why."""
         return LayoutBytes(
-            layout,
-            allocated=0,
-            reserved=0,
-            needs=0,
-            fits=False,
-            recorded=False,
-            flops=0,
-            compute=0.0,
-            sending=self._sending(layout),
-            reason=reason,
-        )
+            layout, allocated=0, reserved=0, needs=0, fits=False, recorded=False, flops=0, compute=0.0,
+            sending=self._sending(layout), reason=reason,
+        )  # fmt: skip
 
     def _extrapolated(self, values: Sequence[float]) -> float:
         """Return the value with all blocks, by a line through the values with a few blocks (`_FEW`)."""

@@ -141,8 +141,8 @@ class _Chain:
         self.storages.append(
             Storage(
                 number, storage.bytes, storage.cause, storage.born + shift, None if died is None else died + shift,
-                None, storage.dtype, storage.shape, storage.device, storage.name, (), storage.low, storage.stream,
-                storage.used_on,
+                op=None, dtype=storage.dtype, shape=storage.shape, device=storage.device, name=storage.name,
+                sharers=(), low=storage.low, stream=storage.stream, used_on=storage.used_on,
             )
         )  # fmt: skip
         if storage.cause == "workspace":

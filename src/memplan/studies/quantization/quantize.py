@@ -88,15 +88,9 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
     notes = () if scheme.config is not None else (scheme.why_not,)
     if after is None:
         return Quantized(
-            scheme.title,
-            before,
-            after=None,
-            with_grad=with_grad,
-            layers=layers,
-            error=None,
-            quantizing_peak=None,
+            scheme.title, before, after=None, with_grad=with_grad, layers=layers, error=None, quantizing_peak=None,
             notes=notes,
-        )
+        )  # fmt: skip
     quantized, quantizing_peak = _measure_inference(
         model, options, scheme.title, lambda copy: quantize_weights(copy, scheme)
     )

@@ -91,20 +91,14 @@ def _int4_dynamic_scheme() -> Scheme:
         from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as config
     except ImportError:
         return Scheme(
-            "int4",
-            activations="int8",
-            title=title,
-            config=None,
+            "int4", activations="int8", title=title, config=None,
             why_not="this torchao has no 4-bit weights for the CPU",
-        )
+        )  # fmt: skip
     if not dispatch.has_cpu_kernel("torchao::da8w4_linear_cpu"):
         return Scheme(
-            "int4",
-            activations="int8",
-            title=title,
-            config=None,
+            "int4", activations="int8", title=title, config=None,
             why_not="its kernel da8w4_linear_cpu is not in this build of torchao",
-        )
+        )  # fmt: skip
     return Scheme("int4", "int8", title, lambda group: config(group_size=group, set_inductor_config=False))
 
 

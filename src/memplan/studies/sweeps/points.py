@@ -135,18 +135,9 @@ def outcome_of(
     on_card = explanation.card
     if on_card is None:
         figures = Bytes(
-            peak=peak,
-            peak_high=peak,
-            reserved=reserved,
-            reserved_high=reserved,
-            needs=reserved,
-            needs_high=reserved,
-            workspace_low=low,
-            workspace_high=low,
-            causes=causes,
-            answer=None,
-            aggregation=aggregation,
-        )
+            peak=peak, peak_high=peak, reserved=reserved, reserved_high=reserved, needs=reserved, needs_high=reserved,
+            workspace_low=low, workspace_high=low, causes=causes, answer=None, aggregation=aggregation,
+        )  # fmt: skip
         return Outcome(figures, error=None, notes=notes, trace=trace if keep else None)
     charges = {charge.name: charge for charge in on_card.charges}
     fragmentation = charges["fragmentation"]

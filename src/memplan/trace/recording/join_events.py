@@ -77,7 +77,9 @@ def join(
             is_workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
             if not is_part_of_op and not is_workspace:
                 lost += allocation.bytes
-            storage = Storage(number, 0, "workspace" if is_workspace else "temporary", 0, None, op)
+            storage = Storage(
+                number, bytes=0, cause="workspace" if is_workspace else "temporary", born=0, died=None, op=op
+            )
         storages.append(_with_allocation(storage, number, allocation, steps[0]))
     unpaired = [allocation for number, allocation in enumerate(events.allocations) if number not in paired]
     outside = [entry for entry in entries if entry.id in read and entry.op is None and entry.id not in in_named]

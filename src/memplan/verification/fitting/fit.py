@@ -343,7 +343,7 @@ class _Fitting:
             least = _with_spare(measured, floor)
             expected = f"{expected}. That plan was measured at {format_bytes(measured)}"
         if eager < least and self._may_stay_unplanned:
-            eager = max(eager, self.prover.peak(eager, None) or 0)
+            eager = max(eager, self.prover.peak(eager, planned=None) or 0)
             if eager < least:
                 least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
         do = f"Give {format_bytes(least)} ({least} bytes){advice}"
@@ -401,16 +401,9 @@ class _Fitting:
             installed.release()
         calls = [installed.calls for installed in installations]
         return Fitted(
-            request.model,
-            loss,
-            planned.plan,
-            proof,
-            changed=True,
-            optimizer=optimizer,
-            notes=self.notes,
-            _undo=undo,
+            request.model, loss, planned.plan, proof, changed=True, optimizer=optimizer, notes=self.notes, _undo=undo,
             _calls=calls,
-        )
+        )  # fmt: skip
 
     def _notify(self, text: str) -> None:
         """Add a note that a call was planned anew, and warn, once the user has the model."""

@@ -120,13 +120,9 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
     resident = storage_bytes((*model.parameters(), *model.buffers(), input))
     if before <= limit:
         return FittedInference(
-            model,
-            changed=False,
-            budget=limit,
-            before=before,
-            predicted=before,
+            model, changed=False, budget=limit, before=before, predicted=before,
             measured=resident + _growth(lambda: model(input)),
-        )
+        )  # fmt: skip
     try:
         crops = Crops(model, shape, input.dtype)
         parts, predicted = _parts(model, crops, limit, before)
@@ -154,17 +150,9 @@ def fit_inference(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
     overlap = sum(prod(high - low for low, high in part.input) for part in parts) / prod(shape[2:])
     undo = _install(model, crops, parts, original)
     return FittedInference(
-        model,
-        changed=True,
-        budget=limit,
-        before=before,
-        predicted=predicted,
-        measured=measured,
-        parts=tuple(parts),
-        overlap=overlap,
-        difference=difference,
-        _undo=undo,
-    )
+        model, changed=True, budget=limit, before=before, predicted=predicted, measured=measured, parts=tuple(parts),
+        overlap=overlap, difference=difference, _undo=undo,
+    )  # fmt: skip
 
 
 def _checked(model: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Tensor]:

@@ -80,16 +80,9 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
         if early:
             undo.callback(update_early(optimizer).undo)
     return Fitted(
-        request.model,
-        loss,
-        planned.plan,
-        proof,
-        changed=True,
-        optimizer=optimizer,
-        notes=notes,
-        _undo=undo,
+        request.model, loss, planned.plan, proof, changed=True, optimizer=optimizer, notes=notes, _undo=undo,
         _calls=calls,
-    )
+    )  # fmt: skip
 
 
 def _loss_bytes_ratio(request: Request) -> Fraction:

@@ -387,7 +387,7 @@ class Walk(Watched):
         """Return the names of the attributes of an object that captured code may have read."""
         kind, names = type(value), self._names
         if self._recipe.is_open_ended(kind) or in_standard_library(module_of(kind)):
-            names = Names(None, _IGNORED_NAMES)
+            names = Names(included=None, excluded=_IGNORED_NAMES)
         if isinstance(value, nn.Module):
             included = None if names.included is None else names.included | _MODULE_STATE
             names = Names(included, _torch.BOOKKEEPING - _MODULE_STATE)
@@ -429,7 +429,7 @@ class Walk(Watched):
         if isinstance(value, types.CellType):
             return self._visit(self.watch_cell(value), label)
         if isinstance(value, threading.local):
-            return self._namespace_nodes(value.__dict__, label, Names(None))
+            return self._namespace_nodes(value.__dict__, label, Names(included=None))
         if isinstance(value, (operator.attrgetter, operator.methodcaller, operator.itemgetter)):
             arguments = value.__reduce__()[1]
             if not isinstance(value, operator.itemgetter):
