@@ -142,7 +142,7 @@ def call_of_modes(batch: int) -> Call:
 
 def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told() -> None:
     told: list[str] = []
-    plans = Plans(Modes(), Settings(heuristics=QUICK), 1_000, told.append)
+    plans = Plans(nn.Sequential(Modes(), nn.Dropout()), Settings(heuristics=QUICK), 1_000, told.append)
     plans(call_of_modes(2), False)
     assert told == []
     assert isinstance(plans(call_of_modes(3), False), Planned)
