@@ -1,4 +1,4 @@
-"""A planned step with kernels in a process that sees an emulated card: the requests of its plan, and its own."""
+"""A planned step in a process that sees an emulated card: the requests of its plan, and its own."""
 
 from __future__ import annotations
 
@@ -44,19 +44,66 @@ def network() -> nn.Module:
     return nn.Sequential(*stem, *(Residual(32) for _ in range(3)), *head).train()
 
 
-def main(out: str) -> None:
-    """Plan the network's step for its lowest budget with all kernels that are offered, run it twice, and write what
+class Layer(nn.Module):
+    """Attention and an MLP with adapters of low rank, each with dropout and in a residual connection."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.queries, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (N, T, C) -> (N, T, C)."""
+        heads = self.queries(self.norm(x)).unflatten(-1, (-1, 64)).transpose(1, 2).chunk(3, 1)
+        x = x + self.dropout(self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)))
+        return x + self.dropout(F.silu(self.up(self.down(self.dropout(x)))))
+
+
+class Text(nn.Module):
+    """Embeddings of tokens and fixed ones of positions, and layers with dropout."""
+
+    positions: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(4096, width)
+        self.register_buffer("positions", torch.randn(8, 256, width))
+        self.layers = nn.Sequential(*(Layer(width, 16) for _ in range(3)))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Shapes: (N, T), (N, T, C) -> (), the loss."""
+        rows, columns = (torch.arange(size, device=ids.device) for size in ids.shape)
+        return (self.layers(self.tokens(ids) + self.positions[rows[:, None], columns]) * targets).sum()
+
+
+def convolutional() -> tuple[nn.Module, StepOptions]:
+    """The network of convolutions, its images and labels, and its loss."""
+    images, labels = torch.randn(8, 3, 128, 128).cuda(), torch.randint(10, (8,)).cuda()
+    return network(), StepOptions((images,), {}, (labels,), F.cross_entropy, None, None)
+
+
+def text() -> tuple[nn.Module, StepOptions]:
+    """Layers of attention in bfloat16, token ids and targets."""
+    ids, targets = torch.randint(4096, (8, 256)).cuda(), torch.randn(8, 256, 256).bfloat16().cuda()
+    return Text(256).bfloat16().train(), StepOptions((ids, targets), {}, (), None, None, None)
+
+
+STEPS = {"convolutional": convolutional, "text": text}
+
+
+def main(name: str, out: str) -> None:
+    """Plan a step of `STEPS` for its lowest budget with all kernels that are offered, run it twice, and write what
     the plan predicts of the second run and what torch's caching allocator recorded: requests in order, negative for
     frees.
 
     Args:
+        name: of the step.
         out: the JSON file to write.
     """
     torch.manual_seed(0)
-    model = network().cuda()
-    images, labels = torch.randn(8, 3, 128, 128, device="cuda"), torch.randint(10, (8,), device="cuda")
-
-    step = StepOptions((images,), {}, (labels,), F.cross_entropy, None, None)
+    model, step = STEPS[name]()
+    model.cuda()
     options = PlanOptions(budget="1 TiB", allow="reordered", costs="roofline")
     request_ = request(model, step, options, fake=False)
     planner = Planner(request_.step)
@@ -73,14 +120,14 @@ def main(out: str) -> None:
     plans.expect(planned)
     install(request_.step, plans)
 
-    request_.step(images, labels).backward()  # libraries load, kernels are compiled
+    request_.step(*step.inputs, *step.targets).backward()  # libraries load, kernels are compiled
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     _torch.clear_cublas_workspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     _torch.record_history(stacks=False)
-    request_.step(images, labels).backward()
+    request_.step(*step.inputs, *step.targets).backward()
     events = _torch.history()
     _torch.end_history()
 
@@ -89,6 +136,7 @@ def main(out: str) -> None:
     predicted |= {storage.died: -storage.bytes for storage in trace.storages if storage.died is not None}
     found = {
         "kernels": sorted({group.kernel for group in planned.plan.kernels}),
+        "direct": sum(action.form is not None and action.op is not None for action in planned.schedule.backward),
         "predicted": [size for tick, size in sorted(predicted.items()) if size and tick > trace.steps[0]],
         "actual": [_SIGNS[event.action] * event.bytes for event in events if event.action in _SIGNS],
         "reserved": [planned.plan.predicted.peak_reserved, torch.cuda.max_memory_reserved()],

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from environment import needs_cuda_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,15 +110,22 @@ def test_unread_results_are_requested_one_by_one() -> None:
 
 
 @needs_cuda_torch
-def test_a_planned_step_with_kernels_makes_the_requests_that_are_predicted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step", "kernels", "direct"),
+    [("convolutional", ["batch_norm_act", "cross_entropy"], 0), ("text", [], 3)],
+)
+def test_a_planned_step_makes_the_requests_that_are_predicted(
+    step: str, kernels: list[str], direct: int, tmp_path: Path
+) -> None:
     """All of them, in their order; at the end torch frees the loss and its gradient, which the caller held."""
     out = tmp_path / "requests.json"
     folders = [str(HERE), str(HERE.parents[1])]
-    run_there(f"import sys; sys.path[:0] = {folders!r}\nfrom planned_step import main; main({str(out)!r})", tmp_path)
+    run_there(f"import sys; sys.path[:0] = {folders!r}\nfrom planned_step import main; main({step!r}, {str(out)!r})", tmp_path)
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["kernels"] == ["batch_norm_act", "cross_entropy"]
+    assert found["kernels"] == kernels
+    assert found["direct"] >= direct
     predicted, actual = ([_blocks(request) for request in found[name]] for name in ("predicted", "actual"))
-    assert len(predicted) > 400
+    assert len(predicted) > 200
     assert actual[: len(predicted)] == predicted
     assert actual[len(predicted) :] in ([], [-512], [-512, -512])
     planned, reserved = found["reserved"]

@@ -76,7 +76,8 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
             ops.append(op)
             continue
         scratch = _scratch(graph, op, temporaries, cudnn_bytes)
-        ops.append(replace(op, scratch=scratch))
+        requests, early = _requests(temporaries)
+        ops.append(replace(op, scratch=scratch, requests=requests, early_requests=early))
         queries = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query in expected_bytes)
         uncertain = {query: expected_bytes[query] for query in queries if query is not None}
         if uncertain:  # the scratch of each combination of possible workspaces
@@ -135,6 +136,16 @@ def _scratch(
         elif not temporary.permanent:
             scratch += round_to_blocks(temporary.bytes)
     return scratch + cudnn_peak
+
+
+def _requests(temporaries: Sequence[Temporary]) -> tuple[tuple[int, ...], int]:
+    """Return the requests of an op's temporaries, all of which are live at once, and how many of them are made before
+    the results (see `GraphOp`); none if a library's workspace is among them."""
+    if any(temporary.query is not None or temporary.permanent for temporary in temporaries):
+        return (), 0
+    in_order = sorted(temporaries, key=lambda temporary: not temporary.first)
+    sizes = [round_to_blocks(temporary.bytes) for temporary in in_order]
+    return (*sizes, *range(-len(sizes), 0)), sum(temporary.first for temporary in temporaries)
 
 
 def libraries(graph: JointGraph, home: Home) -> Mapping[int, int]:

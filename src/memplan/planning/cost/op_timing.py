@@ -23,6 +23,7 @@ from memplan.devices import Device
 from memplan.errors import UsageError
 from memplan.planning.graph import roofline
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, SavedForm, Value, map_refs, recomputable, refs
+from memplan.planning.graph.op_schema import KERNELS
 from memplan.planning.graph.roofline import Work
 from memplan.planning.graph.tensor_like import spanned_elements
 from memplan.planning.levers import registry
@@ -83,7 +84,7 @@ def with_costs(
     if scratch:
         keys = [costs.keys.get((op.index, op.target), "") for op in graph.ops]  # "" for views
         ops = (
-            op if op.requests else replace(op, scratch=scratch.get(key, op.scratch))
+            op if op.requests and op.target in KERNELS else replace(op, scratch=scratch.get(key, op.scratch))
             for op, key in zip(graph.ops, keys, strict=True)
         )
         graph = replace(graph, ops=tuple(ops))

@@ -125,6 +125,8 @@ class GraphOp:
     requests: tuple[int, ...] = ()
     """The requests whose peak is ``scratch``, in order: a number above 0 of bytes, or below 0 to free the memory of the
     request with that number, from 1; (): a single request."""
+    early_requests: int = 0
+    """How many of ``requests``, from the first on, are made before the results are allocated."""
     holds: tuple[int, ...] = ()
     """Ids of values that it reads through a reference of its own, not its arguments: they are neither recomputed nor
     encoded."""
@@ -179,6 +181,8 @@ class SavedForm:
     """Backward ops that read the form itself in place of the value, as a ReLU's gradient reads its mask of bits."""
     direct_scratch: int = 0
     """Scratch bytes of each of these ops when it reads the form."""
+    direct_requests: tuple[int, ...] = ()
+    """The requests that this scratch consists of, as `GraphOp.requests`, if they are known."""
     direct_seconds: float = 0.0
     """Seconds that all ``direct`` readers together take longer than with the value itself."""
     also_reads: tuple[int, ...] = ()

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan._bytes import format_bytes
+from memplan._bytes import format_bytes, round_to_blocks
 from memplan._text import format_seconds
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, SavedForm, Value
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref, SavedForm, Value, peak_of
 from memplan.planning.graph.op_schema import NUMBERS, arguments_of, is_dense, itemsize
 from memplan.planning.graph.precision import Save
 from memplan.planning.levers.lever import Called, Grade, Lever, PlannedStep, Reason, Situation
@@ -60,6 +60,8 @@ class Direct:
     """Operand that must have the layout of the encoded value: the bits are in that order."""
     buffers: int = 1
     """Number of temporary pieces of the result's dtype."""
+    buffers_on_card: int | None = None
+    """The same on a card; None: as many."""
     suits: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
 
 
@@ -72,7 +74,7 @@ DIRECT: Mapping[str, Direct] = {
         suits=lambda arguments: arguments["threshold"] == 0,
     ),
     "aten.leaky_relu_backward.default": Direct("self", "positive", "memplan.leaky_relu_backward_bits"),
-    "aten.native_dropout_backward.default": Direct("mask", "bits", "memplan.native_dropout_backward_bits", buffers=2),
+    "aten.native_dropout_backward.default": Direct("mask", "bits", "memplan.native_dropout_backward_bits", buffers=2, buffers_on_card=1),
     "aten.masked_fill.Scalar": Direct("mask", "bits", "memplan.masked_fill_bits", same="self", buffers=0),
 }
 """Ops that can read bits, by target."""
@@ -305,12 +307,12 @@ def _exact(
     piece = min(most(value.place), prod(value.shape))  # elements packed or unpacked at a time
     if value.dtype == "bool":  # a bit for each element
         direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
-        scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
+        scratch, requests = max((_direct_scratch(graph, op) for op in direct), default=(0, ()))
         form = SavedForm(
             NAME, value.id, _ID_TO_ASSIGN, "bits",
             store_scratch=0 if value.place == HOST else _flag_bytes(piece, value.place),
             fetch_scratch=_flag_bytes(piece, value.place),
-            direct=tuple(op.index for op in direct), direct_scratch=scratch,
+            direct=tuple(op.index for op in direct), direct_scratch=scratch, direct_requests=requests,
         )  # fmt: skip
         return form, _uint8_vector(value, "bits", packed(prod(value.shape)))
     # indices in the smallest integer type that holds their bound
@@ -333,9 +335,10 @@ def _exact(
     if not kinds:
         return None
     codec, direct = max(kinds.items(), key=lambda item: len(item[1]))
+    scratch, requests = max(_direct_scratch(graph, op) for op in direct)
     form = SavedForm(
         NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=_flag_bytes(piece, value.place), whole=False,
-        direct=tuple(op.index for op in direct), direct_scratch=max(_direct_scratch(graph, op) for op in direct),
+        direct=tuple(op.index for op in direct), direct_scratch=scratch, direct_requests=requests,
     )  # fmt: skip
     return form, _uint8_vector(value, codec, packed(prod(value.shape)))
 
@@ -378,12 +381,23 @@ def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
     return direct.codec
 
 
-def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
-    """Return the workspace in bytes of an op of `DIRECT` that reads bits: unpacked flags and temporary pieces."""
+def _direct_scratch(graph: JointGraph, op: GraphOp) -> tuple[int, tuple[int, ...]]:
+    """Return the workspace in bytes of an op of `DIRECT` that reads bits, and on a card its requests: for each piece
+    the unpacked flags, and temporary pieces in the result's dtype."""
     direct = DIRECT[op.target]
     like = graph.values[arguments_of(op.target, op.args, op.kwargs)[direct.same].value]
-    piece = min(most(like.place), prod(like.shape))
-    return _flag_bytes(piece, like.place) + piece * direct.buffers * itemsize(like.dtype)
+    elements, largest = prod(like.shape), most(like.place)
+    if like.place == HOST:
+        piece = min(largest, elements)
+        return _flag_bytes(piece, like.place) + piece * direct.buffers * itemsize(like.dtype), ()
+    buffers = direct.buffers if direct.buffers_on_card is None else direct.buffers_on_card
+    requests = list[int]()
+    for start in range(0, elements, largest):
+        piece = min(largest, elements - start)
+        sizes = [_flag_bytes(piece, like.place), *[piece * itemsize(like.dtype)] * buffers]
+        first = sum(request > 0 for request in requests)
+        requests += [*map(round_to_blocks, sizes), *(-first - 1 - number for number in reversed(range(len(sizes))))]
+    return peak_of(requests), tuple(requests)
 
 
 def _cast_call(value: int, dtype: str) -> Called:

@@ -292,12 +292,18 @@ class Piecewise:
         return result.bytes >= max(WORTHWHILE, 2 * self.scratch(arguments, values, result))
 
 
-def _element_scratch(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
-    """Return the function for the workspace in bytes of an elementwise kernel with this number of temporary pieces."""
+def _element_scratch(
+    buffers: int, on_card: int | None = None
+) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
+    """Return the function for the workspace in bytes of an elementwise kernel with this number of temporary pieces.
+    ``on_card``: their number there; None: as many. There, numbers take no memory."""
 
     def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
         """Return the bytes of the pieces."""
-        return buffers * piece(prod(result.shape), result.place) * itemsize(result.dtype) + NUMBERS
+        size = piece(prod(result.shape), result.place) * itemsize(result.dtype)
+        if result.place == HOST:
+            return buffers * size + NUMBERS
+        return (buffers if on_card is None else on_card) * size
 
     return scratch
 
@@ -378,7 +384,7 @@ PIECEWISE: Mapping[str, Piecewise] = {
     "aten.native_dropout_backward.default": Piecewise(
         "memplan.native_dropout_backward_.default",
         "grad_output",
-        _element_scratch(buffers=2),
+        _element_scratch(buffers=2, on_card=1),
         ("mask",),
         contiguous=False,
         on_card=True,

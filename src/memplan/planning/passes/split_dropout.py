@@ -59,14 +59,15 @@ def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
     assert isinstance(x, Ref)
     assert mask is not None
     value = rebuild.values[x.value if result is None else result]
-    size = value.bytes  # the mask as the result's dtype, or the product before it is scaled
-    mask_scratch = 0 if value.place == HOST else size  # on a card native_dropout runs and its product is freed
-    add(MASK, (x, p), mask, mask_scratch, random=True)
+    is_on_host, size = value.place == HOST, value.bytes
+    # on a card native_dropout runs and its product is freed
+    add(MASK, (x, p), mask, 0 if is_on_host else size, random=True)
     if result is None:
         return
     scale = scale_of(p, value)
     if value.dtype not in _FULL_PRECISION:
-        add(HALF, (x, Ref(mask), scale), result, size)
+        # a CPU's kernel reads the mask in the result's dtype, a card's as it is
+        add(HALF, (x, Ref(mask), scale), result, size if is_on_host else 0)
         return
     masked = rebuild.value(f"{value.name}_masked", value)
     add("aten.mul.Tensor", (x, Ref(mask)), masked, size)

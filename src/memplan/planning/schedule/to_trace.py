@@ -154,14 +154,20 @@ class _Tracer:
         self.tick += 1
         self.entries[entry].freed = self.tick
 
-    def _allocate_temporary(self, size: int, op: int, requests: Sequence[int] = (), library_workspace: int = 0) -> None:
-        """Allocate a workspace of an op and free it again. ``requests``: as `GraphOp.requests`, a single one if their
-        peak is not ``size``. ``library_workspace``: bytes that a library allocates after the first request, and does
-        not free."""
+    def _allocate_temporary(
+        self, size: int, op: int, requests: Sequence[int] = (), library_workspace: int = 0, early: Sequence[int] = ()
+    ) -> None:
+        """Allocate a workspace of an op and free it again.
+
+        Args:
+            requests: as `GraphOp.requests`; a single one if their peak is not ``size``.
+            library_workspace: bytes that a library allocates after the first request, and does not free.
+            early: storages of the first requests, if they are allocated already.
+        """
         if peak_of(requests) != size or not requests:
             requests = (size, -1) if size else ()
-        allocated = list[int]()
-        for request in requests:
+        allocated = list(early)
+        for request in requests[len(early) :]:
             if request < 0:
                 self._release(allocated[-request - 1])
                 continue
@@ -204,16 +210,21 @@ class _Tracer:
             transient += self._free(action)
         requests, library_workspace, unread = tuple[int, ...](), 0, list[int]()
         if action.kind == "run" and action.op is not None:
-            requests = action.called(self.graph).requests
+            form = action.form  # it reads an encoding
+            requests = action.called(self.graph).requests if form is None else self.graph.form[form].direct_requests
             library_workspace = self.workspace_by_op.pop(action.op, 0)
         unread_bytes = self.bytes.unread_bytes(action) if action.kind == "run" else 0
+        early = list[int]()
+        if requests and peak_of(requests) == transient - unread_bytes and action.form is None:
+            first = action.called(self.graph).early_requests
+            early = [self._allocate(request, "temporary", None, op) for request in requests[:first]]
         if (unread_bytes or self._result_order(action)) and not frees_meanwhile and transient >= unread_bytes:
             unread = self._allocate_results(action, op, phase)
             transient -= unread_bytes
         else:
             for position, value in enumerate(self._without_host_values(action.makes)):
                 self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        self._allocate_temporary(transient, op, requests, library_workspace)
+        self._allocate_temporary(transient, op, requests, library_workspace, early)
         for entry in unread:
             self._release(entry)
         copy = self.bytes.gradient_copy_bytes(action)
@@ -226,8 +237,8 @@ class _Tracer:
 
     def _allocate_results(self, action: Action, op: int, phase: Phase) -> list[int]:
         """Allocate all results of an op in the order in which its kernel does, and return the storages of those that
-        nothing reads. ``op``: index in the trace."""
-        called, unread = action.called(self.graph), list[int]()
+        nothing reads, in the order of the results. ``op``: index in the trace."""
+        called, unread = action.called(self.graph), dict[int, int]()
         made, sizes = self._without_host_values(action.makes), dict(enumerate(called.discarded_by_output))
         if sum(sizes.values()) != called.discarded:
             sizes = {}
@@ -236,10 +247,10 @@ class _Tracer:
             if value in made:
                 self._allocate_value(value, op, phase, action.into if value == action.makes[0] else None)
             elif size := sizes.get(position, 0) if value is None else self.bytes.owned_bytes([value]):
-                unread.append(self._allocate(size, "temporary", value=None, op=op))
+                unread[position] = self._allocate(size, "temporary", value=None, op=op)
         if called.discarded and not sizes:
-            unread.append(self._allocate(called.discarded, "temporary", value=None, op=op))
-        return unread
+            unread[len(called.outputs)] = self._allocate(called.discarded, "temporary", value=None, op=op)
+        return [unread[position] for position in sorted(unread)]
 
     def _result_order(self, action: Action) -> tuple[int, ...]:
         """Return the positions of the results that an op's kernel allocates first, in its order; () if it allocates

@@ -283,6 +283,23 @@ def test_cudnn_attention_takes_what_cudnn_said_for_described_cards() -> None:
     assert (taken(forward, q, k, k, arch=A100), taken(forward, q, k, k, arch=H100)) == ((), (256,))
 
 
+def test_indices_of_different_strides_are_copied_before_the_result() -> None:
+    """TensorAdvancedIndexing.cpp: a CUDA kernel reads all indices with the same strides."""
+
+    def index(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return empty(*shape, dtype=dtype)
+
+    x, rows, columns = empty(40, 50, 8), index(30, 1), index(1, 20)
+    both = 30 * 20 * 8, 30 * 20 * 8
+    assert taken(aten.index.Tensor, x, [rows, columns]) == both
+    assert all(one.first for one in temporaries(aten.index.Tensor, x, [rows, columns]) if isinstance(one, Temporary))
+    assert taken(aten.index.Tensor, x, [index(30, 20), index(20)]) == both[:1]
+    assert taken(aten.index.Tensor, x, [index(30), index(30)]) == ()
+    assert taken(aten.index.Tensor, x, [index(30, dtype=torch.int32)]) == (240,)
+    assert taken(aten.index.Tensor, x, [index(40, dtype=torch.bool), index(7)]) == ()
+    assert taken(aten.index_put_.default, x, [rows, columns], empty(30, 20, 8)) == both
+
+
 def test_accumulating_index_put_sorts_and_plain_does_not() -> None:
     x, indices, values = empty(1000, 64), [empty(5000, dtype=torch.int64)], empty(5000, 64)
     assert taken(aten.index_put_.default, x, indices, values) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.formula import AllocationBytes, Allocations, Formula, nonzero
 from memplan.trace.semantics.kinds import Arguments, Keywords, Temporary
 from memplan.trace.semantics.layout import bytes_of, ceil_div, copy_bytes, padded
+from memplan.trace.semantics.tensor_iterator import contiguous_strides
 
 _FEW_INDICES = 3072
 _ROWS_PER_THREAD = 10
@@ -133,9 +135,43 @@ def unfold_backward(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) 
     return nonzero(sizes[dim] * _INDEX if step < size and sizes else 0)
 
 
-def index_put(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> AllocationBytes:
-    """Temporaries (Indexing.cu, index_put_with_sort_kernel): only used to accumulate values, or with deterministic
-    algorithms.
+def _index_copies(indices: Sequence[torch.Tensor | None]) -> Allocations:
+    """Allocations before the result (TensorAdvancedIndexing.cpp, AdvancedIndex): if the strides of several indices
+    differ once they are broadcast, each of them is copied that is not contiguous then. 32-bit indices are widened
+    before. With masks, whose number of elements decides, nothing is counted."""
+    found = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in found):
+        return ()
+    sizes = [_INDEX * index.numel() for index in found if index.dtype is torch.int32]
+    shape = torch.broadcast_shapes(*(index.shape for index in found))
+    strides = [_broadcast_strides(index, shape) for index in found]
+    if any(stride != strides[0] for stride in strides):
+        dense = contiguous_strides(shape)
+        gaps = (any(n > 1 and s != d for n, s, d in zip(shape, stride, dense, strict=True)) for stride in strides)
+        sizes += [_INDEX * prod(shape) for has_gaps in gaps if has_gaps]
+    return tuple(Temporary(size, first=True) for size in nonzero(*sizes))
+
+
+def _broadcast_strides(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor that is broadcast to a shape (ExpandUtils.cpp, inferExpandGeometry)."""
+    missing, strides = len(shape) - tensor.dim(), [1] * (len(shape) + 1)
+    for dim in reversed(range(len(shape))):
+        if dim < missing:
+            size, stride = 1, shape[dim + 1] * strides[dim + 1] if dim + 1 < len(shape) else 1
+        else:
+            size, stride = tensor.shape[dim - missing], tensor.stride(dim - missing)
+        strides[dim] = stride if size == shape[dim] else 0
+    return tuple(strides[:-1])
+
+
+def index(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allocations:
+    """Temporaries: `_index_copies`."""
+    return _index_copies(args[1])
+
+
+def index_put(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> Allocations:
+    """Temporaries: `_index_copies`; or, to accumulate values and with deterministic algorithms, those of a sort
+    (Indexing.cu, index_put_with_sort_kernel).
 
     Four lists of 64-bit indices and the storage of their sort; the values expanded to the indexed shape; and a copy of
     the tensor if it is not contiguous or the indexed dimensions are not adjacent.
@@ -146,7 +182,7 @@ def index_put(args: Arguments, kwargs: Keywords, result: Any, arch: Arch) -> All
     has_masks = any(indices[dim].dtype in (torch.bool, torch.uint8) for dim in indexed_dims)
     uses_sort = accumulate or torch.are_deterministic_algorithms_enabled()
     if not uses_sort or not indexed_dims or has_masks:
-        return ()
+        return _index_copies(indices)
     count = torch.broadcast_shapes(*(indices[dim].shape for dim in indexed_dims)).numel()
     slice_numel = prod(size for dim, size in enumerate(x.shape) if dim not in indexed_dims)
     adjacent = indexed_dims[-1] - indexed_dims[0] + 1 == len(indexed_dims)
@@ -333,6 +369,7 @@ FORMULAS: dict[str, Formula] = {
     "aten._embedding_bag_backward.default": embedding_bag_backward_by_offsets,
     **{f"aten._ctc_loss.{form}": ctc_loss for form in ("default", "Tensor")},
     **{f"aten._ctc_loss_backward.{form}": ctc_loss_backward for form in ("default", "Tensor")},
+    "aten.index.Tensor": index,
     **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},
     "aten.sort.default": sort,
     "aten.sort.stable": sort,
