@@ -56,7 +56,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (N, T, C) -> (N, T, C)."""
         heads = self.queries(self.norm(x)).unflatten(-1, (-1, 64)).transpose(1, 2).chunk(3, 1)
-        x = x + self.dropout(self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)))
+        x = x + self.dropout(
+            self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        )
         return x + self.dropout(F.silu(self.up(self.down(self.dropout(x)))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -236,6 +237,25 @@ def test_readers_of_the_value_itself_are_not_direct() -> None:
     (encoding,) = r.graph().forms
     assert encoding.direct == (2,)
     check_direct(r, r.graph(), encoding)
+
+
+def test_on_a_card_readers_of_bits_make_requests_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: of 4,096 elements in bfloat16, flags of a byte each, and a product where there is a scale."""
+    r = Recorder()
+    x, g = r.put(torch.randn(64, 64).bfloat16()), r.put(torch.randn(64, 64).bfloat16(), "tangent")
+    _, mask = r.call("aten.native_dropout.default", x, 0.5, True)
+    y = r.call("aten.relu.default", x)
+    r.call("aten.native_dropout_backward.default", g, mask, 2.0, phase="backward")
+    r.call("aten.threshold_backward.default", g, y, 0, phase="backward")
+    values = [replace(value, place="cuda:0") for value in r.graph().values]
+    graph = with_forms(replace(r.graph(), values=tuple(values), forms=()), Situation())
+    by_codec = {form.how: form for form in graph.forms if form.direct}
+    assert (by_codec["bits"].direct_scratch, by_codec["bits"].direct_requests) == (12_288, (4096, 8192, -2, -1))
+    assert (by_codec["sign"].direct_scratch, by_codec["sign"].direct_requests) == (4096, (4096, -1))
+    monkeypatch.setattr(encode, "most", lambda place: 3072)
+    dropout = next(op for op in graph.ops if op.target == "aten.native_dropout_backward.default")
+    requests = (3072, 6144, -2, -1, 1024, 2048, -4, -3)
+    assert encode._direct_scratch(graph, dropout) == (9216, requests)
 
 
 def test_a_view_in_another_shape_reads_the_same_bits() -> None:

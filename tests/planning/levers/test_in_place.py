@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -297,3 +298,12 @@ def test_the_operand_is_the_view_that_the_op_reads() -> None:
     values = [value(0, base), value(1, base.view(24), base=0), value(2, torch.zeros(24))]
     op = GraphOp(0, "aten.relu.default", (Ref(1),), {}, "forward", (2,), False, (0,), (2,))
     assert in_place.operand(op, 0, values) == in_place.Operand("self", 1)
+
+
+def test_dropouts_derivative_takes_a_piece_less_on_a_card() -> None:
+    """By hand: pieces of 2^20 float32 of 2^24; a CPU's kernel has the mask as numbers, too."""
+    shape, of_dropout = (1 << 24,), in_place.PIECEWISE["aten.native_dropout_backward.default"]
+    value = Value(0, "x", "result", 0, 4 << 24, shape, (1,), "float32", 0, place="cuda:0")
+    assert of_dropout.scratch({}, (), value) == 4 << 20
+    on_host = of_dropout.scratch({}, (), replace(value, place="cpu"))
+    assert 2 * 4 << 17 <= on_host <= (2 * 4 << 17) + 128

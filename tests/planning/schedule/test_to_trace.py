@@ -94,6 +94,20 @@ def test_the_requests_of_an_op_are_made_one_by_one() -> None:
     assert temporary[1].born < temporary[0].died < temporary[2].born
 
 
+def test_early_requests_of_an_op_come_before_its_results() -> None:
+    graph = random_graph(3, 12)
+    op = graph.ops[0]
+    assert op.makes
+    sized = replace(
+        op, scratch=700, requests=(500, 200, -2, -1), early_requests=1, scratch_into=None, discarded=0
+    )  # fmt: skip
+    trace = trace_of(schedule(replace(graph, ops=(sized, *graph.ops[1:])), Choices()))
+    first = next(one for one in trace.ops if one.phase == "forward")
+    early, *results, late = sorted((one for one in trace.storages if one.op == first.index), key=lambda one: one.born)
+    assert [one.cause == "temporary" for one in (early, *results, late)] == [True, *[False] * len(op.makes), True]
+    assert (early.bytes, late.bytes) == (500, 200)
+
+
 def test_unread_results_are_requested_one_by_one() -> None:
     graph = random_graph(3, 12)
     op = next(op for op in graph.forward_ops if len(op.outputs) == 1 and op.makes)
@@ -120,7 +134,9 @@ def test_a_planned_step_makes_the_requests_that_are_predicted(
     """All of them, in their order; at the end torch frees the loss and its gradient, which the caller held."""
     out = tmp_path / "requests.json"
     folders = [str(HERE), str(HERE.parents[1])]
-    run_there(f"import sys; sys.path[:0] = {folders!r}\nfrom planned_step import main; main({step!r}, {str(out)!r})", tmp_path)
+    run_there(
+        f"import sys; sys.path[:0] = {folders!r}\nfrom planned_step import main; main({step!r}, {str(out)!r})", tmp_path
+    )
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["kernels"] == kernels
     assert found["direct"] >= direct

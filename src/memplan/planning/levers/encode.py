@@ -74,7 +74,9 @@ DIRECT: Mapping[str, Direct] = {
         suits=lambda arguments: arguments["threshold"] == 0,
     ),
     "aten.leaky_relu_backward.default": Direct("self", "positive", "memplan.leaky_relu_backward_bits"),
-    "aten.native_dropout_backward.default": Direct("mask", "bits", "memplan.native_dropout_backward_bits", buffers=2, buffers_on_card=1),
+    "aten.native_dropout_backward.default": Direct(
+        "mask", "bits", "memplan.native_dropout_backward_bits", buffers=2, buffers_on_card=1
+    ),
     "aten.masked_fill.Scalar": Direct("mask", "bits", "memplan.masked_fill_bits", same="self", buffers=0),
 }
 """Ops that can read bits, by target."""
