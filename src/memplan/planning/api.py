@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +79,13 @@ def plan(
         host_memory=True,
     )  # fmt: skip
     return _planned(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options)
+
+
+def plan_with_own_optimizer(model: Any, step: StepOptions, options: PlanOptions) -> Plan:
+    """Plan the step of a program that trains by its own optimizer, as `plan`: moments are never in 8 bits, since these
+    take another optimizer."""
+    with called("memplan.plan"):
+        return _planned(model, step, replace(options, host_memory=True, moments_in_8_bits=False))
 
 
 def plan_or_floor(model: Any, step: StepOptions, budget: int, device: str | None) -> Plan | int:

@@ -62,7 +62,8 @@ def fastest(
         search.try_precision(mixed_precision)
     if search.best is None and exact_error:
         search.try_skipped()
-    for precision in tiers_of_moments(model, settings) if settings.optimizer is not None else ():
+    may_have_moments = settings.optimizer is not None and settings.moments_in_8_bits
+    for precision in tiers_of_moments(model, settings) if may_have_moments else ():
         if search.best is not None or search.moments_left_out:
             break
         search.try_precision(precision)

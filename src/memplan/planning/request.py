@@ -104,6 +104,7 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
         optimizer=optimizer, gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
         costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
         host_memory=options.host_memory or home.card is not None, allow=options.allow,
+        moments_in_8_bits=options.moments_in_8_bits,
     )  # fmt: skip
     assert step.autocast is None or isinstance(step.autocast, torch.dtype), "options were checked"
     current = torch.get_autocast_dtype(home.type) if torch.is_autocast_enabled(home.type) else None

@@ -49,6 +49,8 @@ class PlanOptions:
     """Seconds by op; "roofline": estimates that are the same on every machine; None: measured."""
     host_memory: bool = False
     """Whether values of a model on the CPU may be offloaded: the plan is for a card and does not run here."""
+    moments_in_8_bits: bool = True
+    """Whether a lossy plan may have moments in 8 bits; not where the program trains by its own optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class Settings:
     allow: Allow = "exact"
     precision: Precision | None = None
     """Precision to compute and save in, if lossy plans are allowed; None: the fastest."""
+    moments_in_8_bits: bool = True
+    """Whether the fastest may have moments in 8 bits; not where the program trains by its own optimizer."""
     excluded_precisions: tuple[Precision, ...] = ()
     """Precisions that a lossy plan must not use, such as those whose plans failed their proof."""
     channels_last: bool = True

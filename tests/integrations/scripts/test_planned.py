@@ -200,3 +200,31 @@ def test_arguments_of_all_kinds(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_is_said(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         fitting(tmp_path, text, "1")
+
+
+WIDE = """
+model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+opt = torch.optim.AdamW(model.parameters())
+for _ in range(4):
+    model(torch.randn(16, 256)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_a_script_keeps_the_moments_of_its_own_optimizer(tmp_path: Path) -> None:
+    """Of the two moments' MiB (2 x 4 bytes of 131,072 weights), 8 bits would save three quarters: the lines drop the
+    optimizer that has these."""
+    pytest.importorskip("torchao.optim")
+    exact = fitting(tmp_path, WIDE, "1MiB")
+    assert exact.shortfall is not None
+    budget = exact.shortfall.smallest_budget + exact.beside - MIB // 2
+    lossy = fitting(tmp_path, WIDE, str(budget), allow="lossy")
+    assert lossy.plan is None
+    assert lossy.shortfall is not None
+    assert "moments" not in f"{exact.shortfall} {lossy.shortfall}"
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+    inner = memplan.plan(
+        model, "16x256", budget=budget - lossy.beside, allow="lossy", optimizer=torch.optim.AdamW, costs="roofline"
+    )
+    assert inner.precision.moments == "int8"  # such a plan exists

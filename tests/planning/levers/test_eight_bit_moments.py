@@ -94,6 +94,7 @@ def test_a_fitted_training_has_them(early: bool) -> None:
     assert 0.001 < moments.relative < 0.06
     assert "moments in 8 bits: what 20 updates" in str(fitted.proof)
     assert type(fitted.optimizer).__name__ == "AdamW8bit"
+    assert any("AdamW8bit" in note and "train with fitted.optimizer" in note for note in fitted.notes)
     assert fitted.loss is not None
     losses = list[float]()
     for _ in range(5):
@@ -106,3 +107,18 @@ def test_a_fitted_training_has_them(early: bool) -> None:
     fitted.undo()
     with pytest.raises(UsageError, match=r"lossy \(moments in 8 bits\)"):
         memplan.fit(model, rows, budget=least, plan=fitted.plan, pairs=0, **options)
+
+
+def test_with_a_plan_the_models_own_call_has_the_plans_moments() -> None:
+    """The loss outside of the plan takes more than within: only with moments in 8 bits, which the training does not
+    have, would the model's own call meet the budget."""
+    rows, _ = batch()
+    options = asked()
+    floor = memplan.plan(make(), rows, budget="1 GiB", **options).floor
+    plan = memplan.plan(make(), rows, budget=floor, **options)
+    assert not plan.precision.lossy
+    fitted = memplan.fit(make(), rows, budget=floor, plan=plan, allow="lossy", pairs=0, **options)
+    assert fitted.optimizer is None
+    (note,) = [note for note in fitted.notes if "with its loss outside of the plan" in note]
+    assert "needs at least" in note
+    fitted.undo()

@@ -20,13 +20,16 @@ from memplan.integrations.scripts.model_call import ModelCall
 from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script import Script
 from memplan.integrations.scripts.unplanned_memory import unplanned_memory
-from memplan.planning.api import plan
+from memplan.planning.api import plan_with_own_optimizer
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
+from memplan.planning.settings import PlanOptions
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.studies.capacity.limit import Room
 from memplan.trace.record import record
 from memplan.trace.spec import Spec
+from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 from memplan.verification.fitting.fit import fit
 from memplan.verification.fitting.outcome import Fitting, Lines
@@ -86,11 +89,16 @@ def _fit_within(fitting: Fitting, call: ModelCall, room: Room, options: Mapping[
     ``room`` has the limit of the whole script, ``options`` are further arguments of `memplan.plan`."""
     budget = max(room.limit - fitting.beside - fitting.surplus, 1)
     try:
-        inner_plan = plan(
-            lambda: copy_without_hooks(call.module), *_with_ones(call.inputs), kwargs=_with_ones(call.kwargs),
-            budget=budget, optimizer=_optimizer(call), autocast=call.autocast,
-            device=None if room.target.card is None else room.target.card.name, costs="roofline", **options,
+        step = StepOptions(
+            _with_ones(call.inputs), _with_ones(call.kwargs), optimizer=_optimizer(call), autocast=call.autocast
+        )
+        further = {name: value for name, value in options.items() if name != "early"}
+        plan_options = PlanOptions(
+            budget=budget, device=None if room.target.card is None else room.target.card.name, costs="roofline",
+            gradients=GradientUse(updates=options.get("early", False)), **further,
         )  # fmt: skip
+        # the lines to insert drop what memplan.fit returns, and with it an optimizer of the plan's own
+        inner_plan = plan_with_own_optimizer(lambda: copy_without_hooks(call.module), step, plan_options)
     except BudgetError as error:
         return replace(fitting, plan=None, shortfall=error, lines=None)
     if fitting.outside + fitting.surplus > room.limit:

@@ -28,7 +28,7 @@ from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import Running, alone, called, collector_held, running_recording
 from memplan.trace.step import StepOptions
-from memplan.verification.fitting.fitted import Fitted
+from memplan.verification.fitting.fitted import Fitted, optimizer_note
 from memplan.verification.fitting.inference import FittedInference, fit_inference
 from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, warn
@@ -392,6 +392,8 @@ class _Fitting:
         early, counted = settings.gradients.updates, settings.counted_optimizer
         if counted is not None and (early or counted is not settings.optimizer) and proof.within_budget:
             optimizer = counted(list(request.step.parameters()))
+            if counted is not settings.optimizer:
+                self.notes.append(optimizer_note(optimizer))
             if early:
                 undo.callback(update_early(optimizer).undo)
         self.plans.handed_over = True

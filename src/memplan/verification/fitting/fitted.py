@@ -15,6 +15,14 @@ from memplan.rewriting.calls import Calls, CallStats, sum_stats
 from memplan.verification.proof.proof import Proof
 
 
+def optimizer_note(optimizer: Any) -> str:
+    """Return the note of a plan that counts the memory of another optimizer than the user's."""
+    return (
+        f"the plan counts the state of {type(optimizer).__name__}, with moments in 8 bits: train with fitted.optimizer "
+        "in place of your own"
+    )
+
+
 @dataclass(repr=False)
 class Fitted(Displayed):
     """A model whose step runs within a budget."""

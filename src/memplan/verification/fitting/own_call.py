@@ -45,7 +45,10 @@ def plan_own_call(
     """
     note = None
     for output_kept in (True, False):
-        settings_with_loss = replace(settings, plan=None, loss_bytes_ratio=_loss_bytes_ratio(request, output_kept))
+        settings_with_loss = replace(  # the precision is that of the plan with the loss, whose optimizer is in use
+            settings, plan=None, precision=joint.plan.precision,
+            loss_bytes_ratio=_loss_bytes_ratio(request, output_kept),
+        )  # fmt: skip
         plans = Plans(request.model, settings_with_loss, request.bytes, notify, joint=joint)
         installed = install(request.model, plans)
         undo.callback(installed.undo)

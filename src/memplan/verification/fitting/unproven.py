@@ -24,7 +24,7 @@ from memplan.trace.record import record_for
 from memplan.trace.recording.session import Running, Target, recording_suspended
 from memplan.trace.spec import like
 from memplan.trace.structure import take_apart
-from memplan.verification.fitting.fitted import Fitted
+from memplan.verification.fitting.fitted import Fitted, optimizer_note
 from memplan.verification.fitting.plan_cache import Plans, Reused
 from memplan.verification.measurement.state_copies import attributes_restored
 from memplan.verification.proof.proof import Proof, nothing_compared
@@ -58,8 +58,8 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
         "plan can differ"
     ] = None
     settings = request.settings
-    if settings.chooses_precision:
-        settings = replace(settings, precision=planned.plan.precision)
+    # later plans, those of the model's own calls too, have the precision of this one, whose optimizer is in use
+    settings = replace(settings, precision=planned.plan.precision)
     plans = Plans(request.step, settings, request.bytes, lambda text: None)
     plans.expect(planned)
     installed = _install_in_recording(request.step, plans, undo)
@@ -77,6 +77,8 @@ def plan_recorded(request_of: Callable[[], Request], recording: Running, undo: E
     early, counted = settings.gradients.updates, settings.counted_optimizer
     if counted is not None and (early or counted is not settings.optimizer):
         optimizer = counted(list(request.step.parameters()))
+        if counted is not settings.optimizer:
+            notes.append(optimizer_note(optimizer))
         if early:
             undo.callback(update_early(optimizer).undo)
     return Fitted(
