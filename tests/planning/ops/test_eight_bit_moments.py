@@ -99,6 +99,34 @@ def test_twenty_updates_are_near_those_with_float32_moments() -> None:
     assert (without_decay - exact).norm() / moved > 0.2
 
 
+def test_further_keys_of_groups_are_kept() -> None:
+    (weight,) = parameters((64, 64))
+
+    def with_keys(given: Any) -> torch.optim.Optimizer:
+        named = list(zip(["weight"], given, strict=True))
+        groups: list[dict[str, Any]] = [{"params": named, "layer": 3, "initial_lr": 0.1, "fused": False}]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    optimizer = EightBitMoments(with_keys)([weight])
+    (group,) = optimizer.param_groups
+    assert (group["layer"], group["initial_lr"], group["param_names"]) == (3, 0.1, ["weight"])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5, last_epoch=0)  # reads initial_lr
+    assert scheduler.base_lrs == [0.1]
+
+
+def test_parameters_in_float64_are_refused_by_name() -> None:
+    first, second = parameters((4, 4), (64, 64))
+    second.data = second.data.double()
+    with pytest.raises(UsageError, match=r"of a parameter \(64x64\) in float64\. Expected parameters in float32"):
+        EightBitMoments(torch.optim.AdamW)([first, second])
+
+    def named(given: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(zip(["bias", "head.weight"], given, strict=True)))
+
+    with pytest.raises(UsageError, match=r"of head\.weight \(64x64\) in float64"):
+        EightBitMoments(named)([first, second])
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

@@ -17,7 +17,7 @@ from memplan.planning.plan.segments_note import segments_note
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.schedule.to_trace import reserved_bytes, timeline_of, trace_of
-from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.simulate import simulate
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -61,3 +61,23 @@ def test_pages_of_20_mib_cost_a_small_step_more(allocator: AllocatorSettings) ->
     assert reserved_bytes(planned, outside) == large + (2 << 20)  # with the segment of the small pool
     assert bool(notes) == allocator.expandable_segments
     assert not notes or "expandable_segments:False" in notes[0]
+
+
+def test_the_setting_to_set_has_the_others_of_the_process() -> None:
+    """Setting the variable replaces what it had: the note's setting is the one that is simulated."""
+    planned = shrinking()
+    own = AllocatorSettings(max_split_size=1 << 30, garbage_collection_threshold=0.8)
+    (note,) = segments_note(planned, replace(OUTSIDE, home=replace(OUTSIDE.home, allocator=own)))
+    setting = note.removeprefix("with PYTORCH_ALLOC_CONF=").partition(" ")[0]
+    assert parse_settings(setting) == replace(own, expandable_segments=True)
+    reserved = simulate(trace_of(planned, OUTSIDE), settings=setting).peak_reserved
+    assert f"would reserve {reserved / 2**20:.1f} MiB instead of" in note
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_nothing_is_said_of_another_allocator(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(variable, "backend:cudaMallocAsync")
+    assert not list(segments_note(shrinking(), OUTSIDE))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")  # the newer name counts
+    assert list(segments_note(shrinking(), OUTSIDE))

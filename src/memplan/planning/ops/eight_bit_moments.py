@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -14,8 +14,8 @@ from memplan.errors import UsageError
 
 _COUNTERPARTS = {torch.optim.Adam: "Adam8bit", torch.optim.AdamW: "AdamW8bit"}
 """Optimizers of torch, and the names of torchao's."""
-_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-"""Options of a group that both have. ``foreach`` and ``fused`` choose kernels, which torchao compiles."""
+_KERNELS = ("foreach", "fused")
+"""Options that choose kernels, which torchao compiles."""
 _MISSING = ("maximize", "capturable", "differentiable")
 """Options that change what an update computes, or where its numbers are, and that torchao's optimizers lack."""
 
@@ -38,10 +38,11 @@ class EightBitMoments:
     """A callable of the parameters that makes torch's optimizer."""
 
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        """Return the optimizer, with the groups and options that ``exact`` gives these parameters.
+        """Return the optimizer, with the groups and options that ``exact`` gives these parameters. Further keys of a
+        group, such as the ``initial_lr`` of a scheduler, are kept.
 
         Raises:
-            UsageError: torchao is not installed, or has no such optimizer or option.
+            UsageError: torchao is not installed, or has no such optimizer or option; a parameter is in float64.
         """
         exact = self.exact(parameters)
         name = _COUNTERPARTS.get(type(exact))
@@ -60,8 +61,25 @@ class EightBitMoments:
                 expected="none of these options, which torchao's optimizers lack",
                 do="Leave them out",
             )
-        groups = [{key: group[key] for key in ("params", *_OPTIONS)} for group in exact.param_groups]
+        for group in exact.param_groups:
+            _check_dtypes(group)
+        left_out = {*_KERNELS, *_MISSING, "decoupled_weight_decay"}
+        groups = [{key: value for key, value in group.items() if key not in left_out} for group in exact.param_groups]
         return getattr(_import_torchao(), name)(groups)
+
+
+def _check_dtypes(group: Mapping[str, Any]) -> None:
+    """Raise UsageError if a parameter of a group is in float64, whose update torchao computes in float32."""
+    names = group.get("param_names")
+    for index, parameter in enumerate(group["params"]):
+        if parameter.dtype == torch.float64:
+            shape = "x".join(map(str, parameter.shape)) or "a scalar"
+            what = f"{names[index]} ({shape})" if names else f"a parameter ({shape})"
+            raise UsageError(
+                f"moments in 8 bits of {what} in float64",
+                expected="parameters in float32, bfloat16 or float16: torchao computes updates in float32",
+                do="Convert the model, or leave moments as they are",
+            )
 
 
 def _import_torchao() -> Any:

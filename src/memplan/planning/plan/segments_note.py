@@ -14,18 +14,22 @@ from memplan._bytes import format_bytes
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import reserved_bytes
+from memplan.simulation.allocator.settings import is_native_in_process
 
 WORTH_SAYING = 0.05
 """Share of the reserved bytes from which on the other kind of segments is worth a note."""
 
 
 def segments_note(schedule: Schedule, outside_memory: OutsideMemory) -> Iterator[str]:
-    """Yield a note where the other kind of segments reserves at least 5 % less for a planned step.
+    """Yield a note where the other kind of segments reserves at least 5 % less for a planned step; none where the
+    process has another allocator than torch's own. The note names all settings that both were computed with.
 
     Args:
         schedule: the planned step.
         outside_memory: memory in addition to the graph's, and the card with the settings of its allocator.
     """
+    if not is_native_in_process():
+        return
     home = outside_memory.home
     expandable = home.allocator.expandable_segments
     other = replace(home, allocator=replace(home.allocator, expandable_segments=not expandable))
@@ -33,8 +37,9 @@ def segments_note(schedule: Schedule, outside_memory: OutsideMemory) -> Iterator
     otherwise = reserved_bytes(schedule, replace(outside_memory, home=other))
     if otherwise > (1 - WORTH_SAYING) * reserved:
         return
-    setting = f"PYTORCH_ALLOC_CONF=expandable_segments:{not expandable}"
+    parts = str(other.allocator), "expandable_segments:False" if expandable else ""
+    setting = ",".join(filter(None, parts))
     yield (
-        f"with {setting} the allocator would reserve {format_bytes(otherwise)} instead of {format_bytes(reserved)} for "
-        "this plan: set it before the program starts, and plan again"
+        f"with PYTORCH_ALLOC_CONF={setting} the allocator would reserve {format_bytes(otherwise)} instead of "
+        f"{format_bytes(reserved)} for this plan: set it before the program starts, and plan again"
     )

@@ -134,6 +134,16 @@ def settings_of_process() -> AllocatorSettings:
     return settings_of_snapshot({name: os.environ.get(name) for name in _VARIABLES})
 
 
+def is_native_in_process() -> bool:
+    """Return whether the process's environment leaves torch's own allocator in place. Of cudaMallocAsync, which hands
+    memory back to the driver, `settings_of_process` knows nothing."""
+    text = next((os.environ[name] for name in reversed(_VARIABLES) if os.environ.get(name)), "")
+    try:
+        return dict(_pairs(_tokens(text), text)).get("backend", "native") == "native"
+    except UsageError:  # torch refuses it, too
+        return True
+
+
 def _with_own_entries(settings: AllocatorSettings, recorded: Mapping[str, Any]) -> AllocatorSettings:
     """Return the settings with those replaced that have an entry of their own in ``recorded``, a snapshot's
     ``allocator_settings``."""
