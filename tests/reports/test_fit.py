@@ -166,9 +166,22 @@ def test_the_verdict_has_the_error_of_moments_in_8_bits() -> None:
     lossy = replace(plan(), precision=Precision(moments="int8"))
     near = replace(PROOF, grade="lossy", moments=MomentsError(20, 0.0198, "weight", 0.0214))
     text = " ".join(printed(Outcome("net.py:make", lossy, near)))
-    assert "It is lossy, moments in 8 bits: its gradients are 0.00% off, and what 20 updates add 1.98%." in text
+    assert "It is lossy, moments in 8 bits: its gradients are 0.00% off, and what 20 updates add is 1.98% off." in text
     assert near.same
     far = replace(near, moments=MomentsError(20, 0.25, "weight", 0.5))
     assert not far.same
     assert any("25.00% off" in failure for failure in far.failures)
     assert "the proof failed" in printed(Outcome("net.py:make", lossy, far))[0]
+
+
+def test_the_verdict_where_moments_alone_are_lossy() -> None:
+    lossy = replace(plan(), precision=Precision(moments="int8"))
+    near = replace(PROOF, moments=MomentsError(20, 0.0198, "weight", 0.0214))
+    text = " ".join(printed(Outcome("net.py:make", lossy, near)))
+    assert (
+        "It is lossy, moments in 8 bits: its gradients are the same bit for bit, and what 20 updates add is 1.98% off."
+    ) in text
+    assert near.same
+    assert not near.exact
+    idle = replace(PROOF, moments=MomentsError(20, 0.0, "", 0.0, compared=False))
+    assert "what 20 updates add was not compared." in " ".join(printed(Outcome("net.py:make", lossy, idle)))

@@ -19,6 +19,8 @@ from memplan.verification.proof.rounding import overall
 
 _LAYERS = 8
 """Layers listed in the error table of a lossy step, those with the largest error first."""
+_ALIKE = {"exact": "the same bit for bit", "reordered": "the same but for rounding"}
+"""By grade, how near the results of a plan are that loses nothing but moments."""
 
 
 def report(outcome: Outcome, top: int = 12) -> Document:
@@ -95,12 +97,14 @@ def _verdict(outcome: Outcome) -> Line:
         return Line(f"{title} fits {budget} already: nothing was changed.", "good")
     if proof is None:
         return Line(f"{title} can be made to fit {budget}; nothing was run.", "good")
-    if proof.grade == "lossy":
+    if proof.grade == "lossy" or proof.moments is not None:
         assert plan is not None, "it was proven"
         total = overall(proof.rounded, "parameters" if proof.early else "gradients")
-        error = f"its {'updates' if proof.early else 'gradients'} are {total.relative:.2%} off"
+        off = f"{total.relative:.2%} off" if proof.grade == "lossy" else _ALIKE[proof.grade]
+        error = f"its {'updates' if proof.early else 'gradients'} are {off}"
         if proof.moments is not None:
-            error += f", and what {proof.moments.updates} updates add {proof.moments.relative:.2%}"
+            add = f"add is {proof.moments.relative:.2%} off" if proof.moments.compared else "add was not compared"
+            error += f", and what {proof.moments.updates} updates {add}"
         return Line(f"{title} fits {budget} now. It is lossy, {plan.lost}: {error}.", "good")
     rounding = "" if proof.exact else " but for rounding"
     return Line(f"{title} fits {budget} now, and its result is the same{rounding}.", "good")

@@ -92,6 +92,11 @@ def test_a_fitted_training_has_them(early: bool) -> None:
     assert moments is not None
     assert moments.updates == 20
     assert 0.001 < moments.relative < 0.06
+    # nothing but the moments is lossy: all else is compared bit for bit, over three steps
+    assert (fitted.proof.grade, fitted.proof.steps) == ("exact", 3)
+    assert not fitted.proof.exact
+    assert fitted.proof.predicted == fitted.plan.peak
+    assert fitted.proof.peak <= fitted.plan.peak  # compiled, an update has fewer temporaries than predicted
     assert "moments in 8 bits: what 20 updates" in str(fitted.proof)
     assert type(fitted.optimizer).__name__ == "AdamW8bit"
     assert any("AdamW8bit" in note and "train with fitted.optimizer" in note for note in fitted.notes)

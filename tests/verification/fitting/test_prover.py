@@ -191,3 +191,37 @@ def test_what_cannot_be_cut_is_refused_with_the_bytes_that_it_takes(monkeypatch:
     ):
         fit(model, x, budget=(made.floor + made.eager_peak) // 2)
     assert everything(model, x) == before
+
+
+def test_moments_in_8_bits_need_room_for_two_more_copies(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]
+) -> None:
+    """Beside the unplanned step there are weights, gradients, and moments in float32 of another trial, and a second
+    copy while moments are compared. Without that room fewer samples are compared from the beginning."""
+    pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)),
+        torch.randn(16, 256),
+        Y[:16].clone(),
+    )
+    options: dict[str, Any] = {"targets": y, "loss": F.cross_entropy, "optimizer": torch.optim.AdamW}
+    exact = plan(model, x, budget="1 GiB", **options)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    steps = 4 * len(list(model.parameters()))  # the optimizer counts them
+    inputs = x.nbytes + y.nbytes
+    idle = weights + inputs + (2 * weights + steps) + weights  # with moments and gradients
+    budget = exact.floor - weights
+    needed = exact.eager_peak + 2 * idle
+    machine(monkeypatch, needed - 16)
+    fitted = fit(model, x, **options, budget=budget, allow="lossy", pairs=0)
+    assert fitted.proof.cut is not None
+    assert fitted.proof.moments is not None
+    assert max(sizes["reference"]) < 16
+    fitted.undo()
+    machine(monkeypatch, needed + 16)  # scalars, such as a rate that is a tensor
+    fitted = fit(model, x, **options, budget=budget, allow="lossy", pairs=1)
+    assert fitted.proof.cut is None
+    assert fitted.proof.times is not None
+    assert fitted.proof.moments is not None
+    fitted.undo()

@@ -44,6 +44,33 @@ def test_too_large_an_error_is_said() -> None:
     assert not MomentsError(20, float("nan"), "", 0.0).ok
 
 
+def test_a_single_parameter_may_not_be_far_off() -> None:
+    """One of four parameters has a rate 30 % too high: little of all, and too much of this one."""
+
+    def with_a_wrong_rate(parameters: Any) -> torch.optim.Optimizer:
+        weight, bias, *others = parameters
+        return torch.optim.SGD([{"params": [weight, *others]}, {"params": [bias], "lr": 0.13}], lr=0.1)
+
+    error = moments_error(trial(sgd), with_a_wrong_rate)
+    assert error.relative < error.allowed
+    assert (error.worst, error.worst_relative) == ("0.bias", pytest.approx(0.3, rel=1e-3))
+    assert not error.ok
+    assert "most of 0.bias, 30.00%, and 20% is allowed of a parameter" in str(error)
+    assert not MomentsError(20, 0.01, "weight", float("nan")).ok
+
+
+def test_where_nothing_moves_nothing_was_compared() -> None:
+    still = partial(torch.optim.SGD, lr=0.0)
+    error = moments_error(trial(still), still)
+    assert not error.compared
+    assert error.ok
+    assert str(error) == "moments in 8 bits: nothing was compared, as 20 updates move no parameter"
+    moved = moments_error(trial(still), sgd)
+    assert moved.compared
+    assert not moved.ok  # the other optimizer moves what this one leaves
+    assert not moments_error(trial(sgd), still).ok
+
+
 def test_the_trial_trains_by_its_own_optimizer() -> None:
     given = trial(sgd)
     before = {name: parameter.detach().clone() for name, parameter in given.parameters.items()}

@@ -17,6 +17,7 @@ from memplan.errors import MemplanError, UsageError
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.cost.eager_baseline import baseline
 from memplan.planning.cost.optimizer_memory import Optimizer
+from memplan.planning.levers.eight_bit_moments import EightBitMoments
 from memplan.planning.plan.plan import Grade, Plan
 from memplan.planning.request import Request
 from memplan.planning.study import Planned
@@ -27,7 +28,7 @@ from memplan.verification.measurement.peak_alone import measure_trial
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_restored, random_state_restored
 from memplan.verification.measurement.trial import Trial, Work
-from memplan.verification.proof.moments import MomentsError, moments_error
+from memplan.verification.proof.moments import moments_error
 from memplan.verification.proof.near_kinks import NearKinks
 from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import EXACT, LOSSY, NEAR_KINKS, ROUNDING
@@ -49,11 +50,14 @@ class _Memory:
     """Of the step without a plan, while it runs."""
     idle: int
     """Of a trial that waits while another runs."""
+    copies: int = 1
+    """Number of copies of weights, gradients and state beside a running step: one of another trial, two where moments
+    in 8 bits are compared."""
 
     @property
     def beside(self) -> int:
-        """Bytes of the step with another trial beside it."""
-        return self.peak + self.idle
+        """Bytes of the step with these copies beside it."""
+        return self.peak + self.copies * self.idle
 
     @property
     def beside_float64(self) -> int:
@@ -110,12 +114,18 @@ class Prover:
         step stays unplanned.
         """
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._request.bytes
-        memory = _Memory(plan.eager_peak, self._idle_bytes(plan))
+        memory = _Memory(plan.eager_peak, self._idle_bytes(plan), copies=2 if _has_moments(planned) else 1)
         smaller, call, cut, measured = self._smaller_call(plan, memory), self._request.call, None, True
         if smaller is None and self._home.card is None:
-            baselines = self._baselines(call, plan.grade)  # built before the plan is installed: they run unplanned
+            baselines = self._baselines(call, _grade(plan))  # built before the plan is installed: they run unplanned
             install_plan()
-            return self._compare(baselines, call, planned, memory, predicted, budget)
+            if not _has_moments(planned):
+                return self._compare(baselines, call, planned, memory, predicted, budget)
+            proof = self._compare(baselines, call, planned, memory)
+            del baselines
+            resident, peak = self._measure(planned)  # by the plan's optimizer: the comparison has the user's
+            proof = replace(proof, resident=resident, peak=peak, predicted=predicted, budget=budget)
+            return self._with_moments(proof, call, planned, memory)
         proof, reference_peak = None, plan.eager_peak
         if smaller is None:  # on a card both would share the allocator's cache: each peak is measured separately
             _, measured_peak = self._measure(planned=None)
@@ -127,21 +137,22 @@ class Prover:
                 reference_peak = measured_peak
         if proof is None:
             assert smaller is not None
-            smaller_call, cut, memory = smaller
+            call, cut, memory = smaller
             with self._deterministic_kernels(), ExitStack() as undo:
-                baselines = self._baselines(smaller_call, plan.grade)
+                baselines = self._baselines(call, _grade(plan))
                 if planned is not None:
-                    undo.callback(install(self._step, self._planner_of(smaller_call, planned)).undo)
-                proof = self._compare(baselines, smaller_call, planned, memory)
+                    undo.callback(install(self._step, self._planner_of(call, planned)).undo)
+                proof = self._compare(baselines, call, planned, memory)
             del baselines
             install_plan()
             measured = proof.same and self._has_room(predicted, cut.available)
             cut = replace(cut, measured=measured)
         resident, peak = self._measure(planned) if measured else (sum(plan.resident.values()), predicted)
-        return replace(
+        proof = replace(
             proof, resident=resident, peak=peak, reference_peak=reference_peak, predicted=predicted, budget=budget,
             cut=cut,
         )  # fmt: skip
+        return self._with_moments(proof, call, planned, memory)
 
     def _compare_whole(
         self, plan: Plan, planned: Planned | None, install_plan: Callable[[], Callable[[], None]], memory: _Memory
@@ -152,7 +163,7 @@ class Prover:
         error returned. The arguments are those of `_prove`, and ``memory`` is what the call takes.
         """
         with self._deterministic_kernels():
-            baselines = self._baselines(self._request.call, plan.grade)
+            baselines = self._baselines(self._request.call, _grade(plan))
             uninstall = install_plan()
             try:
                 return self._compare(baselines, self._request.call, planned, memory)
@@ -179,6 +190,9 @@ class Prover:
     ) -> Proof:  # fmt: skip
         """Run baselines and candidate and compare them by the plan's grade; a proof that is ok gets times, too.
 
+        Both update by the user's optimizer, with which the results of a plan are as near as without moments in 8 bits;
+        what these change is compared by `_with_moments`. They are part of the times.
+
         ``memory``: what the call takes. ``predicted``, ``budget``: bytes, for the proof; None if the peak is measured
         separately.
         """
@@ -190,12 +204,9 @@ class Prover:
             return self._compare_on_card(call, baselines, candidate, planned=None, memory=memory)
         _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
-        counted = self._counted_optimizer(planned)
-        candidate = self._trial(
-            "candidate", call, in_backward=self._settings.gradients.updates, optimizer=counted
-        )  # fmt: skip
+        candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
         candidate.other_resident = self._constant_bytes(planned)
-        is_lossy = planned.plan.grade == "lossy"
+        is_lossy = _grade(planned.plan) == "lossy"
         if baselines.truth is None:
             tolerance, steps = EXACT, _STEPS
         elif is_lossy:
@@ -205,11 +216,16 @@ class Prover:
         proof = compare(baselines, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if not (proof.same or is_lossy or self._home.card is None):
             proof = self._compare_on_card(call, baselines, candidate, planned, memory)
-        if proof.ok and planned.plan.precision.moments:
-            proof = replace(proof, moments=self._moments_error(call, planned, memory))
         if not (proof.ok and self._pairs):
             return proof
         _log.info("timing the step with the plan and without")
+        if _has_moments(planned):
+            del candidate  # its memory
+            candidate = self._trial(
+                "candidate", call, in_backward=self._settings.gradients.updates,
+                optimizer=self._counted_optimizer(planned),
+            )  # fmt: skip
+            candidate.seconds()  # the first update compiles
         return with_times(proof, baselines.reference, candidate, self._pairs)
 
     def _compare_on_card(
@@ -245,18 +261,22 @@ class Prover:
             proof = compare(baselines, candidate, _FEWER_STEPS, ROUNDING)
         return replace(proof, full_float32=True)
 
-    def _moments_error(self, call: Call, planned: Planned, memory: _Memory) -> MomentsError:
-        """Compare the moments in 8 bits of a plan with the optimizer's own, over updates of the unplanned step.
+    def _with_moments(self, proof: Proof, call: Call, planned: Planned | None, memory: _Memory) -> Proof:
+        """Return a proof that is ok with the error of moments in 8 bits, if the plan has these: they are compared with
+        the optimizer's own over updates of the unplanned step. The trials of the proof are free by then.
 
         Raises:
-            _NoRoomError: there is no memory for the step with a second copy of weights, gradients and state.
+            _NoRoomError: there is no memory for the step with two more copies of weights, gradients and state.
         """
+        if planned is None or not _has_moments(planned) or not proof.ok:
+            return proof
         _log.info("comparing moments in 8 bits with the optimizer's own")
-        self._check_room(memory.beside + memory.idle)
+        gc.collect()  # the trials
+        self._check_room(memory.beside)
         optimizer = self._counted_optimizer(planned)
         assert optimizer is not None, "only an optimizer has moments"
         with _torch.without_call(self._step):
-            return moments_error(self._trial("moments", call), optimizer)
+            return replace(proof, moments=moments_error(self._trial("moments", call), optimizer))
 
     def _counted_optimizer(self, planned: Planned | None) -> Optimizer | None:
         """Return the optimizer of a planned step, which may have moments in 8 bits; None for planned: the user's."""
@@ -318,7 +338,7 @@ class Prover:
         step in float64. Where there is room for none, it is the smallest for which there is room for the first one.
         ``memory`` is what the whole call takes; ``needed`` the bytes where it is known that they do not suffice for it.
         Raises UsageError if no smaller call fits."""
-        free, rounds = free_memory.available(self._home), self._settings.engine != "graph" or plan.grade != "exact"
+        free, rounds = free_memory.available(self._home), self._settings.engine != "graph" or _grade(plan) != "exact"
         needed_for_all = memory.beside_float64 if rounds else memory.beside
         if free is None or (needed is None and needed_for_all <= free):
             return None
@@ -350,10 +370,11 @@ class Prover:
 
     def _idle_bytes(self, plan: Plan) -> int:
         """Return the bytes that a trial keeps allocated while another runs: parameters, buffers, inputs, gradients and
-        the optimizer's state."""
+        the state of the user's optimizer."""
         trained = storage_bytes((p for p in self._step.parameters() if p.requires_grad), self._home.type)
         of_default_optimizer = 0 if self._settings.optimizer is not None else 2 * trained
-        return sum(plan.resident.values()) + trained + of_default_optimizer
+        saved = sum(decision.bytes for decision in plan.decisions if decision.lever == EightBitMoments.name)
+        return sum(plan.resident.values()) + saved + trained + of_default_optimizer
 
     def _has_room(self, peak: int, free: int | None) -> bool:
         """Return whether a step with this peak fits in ``free`` bytes; None: unknown, so True."""
@@ -373,6 +394,16 @@ class Prover:
                 plans = Plans(self._step, settings, _equivalent_budget(planned.plan, first.plan), lambda _: None)
                 first = plans(call, settings.gradients.adds)
         return lambda later, accumulate: first if accumulate == settings.gradients.adds else plans(later, accumulate)
+
+
+def _has_moments(planned: Planned | None) -> bool:
+    """Return whether a plan has moments in 8 bits."""
+    return planned is not None and bool(planned.plan.precision.moments)
+
+
+def _grade(plan: Plan) -> Grade:
+    """Return how close the result of a plan is with the user's optimizer: its grade without moments in 8 bits."""
+    return replace(plan, precision=replace(plan.precision, moments="")).grade
 
 
 def _equivalent_budget(plan: Plan, other: Plan) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,11 @@ from memplan.verification.measurement.trial import Trial
 
 UPDATES = 20
 ALLOWED = 0.1
-"""Largest relative error. Of a perceptron, a transformer layer and a convolutional network, with Adam's usual options,
-it was 1.7 to 2.1 % after 20 updates."""
+"""Largest relative error. Of a perceptron, a transformer layer, a convolutional network and an embedding with a head,
+with Adam's usual options, a rate of 0.01, and betas of 0.9 and 0.95, it was 1.2 to 4.6 % after 20 updates."""
+
+WORST_ALLOWED = 0.2
+"""Largest relative error of a single parameter; of those steps it was 1.9 to 6 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +36,28 @@ class MomentsError(Printed):
     worst_relative: float
     allowed: float = ALLOWED
     """Largest allowed ``relative``."""
+    worst_allowed: float = WORST_ALLOWED
+    """Largest allowed ``worst_relative``."""
+    compared: bool = True
+    """Whether any parameter moved: with a learning rate of zero there is nothing to compare."""
 
     @property
     def ok(self) -> bool:
-        """Whether the error is allowed; that of parameters that are not finite never is."""
-        return self.relative <= self.allowed
+        """Whether the error is allowed; that of parameters that are not finite never is. True where nothing was
+        compared."""
+        return not self.compared or (self.relative <= self.allowed and self.worst_relative <= self.worst_allowed)
 
     def __str__(self) -> str:
+        if not self.compared:
+            return f"moments in 8 bits: nothing was compared, as {self.updates} updates move no parameter"
         text = (
             f"moments in 8 bits: what {self.updates} updates by the same gradients add to the parameters is "
             f"{self.relative:.2%} off (relative, in L2)"
         )
-        text += "" if self.ok else f", and {self.allowed:.0%} is allowed"
-        return text + (f"; most of {self.worst}, {self.worst_relative:.2%}" if self.worst else "")
+        text += "" if self.relative <= self.allowed else f", and {self.allowed:.0%} is allowed"
+        text += f"; most of {self.worst}, {self.worst_relative:.2%}" if self.worst else ""
+        within = not self.worst or self.worst_relative <= self.worst_allowed
+        return text if within else f"{text}, and {self.worst_allowed:.0%} is allowed of a parameter"
 
 
 def moments_error(trial: Trial, optimizer: Callable[[Any], Any], updates: int = UPDATES) -> MomentsError:
@@ -80,8 +93,7 @@ def moments_error(trial: Trial, optimizer: Callable[[Any], Any], updates: int = 
     farthest = max(moves.values(), default=0.0)
     relative = {name: errors[name] / move for name, move in moves.items() if move > 1e-3 * farthest}
     worst = max(relative, key=lambda name: relative[name], default="")
-    total = sum(move**2 for move in moves.values()) ** 0.5
-    return MomentsError(
-        updates, sum(error**2 for error in errors.values()) ** 0.5 / total if total else 0.0, worst,
-        relative.get(worst, 0.0),
-    )  # fmt: skip
+    total, error = math.hypot(*moves.values()), math.hypot(*errors.values())
+    if total == error == 0:
+        return MomentsError(updates, 0.0, "", 0.0, compared=False)
+    return MomentsError(updates, error / total if total else math.inf, worst, relative.get(worst, 0.0))

@@ -79,7 +79,7 @@ class Proof(Saved, Displayed):
     torch: str = ""
     grade: Grade = "exact"
     """Required agreement: the same bits (``exact``), the same except for rounding (``reordered``), or errors no larger
-    than those of lower precision (``lossy``)."""
+    than those of lower precision (``lossy``). That of `moments` is apart: the comparison has the optimizer's own."""
     rounded: tuple[Rounded, ...] = ()
     """Where bits may differ: error of every tensor, measured from `truth`."""
     truth: str = ""
@@ -118,8 +118,8 @@ class Proof(Saved, Displayed):
 
     @property
     def exact(self) -> bool:
-        """Return whether everything was compared bit for bit and is the same."""
-        return self.same and self.grade == "exact"
+        """Return whether everything was compared bit for bit and is the same; not with moments in 8 bits."""
+        return self.same and self.grade == "exact" and self.moments is None
 
     @property
     def within_budget(self) -> bool:
@@ -170,6 +170,7 @@ class Proof(Saved, Displayed):
         if is_exact and self.torch_kernels:
             head += ", where the step without a plan has torch's own norms and recurrent layers in place of cuDNN's,"
         head += ", compared with TF32 off," if self.full_float32 else ""
+        head += ", with the optimizer's own moments," if self.moments is not None else ""
         compared = [_several(self.outputs.tensors, "output")]
         if not self.early:
             compared.append(_several(self.gradients.tensors, "gradient"))
