@@ -48,9 +48,9 @@ optimizer is named, its state and its update. Parts of the forward pass are run 
 or worked on in place; then the planned step runs beside the original one, and all results must be the same
 bits. With --engine inductor each half of the step becomes fused kernels, and results must be the same but for
 rounding. With --allow reordered, convolutions and what stands between them may run piece by piece, which
-adds in another order. With --allow lossy the step may also compute and save in fewer bits: the answer says how
-far its gradients are off. With --no-train, inference is run on parts of its input along space, with the borders
-that each part's result reads, to the same result.
+adds in another order. With --allow lossy the step may also compute and save in fewer bits, and where nothing else
+fits store Adam's moments in 8 bits: the answer says how far its gradients are off. With --no-train, inference
+is run on parts of its input along space, with the borders that each part's result reads, to the same result.
 
 \b
   memplan fit examples/resnet18.py:make --input 16x3x224x224 \\
@@ -122,8 +122,8 @@ class _Files:
 )  # fmt: skip
 @click.option(
     "--allow", type=click.Choice(["exact", "reordered", "lossy"]), default="exact", show_default=True,
-    help="What may change of the result: nothing, the order of sums, or what computing and saving in fewer bits "
-    "changes.",
+    help="What may change of the result: nothing, the order of sums, or what computing and saving in fewer bits, "
+    "Adam's moments among them, changes.",
 )  # fmt: skip
 @click.option("--early", is_flag=True, help="Let the optimizer update each parameter in the backward pass.")
 @click.option(

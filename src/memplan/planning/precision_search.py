@@ -62,8 +62,7 @@ def fastest(
         search.try_precision(mixed_precision)
     if search.best is None and exact_error:
         search.try_skipped()
-    may_have_moments = settings.optimizer is not None and settings.moments_in_8_bits
-    for precision in tiers_of_moments(model, settings) if may_have_moments else ():
+    for precision in tiers_of_moments(model, settings) if search.may_have_moments else ():
         if search.best is not None or search.moments_left_out:
             break
         search.try_precision(precision)
@@ -154,6 +153,15 @@ class _PrecisionSearch:
             self._skipped.append((op_by_op, precision))
             return False
         return precision.save == "exact" or _saves_in_fewer_bits(search, self._budget)
+
+    @property
+    def may_have_moments(self) -> bool:
+        """Whether moments in 8 bits apply: the optimizer is Adam or AdamW, or was not looked at yet."""
+        if self._settings.optimizer is None or not self._settings.moments_in_8_bits:
+            return False
+        for precision, study in self._studies.items():
+            return study.search(replace(self._settings, precision=precision)).outside_memory.moments_fit_8_bits
+        return True
 
     @property
     def moments_left_out(self) -> str:
@@ -274,8 +282,10 @@ def with_lossy_remedy(
     ``study``: returns the `Study` of the call in the precision of the settings.
     """
     of_call = study(settings)
-    state = 0 if settings.optimizer is None else of_call.search(settings).outside_memory.state
-    if budget < of_call.least_peak(settings) - _MOST_SAVED_OF_STATE * state:
+    outside = of_call.search(settings).outside_memory
+    may_have_moments = settings.moments_in_8_bits and outside.moments_fit_8_bits
+    saved = _MOST_SAVED_OF_STATE * outside.state if may_have_moments else 0
+    if budget < of_call.least_peak(settings) - saved:
         return error
     try:
         plan = fastest(

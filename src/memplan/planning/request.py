@@ -141,7 +141,7 @@ def _check_allow(options: PlanOptions) -> None:
         raise UsageError(
             f"allow={allow!r}",
             expected="'exact', which changes no bit, 'reordered', which may add in another order, or 'lossy', which "
-            "may compute and save in fewer bits",
+            "may compute and save in fewer bits, and store Adam's moments in 8 bits",
             do="Leave it out for 'exact'",
         )
     if allow == "exact" and plan is not None and (plan.tiles or plan.kernels):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.errors import BudgetError, UsageError
+from memplan.planning import precision_search
 from memplan.planning.graph.precision import Precision
 from memplan.planning.ops import eight_bit_moments
 
@@ -74,6 +75,26 @@ def test_never_without_lossy_and_never_without_torchao(monkeypatch: pytest.Monke
         memplan.plan(make(), rows, budget=least, costs="roofline", allow="lossy", **asked())
     with pytest.raises(BudgetError) as error:
         memplan.plan(make(), rows, budget=least, costs="roofline", **asked())
+    assert "moments" not in str(error.value)
+
+
+def test_other_optimizers_are_not_looked_at_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of SGD with momentum is as large as the weights. Half of it less than any plan needs is too little."""
+    rows, _ = batch()
+    searched = list[Any]()
+    fastest = precision_search.fastest
+    monkeypatch.setattr(precision_search, "fastest", lambda *args, **kw: searched.append(args) or fastest(*args, **kw))
+    for optimizer, tried in ((partial(torch.optim.SGD, lr=0.1, momentum=0.9), 0), (OPTIMIZER, 1)):
+        options = asked(optimizer=optimizer, costs="roofline")
+        floor = memplan.plan(make(), rows, budget="1 GiB", **options).floor
+        searched.clear()
+        with pytest.raises(BudgetError) as error:
+            memplan.plan(make(), rows, budget=floor - 2 * WEIGHTS, **options)
+        assert len(searched) == tried
+        assert ("moments in 8 bits" in str(error.value)) == bool(tried)
+    sgd = asked(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), costs="roofline", allow="lossy")
+    with pytest.raises(BudgetError) as error:
+        memplan.plan(make(), rows, budget=floor // 2, **sgd)
     assert "moments" not in str(error.value)
 
 

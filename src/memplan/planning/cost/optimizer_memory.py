@@ -16,7 +16,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import OutsideMemory
 from memplan.planning.levers.lever import STAYS, GradientUse
-from memplan.planning.ops.eight_bit_moments import EightBitMoments
+from memplan.planning.ops.eight_bit_moments import EightBitMoments, has_counterpart
 from memplan.planning.ops.packed_masters import PackedMasters
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record_for
@@ -40,6 +40,8 @@ class Update:
     """Peak bytes of an update beyond parameters, gradients and state."""
     packed: int = 0
     """Bytes of the state that are low halves of master weights."""
+    moments_fit_8_bits: bool = False
+    """Whether there is a counterpart of the optimizer with moments in 8 bits."""
 
 
 def memory_outside_graph(
@@ -86,6 +88,7 @@ def memory_outside_graph(
         update_bytes = {value.id: update_by_layout[layout].most for value, layout in pairs}
     return OutsideMemory(
         state=update.state, packed=update.packed, moment_bytes_saved=saved,
+        moments_fit_8_bits=update.moments_fit_8_bits,
         update=(update_with_idle if gradients.adds else update).most,
         update_by_parameter=update_bytes, other_bytes=other_bytes, workspace_by_op=workspace_by_op,
         loss_bytes=loss_bytes, home=home,
@@ -107,16 +110,17 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
         return Update(state=0, most=0)
 
     home = home or Home()
-    packed = 0
+    packed, moments_fit_8_bits = 0, False
 
     def build() -> Callable[[], Any]:
         """Return ``step()`` of the optimizer, with parameters that have a gradient."""
-        nonlocal packed
+        nonlocal packed, moments_fit_8_bits
         parameters = [
             nn.Parameter(torch.empty_strided(sizes, stride, dtype=getattr(torch, dtype), device=home.type))
             for sizes, stride, dtype in shapes
         ]
         instance = optimizer(parameters)
+        moments_fit_8_bits = has_counterpart(instance)
         if isinstance(instance, PackedMasters):
             packed = instance.packed_bytes
         for parameter in parameters:
@@ -135,4 +139,4 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
     live = sum(home.allocated(storage.bytes) for storage in live_at(trace, second_step))
     inputs = (s for s in live_at(trace, first_step) if s.cause in ("weight", "parameter_gradient"))
     state = live - sum(home.allocated(storage.bytes) for storage in inputs)
-    return Update(state, simulate(trace).steps[1].peak_allocated - live, packed)
+    return Update(state, simulate(trace).steps[1].peak_allocated - live, packed, moments_fit_8_bits)

@@ -68,6 +68,11 @@ class EightBitMoments:
         return getattr(_import_torchao(), name)(groups)
 
 
+def has_counterpart(optimizer: Any) -> bool:
+    """Return whether torchao has a counterpart of this optimizer with moments in 8 bits: of torch's Adam and AdamW."""
+    return type(optimizer) in _COUNTERPARTS
+
+
 def _check_dtypes(group: Mapping[str, Any]) -> None:
     """Raise UsageError if a parameter of a group is in float64, whose update torchao computes in float32."""
     names = group.get("param_names")
