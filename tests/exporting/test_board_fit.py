@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.devices.boards import Bank, Board, find_board
-from memplan.errors import BudgetError
+from memplan.errors import BudgetError, InputError, UsageError
+from memplan.exporting import board_fit
 from memplan.exporting.board_fit import BoardFit, TrainedPart, arena_room, fit_on_board, placed
 from memplan.trace.step import StepOptions
 
@@ -115,7 +116,9 @@ def test_what_does_not_fit_is_planned_with_the_input_in_the_arena(tmp_path: Path
     """The head alone: input and first result take 16 KiB, with the second one 18 KiB."""
     fit = fit_on_board(camera(), options_of((PHOTO,), CAMERA), small_board(A=17))
     rows = {(part.what, part.means): part for part in fit.parts}
-    assert [what for what, _ in rows] == ["all 3 layers", *["biases and head"] * 2, *["head alone"] * 2]
+    names = ("all 3 layers", "biases and head", "head alone")
+    assert list(rows) == [(what, means) for what in names for means in ((), ("input in the arena",))]
+    assert [part.lacks for part in fit.parts] == ["SRAM", "SRAM", "SRAM", "", "SRAM", ""]
     plain, smaller = rows["head alone", ()], rows["head alone", ("input in the arena",)]
     assert (plain.lacks, smaller.lacks) == ("SRAM", "")
     assert plain.inputs - smaller.inputs == 4 * 3 * 32 * 32, "its bytes are the arena's"
@@ -136,12 +139,101 @@ def test_frozen_layers_are_in_eight_bits_where_data_says_their_ranges(tmp_path: 
     best = fit.best
     assert best is not None
     assert (best.what, best.means) == ("head alone", ("input in the arena", "frozen layers in eight bits"))
-    assert [part.what for part in fit.parts if not part.fits] == ["all 3 layers", "biases and head", "head alone"]
+    assert [(part.what, part.means) for part in fit.parts if not part.fits] == [
+        ("all 3 layers", ()), ("all 3 layers", ("input in the arena",)),
+        ("biases and head", ()), ("biases and head", ("input in the arena",)), ("head alone", ()),
+    ]  # fmt: skip
     options = {"input_in_arena": True, "frozen_layers": "int8", "calibrate": batches}
     done = exported_camera(best, tmp_path, budget=best.budget, **options)
     assert done.ram <= best.ram <= 16 * KIB
     assert (done.state, done.inputs, done.flash) == (best.state, best.inputs, best.flash)
     assert str(done.int8) == best.frozen_error
+
+
+def photos() -> list[tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    return [(torch.randn(1, 3, 32, 32), torch.tensor([1])) for _ in range(3)]
+
+
+def test_frozen_layers_are_in_eight_bits_beside_an_input_in_a_bank_of_its_own(tmp_path: Path) -> None:
+    """The input takes 12 of 13 KiB; the first result 4 KiB and the second one 2 KiB, as integers a quarter."""
+    fit = fit_on_board(camera(), options_of((PHOTO,), CAMERA), small_board(A=13, B=5), calibrate=photos())
+    best = fit.best
+    assert best is not None
+    assert (best.what, best.means) == ("head alone", ("frozen layers in eight bits",))
+    assert (best.banks["inputs"], best.banks["arena"]) == ("A", "B")
+    options = {"arena_apart": True, "frozen_layers": "int8", "calibrate": photos()}
+    done = exported_camera(best, tmp_path, budget=best.budget, **options)
+    assert (done.state, done.inputs, done.flash) == (best.state, best.inputs, best.flash)
+    assert done.ram <= best.ram
+    with pytest.raises(BudgetError):
+        exported_camera(best, tmp_path, budget=13 * KIB, input_in_arena=True, force=True, **options)
+
+
+def test_what_lacks_flash_is_planned_with_frozen_layers_in_eight_bits(tmp_path: Path) -> None:
+    """61,706 floats are 241 KiB; of the last two layers, 11,014 floats are 43 KiB and the rest 50 KiB of integers."""
+    model, step, inputs = network("lenet")
+    batches = [(torch.randn(1, 1, 28, 28), torch.tensor([at])) for at in range(2)]
+    fit = fit_on_board(
+        model, options_of(inputs, step), replace(small_board(A=1000), flash=110 * KIB), calibrate=batches
+    )  # fmt: skip
+    best = fit.best
+    assert best is not None
+    assert (best.what, best.means) == ("last 2 layers", ("frozen layers in eight bits",))
+    plain = next(part for part in fit.parts if part.what == best.what)
+    assert (plain.means, plain.lacks) == ((), "flash")
+    assert plain.flash is not None
+    assert best.flash is not None
+    convolutions, linear = (6 * 25, 16 * 6 * 25), 400 * 120
+    saved, channels = 3 * (sum(convolutions) + linear), 6 + 16 + 120
+    assert saved - 32 * channels <= plain.flash - best.flash <= saved, "less the scales of the channels"
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(path in best.parameters)
+    done = memplan.export(
+        model, *inputs, **step, budget=best.budget, folder=tmp_path, frozen_layers="int8", calibrate=batches,
+        verify=False,
+    )  # fmt: skip
+    assert done.flash == best.flash
+
+
+def test_of_what_fits_in_no_way_the_last_one_is_a_row() -> None:
+    board = replace(small_board(A=1000), flash=KIB)
+    fit = fit_on_board(camera(), options_of((PHOTO,), CAMERA), board, calibrate=photos())
+    rows = [(part.what, part.means) for part in fit.parts]
+    eight_bits = ("frozen layers in eight bits",)
+    assert rows == [
+        ("all 3 layers", ()), ("biases and head", ()), ("head alone", ()), ("head alone", eight_bits)
+    ]  # fmt: skip
+    assert {part.lacks for part in fit.parts} == {"flash"}
+
+
+@pytest.mark.parametrize("data", [3, nn.Linear(2, 2), {"x": 1}, "photos"], ids=lambda data: type(data).__name__)
+def test_calibration_data_is_batches(data: Any) -> None:
+    with pytest.raises(UsageError, match=f"calibrate=a {type(data).__name__}"):
+        fit_on_board(camera(), options_of((PHOTO,), CAMERA), small_board(A=1000), calibrate=data)
+
+
+def test_batches_fit_the_step_even_where_nothing_needs_them() -> None:
+    batches = [(torch.randn(1, 3, 16, 16), torch.tensor([1]))]
+    with pytest.raises(InputError, match="batch 0 of calibrate: tensors of 1x3x16x16"):
+        fit_on_board(camera(), options_of((PHOTO,), CAMERA), small_board(A=1000), calibrate=batches)
+
+
+def test_each_part_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parts that fit in no way, each is tried four times with frozen layers in eight bits."""
+    trained, quantize = list[frozenset[str]](), board_fit.int8_step
+
+    def counted(request: Any, passes: Any, batches: Any) -> Any:
+        graph = passes[0].graph
+        trained.append(frozenset(graph.values[of].path for of, _ in graph.gradients))
+        return quantize(request, passes, batches)
+
+    monkeypatch.setattr(board_fit, "int8_step", counted)
+    fit = fit_on_board(
+        camera(), options_of((PHOTO,), CAMERA), small_board(A=2, B=1), trained_weights="int8", calibrate=photos()
+    )
+    assert not fit.fits
+    assert len(trained) == len(set(trained)) == len({part.parameters for part in fit.parts})
 
 
 @pytest.mark.slow

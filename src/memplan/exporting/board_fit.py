@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from memplan._json import Written
@@ -15,7 +17,7 @@ from memplan.devices.boards import Bank, Board
 from memplan.errors import BudgetError, InputError
 from memplan.exporting.device_plan import Narrow, Stored, largest_input, planned_step, state_and_inputs
 from memplan.exporting.export import captured_passes, device_copy, train_only
-from memplan.exporting.frozen_int8 import int8_step
+from memplan.exporting.frozen_int8 import Int8Step, calibration_samples, int8_step
 from memplan.exporting.int8_training import check_rules
 from memplan.exporting.optimizer_rules import Gradients, UpdateRules, update_rules
 from memplan.exporting.source.program_text import constants_bytes
@@ -135,8 +137,10 @@ def fit_on_board(
     """Plan steps that train all layers of a model, its last ones, biases and head, and the head alone.
 
     The model is not changed. Each step is planned as `memplan.export` plans it, with the arena in the largest bank that
-    state, inputs and reserve leave. A part that does not fit is planned again, until it fits: with the largest input in
-    the arena; then, with calibration data, with the layers before the first trained one in eight bits, too.
+    state, inputs and reserve leave. A part that lacks SRAM is planned again, until it fits: with the largest input in
+    the arena; then, with calibration data, with the layers before the first trained one in eight bits, too; on a board
+    with several banks, with these layers in eight bits alone. A part that lacks flash is planned with these layers in
+    eight bits. If nothing fits, the last of these plans follows the plain one.
 
     Args:
         model: a module with parameters in float32, or a callable that returns one.
@@ -152,6 +156,7 @@ def fit_on_board(
     Raises:
         InputError: there is no optimizer, or it cannot train weights of eight bits, or the model cannot be exported, or
             a batch does not fit the step.
+        UsageError: ``calibrate`` is no iterable of batches.
         RecordingError: an operation has no kernel.
     """
     if step.optimizer is None:
@@ -161,15 +166,15 @@ def fit_on_board(
     with undisturbed(real=True):
         request = make_request(copied, step, PlanOptions(budget=board.sram), fake=False)
         request = replace(request, step=DeviceStep.of(request.step, normalization))
+        samples = None if calibrate is None else calibration_samples(request, calibrate)
         original = model if isinstance(model, nn.Module) else copied
         rules = update_rules(optimizer, request.model, original, gradients)
         if trained_weights == "int8":
             check_rules(rules)
         train_only(request.model, rules.group_of)
-        batches = None if calibrate is None else list(calibrate)  # read once for each part
-        study = _Study(request, *captured_passes(request), rules, board, reserve, trained_weights == "int8", batches)
+        study = _Study(request, *captured_passes(request), rules, board, reserve, trained_weights == "int8", samples)
         head = study.layers[-1] or "the model itself"
-        return BoardFit(type(copied).__name__, board, reserve, head, tuple(study.parts()), batches is not None)
+        return BoardFit(type(copied).__name__, board, reserve, head, tuple(study.parts()), samples is not None)
 
 
 def arena_room(banks: Sequence[Bank], sizes: Collection[int]) -> int:
@@ -253,8 +258,10 @@ class _Study:
     """Bytes of RAM left to the rest of the program."""
     eight_bits: bool
     """Whether parts that do not fit are planned with weights in eight bits, too."""
-    batches: list[Any] | None
-    """Calibration data of layers before the first trained one."""
+    samples: list[tuple[torch.Tensor, ...]] | None
+    """Calibration data of layers before the first trained one: the tensors of a call of the step for each sample."""
+    quantized: dict[tuple[str, ...], Int8Step | None] = field(default_factory=dict)
+    """Steps with frozen layers in eight bits, by the names of the trained parameters; None: no layer is before them."""
 
     @property
     def trained(self) -> list[str]:
@@ -293,31 +300,30 @@ class _Study:
                 seen.add(tuple(paths))
 
     def _rows(self, what: str, paths: Sequence[str]) -> list[TrainedPart]:
-        """Return the part that trains parameters of these names in float32 and, if it lacks SRAM, the first of these
-        that fits: with the input in the arena, with layers before the first trained one in eight bits, too. If none
-        does, the same follows for trained weights in eight bits, if they make the state smaller."""
+        """Return the part that trains parameters of these names in float32, as `_of_ways` does. If none fits, the same
+        follows for trained weights in eight bits, if they make the state smaller."""
         rows = self._of_ways(what, paths, _WIDE)
         if self.eight_bits and not any(row.fits for row in rows):
+            part, narrow = rows[0], self._step(paths, _NARROW)
             try:
-                if self._sizes(self._step(paths, _NARROW))[0] < rows[0].state:
-                    rows += self._of_ways(what, paths, _NARROW)
-            except InputError as error:  # such as of weights of zeros, which have no range
-                part = rows[0]
-                rows.append(
-                    TrainedPart(
-                        what, part.parameters, part.weights, ram=0, arena=0, state=0, inputs=part.inputs, flash=None,
-                        code=None, banks={}, lacks=error.found, trained_weights="int8",
-                    )
+                state = self._sizes(narrow)[0]
+            except InputError as error:  # weights without a range, such as zeros: in float32 the sizes were known
+                failed = TrainedPart(
+                    what, part.parameters, part.weights, ram=0, arena=0, state=0, inputs=part.inputs, flash=None,
+                    code=None, banks={}, lacks=error.found, trained_weights="int8",
                 )  # fmt: skip
+                return [*rows, failed]
+            if state < part.state:
+                rows += self._of_ways(what, paths, _NARROW)
         return rows
 
     def _of_ways(self, what: str, paths: Sequence[str], way: _Way) -> list[TrainedPart]:
-        """Return the part as it is and, if it lacks SRAM, the first one that fits with the input in the arena, and with
-        layers before the first trained one in eight bits."""
+        """Return the part as it is and, if it does not fit, the first of `_smaller_ways` that does, else the last."""
         whole = self._part(what, paths, way, self._step(paths, way))
-        if whole.lacks != "SRAM":
+        if whole.fits:
             return [whole]
-        for smaller in self._smaller_ways(way):
+        failed = list[TrainedPart]()
+        for smaller in self._smaller_ways(way, whole.lacks):
             variant = self._step(paths, smaller)
             if smaller.frozen == "int8" and not variant.error:  # no layer is before the first trained one
                 continue
@@ -326,15 +332,19 @@ class _Study:
             row = self._part(what, paths, smaller, variant)
             if row.fits:
                 return [whole, row]
-        return [whole]
+            failed = [row]
+        return [whole, *failed]
 
-    def _smaller_ways(self, way: _Way) -> Iterator[_Way]:
-        """Yield the same way with the input in the arena, then with frozen layers in eight bits, too."""
-        if self.input:
-            way = replace(way, input=self.input)
-            yield way
-        if self.batches is not None:
-            yield replace(way, frozen="int8")
+    def _smaller_ways(self, way: _Way, lacks: str) -> Iterator[_Way]:
+        """Yield the ways that may save what lacks: for SRAM the input in the arena, for SRAM and flash frozen layers in
+        eight bits. With several banks, the input may fit only outside of the arena, which is in one."""
+        with_input = replace(way, input=self.input) if lacks == "SRAM" and self.input else way
+        if with_input.input:
+            yield with_input
+        if self.samples is not None:
+            yield replace(with_input, frozen="int8")
+            if with_input.input and len(self.board.banks) > 1:
+                yield replace(way, frozen="int8")
 
     def _may_fit(self, part: TrainedPart, variant: _Variant) -> bool:
         """Return whether the smallest arena of a part that does not fit would fit beside another variant's arrays: with
@@ -392,16 +402,30 @@ class _Study:
         rules = replace(self.rules, group_of={path: self.rules.group_of[path] for path in paths})
         stored = Stored(trained=way.trained, arena_apart=len(self.board.banks) > 1, arena_input=way.input)
         if way.frozen == "int8":
-            train_only(self.request.model, paths)  # what is frozen is seen while the step is captured
-            passes = captured_passes(self.request)
-            train_only(self.request.model, self.rules.group_of)
-            quantized = int8_step(self.request, passes, self.batches)
+            quantized = self._int8_step(tuple(paths))
             if quantized is not None:
                 return _Variant(*quantized.captured, rules, stored, str(quantized.report))
         graph = self.captured.graph
         gradients = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
         captured = replace(self.captured, graph=replace(graph, gradients=gradients))
         return _Variant(captured, self.infer, rules, stored)
+
+    def _int8_step(self, paths: tuple[str, ...]) -> Int8Step | None:
+        """Return the step that trains parameters of these names, with the layers before them in eight bits."""
+        if paths not in self.quantized:
+            with self._training_only(paths):  # what is frozen is seen while the step is captured
+                passes = captured_passes(self.request)
+            self.quantized[paths] = int8_step(self.request, passes, self.samples)
+        return self.quantized[paths]
+
+    @contextmanager
+    def _training_only(self, paths: Collection[str]) -> Iterator[None]:
+        """Within this context parameters of these names require a gradient, afterwards all that can be trained."""
+        train_only(self.request.model, paths)
+        try:
+            yield
+        finally:
+            train_only(self.request.model, self.rules.group_of)
 
     def _sizes(self, variant: _Variant) -> tuple[int, int, int]:
         """Return the bytes of the state, of the inputs and of the weights in flash of a step."""

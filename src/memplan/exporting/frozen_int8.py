@@ -171,7 +171,7 @@ def int8_step(request: Request, passes: tuple[CapturedStep, CapturedStep], batch
     Raises:
         InputError: a batch does not fit the step, or the range of a layer on the data does not fit eight bits.
     """
-    data = _samples(request, batches)
+    data = calibration_samples(request, batches)
     changed = {target for captured in passes for target in _changed(captured.graph)}
     trained = {passes[0].graph.values[of].path for of, _ in passes[0].graph.gradients}
     among, done = None, list[tuple[Int8Pass, CapturedStep]]()
@@ -190,10 +190,14 @@ def _changed(graph: JointGraph) -> set[str]:
     return {graph.values[target].path for target, _ in graph.mutations}
 
 
-def _samples(request: Request, batches: Any) -> list[tuple[torch.Tensor, ...]]:
+def calibration_samples(request: Request, batches: Any) -> list[tuple[torch.Tensor, ...]]:
     """Return the tensors of a call of the step for each sample of the calibration data.
 
     A batch may have a multiple of the step's number of samples in each tensor: it is split into several calls.
+
+    Raises:
+        InputError: a batch does not fit the step, or there is none.
+        UsageError: ``batches`` is no iterable of batches.
     """
     if isinstance(batches, (torch.Tensor, nn.Module, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise UsageError(

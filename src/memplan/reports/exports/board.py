@@ -81,9 +81,11 @@ def _row_name(part: TrainedPart) -> str:
 
 
 def _frozen_part_helps(fit: BoardFit) -> bool:
-    """Return whether a part that lacks SRAM has frozen layers, and no data says their ranges."""
+    """Return whether a part that lacks SRAM or flash has frozen layers, and no data says their ranges."""
     whole = fit.parts[0].parameters
-    return not fit.calibrated and any(part.lacks == "SRAM" and part.parameters != whole for part in fit.parts)
+    return not fit.calibrated and any(
+        part.lacks in ("SRAM", "flash") and part.parameters != whole for part in fit.parts
+    )
 
 
 def _facts(fit: BoardFit) -> dict[str, str]:
