@@ -91,6 +91,31 @@ def test_the_example_is_a_program(name: str, compiler: str, tmp_path: Path) -> N
     assert np.allclose([float(text) for text in printed[:-1]], expected, atol=2e-5)
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize("flags", ["-O0", *slow("-O2")])
+def test_the_example_says_why_a_loss_is_no_number(flags: str, tmp_path: Path) -> None:
+    """An element that is no number, a label out of range, an input that overflows; then the steps of PyTorch."""
+    model: Any = exported("floats", tmp_path)
+    signs = model[0].weight[0].sign().repeat(1, 3)[:, :8].int()
+    data = f"""\
+        static const int signs[NET_X_ELEMENTS] = {{{", ".join(map(str, signs.flatten().tolist()))}}};
+        for (int at = 0; at < NET_X_ELEMENTS; at++)
+            x[at] = step == 2 ? 3e38f * (float)signs[at] : step == 0 && at == 5 ? NAN : 0.0f;
+        y[0] = step == 1 ? 4 : 0;
+"""
+    text = re.sub(r"^ */\* write a sample to x and y here \*/\n", data, example(tmp_path), flags=re.MULTILINE)
+    assert data in text
+    header = (tmp_path / "net.h").read_text()
+    codes = [re.search(rf"\bNET_{name}\b\D*(\d+)", header) for name in ("NOT_A_NUMBER", "BAD_INDEX")]
+    (tmp_path / "main.c").write_text(f"#include <math.h>\n{text}")
+    build = ["cc", "-std=c99", flags, *STRICT, "main.c", "net.c", "-lm", "-o", "main"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    lines = subprocess.run(["./main"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[:2] == [f"refused: {code[1]}" for code in codes if code is not None]
+    assert lines[2].startswith("not finite, no weight was updated: ")
+    assert np.allclose([float(line) for line in lines[3:-1]], losses("floats", model)[:17], atol=2e-5)
+
+
 def test_the_table_says_what_each_argument_holds(tmp_path: Path) -> None:
     exported("words", tmp_path)
     text = (tmp_path / "net.md").read_text()
