@@ -45,6 +45,10 @@ def resampled(x: torch.Tensor) -> torch.Tensor:
     return F.grid_sample(x, grid.expand(len(x), -1, -1, -1), align_corners=True)
 
 
+def folded(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(2, 2, 2, 2, 3, 3, 2)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str]] = {
     "rrelu_with_noise_functional": (lambda: planes(nn.RReLU()), lambda: planes(nn.LeakyReLU(0.2)), "nn.LeakyReLU"),
     "avg_pool3d": (lambda: planes(nn.LocalResponseNorm(2)), lambda: planes(nn.GroupNorm(2, 4)), "nn.GroupNorm"),
@@ -61,6 +65,38 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None
     "upsample_bicubic2d": (
         lambda: planes(nn.Upsample(scale_factor=2, mode="bicubic")),
         lambda: planes(nn.Upsample(scale_factor=2, mode="bilinear")), "bilinear",
+    ),
+    "convolution": (
+        lambda: planes(nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv3d(2, 3, (1, 3, 3)))),
+        lambda: planes(nn.Sequential(nn.Unflatten(1, (2, 2)), Apply(lambda x: x.flatten(1, 2)), nn.Conv2d(4, 3, 3))),
+        r"nn.Conv2d with the depth in the channels, x.flatten\(1, 2\)",
+    ),
+    "_native_batch_norm_legit_functional": (
+        lambda: planes(nn.InstanceNorm2d(4, track_running_stats=True)), lambda: planes(nn.InstanceNorm2d(4)),
+        "Use track_running_stats=False",
+    ),
+    "max_pool2d_with_indices": (
+        lambda: planes(nn.Sequential(nn.Upsample(scale_factor=3), nn.MaxPool2d(16, 1))),
+        lambda: planes(nn.Sequential(nn.Upsample(scale_factor=3), nn.MaxPool2d(9, 1), nn.MaxPool2d(8, 1))),
+        "smaller max pools, one behind another",
+    ),
+    "adaptive_max_pool2d": (
+        lambda: planes(nn.AdaptiveMaxPool2d(4)), lambda: planes(nn.AdaptiveMaxPool2d(3)), "Choose such a size"
+    ),
+    "sum": (
+        lambda: planes(Apply(lambda x: folded(x).sum((0, 2, 4, 6)).reshape(2, -1))),
+        lambda: planes(Apply(lambda x: folded(x).sum(6).sum(4).sum(2).sum(0).reshape(2, -1))),
+        "one dimension after another",
+    ),
+    "addmm": (
+        lambda: planes(Apply(lambda x: torch.addmm(x[0, 0], x[0, 1], x[1, 1], beta=0.5, alpha=2).reshape(2, -1))),
+        lambda: planes(Apply(lambda x: (0.5 * x[0, 0] + 2 * (x[0, 1] @ x[1, 1])).reshape(2, -1))),
+        "beta \\* bias",
+    ),
+    "gather": (
+        lambda: planes(Apply(lambda x: x.flatten(1).gather(1, torch.zeros(1, 4).long()).reshape(2, -1))),
+        lambda: planes(Apply(lambda x: x.flatten(1)[:1].gather(1, torch.zeros(1, 4).long()).reshape(2, -1))),
+        "Narrow the tensor first",
     ),
     "exponential": (lambda: planes(Apply(lambda x: F.gumbel_softmax(x.flatten(1)))), None, "as an input"),
 }  # fmt: skip
@@ -90,8 +126,6 @@ def test_a_loss_is_named_with_another_one(tmp_path: Path) -> None:
 def test_a_batch_norm_without_momentum_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1: momentum=None"):
         exported(planes(nn.BatchNorm2d(4, momentum=None)), tmp_path)
-    with pytest.raises(RecordingError, match="track_running_stats=False"):
-        exported(planes(nn.InstanceNorm2d(4, track_running_stats=True)), tmp_path)
 
 
 @needs_compiler

@@ -332,7 +332,12 @@ def _max_pool(low: Lowering, op: GraphOp) -> None:
     """Add a max pool, with indices of one byte."""
     x, kernel = op.args[0], op.args[1]
     if math.prod(kernel if len(kernel) > 1 else kernel * 2) > WINDOW:
-        raise refusal(op, f" over a window of {'x'.join(map(str, kernel))}", near=f"windows of at most {WINDOW} places")
+        raise refusal(
+            op,
+            f" over a window of {'x'.join(map(str, kernel))}",
+            near=f"windows of at most {WINDOW} places",
+            do="Use smaller max pools, one behind another",
+        )
     indices = op.outputs[1]
     if indices is not None:
         low.change(indices, dtype="uint8", bytes=words(math.prod(low.values[indices].shape)))
@@ -358,7 +363,12 @@ def _equal_windows(low: Lowering, op: GraphOp, large: Sequence[int], small: Sequ
     """Return the size of the windows. Raises RecordingError if they are of several sizes."""
     sizes = list(zip(large[-2:], small, strict=True))
     if any(plane % count for plane, count in sizes):
-        raise refusal(op, f" from {large[-2]}x{large[-1]} to {small[0]}x{small[1]}", near="sizes that divide the plane")
+        raise refusal(
+            op,
+            f" from {large[-2]}x{large[-1]} to {small[0]}x{small[1]}",
+            near="sizes that divide the plane",
+            do="Choose such a size",
+        )
     return [plane // count for plane, count in sizes]
 
 
@@ -443,7 +453,7 @@ def _cast(low: Lowering, op: GraphOp) -> None:
 def _flags(low: Lowering, op: GraphOp) -> None:
     """Lower a bitwise op of flags to the logical one. Raises RecordingError for integers."""
     if any(low.dtypes[value] != "bool" for value in refs(op.args)):
-        raise refusal(op, " of integers", near="the same of flags")
+        raise refusal(op, " of integers", near="the same of flags", do="Compare first: (x > 0) & (y > 0)")
     name = short(op.target).removeprefix("bitwise_").strip("_")
     _elementwise(low, replace(op, target=f"aten.logical_{name}.default"))
 

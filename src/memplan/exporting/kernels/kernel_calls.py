@@ -336,7 +336,10 @@ def _reduction_table(w: CallWriter, op: GraphOp) -> str:
     for loop_dims, loops in (([d for d in range(len(shape)) if d not in reduced], 2), (reduced, 3)):
         merged, (merged_steps,) = merged_loops([shape[d] for d in loop_dims], [[strides[d] for d in loop_dims]])
         if len(merged) > loops:
-            raise refusal(op, f" over {len(merged)} dimensions that do not follow one another")
+            raise refusal(
+                op, f" over {len(merged)} dimensions that do not follow one another",
+                do="Reduce one dimension after another, such as x.sum(6).sum(4)",
+            )  # fmt: skip
         sizes += [1] * (loops - len(merged)) + merged
         steps += [0] * (loops - len(merged)) + merged_steps
     return w.table("reduction", sizes, steps)
@@ -398,7 +401,10 @@ def _sizes_by_index(w: CallWriter, op: GraphOp, x: Ref, dim: int, index: Ref) ->
     outer, size, inner = _sizes_around(w.shape(x), dim)
     of_index = _sizes_around(w.shape(index), dim)
     if (of_index[0], of_index[2]) != (outer, inner):
-        raise refusal(op, " by an index of fewer rows", near="an index as large in the other dimensions")
+        raise refusal(
+            op, " by an index of fewer rows", near="an index as large in the other dimensions",
+            do="Narrow the tensor first: x[: len(index)]",
+        )  # fmt: skip
     return outer, size, of_index[1], inner
 
 
@@ -556,7 +562,7 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     other rows only where a gradient of zero changes them."""
     g, rows, count, ignored, by_frequency = op.args
     if by_frequency:
-        raise refusal(op, " with scale_grad_by_freq", near="an embedding without")
+        raise refusal(op, " with scale_grad_by_freq", near="an embedding without", do="Leave it out")
     sizes = (math.prod(w.shape(rows)), w.shape(g)[-1], count, ignored)
     update = w.update_calls.get(output_of(op))
     if update is not None:

@@ -55,7 +55,7 @@ def _addmm(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a product with a bias."""
     arguments = arguments_of(op.target, op.args, op.kwargs)
     if (arguments.get("beta", 1), arguments.get("alpha", 1)) != (1, 1):
-        raise refusal(op, " with alpha or beta", near="addmm without")
+        raise refusal(op, " with alpha or beta", near="addmm without", do="Write beta * bias + alpha * (a @ b)")
     bias, a, b = op.args[:3]
     return [_matmul(w, op, a, b, bias)]
 

@@ -52,7 +52,10 @@ def convolution_backward(low: Lowering, op: GraphOp) -> None:
 def _check(low: Lowering, op: GraphOp, x: Ref) -> None:
     """Raise RecordingError for a convolution over other than one or two dimensions."""
     if len(low.shape(x)) not in (3, 4):
-        raise refusal(op, f" over {len(low.shape(x)) - 2} dimensions", near="convolutions over one or two dimensions")
+        raise refusal(
+            op, f" over {len(low.shape(x)) - 2} dimensions", near="convolutions over one or two dimensions",
+            do="Use nn.Conv2d with the depth in the channels, x.flatten(1, 2), or in the batch",
+        )  # fmt: skip
 
 
 def _geometry(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> tuple[Any, ...]:

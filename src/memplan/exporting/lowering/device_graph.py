@@ -81,18 +81,19 @@ def output_of(op: GraphOp) -> int:
     return op.outputs[0]
 
 
-def refusal(op: GraphOp, why: str, near: str = "") -> RecordingError:
+def refusal(op: GraphOp, why: str, near: str = "", do: str = "") -> RecordingError:
     """Return the error to raise for an op that no kernel computes.
 
     Args:
         op: its layer and source line are in the message.
         why: follows the op's name in the message.
         near: what could be used instead.
+        do: what to write in its place; empty: what `WAYS` has for the op, or a general advice.
     """
     return RecordingError(
         f"{short(op.target)}{why}",
         expected="operations that memplan has C kernels for" + (f" (near: {near})" if near else ""),
-        do=WAYS.get(short(op.target), "Write this part with other operations, or leave it on the host"),
+        do=do or WAYS.get(short(op.target), "Write this part with other operations, or leave it on the host"),
         layer=op.layer or None,
         where=op.where,
     )

@@ -42,7 +42,7 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
     like, channels = low.values[output], low.values[x.value].shape[1]
     mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
     if any(source is not None and source not in low.mutations.values() for source in op.outputs[3:]):
-        raise refusal(op, " whose running statistics are no buffers", near="track_running_stats=False")
+        raise refusal(op, " whose running statistics are no buffers", do="Use track_running_stats=False")
     for target, source in list(low.mutations.items()):
         if source in op.outputs[3:]:
             del low.mutations[target]
