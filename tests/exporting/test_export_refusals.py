@@ -98,6 +98,52 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None
         lambda: planes(Apply(lambda x: x.flatten(1)[:1].gather(1, torch.zeros(1, 4).long()).reshape(2, -1))),
         "Narrow the tensor first",
     ),
+    "_upsample_bilinear2d_aa": (
+        lambda: planes(Apply(lambda x: F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True))),
+        lambda: planes(Apply(lambda x: F.interpolate(x, size=(4, 4), mode="bilinear"))),
+        "Leave out antialias",
+    ),
+    "upsample_nearest3d": (
+        lambda: planes(Apply(lambda x: F.interpolate(x.unsqueeze(1), scale_factor=(1, 2, 2)))),
+        lambda: planes(Apply(lambda x: F.interpolate(x.unsqueeze(1).flatten(0, 1), scale_factor=2))), "Use planes",
+    ),
+    "_adaptive_avg_pool3d": (
+        lambda: planes(Apply(lambda x: F.adaptive_avg_pool3d(x, 2))),
+        lambda: planes(Apply(lambda x: F.adaptive_avg_pool2d(x, 2).unflatten(1, (2, 2)).mean(2))), "Use planes",
+    ),
+    "scatter_reduce": (
+        lambda: planes(Apply(lambda x: x.scatter_reduce(2, torch.zeros(2, 4, 6, 6).long(), x, "amax"))),
+        lambda: planes(Apply(lambda x: x.scatter_add(2, torch.zeros(2, 4, 6, 6).long(), x))), "Use scatter_add",
+    ),
+    "argmax": (
+        lambda: planes(Apply(lambda x: x * x.argmax(2, keepdim=True))),
+        lambda: planes(Apply(lambda x: x * (x == x.amax(2, keepdim=True)))), "amax",
+    ),
+    "bucketize": (
+        lambda: planes(Apply(lambda x: x * torch.bucketize(x.detach(), torch.linspace(-1, 1, 5)))),
+        lambda: planes(Apply(lambda x: x * (x.detach()[..., None] > torch.linspace(-1, 1, 5)).float().sum(-1))),
+        "Count the edges below",
+    ),
+    "prod": (
+        lambda: planes(Apply(lambda x: x.sigmoid().prod(3))),
+        lambda: planes(Apply(lambda x: x.sigmoid().log().sum(3).exp())), r"log\(\).sum\(dim\).exp",
+    ),
+    "logcumsumexp": (
+        lambda: planes(Apply(lambda x: x.logcumsumexp(2))),
+        lambda: planes(Apply(lambda x: x.exp().cumsum(2).log())), "cumsum",
+    ),
+    "hypot": (
+        lambda: planes(Apply(lambda x: x.hypot(x + 1))),
+        lambda: planes(Apply(lambda x: (x * x + (x + 1) * (x + 1)).sqrt())), "sqrt",
+    ),
+    "fmod": (
+        lambda: planes(Apply(lambda x: x.fmod(0.3))), lambda: planes(Apply(lambda x: x - 0.3 * (x / 0.3).trunc())),
+        "trunc",
+    ),
+    "randn_like": (lambda: planes(Apply(lambda x: x + torch.randn_like(x))), None, "as an input"),
+    "bernoulli": (
+        lambda: planes(Apply(lambda x: x * torch.bernoulli(x.sigmoid()))), lambda: planes(nn.Dropout(0.5)), "nn.Dropout"
+    ),
     "exponential": (lambda: planes(Apply(lambda x: F.gumbel_softmax(x.flatten(1)))), None, "as an input"),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 
 from memplan._torch import decompositions
 from memplan.errors import RecordingError
-from memplan.exporting.lowering.device_graph import Lowering, refusal
+from memplan.exporting.lowering.device_graph import WAYS, Lowering, refusal
 from memplan.exporting.lowering.own_decompositions import own_decompositions
 from memplan.planning.graph.joint_graph import GraphOp, Ref, map_refs, refs
 from memplan.planning.graph.op_schema import overload, short
@@ -58,7 +58,9 @@ def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str]
         try:
             _add(low, op, call, number_of, lower)
         except RecordingError as error:
-            raise refusal(op, f", which is made of {short(call.target)}") from error
+            inner = short(call.target)
+            do = WAYS.get(short(op.target)) or WAYS.get(inner, "")
+            raise refusal(op, f", which is made of {inner}", do=do) from error
     for node, number in zip(results, op.outputs, strict=False):
         if number is not None and node is not None and number_of[node] != number:
             _same(low, op, number, number_of[node])

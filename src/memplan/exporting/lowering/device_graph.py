@@ -50,6 +50,18 @@ WAYS: Mapping[str, str] = {
     "_fft_r2c": "Multiply by a buffer of cosines and one of sines, or compute the spectrum before the step",
     "grid_sampler_2d": "Use F.interpolate, or resample the data before the step",
     "upsample_bicubic2d": "Use mode='bilinear'",
+    "_upsample_bilinear2d_aa": "Leave out antialias=True",
+    "upsample_nearest3d": "Use planes: x.flatten(0, 1) and F.interpolate of planes",
+    "_adaptive_avg_pool3d": "Use planes: nn.AdaptiveAvgPool2d, and the mean over the depth",
+    "scatter_reduce": "Use scatter_add",
+    "argmax": "For a mask of its place, use x == x.amax(dim, keepdim=True)",
+    "bucketize": "Count the edges below: (x[..., None] > edges).float().sum(-1)",
+    "prod": "Where all are positive, use x.log().sum(dim).exp()",
+    "logcumsumexp": "Use x.exp().cumsum(dim).log()",
+    "hypot": "Use (x * x + y * y).sqrt()",
+    "fmod": "Use (x / y).trunc() or .floor(): x - y * (x / y).trunc()",
+    "randn_like": "Draw the noise before the step, and pass it as an input",
+    "bernoulli": "Use nn.Dropout, or draw the mask before the step, and pass it as an input",
     "_cdist_forward": "Use the squares of differences: (a[:, None] - b).square().sum(-1)",
 }
 """By op without a kernel: what to write in its place."""
