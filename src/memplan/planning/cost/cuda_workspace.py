@@ -76,8 +76,8 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
             ops.append(op)
             continue
         scratch = _scratch(graph, op, temporaries, cudnn_bytes)
-        requests, early = _requests(temporaries)
-        ops.append(replace(op, scratch=scratch, requests=requests, early_requests=early))
+        requests, before_results = _requests(temporaries)
+        ops.append(replace(op, scratch=scratch, requests=requests, early_requests=before_results))
         queries = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query in expected_bytes)
         uncertain = {query: expected_bytes[query] for query in queries if query is not None}
         if uncertain:  # the scratch of each combination of possible workspaces

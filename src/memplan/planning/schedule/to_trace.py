@@ -155,19 +155,24 @@ class _Tracer:
         self.entries[entry].freed = self.tick
 
     def _allocate_temporary(
-        self, size: int, op: int, requests: Sequence[int] = (), library_workspace: int = 0, early: Sequence[int] = ()
+        self,
+        size: int,
+        op: int,
+        requests: Sequence[int] = (),
+        library_workspace: int = 0,
+        allocated_before: Sequence[int] = (),
     ) -> None:
         """Allocate a workspace of an op and free it again.
 
         Args:
             requests: as `GraphOp.requests`; a single one if their peak is not ``size``.
             library_workspace: bytes that a library allocates after the first request, and does not free.
-            early: storages of the first requests, if they are allocated already.
+            allocated_before: storages of the first requests, if they are allocated already.
         """
         if peak_of(requests) != size or not requests:
             requests = (size, -1) if size else ()
-        allocated = list(early)
-        for request in requests[len(early) :]:
+        allocated = list(allocated_before)
+        for request in requests[len(allocated_before) :]:
             if request < 0:
                 self._release(allocated[-request - 1])
                 continue
@@ -214,17 +219,17 @@ class _Tracer:
             requests = action.called(self.graph).requests if form is None else self.graph.form[form].direct_requests
             library_workspace = self.workspace_by_op.pop(action.op, 0)
         unread_bytes = self.bytes.unread_bytes(action) if action.kind == "run" else 0
-        early = list[int]()
+        allocated_before = list[int]()
         if requests and peak_of(requests) == transient - unread_bytes and action.form is None:
             first = action.called(self.graph).early_requests
-            early = [self._allocate(request, "temporary", None, op) for request in requests[:first]]
+            allocated_before = [self._allocate(request, "temporary", None, op) for request in requests[:first]]
         if (unread_bytes or self._result_order(action)) and not frees_meanwhile and transient >= unread_bytes:
             unread = self._allocate_results(action, op, phase)
             transient -= unread_bytes
         else:
             for position, value in enumerate(self._without_host_values(action.makes)):
                 self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        self._allocate_temporary(transient, op, requests, library_workspace, early)
+        self._allocate_temporary(transient, op, requests, library_workspace, allocated_before)
         for entry in unread:
             self._release(entry)
         copy = self.bytes.gradient_copy_bytes(action)
