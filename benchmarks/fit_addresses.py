@@ -28,7 +28,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -45,9 +44,7 @@ for _path in (str(ROOT), str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT /
 
 import fit_dry  # noqa: E402
 
-import memplan  # noqa: E402
 from memplan import _torch  # noqa: E402
-from memplan.errors import MemplanError  # noqa: E402
 
 MIB = 1 << 20
 SIZES = 13
@@ -170,15 +167,9 @@ def _loop(subject: Any, planned: Any, kind: str, way: str, size: int) -> int:
 
 def cell(step: str, engine: str, share: float, card: str, environment: str) -> Cell:
     """Run one cell; an error is an entry."""
-    head: Cell = {"step": step, "engine": engine, "share": share, "card": card}
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "row.json")
-        here = partial(sys.modules["fit_addresses"].build, step, engine, share, out)
-        try:
-            trace = memplan.measure(here, device=card, dry=True, environment=environment, steps=1)
-        except MemplanError as error:
-            return head | {"error": f"{type(error).__name__}: {error}"}
-        return head | json.loads(Path(out).read_text(encoding="utf-8")) | {"torch": trace.torch}
+    build = partial(sys.modules["fit_addresses"].build, step, engine, share)
+    row, _ = fit_dry.run_dry(build, card, environment, steps=1)
+    return {"step": step, "engine": engine, "share": share, "card": card} | row
 
 
 def planned_for_expandable(

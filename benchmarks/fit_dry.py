@@ -42,6 +42,7 @@ from memplan.planning.request import Request, request  # noqa: E402
 from memplan.planning.settings import Allow, Engine, PlanOptions  # noqa: E402
 from memplan.rewriting.compiled import compile_parts  # noqa: E402
 from memplan.rewriting.install import install  # noqa: E402
+from memplan.trace.records import Counters  # noqa: E402
 from memplan.trace.step import StepOptions  # noqa: E402
 from memplan.verification.fitting.plan_cache import Plans  # noqa: E402
 
@@ -162,21 +163,39 @@ def with_plan(
 # ---------------------------------------------------------------- here
 
 
-def cell(step: str, engine: Engine, share: float, card: str, environment: str) -> Row:
-    """Run one cell; an error is an entry."""
-    head: Row = {"step": step, "engine": engine, "share": share, "card": card}
+def run_dry(
+    build: Callable[..., Any], card: str, environment: str, *, steps: int = 2
+) -> tuple[Row, Sequence[Counters]]:
+    """Run a step on the emulated card. An error is the row's, and then there are no counters.
+
+    Args:
+        build: returns the step, given a file to write its row to.
+        card: name of the card.
+        environment: of a CUDA build of torch.
+        steps: their number.
+
+    Returns:
+        The row, and the counters of the run that nothing but torch watches, each since its own reset.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "row.json")
-        here = partial(sys.modules["fit_dry"].build, step, engine, share, out)
         try:
-            trace = memplan.measure(here, device=card, dry=True, environment=environment, steps=2)
+            trace = memplan.measure(partial(build, out), device=card, dry=True, environment=environment, steps=steps)
         except MemplanError as error:
-            return head | {"error": f"{type(error).__name__}: {error}"}
-        row = json.loads(Path(out).read_text(encoding="utf-8"))
-    counted = trace.counters[1:]  # of the run that nothing but torch watches: since each step's own reset
-    row |= {name: max(getattr(one, name) for one in counted) for name in ("reserved", "allocated")}
-    row["torch"] = trace.torch
-    return head | row
+            return {"error": f"{type(error).__name__}: {error}"}, ()
+        return json.loads(Path(out).read_text(encoding="utf-8")) | {"torch": trace.torch}, trace.counters[1:]
+
+
+def highest(counters: Sequence[Counters]) -> Row:
+    """Return the largest reserved and allocated bytes; an empty row without counters."""
+    names = ("reserved", "allocated") if counters else ()
+    return {name: max(getattr(counter, name) for counter in counters) for name in names}
+
+
+def cell(step: str, engine: Engine, share: float, card: str, environment: str) -> Row:
+    """Run one cell; an error is an entry."""
+    row, counters = run_dry(partial(sys.modules["fit_dry"].build, step, engine, share), card, environment)
+    return {"step": step, "engine": engine, "share": share, "card": card} | row | highest(counters)
 
 
 def line(row: Row) -> str:

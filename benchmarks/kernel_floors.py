@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,9 +29,6 @@ import fit_dry  # noqa: E402  # of this folder
 import torch  # noqa: E402
 from benchmarks.frontier import models  # noqa: E402
 from benchmarks.frontier.models import Subject  # noqa: E402
-
-import memplan  # noqa: E402
-from memplan.errors import MemplanError  # noqa: E402
 
 Row = dict[str, Any]
 ALLOWED = ("exact", "reordered")
@@ -83,18 +78,9 @@ def build(step: str, allow: Any, out: str) -> Callable[[], None]:
 
 def cell(step: str, allow: str, card: str, environment: str) -> Row:
     """Plan and run a step on the emulated card; an error is an entry."""
-    head: Row = {"step": step, "allow": allow, "card": card}
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "row.json")
-        here = partial(sys.modules["kernel_floors"].build, step, allow, out)
-        try:
-            trace = memplan.measure(here, device=card, dry=True, environment=environment, steps=2)
-        except MemplanError as error:
-            return head | {"error": f"{type(error).__name__}: {error}"}
-        row = json.loads(Path(out).read_text(encoding="utf-8"))
-    counted = trace.counters[1:]  # of the run that nothing but torch watches: since each step's own reset
-    row |= {name: max(getattr(counter, name) for counter in counted) for name in ("reserved", "allocated")}
-    return head | row | {"torch": trace.torch}
+    build = partial(sys.modules["kernel_floors"].build, step, allow)
+    row, counters = fit_dry.run_dry(build, card, environment)
+    return {"step": step, "allow": allow, "card": card} | row | fit_dry.highest(counters)
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -1,9 +1,10 @@
 """Max pools of a piece, in less time than torch's kernel takes for contiguous tensors on the CPU.
 
 That kernel compares the elements of each window one by one (aten/src/ATen/native/cpu/MaxPoolKernel.cpp): 4 % of a
-training step of ResNet-18, and a piece pools in each of its passes. Without a derivative no indices are needed, and the
-largest elements are found by elementwise ops, one dimension after the other. With one, the kernel for channels last
-compares all channels at once. Values, and indices where elements are equal, are those of torch's kernel.
+training step of ResNet-18, and a piece pools in each of its passes. A pass that needs no derivative needs no indices:
+it takes the elementwise maximum of shifted views, along each dimension in turn. A pass that needs one runs torch's
+channels-last kernel, which compares all channels of a position at once. Values, and indices where elements are equal,
+are those of torch's kernel for contiguous tensors.
 """
 
 from __future__ import annotations

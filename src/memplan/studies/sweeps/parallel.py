@@ -32,8 +32,9 @@ STARTING = 6.0
 def record_points(tasks: Sequence[Task], jobs: int | None, progress: Progress) -> dict[int, Outcome]:
     """Return the outcomes by index of the task; after Ctrl-C only of the tasks that were done.
 
-    ``jobs``: number of processes; 1 to record in this one. None: this one for the first two points, then one per core
-    if enough work is left. Raises InputError if ``jobs`` is not None, and the step cannot be pickled.
+    ``jobs`` is the number of processes; with 1, the calling process records. None: the calling process records the
+    first two points, then a process per core records the rest if that saves time. Raises InputError if ``jobs`` is not
+    None, and the step cannot be pickled.
     """
     outcomes: dict[int, Outcome] = {}
     try:
