@@ -59,7 +59,7 @@ class Layer(nn.Module):
         x = x + self.dropout(
             self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
         )
-        return x + self.dropout(F.silu(self.up(self.down(self.dropout(x)))))
+        return x + self.dropout(F.leaky_relu(self.up(self.down(self.dropout(x)))))
 
 
 class Text(nn.Module):
@@ -138,7 +138,13 @@ def main(name: str, out: str) -> None:
     predicted |= {storage.died: -storage.bytes for storage in trace.storages if storage.died is not None}
     found = {
         "kernels": sorted({group.kernel for group in planned.plan.kernels}),
-        "direct": sum(action.form is not None and action.op is not None for action in planned.schedule.backward),
+        "direct": sorted(
+            {
+                planned.schedule.graph.ops[action.op].target
+                for action in planned.schedule.backward
+                if action.form is not None and action.op is not None
+            }
+        ),
         "predicted": [size for tick, size in sorted(predicted.items()) if size and tick > trace.steps[0]],
         "actual": [_SIGNS[event.action] * event.bytes for event in events if event.action in _SIGNS],
         "reserved": [planned.plan.predicted.peak_reserved, torch.cuda.max_memory_reserved()],

@@ -19,7 +19,8 @@ from truth.float64_errors import INTERPRETED, assert_as_exact, values_and_gradie
 import memplan
 from memplan import kernels
 from memplan.errors import InputError
-from memplan.kernels.cross_entropy import token_statistics
+from memplan.kernels.cross_entropy import token_statistics, token_statistics_backward
+from memplan.kernels.launch import without_data
 
 of_memory = pytest.mark.skipif(INTERPRETED, reason="the interpreter copies what its kernels take")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -316,3 +317,24 @@ def test_on_a_card_a_part_of_the_logits_is_all_that_is_added() -> None:
     cublas = 32 << 20
     # lse, picked; the shifted targets of a part; its logits
     assert step.peak_allocated - held - cublas == 2 * state_bytes + tokens * 8 + tokens * 1024 * 2
+
+
+@of_memory
+@pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 0), (torch.bfloat16, 3)])
+def test_on_a_card_the_backward_pass_allocates_the_gradient_of_hidden_once(dtype: torch.dtype, products: int) -> None:
+    """In half precision also a product for each of three parts of the classes, and a sum in float32."""
+    tokens, features, classes = 512, 256, 3072
+    hidden, weight = torch.zeros(tokens, features, dtype=dtype), torch.zeros(classes, features, dtype=dtype)
+    ids, lse = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens)
+
+    def run() -> None:
+        with without_data("cuda"):
+            token_statistics_backward(
+                lse, lse, lse[:0], hidden, weight, None, ids, lse, softcap=0.0, scale=1.0, wanted=[True, True, False]
+            )
+
+    sizes = allocations(run)
+    assert sizes.count(hidden.nbytes) == 1 + products
+    assert sizes.count(weight.nbytes) == 1
+    assert max(size for size in sizes if size != weight.nbytes) == tokens * 1024 * dtype.itemsize
+    assert (2 * hidden.nbytes in sizes) == bool(products)  # the sum

@@ -238,7 +238,9 @@ def token_statistics_backward(
     """
     d_hidden, d_weight, d_bias = _empty_gradients(hidden, weight, bias, wanted)
     d_lse, d_picked, d_total = d_lse.contiguous(), d_picked.contiguous(), d_total.contiguous()
-    sums = hidden.new_zeros(d_hidden.shape, dtype=accumulated(hidden.dtype))
+    summed_alone = accumulated(hidden.dtype) != hidden.dtype  # in half precision: a gradient in float32 is its own sum
+    sums = hidden.new_empty(d_hidden.shape, dtype=accumulated(hidden.dtype)) if summed_alone else d_hidden
+    sums.zero_()
     differentiate = _differentiate_in_triton if launches(hidden, weight) else _differentiate
     with torch.autocast(hidden.device.type, enabled=False):
         for part, weight_part, logits in _parts_of_logits(hidden, weight, bias):
@@ -249,11 +251,13 @@ def token_statistics_backward(
                 d_bias[part] = logits.sum(0, dtype=sums.dtype)
             if not wanted[0]:
                 continue
-            if sums.dtype == hidden.dtype:
-                sums.addmm_(logits, weight_part)
-            else:
+            if summed_alone:
                 sums.add_(logits @ weight_part)
-    return sums.to(hidden.dtype), d_weight, d_bias
+            else:
+                sums.addmm_(logits, weight_part)
+    if summed_alone:
+        d_hidden.copy_(sums)
+    return d_hidden, d_weight, d_bias
 
 
 @token_statistics_backward.register_fake

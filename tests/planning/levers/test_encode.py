@@ -247,11 +247,14 @@ def test_on_a_card_readers_of_bits_make_requests_piece_by_piece(monkeypatch: pyt
     y = r.call("aten.relu.default", x)
     r.call("aten.native_dropout_backward.default", g, mask, 2.0, phase="backward")
     r.call("aten.threshold_backward.default", g, y, 0, phase="backward")
+    z = r.call("aten.leaky_relu.default", x, 0.1)
+    r.call("aten.leaky_relu_backward.default", g, z, 0.1, True, phase="backward")
     values = [replace(value, place="cuda:0") for value in r.graph().values]
     graph = with_forms(replace(r.graph(), values=tuple(values), forms=()), Situation())
     by_codec = {form.how: form for form in graph.forms if form.direct}
     assert (by_codec["bits"].direct_scratch, by_codec["bits"].direct_requests) == (12_288, (4096, 8192, -2, -1))
-    assert (by_codec["sign"].direct_scratch, by_codec["sign"].direct_requests) == (4096, (4096, -1))
+    for codec in ("sign", "positive"):
+        assert (by_codec[codec].direct_scratch, by_codec[codec].direct_requests) == (4096, (4096, -1))
     monkeypatch.setattr(encode, "most", lambda place: 3072)
     dropout = next(op for op in graph.ops if op.target == "aten.native_dropout_backward.default")
     requests = (3072, 6144, -2, -1, 1024, 2048, -4, -3)

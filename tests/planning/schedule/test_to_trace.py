@@ -126,10 +126,13 @@ def test_unread_results_are_requested_one_by_one() -> None:
 @needs_cuda_torch
 @pytest.mark.parametrize(
     ("step", "kernels", "direct"),
-    [("convolutional", ["batch_norm_act", "cross_entropy"], 0), ("text", [], 3)],
+    [
+        ("convolutional", ["batch_norm_act", "cross_entropy"], []),
+        ("text", [], ["aten.leaky_relu_backward.default", "aten.native_dropout_backward.default"]),
+    ],
 )
 def test_a_planned_step_makes_the_requests_that_are_predicted(
-    step: str, kernels: list[str], direct: int, tmp_path: Path
+    step: str, kernels: list[str], direct: list[str], tmp_path: Path
 ) -> None:
     """All of them, in their order; at the end torch frees the loss and its gradient, which the caller held."""
     out = tmp_path / "requests.json"
@@ -139,7 +142,7 @@ def test_a_planned_step_makes_the_requests_that_are_predicted(
     )
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["kernels"] == kernels
-    assert found["direct"] >= direct
+    assert set(direct) <= set(found["direct"])
     predicted, actual = ([_blocks(request) for request in found[name]] for name in ("predicted", "actual"))
     assert len(predicted) > 200
     assert actual[: len(predicted)] == predicted

@@ -73,7 +73,9 @@ DIRECT: Mapping[str, Direct] = {
         buffers=0,
         suits=lambda arguments: arguments["threshold"] == 0,
     ),
-    "aten.leaky_relu_backward.default": Direct("self", "positive", "memplan.leaky_relu_backward_bits"),
+    "aten.leaky_relu_backward.default": Direct(
+        "self", "positive", "memplan.leaky_relu_backward_bits", buffers_on_card=0
+    ),
     "aten.native_dropout_backward.default": Direct(
         "mask", "bits", "memplan.native_dropout_backward_bits", buffers=2, buffers_on_card=1
     ),

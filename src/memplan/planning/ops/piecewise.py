@@ -153,8 +153,12 @@ def _threshold(out: Tensor, gradient: Tensor, flags: Tensor, threshold: float) -
 
 
 def _leaky_relu(out: Tensor, gradient: Tensor, flags: Tensor, slope: float, is_result: bool) -> None:
-    """Write the gradient of a leaky ReLU's input to ``out``; flags as numbers are positive where the input is."""
-    _ATEN.leaky_relu_backward.grad_input(gradient, flags.to(gradient.dtype), slope, is_result, grad_input=out)
+    """Write the gradient of a leaky ReLU's input to ``out``; flags as numbers are positive where the input is.
+
+    A card's kernel casts the bytes as it reads them (c10::fetch_and_cast in CUDALoops.cuh); a CPU's needs a copy.
+    """
+    numbers = flags if flags.is_cuda else flags.to(gradient.dtype)
+    _ATEN.leaky_relu_backward.grad_input(gradient, numbers, slope, is_result, grad_input=out)
 
 
 def _dropout(out: Tensor, gradient: Tensor, flags: Tensor, scale: float) -> None:
