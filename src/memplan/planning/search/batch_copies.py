@@ -43,10 +43,20 @@ class Copies:
         use_seconds = (used[index] * flat.forms[flat.copied[index]].use_seconds for index in self.used_copies)
         self.use_seconds = sum(use_seconds, np.zeros(self.count))
         """By candidate: seconds that its copies add, without waits."""
-        self.store_order = [int(index) for index in np.lexsort((self.rows, flat.maker[self.rows]))]
-        """The copies in the order in which they are copied to the host."""
-        self.fetch_order = np.argsort(self.needed, axis=0, kind="stable")
-        """By candidate: the copies in the order in which they are needed, ties in the order of values."""
+        in_use = self.needed < NEVER
+        self.in_use = {int(row): in_use[index] for index, row in enumerate(self.rows)}
+        """By row of a value: the candidates that use its copy."""
+        self.pairs = np.nonzero(in_use)
+        """Copy and candidate of each use."""
+        self.counts = in_use.sum(axis=0)
+        """By candidate: the number of copies it uses."""
+        most = int(self.counts.max(initial=0))
+        # Of many copies that any candidate uses, each uses few: orders are over those of a candidate alone.
+        store_order = np.lexsort((self.rows, flat.maker[self.rows]))
+        self.store_order = store_order[np.argsort(~in_use[store_order], axis=0, kind="stable")[:most]]
+        """By candidate: its copies in the order in which they are copied to the host. Those past its number are any."""
+        self.fetch_order = np.argsort(self.needed, axis=0, kind="stable")[:most]
+        """By candidate: its copies in the order in which they are needed, ties in the order of values."""
         self.begins = np.array(host_copies.backward_begins(flat.graph))
         """Seconds at which each backward op begins."""
         self.free_positions, self.fetch_slots = self._compute_free_positions(), self._compute_fetch_slots()
@@ -54,22 +64,22 @@ class Copies:
 
     def uses(self, row: int) -> Bools:
         """Return for each candidate whether it keeps forward value ``row`` as a copy in host memory."""
-        index = np.flatnonzero(self.rows == row)
-        return self.needed[index[0]] < NEVER if len(index) else np.zeros(self.count, dtype=bool)
+        in_use = self.in_use.get(row)
+        return np.zeros(self.count, dtype=bool) if in_use is None else in_use
 
     def _compute_free_positions(self) -> Ints:
         """Return an array over (copy, candidate): the position of the forward op after which the value is freed on the
         device."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))
         freed_after = np.zeros(self.needed.shape, dtype=np.int64)
-        done = np.zeros(self.count)
-        for index in self.store_order:
-            row, used = self.rows[index], self.needed[index] < NEVER
+        done, every = np.zeros(self.count), np.arange(self.count)
+        for k, index in enumerate(self.store_order):  # each candidate has an order, and so a copy, of its own
+            row, used = self.rows[index], k < self.counts
             # the copy begins when the value is computed and the copy before it is done
             end = np.maximum(done, ends[self.flat.maker[row]]) + self.seconds[index]
             done = np.where(used, end, done)
             position = np.minimum(np.searchsorted(ends, end), len(ends) - 1)
-            freed_after[index] = np.maximum(position, self.flat.used_last[row])
+            freed_after[index[used], every[used]] = np.maximum(position, self.flat.used_last[row])[used]
         return freed_after
 
     def _compute_fetch_slots(self) -> Ints:
@@ -96,24 +106,25 @@ class Copies:
         First the bytes that are live after the op only because their copy is not done yet, then the part of them that
         is freed at that op. ``positions``: number of forward ops.
         """
-        live = np.zeros((positions + 1, self.count), dtype=np.int64)
-        freed = np.zeros((positions + 1, self.count), dtype=np.int64)
-        every = np.arange(self.count)
-        for index, row in enumerate(self.rows):
-            size = np.where(self.needed[index] < NEVER, self.flat.bytes[row], 0)
-            live[self.flat.used_last[row]] += size
-            freed[self.free_positions[index], every] += size
+        copies, _ = self.pairs
+        live = self._bytes_at(self.flat.used_last[self.rows[copies]], positions + 1)
+        freed = self._bytes_at(self.free_positions[self.pairs], positions + 1)
         live[1:] -= freed[:-1]
         return np.cumsum(live, axis=0)[:-1], freed[:-1]
 
     def allocated_in_backward(self, slots: int) -> Ints:
         """Return an array over (slot, candidate): bytes allocated at the beginning of a slot for copies back.
         ``slots``: number."""
-        allocated = np.zeros((slots, self.count), dtype=np.int64)
-        for index, row in enumerate(self.rows):
-            some = np.flatnonzero(self.needed[index] < NEVER)
-            allocated[self.fetch_slots[index, some], some] += self.flat.bytes[row]
-        return allocated
+        return self._bytes_at(self.fetch_slots[self.pairs], slots)
+
+    def _bytes_at(self, places: Ints, count: int) -> Ints:
+        """Add up the bytes of the copies in use, an array over (place, candidate). ``places``: one for each of
+        ``pairs``; ``count``: their number."""
+        copies, candidates = self.pairs
+        sums = np.bincount(
+            places * self.count + candidates, weights=self.flat.bytes[self.rows[copies]], minlength=count * self.count
+        )
+        return sums.astype(np.int64).reshape(count, self.count)
 
     def waits(self, storing: Floats, spent: Floats) -> Floats:
         """Return the seconds that the step waits for copies, by candidate.
@@ -127,12 +138,12 @@ class Copies:
     def _waits_for_stores(self, storing: Floats) -> Floats:
         """Return, by candidate, the seconds that the forward pass waits at its end for copies to host memory."""
         ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(storing, axis=0)
-        done = np.zeros(self.count)
-        for index in self.store_order:
+        done, every = np.zeros(self.count), np.arange(self.count)
+        for k, index in enumerate(self.store_order):
             maker = self.flat.maker[self.rows[index]]
-            begin = ends[maker] - storing[maker]
+            begin = ends[maker, every] - storing[maker, every]
             end = np.maximum(done, begin) + self.seconds[index]
-            done = np.where(self.needed[index] < NEVER, end, done)
+            done = np.where(k < self.counts, end, done)
         # A wait before the end of the pass is for a copy that is done by then: see host_copies.
         return np.maximum(done - ends[-1], 0.0)
 
@@ -142,7 +153,7 @@ class Copies:
         begins[1:] = self.begins[:-1, None] + np.cumsum(spent, axis=0)[:-1]
         every = np.arange(self.count)
         needed = np.take_along_axis(self.needed, self.fetch_order, axis=0)
-        waited = np.zeros((len(self.rows) + 1, self.count))
+        waited = np.zeros((len(self.fetch_order) + 1, self.count))
         """Seconds waited after the first k copies were needed."""
         done = np.zeros(self.count)
         for k, index in enumerate(self.fetch_order):  # each candidate has an order, and so a copy, of its own

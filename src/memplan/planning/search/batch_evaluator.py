@@ -7,6 +7,7 @@ cumulative sums over slots give the levels. The result equals ``byte_levels.leve
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,10 @@ CHUNK = 512
 """Candidates that are evaluated together, so that their arrays stay in the processor's cache."""
 
 
+LATEST_BYTES = 96 << 20
+"""Host memory for the latest results."""
+
+
 class Evaluator:
     """Evaluates choices on one graph. A candidate is a column of booleans: see `column` and `choices`."""
 
@@ -37,6 +42,12 @@ class Evaluator:
         self.flat = FlatGraph(graph, outside_memory, gradients)
         self.rows = len(self.flat.droppable) + len(self.flat.forms)
         """Booleans of a candidate."""
+        self._latest: dict[bytes, Levels] = {}
+        """Results by digest of their candidates, those used last at the end."""
+
+    def forget(self) -> None:
+        """Free the memory of the latest results."""
+        self._latest.clear()
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
         """Return choices as a candidate: whether each of ``flat.droppable`` is recomputed, then whether each form is
@@ -97,9 +108,18 @@ class Evaluator:
         return profiles
 
     def _batch(self, columns: Columns) -> Levels:
-        """Return the bytes and seconds of candidates: all at once if the graph allows that, else schedule by
-        schedule."""
-        return Batch(self.flat, columns).run() if self.flat.regular else _by_schedules(self, columns)
+        """Return the bytes and seconds of candidates: all at once if the graph allows that, else schedule by schedule.
+
+        The moves from a state are evaluated for one budget after the other, so the latest results are kept.
+        """
+        key = hashlib.blake2b(columns.tobytes()).digest()
+        found = self._latest.pop(key, None)
+        if found is None:
+            found = Batch(self.flat, columns).run() if self.flat.regular else _by_schedules(self, columns)
+            while self._latest and sum(result.nbytes for result in self._latest.values()) + found.nbytes > LATEST_BYTES:
+                del self._latest[next(iter(self._latest))]  # the one that was not used for longest
+        self._latest[key] = found
+        return found
 
 
 def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:

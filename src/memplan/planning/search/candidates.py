@@ -54,6 +54,12 @@ class Levels:
     needed: npt.NDArray[np.bool_]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of these arrays in host memory."""
+        arrays = self.forward, self.slots, self.update, self.seconds, self.needed
+        return sum(array.nbytes for array in arrays)
+
+    @property
     def peak(self) -> Ints:
         """Highest level of each candidate, in bytes."""
         most = np.maximum(self.slots.max(axis=0), self.update)

@@ -166,6 +166,12 @@ class Search:
             return self
         return Search(self.steady, self.outside_memory, gradients=self.gradients, heuristics=self.heuristics)
 
+    def forget(self) -> None:
+        """Free the memory of the candidates' latest results."""
+        self.evaluator.forget()
+        if "deterministic" in vars(self):
+            self.deterministic.evaluator.forget()
+
     def in_order(self, order: tuple[int, ...]) -> Search:
         """Return the same search with the backward ops in another order (see ``JointGraph.order``)."""
         steady = None if self.steady is None else self.steady.in_order(order)
