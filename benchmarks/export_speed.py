@@ -41,7 +41,8 @@ from memplan.exporting.trials.cortex import COMPILER, CORES, EMULATOR, FLAGS, PE
 
 STANDARD = ("-std=c99", "-ffp-contract=fast")
 CORE, CORE_LEVELS = "cortex-m4", ("-O2", "-Os")
-HOST_LEVELS = (("-O3",), ("-O3", "-march=native"))
+HOST_LEVELS = (("-O3",), ("-O3", "-march=native"), ("-O3", "-DWIDE=8"))
+"""The last: without tiles in AVX."""
 ROUNDS = 8
 RUN_SECONDS = 0.3
 Row = dict[str, Any]

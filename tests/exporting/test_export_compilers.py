@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -126,6 +128,24 @@ def test_the_flags_of_the_makefile_suit_cross_compilers(core: str, tmp_path: Pat
 def test_a_width_without_tiles_is_refused(columns: int, tmp_path: Path) -> None:
     said = warnings_of(["cc", "-std=c99", f"-DWIDE={columns}"], exported("mlp", tmp_path))
     assert "WIDE is 4, 8 or 16" in said
+
+
+FUSED = re.compile(r"^ +[0-9a-f]+:\s+vfmadd\d+ps ", re.MULTILINE)
+"""A vector instruction of AVX with FMA in a disassembly."""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no x86-64")
+@pytest.mark.parametrize("name", ["gcc", "clang"])
+def test_tiles_on_x86_64_are_there_in_fma_without_flags_of_a_machine(name: str, tmp_path: Path) -> None:
+    skip_without(name, "objdump")
+    folder, command = exported("mlp", tmp_path), [name, "-std=c99", "-O3", "-ffp-contract=fast"]
+    fused = dict[str, bool]()
+    for width in ("", "-DWIDE=8"):
+        assert warnings_of([*command, *width.split()], folder) == ""
+        dump = ["objdump", "-d", "--no-show-raw-insn", "compiled.o"]
+        text = subprocess.run(dump, cwd=folder, check=True, capture_output=True, text=True).stdout
+        fused[width] = FUSED.search(text) is not None
+    assert fused == {"": True, "-DWIDE=8": False}
 
 
 def frames(command: list[str], folder: Path) -> list[int]:

@@ -47,6 +47,7 @@ TARGETS = {
         ("qemu-system-riscv32", "-M", "virt", "-bios", "none", *QUIET, "-kernel", "painted"),
     ),
     "host": Core("gcc", (), ("-static", "-pthread", "-lm"), ("./painted",)),
+    "sse2": Core("gcc", ("-DWIDE=8",), ("-static", "-pthread", "-lm"), ("./painted",)),
     "avx2": Core("gcc", ("-mavx2", "-mfma"), ("-static", "-pthread", "-lm"), ("./painted",)),
 }
 

@@ -561,7 +561,7 @@ PRODUCTS = ("convolution", "transposed", "input gradient", "mm.default")
 TILED = [name for name in EVERY if any(word in name for word in PRODUCTS)]
 
 
-@pytest.mark.parametrize("flags", [["-DWIDE=4"], ["-DWIDE=16"], ["-DWIDE=4", "-DDEEP=3"]])
+@pytest.mark.parametrize("flags", [["-DWIDE=4"], ["-DWIDE=8"], ["-DWIDE=16"], ["-DWIDE=4", "-DDEEP=3"]])
 def test_tiles_of_other_sizes_compute_the_same(flags: list[str], tmp_path: Path) -> None:
     assert checked(4, tmp_path, TILED, flags) == {}
     assert "    convolution_weight_gradient_tiles(" in (tmp_path / "cases.c").read_text()

@@ -110,7 +110,7 @@ def test_the_figure_of_an_export_is_above_a_painted_stack(name: str, tmp_path: P
     assert f"at most {core.stack} of stack" in (tmp_path / "net.md").read_text()
 
 
-WIDTHS = {"cortex-m4": (4, 2048), "rv32imac": (4, 2048), "host": (8, 4096), "avx2": (16, 4096)}
+WIDTHS = {"cortex-m4": (4, 2048), "rv32imac": (4, 2048), "host": (16, 4096), "sse2": (8, 4096), "avx2": (16, 4096)}
 """The width of tiles, and the bytes that docs/export.md says a step takes beside a panel and its sums."""
 
 

@@ -36,7 +36,8 @@ def gradient_kernel(
 
 def tile(w: CallWriter, weight: str = "float") -> str:
     """Add the kernel of a tile for weights of a C type; return its name."""
-    return w.instance("tile", "tile" if weight == "float" else "tile_int8", {"WEIGHT": weight})
+    name = "tile" if weight == "float" else "tile_int8"
+    return w.instance("tile", name, {"BODY": f"{name}_body", "FUSED": f"{name}_fma", "WEIGHT": weight})
 
 
 def _sizes(w: CallWriter, a: Ref, b: Ref, bias: Any = None) -> tuple[int, ...]:

@@ -1,7 +1,11 @@
 /* Add to four rows of WIDE sums the products of four rows of a, or of as many as there are, by a panel. Rows of sums are
    `step` apart, which has to be WIDE where that is more than 4. */
-static void KERNEL(float *restrict sums, int step, const WEIGHT *restrict a, int row, int rows,
-                   const panel *restrict p)
+#define ARGUMENTS float *restrict sums, int step, const WEIGHT *restrict a, int row, int rows, const panel *restrict p
+#ifdef BY_CPU
+static inline __attribute__((always_inline)) void BODY(ARGUMENTS)
+#else
+static void KERNEL(ARGUMENTS)
+#endif
 {
     const int second = rows > 1 ? row : 0, third = rows > 2 ? 2 * row : 0, fourth = rows > 3 ? 3 * row : 0;
     const float *b = p->columns;
@@ -36,3 +40,15 @@ static void KERNEL(float *restrict sums, int step, const WEIGHT *restrict a, int
 #undef EACH
 #endif
 }
+
+#ifdef BY_CPU
+static __attribute__((target("avx,fma"))) void FUSED(ARGUMENTS) { BODY(sums, step, a, row, rows, p); }
+static void KERNEL(ARGUMENTS)
+{
+    if (__builtin_cpu_supports("fma"))
+        FUSED(sums, step, a, row, rows, p);
+    else
+        BODY(sums, step, a, row, rows, p);
+}
+#endif
+#undef ARGUMENTS
