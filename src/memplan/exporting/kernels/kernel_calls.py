@@ -144,6 +144,7 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
         })  # fmt: skip
         value = "VALUE(v, group * c->inner + (channel))"
         defines |= {
+            "IN_PLACE": "1" if defines["FLOATS"] == "1" and not (scales and transposed) else "0",
             "ADD(to, w, p, count, c)": f"{add}(to, w, {given}p, count, c)",
             "INNER(channel, v)": f"(scale[group * c->inner + (channel)] * {value})" if scales and transposed else value,
         }

@@ -14,6 +14,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "matmul_int8": ("product",),
     "matmul_bytes": ("product",),
     "tile": ("panel",),
+    "convolution_tiles": ("fill",),
     "convolution_add": ("panel", "tiled_convolution"),
     "convolution_weight_gradient_tiles": ("inside",),
     "convolution_gather": ("axpy", "convolution", "inside"),

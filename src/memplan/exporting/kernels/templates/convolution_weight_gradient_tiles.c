@@ -14,8 +14,10 @@ static void KERNEL(TARGET, const float *gradient, const INPUT *x CONSTANTS, cons
             const float *g = gradient + ((b * c->groups + group) * c->outer + outer) * area;
             for (int begin = 0, deep; begin < area; begin += DEEP) {
                 deep = least(DEEP, area - begin);
-                for (int k = 0; k < deep; k++)
+                for (int k = 0; k < deep; k++) {
                     p.at[k] = begin + k;
+                    p.row[k] = p.columns + k * WIDE;
+                }
                 p.at[deep] = -1;
                 for (int j = 0; j < WIDE; j++) {
                     const int weight = first + least(j, count - 1), channel = weight / taps, tap = weight % taps;

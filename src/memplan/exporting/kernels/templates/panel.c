@@ -1,5 +1,5 @@
-/* Matrix products in tiles: sums of four rows by WIDE columns, as many as fit in registers. A panel holds factors of WIDE
-   columns, one row after another, and where the other factor of each begins; -1 is the end of the list. */
+/* Matrix products in tiles: sums of four rows by WIDE columns, as many as fit in registers. A panel lists rows of WIDE
+   factors, which lie in it or elsewhere, and where the other factors of each begin; -1 is the end of the list. */
 #if !defined(WIDE) && !defined(__AVX__) && defined(__x86_64__) && defined(__GNUC__) && defined(__OPTIMIZE__)
 #define BY_CPU /* tiles in SSE2 and in AVX with FMA: the processor decides when the program runs */
 #define WIDE 16
@@ -31,6 +31,7 @@
 
 typedef struct {
     int at[DEEP + 1];
+    const float *row[DEEP];
     float columns[DEEP * WIDE];
 } panel;
 

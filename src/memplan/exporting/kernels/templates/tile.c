@@ -8,11 +8,12 @@ static void KERNEL(ARGUMENTS)
 #endif
 {
     const int second = rows > 1 ? row : 0, third = rows > 2 ? 2 * row : 0, fourth = rows > 3 ? 3 * row : 0;
-    const float *b = p->columns;
+    const float *const *next = p->row;
 #if WIDE > 4 /* a constant step: compilers see that rows do not overlap, and use vectors */
     (void)step;
-    for (const int *at = p->at; *at >= 0; at++, b += WIDE) {
+    for (const int *at = p->at; *at >= 0; at++) {
         const WEIGHT *w = a + *at;
+        const float *b = *next++;
         const float w0 = (float)w[0], w1 = (float)w[second], w2 = (float)w[third], w3 = (float)w[fourth];
         for (int j = 0; j < WIDE; j++) {
             sums[j] += w0 * b[j];
@@ -23,18 +24,20 @@ static void KERNEL(ARGUMENTS)
     }
 #else /* without vectors, compilers keep variables in registers, not arrays */
 #define EACH(i) DO(i, 0) DO(i, 1) DO(i, 2) DO(i, 3)
-#define DO(i, j) float s##i##j = sums[i * step + j];
+    float *const sums0 = sums, *const sums1 = sums0 + step, *const sums2 = sums1 + step, *const sums3 = sums2 + step;
+#define DO(i, j) float s##i##j = sums##i[j];
     EACH(0) EACH(1) EACH(2) EACH(3)
 #undef DO
 #define DO(i, j) s##i##j += w##i * b##j;
-    for (const int *at = p->at; *at >= 0; at++, b += 4) {
+    for (const int *at = p->at; *at >= 0; at++) {
         const WEIGHT *w = a + *at;
+        const float *b = *next++;
         const float b0 = b[0], b1 = b[1], b2 = b[2], b3 = b[3];
         const float w0 = (float)w[0], w1 = (float)w[second], w2 = (float)w[third], w3 = (float)w[fourth];
         EACH(0) EACH(1) EACH(2) EACH(3)
     }
 #undef DO
-#define DO(i, j) sums[i * step + j] = s##i##j;
+#define DO(i, j) sums##i[j] = s##i##j;
     EACH(0) EACH(1) EACH(2) EACH(3)
 #undef DO
 #undef EACH
