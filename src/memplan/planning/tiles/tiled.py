@@ -487,7 +487,11 @@ class Tiled:
         known, sums = self._known(statistics), dict[int, Pair]()
         positions = {value: at for at, value in enumerate(self.program.inputs)}
         # before all passes, so that what these take is the same with and without ``into``
-        totals = [torch.zeros_like(tensor) if needs else None for tensor, needs in zip(tensors, needed, strict=True)]
+        inputs = zip(self.program.inputs, tensors, needed, strict=True)
+        totals = [
+            torch.zeros_like(tensor, dtype=self._sum_dtype(value, tensor)) if needs else None
+            for value, tensor, needs in inputs
+        ]
         over = -1
         if into is not None:
             over = needed.index(True)
@@ -498,8 +502,30 @@ class Tiled:
         for piece in pieces or range(self.pieces):
             self._add_piece(piece, tensors, known, sums, gradients, needed, totals, over, first, results)
         for at, position in first.items():
-            self._finish(at, tensors, _pair(known[at]), sums.get(at), totals, position)
-        return totals
+            self._finish(at, tensors, _pair(known[at]), sums, totals, position)
+        return [
+            None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)
+        ]
+
+    def _sum_dtype(self, value: int, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which the gradients of the pieces are added up to that of input ``value``.
+
+        A bias' gradient is often a small rest of large terms: rounded to float32 after each piece, it was five times as
+        far from float64 as eager mode's. In half precision, so is that of a weight. One dimension takes few bytes.
+        The gradients of `summed_factors` are added up by their product itself, which has one dtype.
+        """
+        if value in self.along or not tensor.dtype.is_floating_point:
+            return tensor.dtype
+        if tensor.dim() <= 1:
+            return torch.float64
+        is_half = tensor.dtype.itemsize < torch.float32.itemsize
+        return torch.float32 if is_half and value not in self.summed_factors else tensor.dtype
+
+    @cached_property
+    def summed_factors(self) -> frozenset[int]:
+        """Weights whose gradients products add up in place."""
+        factors = (step.factor for step in self.steps if isinstance(step, _InPart))
+        return frozenset(factor.weight for factor in factors if factor is not None)
 
     def overwritten(self, needed: Sequence[bool]) -> int | None:
         """Return the position of a result whose gradient the first gradient of an input can overwrite; None if there is
@@ -540,7 +566,7 @@ class Tiled:
         for piece in pieces or range(self.pieces):
             self._add_piece_sums(piece, norms, tensors, known, sums, gradients)
         for at in norms:
-            sums.setdefault(at, self._no_sums(at, _pair(known[at])))
+            sums[at] = self._rounded_sums(at, sums, _pair(known[at]))
 
     # A piece is a call of its own: variables of a loop would hold its tensors while the next piece runs.
 
@@ -597,7 +623,7 @@ class Tiled:
                 place.add_(gradient.reshape(place.shape))
 
     def _add(self, sums: dict[int, Pair], at: int, x: Tensor, known: Pair, dy: Tensor | None) -> None:
-        """Add to ``sums[at]`` what a piece contributes to the sums of a norm's derivative.
+        """Add to ``sums[at]`` what a piece contributes to the sums of a norm's derivative, in float64.
 
         Args:
             sums: by node.
@@ -607,18 +633,28 @@ class Tiled:
             dy: gradient of the part's result; None for zeros.
         """
         if dy is not None:
-            part = gradient_sums(self.norms[at], x, *known, dy)
-            sums[at] = (sums[at][0] + part[0], sums[at][1] + part[1]) if at in sums else part
+            plain, weighted = (part.double() for part in gradient_sums(self.norms[at], x, *known, dy))
+            sums[at] = (sums[at][0] + plain, sums[at][1] + weighted) if at in sums else (plain, weighted)
 
-    def _no_sums(self, at: int, known: Pair) -> Pair:
-        """Return the sums of the derivative of the norm at node ``at`` if no gradient flows into it."""
+    def _rounded_sums(self, at: int, sums: Mapping[int, Pair], known: Pair) -> Pair:
+        """Return the sums of the derivative of the norm at node ``at`` in the dtype of its statistics; zeros if no
+        gradient flows into it.
+
+        Args:
+            at: the node.
+            sums: over all pieces.
+            known: mean and variance of the norm.
+        """
         mean, _ = known
+        if at in sums:
+            plain, weighted = sums[at]
+            return plain.to(mean.dtype), weighted.to(mean.dtype)
         zeros = mean.new_zeros(mean.shape[0], self.shapes[self.norms[at].input][1])
         return zeros, zeros
 
     def _finish(
-        self, at: int, tensors: Sequence[Tensor], known: Pair, sums: Pair | None, results: Sequence[Tensor | None],
-        position: int,
+        self, at: int, tensors: Sequence[Tensor], known: Pair, sums: Mapping[int, Pair],
+        results: Sequence[Tensor | None], position: int,
     ) -> None:  # fmt: skip
         """Turn the gradient of the result of a norm of an input into that of the input, and add those of its weights.
 
@@ -626,13 +662,13 @@ class Tiled:
             at: node of the norm.
             tensors: inputs of the program.
             known: mean and variance of the norm.
-            sums: of its derivative; None if no gradient flows into it.
+            sums: by node, the sums of the derivatives of norms.
             results: gradients of the inputs; at ``position`` that of the norm's result.
             position: that of the norm's input among the inputs.
         """
         norm, inputs = self.norms[at], self.program.inputs
-        sums = sums or self._no_sums(at, known)
-        for value, total in ((norm.weight, sums[1]), (norm.bias, sums[0])):
+        rounded = self._rounded_sums(at, sums, known)
+        for value, total in ((norm.weight, rounded[1]), (norm.bias, rounded[0])):
             if value is not None and (result := results[inputs.index(value)]) is not None:
                 result.add_(total.sum(0))
         gradient = results[position]
@@ -642,7 +678,7 @@ class Tiled:
         for piece in range(self.pieces):
             window = self.own(norm.input, piece)
             x, dy = (self.part(whole, norm.input, window) for whole in (tensors[position].detach(), gradient))
-            dy.copy_(input_gradient(norm, x, weight, *known, dy, sums, self.count(norm)))
+            dy.copy_(input_gradient(norm, x, weight, *known, dy, rounded, self.count(norm)))
 
     def count(self, norm: Norm) -> int:
         """Return the number of elements that share a statistic of a norm."""
