@@ -27,14 +27,14 @@ from memplan.planning.tiles.tiled import Axis, Tiled
 
 @dataclass(frozen=True)
 class Crop:
-    """What a part of the result reads, along each dimension of space."""
+    """A crop of the input for a part of the result: windows along each dimension of space."""
 
     result: tuple[Window, ...]
-    """The part of the result."""
+    """The part of the whole result."""
     input: tuple[Window, ...]
-    """The part of the input."""
+    """The crop, in the whole input."""
     inner: tuple[Window, ...]
-    """Where the part lies in the result of the crop."""
+    """The part, in the result of the crop."""
 
 
 class Crops:
@@ -54,17 +54,19 @@ class Crops:
         self._model, self.dtype = model, dtype
         self.input_shape = shape
         self._programs: dict[tuple[int, ...], list[Tiled]] = {}
-        """By shape of an input: the network's program, tiled along each dimension of space."""
-        self._whole = self._tiled(shape)
-        """The program of the whole input, tiled along each dimension of space."""
-        program = self._whole[0].program
+        """By shape of an input, whole or cropped: the network's program, tiled along each dimension of space."""
+        self._whole_programs = self._tiled(shape)
+        """Those of the whole input."""
+        program = self._whole_programs[0].program
         self.result_shape = program.likes[program.outputs[0]].shape
         """Shape of the network's result for the whole input."""
         self.result_dtype = program.likes[program.outputs[0]].dtype
-        self._scales = [self._scales_along(tiled) for tiled in self._whole]
-        """Along each dimension of space: how many elements of the input an element of each value stands for."""
-        strides = ([scale.numerator for scale in scales.values() if scale >= 1] for scales in self._scales)
-        self.strides = tuple(math.lcm(*each) for each in strides)
+        self._downsampling = [self._downsampling_along(tiled) for tiled in self._whole_programs]
+        """For each dimension of space: see `_downsampling_along`."""
+        self.strides = tuple(
+            math.lcm(*(factor.numerator for factor in factors.values() if factor >= 1))
+            for factors in self._downsampling
+        )
         """Total stride of the network along each dimension of space: crops begin at its multiples."""
         self._checked: set[tuple[Any, ...]] = set()
         """Kinds of crops whose windows were compared with those on the whole input."""
@@ -79,64 +81,69 @@ class Crops:
             with _torch.fake_mode():
                 input = torch.empty(shape, dtype=self.dtype)
             program = _program(self._model, input)
-            along_dims = [Tiled(program, Axis(dim), pieces=1) for dim in range(2, len(shape))]
-            for tiled in along_dims:
+            along_each_dim = [Tiled(program, Axis(dim), pieces=1) for dim in range(2, len(shape))]
+            for tiled in along_each_dim:
                 if tiled.norms:
                     raise NotTileable("a norm needs the statistics of the whole input")
-                if tiled.partial or tiled.totals:
+                if tiled.partial_sums or tiled.precomputed_sums:
                     raise NotTileable("a sum over dimensions of space needs the whole input")
-                if any(along.repeats > 1 for along in tiled.along.values()):
+                if any(placement.repetitions > 1 for placement in tiled.along.values()):
                     raise NotTileable("the axis is mixed with the dimension before it")
                 if tiled.along[program.outputs[0]].dim != tiled.axis.dim:
                     raise NotTileable("the result has its dimensions in another order")
-            self._programs[shape] = along_dims
+            self._programs[shape] = along_each_dim
         return self._programs[shape]
 
-    def _scales_along(self, tiled: Tiled) -> dict[int, Fraction]:
-        """Return for each value how many elements of the input one of its elements stands for: 4 after two strides of
-        2."""
+    def _downsampling_along(self, tiled: Tiled) -> dict[int, Fraction]:
+        """Return by how much each value is smaller than the input: 4 after two strides of 2, 1/2 after an upsampling.
+
+        Sizes are rounded in a network, so the nearest whole number or its inverse is taken.
+        """
         (input,) = (value for value in tiled.program.inputs if value in tiled.along)
-        scales = dict[int, Fraction]()
+        factors = dict[int, Fraction]()
         for value in tiled.along:
             ratio = tiled.size(input) / tiled.size(value)
-            scales[value] = Fraction(round(ratio)) if ratio >= 1 else Fraction(1, round(1 / ratio))
-        return scales
+            factors[value] = Fraction(round(ratio)) if ratio >= 1 else Fraction(1, round(1 / ratio))
+        return factors
 
-    def along(self, at: int, result: Window) -> tuple[Window, Window]:
-        """Return the part of the input that a part of the result reads, and where the part lies in the result of its
-        crop.
+    def along(self, spatial_dim: int, result: Window) -> tuple[Window, Window]:
+        """Return (crop of the input that a part of the result reads, the part in the result of this crop), as windows
+        along a dimension of space.
 
         Args:
-            at: number of the dimension of space.
-            result: the part of the result along it.
+            spatial_dim: the dimension, from 0.
+            result: window of the part.
         """
-        tiled, scales, stride = self._whole[at], self._scales[at], self.strides[at]
+        tiled, stride = self._whole_programs[spatial_dim], self.strides[spatial_dim]
         (input,) = (value for value in tiled.program.inputs if value in tiled.along)
         (output,) = tiled.program.outputs
         low, high = tiled.windows({output: result})[input]
         # a crop begins and ends at multiples of the stride
         low, high = low // stride * stride, min(tiled.size(input), -(-high // stride) * stride)
-        shift = int(low / scales[output])
-        return (low, high), (result[0] - shift, result[1] - shift)
+        offset = int(low / self._downsampling[spatial_dim][output])  # of the crop's result in the whole result
+        return (low, high), (result[0] - offset, result[1] - offset)
 
     def crop(self, result: tuple[Window, ...]) -> Crop:
-        """Return the crop for a part of the result.
+        """Return the crop for a part of the result. ``result``: its window along each dimension of space.
 
         Raises:
             NotTileable: the network on the crop does not compute what it computes on the whole.
         """
-        inputs, inners = zip(*(self.along(at, window) for at, window in enumerate(result)), strict=True)
-        crop = Crop(result, inputs, inners)
-        borders = [(low == 0, high == size) for (low, high), size in zip(inputs, self.input_shape[2:], strict=True)]
-        kind = self.shape(crop), inners, tuple(borders)  # crops of a kind are checked once
+        windows = [self.along(spatial_dim, window) for spatial_dim, window in enumerate(result)]
+        in_input, in_crop_result = zip(*windows, strict=True)
+        crop = Crop(result, in_input, in_crop_result)
+        at_borders = tuple(
+            (low == 0, high == size) for (low, high), size in zip(in_input, self.input_shape[2:], strict=True)
+        )
+        kind = self.shape(crop), in_crop_result, at_borders  # crops of a kind read alike: they are checked once
         if kind not in self._checked:
             self._check(crop)
             self._checked.add(kind)
         return crop
 
-    def cuts(self, at: int, count: int) -> list[Window]:
-        """Return the windows of about ``count`` equal parts of the result along dimension ``at`` of space."""
-        size, stride = self.result_shape[2 + at], self.strides[at]
+    def cuts(self, spatial_dim: int, count: int) -> list[Window]:
+        """Return the windows of about ``count`` equal parts of the result along a dimension of space, from 0."""
+        size, stride = self.result_shape[2 + spatial_dim], self.strides[spatial_dim]
         length = -(-size // (count * stride)) * stride  # a multiple of the stride, rounded up
         return [(low, min(size, low + length)) for low in range(0, size, length)]
 
@@ -146,7 +153,8 @@ class Crops:
         Raises:
             NotTileable: see `crop`.
         """
-        return [self.crop(part) for part in product(*(self.cuts(at, count) for at, count in enumerate(counts)))]
+        windows = [self.cuts(spatial_dim, count) for spatial_dim, count in enumerate(counts)]
+        return [self.crop(part) for part in product(*windows)]
 
     def shape(self, crop: Crop) -> tuple[int, ...]:
         """Return the shape of a crop of the input."""
@@ -158,18 +166,18 @@ class Crops:
         Raises:
             NotTileable: they differ, or the network runs other ops.
         """
-        local = self._tiled(self.shape(crop))
-        if list(map(_op, local[0].program.nodes)) != list(map(_op, self._whole[0].program.nodes)):
+        of_crop = self._tiled(self.shape(crop))
+        if list(map(_op, of_crop[0].program.nodes)) != list(map(_op, self._whole_programs[0].program.nodes)):
             raise NotTileable("the network runs other ops, or with other numbers, on a part of its input")
-        for at, (part, whole) in enumerate(zip(local, self._whole, strict=True)):
-            (output,), (low, _) = whole.program.outputs, crop.input[at]
-            windows = whole.windows({output: crop.result[at]})
-            inner = part.windows({output: crop.inner[at]})
-            if inner.keys() != windows.keys():
+        for spatial_dim, (on_crop, on_whole) in enumerate(zip(of_crop, self._whole_programs, strict=True)):
+            (output,), (crop_begin, _) = on_whole.program.outputs, crop.input[spatial_dim]
+            windows_in_whole = on_whole.windows({output: crop.result[spatial_dim]})
+            windows_in_crop = on_crop.windows({output: crop.inner[spatial_dim]})
+            if windows_in_crop.keys() != windows_in_whole.keys():
                 raise NotTileable("the network runs other ops on a part of its input")
-            for value, (begin, end) in windows.items():
-                shift = low / self._scales[at][value]  # where the crop begins, in elements of the value
-                if inner[value] != (begin - shift, end - shift):
+            for value, (begin, end) in windows_in_whole.items():
+                offset = crop_begin / self._downsampling[spatial_dim][value]  # of the crop, in elements of the value
+                if windows_in_crop[value] != (begin - offset, end - offset):
                     raise NotTileable("positions of a part do not follow from those of the whole")
 
     def run(self, input: Tensor, parts: list[Crop], model: Callable[[Tensor], Tensor]) -> Tensor:
@@ -195,8 +203,8 @@ class Crops:
 
 
 def _op(node: Node) -> tuple[str, list[float]]:
-    """Return what two runs of an op must share: its target, and its arguments that are floating-point numbers, not
-    sizes."""
+    """Return what two runs of an op must share: its target, and its arguments that are floating-point numbers. Integers
+    can be sizes, which differ."""
     leaves = _torch.tree_leaves((node.args, dict(node.kwargs)))
     return node.target, [leaf for leaf in leaves if isinstance(leaf, float)]
 
@@ -223,7 +231,7 @@ class _Recording(TorchFunctionMode):
             results = {id(leaf): leaf for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)}
             self.static = {**self.static, **results}
             return result
-        if not tensors and isinstance(func(*args, **(kwargs or {})), Tensor):
+        if not tensors and isinstance(func(*args, **(kwargs or {})), Tensor):  # as `torch.arange`
             raise NotTileable(f"{func.__name__} makes a tensor, which may be another one for a part of the input")
         return self.recorder.call(func, args, kwargs or {}, lambda tensor: id(tensor) in self.static)
 

@@ -25,7 +25,9 @@ class Norm:
 
     node: Node
     input: int
+    """Id of the value that is normalized."""
     weight: int | None
+    """Ids of weight and bias, vectors over channels."""
     bias: int | None
     eps: float
     groups: int | None = None
@@ -33,7 +35,7 @@ class Norm:
 
     @property
     def output(self) -> int:
-        """The normalized value."""
+        """Id of the normalized value."""
         return self.node.outputs[0]
 
     def per_channel(self, vector: Tensor, rank: int) -> Tensor:
@@ -49,7 +51,7 @@ class Norm:
         return self.per_channel(statistic, rank)
 
     def grouped(self, sums: Tensor) -> Tensor:
-        """Return sums over (samples, channels) as sums over what shares a statistic: those of a group norm by group."""
+        """Return sums for each sample and channel as sums for each statistic: of a group norm (samples, groups)."""
         return sums if self.groups is None else sums.reshape(sums.shape[0], self.groups, -1).sum(2)
 
 
@@ -142,26 +144,26 @@ def gradient_sums(norm: Norm, x: Tensor, mean: Tensor, variance: Tensor, dy: Ten
 
 def input_gradient(
     norm: Norm, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, dy: Tensor,
-    sums: tuple[Tensor, Tensor], count: int, own: tuple[int, int, int] | None = None,
+    sums: tuple[Tensor, Tensor], count: int, own_range: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of a part of a norm's input: see the formula in this module's docstring.
+    """Return dx = (w dy - sum(w dy) / n - x' sum(w dy x') / n) / deviation, the gradient of a part of a norm's input.
 
     Args:
         norm, x, weight, mean, variance: the norm, a part of its input, its weight, and the statistics of the whole.
         dy: gradient of the part's result.
         sums: of `gradient_sums` over all parts.
-        count: elements that share a statistic.
-        own: dimension, first element and number of the elements of this part that no other part counts; None: all.
+        count: elements that share a statistic: n.
+        own_range: the elements of this part that no other part counts, as (dim, start, length) of `narrow`; None: all.
     """
     rank, channels = x.dim(), x.shape[1]
     inverse = torch.rsqrt(variance + norm.eps)
     scale = norm.per_group(inverse, channels, rank)
     dx = _wide(dy) * (scale if weight is None else scale * norm.per_channel(_wide(weight), rank))
     plain, weighted = sums if weight is None else (total * weight for total in sums)
-    dim, first, length = own or (0, 0, x.shape[0])
+    own_range = own_range or (0, 0, x.shape[0])
     # the sums are subtracted once for each element, though parts overlap
-    part = dx.narrow(dim, first, length)
-    deviation = _wide(x.narrow(dim, first, length)) - norm.per_group(mean, channels, rank)
+    part = dx.narrow(*own_range)
+    deviation = _wide(x.narrow(*own_range)) - norm.per_group(mean, channels, rank)
     of_deviation, of_all = (norm.grouped(total) / count * inverse for total in (weighted, plain))
     part.addcmul_(deviation, norm.per_group(of_deviation * inverse, channels, rank), value=-1)
     part.sub_(norm.per_group(of_all, channels, rank))
@@ -190,7 +192,8 @@ class Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
-        sums: tuple[Tensor, Tensor] | None, count: int, own: tuple[int, int, int], first: bool,
+        sums: tuple[Tensor, Tensor] | None, count: int, own_range: tuple[int, int, int],
+        has_parameter_gradients: bool,
     ) -> Tensor:  # fmt: skip
         """Return the normalized part, scaled by the weight, plus the bias.
 
@@ -199,10 +202,11 @@ class Normalize(torch.autograd.Function):
             norm, x, weight, bias, mean, variance: the norm, a part of its input, and the statistics of the whole.
             sums: of `gradient_sums` over all parts; None if there will be no backward pass.
             count: elements that share a statistic.
-            own: dimension, first element and number of the elements of this part that no other part counts.
-            first: whether this part returns the gradients of weight and bias, for all.
+            own_range: the elements of this part that no other part counts, as (dim, start, length) of `narrow`.
+            has_parameter_gradients: whether this part returns the gradients of weight and bias, those of all parts.
         """
-        ctx.norm, ctx.sums, ctx.count, ctx.own, ctx.first = norm, sums, count, own, first
+        ctx.norm, ctx.sums, ctx.count, ctx.own_range = norm, sums, count, own_range
+        ctx.has_parameter_gradients = has_parameter_gradients
         ctx.dtypes = [None if vector is None else vector.dtype for vector in (weight, bias)]
         ctx.save_for_backward(x, weight, mean, variance)
         if x.is_contiguous() and x.dtype == mean.dtype:
@@ -219,8 +223,10 @@ class Normalize(torch.autograd.Function):
         """Return the gradients of a part's input and, from the first part, those of weight and bias."""
         (dy,) = gradients
         x, weight, mean, variance = ctx.saved_tensors
-        dx = input_gradient(ctx.norm, x, weight, mean, variance, dy, ctx.sums, ctx.count, ctx.own)
-        (of_bias, of_weight), (weight_dtype, bias_dtype) = ctx.sums, ctx.dtypes
-        of_weight = of_weight.sum(0).to(weight_dtype) if ctx.first and weight_dtype is not None else None
-        of_bias = of_bias.sum(0).to(bias_dtype) if ctx.first and bias_dtype is not None else None
-        return None, dx, of_weight, of_bias, None, None, None, None, None, None
+        dx = input_gradient(ctx.norm, x, weight, mean, variance, dy, ctx.sums, ctx.count, ctx.own_range)
+        weight_gradient = bias_gradient = None
+        if ctx.has_parameter_gradients:
+            (sum_dy, sum_dy_x), (weight_dtype, bias_dtype) = ctx.sums, ctx.dtypes
+            weight_gradient = None if weight_dtype is None else sum_dy_x.sum(0).to(weight_dtype)
+            bias_gradient = None if bias_dtype is None else sum_dy.sum(0).to(bias_dtype)
+        return None, dx, weight_gradient, bias_gradient, None, None, None, None, None, None

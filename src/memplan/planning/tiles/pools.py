@@ -25,14 +25,17 @@ _LAYOUTS: Mapping[int, torch.memory_format] = {2: torch.channels_last, 3: torch.
 _INDEX_BYTES = 8
 
 
-def _options(space: int, *options: int | Sequence[int]) -> list[list[int]]:
+def _options(spatial_rank: int, *options: int | Sequence[int]) -> list[list[int]]:
     """Return options of a pool with an entry for each dimension of space. A stride that is left out is empty: it is the
     size of the kernel, which comes first."""
-    lists = [[each] if isinstance(each, int) else list(each) for each in options]
-    return [each * space if len(each) == 1 else each for each in (given or lists[0] for given in lists)]
+    lists = [[option] if isinstance(option, int) else list(option) for option in options]
+    kernel_size = lists[0]
+    return [
+        option * spatial_rank if len(option) == 1 else option for option in (stated or kernel_size for stated in lists)
+    ]
 
 
-def _largest(target: str, space: int) -> Callable[..., Any]:
+def _without_derivative(target: str, spatial_rank: int) -> Callable[..., Any]:
     """Return a function with the arguments of a max pool that returns its first result."""
 
     def pool(
@@ -40,43 +43,47 @@ def _largest(target: str, space: int) -> Callable[..., Any]:
         dilation: Sequence[int] = (1,), ceil_mode: bool = False,
     ) -> Any:  # fmt: skip
         """Return the largest elements of the windows."""
-        options = _options(space, kernel_size, stride, padding, dilation)
-        out = [
-            (size + 2 * pad - reach * (kernel - 1) - 1) // step + 1
-            for size, kernel, step, pad, reach in zip(self.shape[-space:], *options, strict=True)
+        options = _options(spatial_rank, kernel_size, stride, padding, dilation)
+        result_sizes = [
+            (size + 2 * pad - spacing * (kernel - 1) - 1) // step + 1
+            for size, kernel, step, pad, spacing in zip(self.shape[-spatial_rank:], *options, strict=True)
         ]
-        # between dimensions there is a tensor of the result's size in the first and of the operand's in the others
-        between = self.element_size() * out[0] * math.prod(self.shape[1 - space :])
-        if not self.dtype.is_floating_point or ceil_mode or between > _INDEX_BYTES * math.prod(out):
+        # after the first dimension there is a tensor of the result's size in it and of the operand's in the others;
+        # torch's kernel holds indices instead
+        reduced_bytes = self.element_size() * result_sizes[0] * math.prod(self.shape[1 - spatial_rank :])
+        index_bytes = _INDEX_BYTES * math.prod(result_sizes)
+        if not self.dtype.is_floating_point or ceil_mode or reduced_bytes > index_bytes:
             return overload(target)(self, kernel_size, stride, padding, dilation, ceil_mode)
-        result = self
-        for dim, (count, kernel, step, pad, reach) in enumerate(zip(out, *options, strict=True), self.dim() - space):
-            result = _largest_along(result, dim, count, kernel, step, pad, reach)
+        result, first_spatial = self, self.dim() - spatial_rank
+        for dim, (size, *options_of_dim) in enumerate(zip(result_sizes, *options, strict=True), first_spatial):
+            result = _max_along(result, dim, size, *options_of_dim)
         return result
 
     return pool
 
 
-def _largest_along(x: Tensor, dim: int, count: int, kernel: int, step: int, pad: int, reach: int) -> Tensor:
+def _max_along(
+    x: Tensor, dim: int, windows: int, kernel: int, stride: int, padding: int, dilation: int
+) -> Tensor:  # fmt: skip
     """Return the largest elements of windows along a single dimension.
 
     Args:
         x: operand.
         dim: dimension.
-        count: windows.
-        kernel, step, pad, reach: elements of a window, their distance from those of the next, padding, and dilation.
+        windows: their number, the size of the result along ``dim``.
+        kernel, stride, padding, dilation: of the pool along ``dim``.
     """
     shape = [*x.shape]
-    shape[dim] = count
+    shape[dim] = windows
     result = x.new_full(shape, -math.inf)
-    for offset in range(0, kernel * reach, reach):
-        # window i reads element i * step - pad + offset, where that is not padding
-        first = max(0, -((offset - pad) // step))
-        last = min(count - 1, (x.shape[dim] - 1 + pad - offset) // step)
+    for offset in range(0, kernel * dilation, dilation):
+        # window i reads element i * stride - padding + offset, where that is not padding
+        first = max(0, -((offset - padding) // stride))
+        last = min(windows - 1, (x.shape[dim] - 1 + padding - offset) // stride)
         if first <= last:
-            begin, end = first * step - pad + offset, last * step - pad + offset + 1
+            begin, end = first * stride - padding + offset, last * stride - padding + offset + 1
             part = result.narrow(dim, first, last - first + 1)
-            torch.maximum(part, x.narrow(dim, begin, end - begin).unfold(dim, 1, step).squeeze(-1), out=part)
+            torch.maximum(part, x.narrow(dim, begin, end - begin).unfold(dim, 1, stride).squeeze(-1), out=part)
     return result
 
 
@@ -85,9 +92,9 @@ class _MaxPool(torch.autograd.Function):
     need."""
 
     @staticmethod
-    def forward(ctx: Any, target: str, space: int, x: Tensor, *options: Any) -> Tensor:
-        """Return the largest elements of the windows. ``options``: kernel to ceil_mode."""
-        y, indices = overload(target)(x.contiguous(memory_format=_LAYOUTS[space]), *options)
+    def forward(ctx: Any, target: str, spatial_rank: int, x: Tensor, *options: Any) -> Tensor:
+        """Return the largest elements of the windows. ``options``: kernel_size to ceil_mode."""
+        y, indices = overload(target)(x.contiguous(memory_format=_LAYOUTS[spatial_rank]), *options)
         ctx.target, ctx.options, ctx.shape = target, options, x.shape
         ctx.save_for_backward(indices.contiguous())
         return y.contiguous()
@@ -96,13 +103,14 @@ class _MaxPool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return the gradient of the operand."""
         (indices,) = ctx.saved_tensors
+        # the derivative reads the operand's shape alone: a tensor with a single element of memory
         operand = gradients[0].new_empty(()).expand(ctx.shape)
         derivative = overload(ctx.target.replace("_indices", "_indices_backward"))
         gradient = derivative(gradients[0].contiguous(), operand, *ctx.options, indices)
         return None, None, gradient, *[None] * len(ctx.options)
 
 
-def _differentiable(target: str, space: int) -> Callable[..., Any]:
+def _with_derivative(target: str, spatial_rank: int) -> Callable[..., Any]:
     """Return a function with the arguments of a max pool that returns its first result, with its derivative."""
 
     def pool(
@@ -111,17 +119,19 @@ def _differentiable(target: str, space: int) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         """Return the largest elements of the windows."""
         options = kernel_size, stride, padding, dilation, ceil_mode
-        if self.dim() < space + 2 or self.shape[1] < _MIN_CHANNELS or not self.is_contiguous():
+        if self.dim() < spatial_rank + 2 or self.shape[1] < _MIN_CHANNELS or not self.is_contiguous():
             return overload(target)(self, *options)
-        return _MaxPool.apply(target, space, self, *options)
+        return _MaxPool.apply(target, spatial_rank, self, *options)
 
     return pool
 
 
-_POOLS = {f"aten.max_pool{space}d_with_indices.default": space for space in _LAYOUTS}
-VALUES: Mapping[str, Callable[..., Any]] = {target: _largest(target, space) for target, space in _POOLS.items()}
-"""Functions by the target of an op, for passes without a derivative."""
-DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
-    target: _differentiable(target, space) for target, space in _POOLS.items()
+_POOLS = {f"aten.max_pool{rank}d_with_indices.default": rank for rank in _LAYOUTS}
+VALUES: Mapping[str, Callable[..., Any]] = {
+    target: _without_derivative(target, spatial_rank) for target, spatial_rank in _POOLS.items()
 }
-"""Functions by the target of an op, for passes with a derivative."""
+"""By target of a max pool: a function with its arguments that returns its result alone, without a derivative."""
+DIFFERENTIABLE: Mapping[str, Callable[..., Any]] = {
+    target: _with_derivative(target, spatial_rank) for target, spatial_rank in _POOLS.items()
+}
+"""The same with a derivative."""

@@ -24,14 +24,12 @@ BATCH_NORMS = frozenset(
 
 
 _RUNNING = ("running_mean", "running_var")
-"""Arguments of a batch norm that one in training writes."""
+"""Arguments of a batch norm that it writes in training."""
 
 
 def without_running(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the positional arguments of a training batch norm with None for its running statistics.
-
-    Whoever runs the norm updates them.
-    """
+    """Return the positional arguments of a training batch norm with None for its running statistics: who runs the
+    program updates them, once for all pieces."""
     named = arguments_of(target, args, kwargs)
     return tuple(None if name in _RUNNING else value for name, value in named.items())
 
@@ -68,10 +66,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Program:
-    """Functional ops of a segment. The tensors that it reads from outside are values, too."""
+    """Functional ops of a segment. A value is a tensor that an op returns or that the segment reads from outside; it
+    has a number as its id."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[int, ...]
+    """Values that the segment reads from outside."""
     static: frozenset[int]
     """Inputs that do not depend on the data of the step, such as parameters."""
     outputs: tuple[int, ...]
@@ -89,16 +89,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self._nodes = list[Node]()
-        self._value: dict[int, int] = {}
-        """Newest value of each tensor, by its id."""
+        self._value_of: dict[int, int] = {}
+        """By id() of a tensor: its newest value, another one after each change in place."""
         self._alive = list[Tensor]()
-        """All tensors, whose ids so stay unique."""
+        """All tensors, so that no other object gets their id()."""
         self._likes: dict[int, Like] = {}
         """By value: a tensor like it, without data."""
         self._storages: dict[int, set[int]] = {}
-        """Ids of the tensors in each storage."""
+        """By key of a storage: id() of the tensors in it."""
         self._stale = set[int]()
-        """Ids of the tensors of which another view was changed."""
+        """id() of the tensors of which another view was changed: their value is not known any more."""
         self.sources: dict[int, Tensor] = {}
         """Tensors from outside by value."""
         self._replacements: dict[int, Tensor] = {}
@@ -106,14 +106,14 @@ class Recorder:
         self._static = set[int]()
         """Values that do not depend on data."""
         self._repeated: dict[int, dict[int, int]] = {}
-        """By id() of an earlier recording: its values that are computed again here, and the values here."""
+        """By id() of an earlier recording: by its value that is computed again here, the value here."""
         self._mode = _torch.fake_mode()
         self.running: dict[int, tuple[tuple[Tensor, ...], float]] = {}
         """Running mean and variance and the momentum of a training batch norm, by the index of its node."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor was made by a recorded call."""
-        return id(tensor) in self._value
+        return id(tensor) in self._value_of
 
     def reads(self, tensor: Tensor) -> bool:
         """Return whether a recorded call read a tensor from outside, or other memory of its storage."""
@@ -145,15 +145,15 @@ class Recorder:
                 return leaf
             if id(leaf) not in self._replacements:
                 earlier = repeated(leaf)
-                value = None if earlier is None else self._repeat(earlier, leaf, without_data)
+                repeated_value = None if earlier is None else self._repeat(earlier, leaf, without_data)
                 replacement = self._replacements[id(leaf)] = Like.of(leaf).empty()
-                if value is None:
-                    value = self._add(replacement)
-                    self.sources[value] = leaf
+                if repeated_value is None:
+                    source = self._add(replacement)
+                    self.sources[source] = leaf
                     if is_static(leaf):
-                        self._static.add(value)
+                        self._static.add(source)
                 else:
-                    self._keep(replacement, value)
+                    self._set_value(replacement, repeated_value)
             return self._replacements[id(leaf)]
 
         with ExitStack() as stack:
@@ -170,24 +170,24 @@ class Recorder:
         ``without_data``: returns the tensor in the place of one from outside. Running statistics are updated by the
         earlier segment alone.
         """
-        target = earlier._current(tensor)
-        here = self._repeated.setdefault(id(earlier), {})
-        needed, nodes = {target}, list[Node]()
+        target = earlier._current_value(tensor)
+        value_here = self._repeated.setdefault(id(earlier), {})
+        needed, needed_nodes = {target}, list[Node]()
         for node in reversed(earlier._nodes):
             if not needed.isdisjoint(node.outputs):
                 needed.update(node.reads)
-                nodes.append(node)
+                needed_nodes.append(node)
         for value in sorted(needed & earlier.sources.keys()):
-            here[value] = self._value[id(without_data(earlier.sources[value]))]
-        for node in reversed(nodes):
-            if node.outputs[0] in here:
+            value_here[value] = self._value_of[id(without_data(earlier.sources[value]))]
+        for node in reversed(needed_nodes):
+            if node.outputs[0] in value_here:  # repeated for another tensor
                 continue
             for value in node.outputs:
-                here[value] = len(self._likes)
-                self._likes[here[value]] = earlier._likes[value]
-            args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda value: Ref(here[value]))
-            self._nodes.append(Node(node.target, args, kwargs, tuple(here[value] for value in node.outputs)))
-        return here[target]
+                value_here[value] = len(self._likes)
+                self._likes[value_here[value]] = earlier._likes[value]
+            args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda value: Ref(value_here[value]))
+            self._nodes.append(Node(node.target, args, kwargs, tuple(value_here[value] for value in node.outputs)))
+        return value_here[target]
 
     def record(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run an op on tensors without data and add its functional form to the program.
@@ -200,42 +200,41 @@ class Recorder:
             raise NotTileable("it reads a tensor that its calls do not name")
         arguments, keywords = _torch.tree_map(self._reference, (tuple(args), dict(kwargs)))
         functional = _functional(op)
-        promoted = None if functional is None else overload(functional)(*args, **kwargs)
+        # its result can have a wider dtype than what the op changes in place
+        functional_result = None if functional is None else overload(functional)(*args, **kwargs)
         result = op(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result) if isinstance(result, (tuple, list)) else []
-        mutated = _mutated(op, args)
-        if not mutated and not results:
+        written = _written_tensors(op, args)
+        if not written and not results:
             return result  # a question about a tensor, such as its device
         if str(op) in BATCH_NORMS and arguments_of(str(op), args, kwargs).get("training", True) is True:
             self._note_running_statistics(op, args, kwargs)
             arguments, keywords = without_running(str(op), arguments, keywords), {}
-            mutated = []
-        if not mutated:
+            written = []
+        if not written:
             self._nodes.append(Node(str(op), arguments, keywords, tuple(map(self._add, results))))
             return result
-        if len(mutated) > 1 or functional is None or self._is_from_outside(self._value[id(mutated[0])]):
+        if len(written) > 1 or functional is None or self._is_from_outside(self._value_of[id(written[0])]):
             raise NotTileable(f"{op} changes a tensor from outside of the segment")
-        changed = mutated[0]
+        (changed,) = written
         views = self._storages[_torch.storage_key(changed.untyped_storage())] - {id(changed)}
-        if any(self._is_from_outside(self._value[view]) for view in views):
+        if any(self._is_from_outside(self._value_of[view]) for view in views):
             raise NotTileable(f"{op} changes a view of a tensor from outside of the segment")
         self._stale |= views
         value = len(self._likes)
         self._likes[value] = Like.of(changed)
         self._nodes.append(Node(functional, arguments, keywords, (value,)))
-        if promoted is not None and promoted.dtype != changed.dtype:  # what is written in place keeps its dtype
-            self._likes[value] = Like.of(promoted)
-            value += 1
-            self._likes[value] = Like.of(changed)
-            cast = "aten._to_copy.default", (Ref(value - 1),), {"dtype": changed.dtype}
-            self._nodes.append(Node(*cast, (value,)))
-        self._value[id(changed)] = value
+        if functional_result is not None and functional_result.dtype != changed.dtype:  # cast as the op in place does
+            wide, value = value, value + 1
+            self._likes[wide], self._likes[value] = Like.of(functional_result), Like.of(changed)
+            self._nodes.append(Node("aten._to_copy.default", (Ref(wide),), {"dtype": changed.dtype}, (value,)))
+        self._value_of[id(changed)] = value
         return result
 
     def _note_running_statistics(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note the running statistics of a training batch norm: whoever runs the program updates them."""
+        """Note the running statistics of a training batch norm in `running_statistics`: who runs the program updates them."""
         named = arguments_of(str(op), args, kwargs)
-        running = [self._value[id(named[name])] for name in _RUNNING if isinstance(named.get(name), Tensor)]
+        running = [self._value_of[id(named[name])] for name in _RUNNING if isinstance(named.get(name), Tensor)]
         if any(value not in self.sources for value in running):
             raise NotTileable(f"{op} updates running statistics that are computed")
         self.running[len(self._nodes)] = tuple(self.sources[value] for value in running), named["momentum"]
@@ -254,7 +253,7 @@ class Recorder:
         self.sources = {value: tensor for value, tensor in self.sources.items() if value in read}
         return Program(
             tuple(self._nodes), tuple(self.sources), frozenset(self._static & read),
-            tuple(map(self._current, outputs)), dict(self._likes),
+            tuple(map(self._current_value, outputs)), dict(self._likes),
             frozenset(value for value, tensor in self.sources.items() if not tensor.requires_grad),
         )  # fmt: skip
 
@@ -262,28 +261,28 @@ class Recorder:
         """Register a tensor as a new value, and return the value's id."""
         value = len(self._likes)
         self._likes[value] = Like.of(tensor)
-        self._keep(tensor, value)
+        self._set_value(tensor, value)
         return value
 
-    def _keep(self, tensor: Tensor, value: int) -> None:
-        """Note that a tensor has a value now."""
-        self._value[id(tensor)] = value
+    def _set_value(self, tensor: Tensor, value: int) -> None:
+        """Note that ``value`` is the value of a tensor now."""
+        self._value_of[id(tensor)] = value
         self._alive.append(tensor)
         key = _torch.storage_key(tensor.untyped_storage())
         self._storages.setdefault(key, set()).add(id(tensor))
 
     def _reference(self, leaf: Any) -> Any:
         """Return a Ref to the tensor's value for a tensor, anything else unchanged."""
-        return Ref(self._current(leaf)) if isinstance(leaf, Tensor) else leaf
+        return Ref(self._current_value(leaf)) if isinstance(leaf, Tensor) else leaf
 
-    def _current(self, tensor: Tensor) -> int:
+    def _current_value(self, tensor: Tensor) -> int:
         """Return the value of a tensor. Raises NotTileable if another view of its memory was changed."""
         if id(tensor) in self._stale:
             raise NotTileable("it changes a tensor that has views, which are read again")
-        return self._value[id(tensor)]
+        return self._value_of[id(tensor)]
 
 
-def _mutated(op: Any, args: Any) -> list[Tensor]:
+def _written_tensors(op: Any, args: Any) -> list[Tensor]:
     """Return the tensors among an op's positional arguments that it writes to, by its schema."""
     named = zip(_torch.arguments(op), args, strict=False)
     written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]

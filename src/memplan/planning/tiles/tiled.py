@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -35,16 +35,17 @@ from memplan.planning.graph.op_schema import arguments_of, overload
 from memplan.planning.graph.tensor_like import Like
 from memplan.planning.tiles import pools
 from memplan.planning.tiles.norms import Norm, Normalize, Statistics, gradient_sums, input_gradient, norm_of
-from memplan.planning.tiles.products import Factor, Product, summed_factor
+from memplan.planning.tiles.products import Factor, Product, weight_factor
 from memplan.planning.tiles.program import Node, NotTileable, Program
-from memplan.planning.tiles.rules import RULES, Along, Call, Part, Window, elements, run_whole
+from memplan.planning.tiles.rules import RULES, AxisPlacement, Call, Part, Window, element_range, run_whole
 from memplan.planning.tiles.sums import Sum, keeps_sum, sum_of
-from memplan.planning.tiles.unread import UNREAD
+from memplan.planning.tiles.unread import WITHOUT_VALUES
 
 Phase = Literal["statistics", "forward", "backward"]
-Pair = tuple[Tensor, Tensor]
-Known = Mapping[int, tuple[Tensor, ...]]
-"""By node: mean and variance of a norm, or the total of a sum."""
+DerivativeSums = tuple[Tensor, Tensor]
+"""sum(dy) and sum(dy x') in the derivative of a norm, see `gradient_sums`."""
+StatisticsByNode = Mapping[int, tuple[Tensor, ...]]
+"""By index of a node: mean and variance of a norm, or the total of a sum."""
 
 
 @dataclass(frozen=True)
@@ -92,26 +93,27 @@ class Tiled:
         values = (*program.inputs, *(value for node in program.nodes for value in node.outputs))
         self.shapes = {value: program.likes[value].shape for value in values}
         """By value: the shape of the whole, not of a piece."""
-        self.along = dict[int, Along]()
+        self.along = dict[int, AxisPlacement]()
         """By value that lies along the axis: where the axis is in it."""
         self.norms = dict[int, Norm]()
         """Norms over the axis, by the index of their node."""
-        self.totals = dict[int, Like]()
-        """Sums over the axis that are known before the pieces run, by the index of their node."""
-        self.partial = set[int]()
-        """Sums over the axis of which each piece computes its part."""
+        self.precomputed_sums = dict[int, Like]()
+        """Sums over the axis that a pass computes before the pieces run: tensors like them, by index of the node."""
+        self.partial_sums = set[int]()
+        """Sums over the axis, and values computed from these, of which each piece computes its part: the parts of all
+        pieces add up to the value."""
         self.scratch = dict[tuple[str, str], int]()
         """Bytes that an op of the tile allocates and frees again, by the op and its arguments, once measured."""
-        self._makers = {value: node for node in program.nodes for value in node.outputs[:1]}
+        self._maker_of = {value: node for node in program.nodes for value in node.outputs[:1]}
         """By value that is the first result of a node: the node."""
         self._differentiable = set(program.inputs) - program.fixed
         """Values into which a gradient flows."""
-        self._statistics_behind = dict[int, frozenset[int]]()
-        """Nodes of statistics that a value depends on."""
+        self._statistics_needed_by = dict[int, frozenset[int]]()
+        """By value: indices of the norms and precomputed sums that it depends on."""
         # where the axis lies in each value, from the inputs on; an op without a rule raises
         for value in program.inputs:
             self._place_input(value)
-        self.steps = [self._step(at, node) for at, node in enumerate(program.nodes)]
+        self.tiled_nodes = [self._tile_node(index, node) for index, node in enumerate(program.nodes)]
         """By index of a node: how a piece computes it."""
         # what can be cut so, but not run
         read = {value for node in program.nodes for value in node.reads} | set(program.outputs)
@@ -121,16 +123,16 @@ class Tiled:
         for like in (program.likes[value] for value in program.outputs):
             if any(size > 1 and stride == 0 for size, stride in zip(like.shape, like.stride, strict=True)):
                 raise NotTileable("a result of the segment repeats its elements")
-        self._joined = tuple(value for value in program.outputs if value in self.along)
-        """Results along the axis."""
-        if not (self._joined or self.partial):
+        self._results_on_axis = tuple(value for value in program.outputs if value in self.along)
+        if not (self._results_on_axis or self.partial_sums):
             raise NotTileable("a result of the segment does not lie along the axis")
         if not program.outputs:
             raise NotTileable("nothing reads a result of the segment")
         if pieces > self.elements:
             raise NotTileable(f"there are {self.elements} elements for {pieces} pieces")
-        border_pieces = (0, pieces - 1) if axis.dim else ()
-        if any(low >= high for piece in border_pieces for low, high in self.windows(self._goals(piece)).values()):
+        border_pieces = (0, pieces - 1) if axis.dim else ()  # samples have no padding
+        windows = (self.windows(self._windows_to_compute(piece)) for piece in border_pieces)
+        if any(low >= high for of_piece in windows for low, high in of_piece.values()):
             raise NotTileable("a piece would read nothing but padding")
 
     def _place_input(self, value: int) -> None:
@@ -142,95 +144,104 @@ class Tiled:
             tokens = shape[0] // samples
             # targets can lack the first token of a sample
             if shape[0] % samples == 0 and abs(tokens - self.axis.tokens) <= 1:
-                self.along[value] = Along(dim=0, unit=1, repeats=samples)
+                self.along[value] = AxisPlacement(dim=0, elements_per_position=1, repetitions=samples)
         elif dim:
-            dim -= dim > 1 and self._is_map(value)  # else the axis is that of tokens, and no space
+            if dim > 1 and self._lacks_channels(value):
+                dim -= 1
             if len(shape) > dim and shape[dim] > 1:  # a single element is read by each piece
-                self.along[value] = Along(dim)
+                self.along[value] = AxisPlacement(dim)
         elif shape[0] and shape[0] % samples == 0:  # samples, maybe merged with another dimension
-            self.along[value] = Along(dim=0, unit=shape[0] // samples)
+            self.along[value] = AxisPlacement(dim=0, elements_per_position=shape[0] // samples)
 
-    def _is_map(self, value: int) -> bool:
+    def _lacks_channels(self, value: int) -> bool:
         """Return whether an input has samples and space, but no channels, as the class of each pixel."""
         shape, rank = self.shapes[value], max(len(self.shapes[v]) for v in self.program.inputs)
-        spaces = {like.shape[2:] for like in self.program.likes.values() if len(like.shape) == rank}
-        return value in self.program.fixed and len(shape) == rank - 1 and shape[1:] in spaces
+        spatial_shapes = {like.shape[2:] for like in self.program.likes.values() if len(like.shape) == rank}
+        return value in self.program.fixed and len(shape) == rank - 1 and shape[1:] in spatial_shapes
 
-    def _step(self, at: int, node: Node) -> _Step:
+    def _tile_node(self, index: int, node: Node) -> _TiledNode:
         """Return how a node runs piece by piece, and note which statistics and gradients its results depend on.
 
-        ``at``: index of the node.
+        ``index``: of the node.
         """
         if any(value in self._differentiable for value in node.reads) and node.name != "detach":
             floating = (value for value in node.outputs if self.program.likes[value].dtype.is_floating_point)
             self._differentiable.update(floating)
-        step = self._step_of(at, node)
-        behind = frozenset[int]().union(*(self._statistics_behind.get(value, ()) for value in node.reads))
-        if at in self.norms or at in self.totals:
-            behind |= {at}
-        self._statistics_behind.update(dict.fromkeys(node.outputs, behind))
-        return step
+        tiled_node = self._place_result(index, node)
+        needed = frozenset[int]().union(*(self._statistics_needed_by.get(value, ()) for value in node.reads))
+        if index in self.norms or index in self.precomputed_sums:
+            needed |= {index}
+        self._statistics_needed_by.update(dict.fromkeys(node.outputs, needed))
+        return tiled_node
 
-    def _step_of(self, at: int, node: Node) -> _Step:
+    def _place_result(self, index: int, node: Node) -> _TiledNode:
         """Return how a node runs piece by piece, and note where the axis lies in its result. Raises NotTileable.
 
-        ``at``: index of the node.
+        ``index``: of the node.
         """
-        if self.partial.intersection(node.reads):
+        if self.partial_sums.intersection(node.reads):
             arguments = arguments_of(node.target, node.args, node.kwargs)
-            if not keeps_sum(node.name, arguments, _one_of(self.partial), _one_of(self.along)):
+            if not keeps_sum(node.name, arguments, _one_of(self.partial_sums), _one_of(self.along)):
                 raise NotTileable(f"{node.name} reads a sum over the axis, which each piece has only a part of")
-            self.partial.add(node.outputs[0])
-            return _Whole(node)
+            self.partial_sums.add(node.outputs[0])
+            return _WholeNode(node)
         on_axis = [value for value in node.reads if value in self.along]
         if not on_axis:
-            return _Whole(node)
+            return _WholeNode(node)
         first = on_axis[0]
         norm = norm_of(node, self.along[first].dim)
         if norm is not None and norm.input == first:
-            self.norms[at], self.along[norm.output] = norm, self.along[first]
-            return _Normalization(node, at, norm, self.along[first])
+            self.norms[index], self.along[norm.output] = norm, self.along[first]
+            return _NormNode(node, index, norm, self.along[first])
         call = Call(node, self.shapes, self.along)
         rule = sum_of(call)
         if rule is not None:
-            return self._sum(at, call, rule)
-        self.along[node.outputs[0]] = call.result_axis
-        return _InPart(node, at, call, summed_factor(node, self._makers, self.program))
+            return self._place_sum(index, call, rule)
+        self.along[node.outputs[0]] = call.result_placement
+        return _CutNode(node, index, call, weight_factor(node, self._maker_of, self.program))
 
-    def _sum(self, at: int, call: Call, rule: Sum) -> _Step:
-        """Return how a sum over the axis runs piece by piece, and note whether pieces or a pass before them compute it.
+    def _place_sum(self, index: int, call: Call, rule: Sum) -> _TiledNode:
+        """Return how a sum over the axis runs piece by piece, and note whether a pass before the pieces computes it, or
+        each piece its part.
 
-        ``at``: index of the node; ``rule``: of the sum.
+        ``index``: of the node; ``rule``: of its op.
         """
-        node, value = call.node, call[rule.operand].value
-        rule.operand_parts(call, (0, self.size(value)))  # raises where it combines axes
-        step, result = _Sum(node, at, call, rule), self.program.likes[node.outputs[0]]
-        if value not in self._differentiable:  # a pass before the pieces computes it
-            if rule.weighs(call):
+        node, summed = call.node, call[rule.summed_operand].value
+        rule.operand_parts(call, (0, self.size(summed)))  # raises where it combines axes
+        result = self.program.likes[node.outputs[0]]
+        if summed not in self._differentiable:  # all ops may read it then, not only those that are linear in it
+            if rule.divides_by_weights(call):
                 raise NotTileable(f"{node.name} has no gradient")
-            self.totals[at] = result
+            self.precomputed_sums[index] = result
         else:
-            self.partial.add(node.outputs[0])
-            if rule.weighs(call):  # such a pass computes the sum of its weights
-                self.totals[at] = Like((), (), torch.float64, result.device)
-        return step
+            self.partial_sums.add(node.outputs[0])
+            if rule.divides_by_weights(call):  # a pass before the pieces computes the sum of its weights
+                self.precomputed_sums[index] = Like((), (), torch.float64, result.device)
+        return _SumNode(node, index, call, rule)
 
     def size(self, value: int) -> int:
-        """Return the number of elements of the axis in a value."""
-        along = self.along[value]
-        return self.shapes[value][along.dim] // (along.unit * along.repeats)
+        """Return the size of the axis in a value, in positions."""
+        placement = self.along[value]
+        return self.shapes[value][placement.dim] // (placement.elements_per_position * placement.repetitions)
 
-    def own(self, value: int, piece: int, pieces: int | None = None) -> Window:
-        """Return the window of a value's axis that a piece makes and no other. ``pieces``: in so many pieces instead of
-        the tile's."""
+    def own_window(self, value: int, piece: int, pieces: int | None = None) -> Window:
+        """Return the window of a value's axis that a piece counts as its own: those of all pieces do not overlap.
+
+        ``pieces``: their number; None: that of the tile.
+        """
         size, pieces = self.size(value), pieces or self.pieces
         return piece * size // pieces, (piece + 1) * size // pieces
 
     @cached_property
+    def _computed_by_pieces(self) -> tuple[int, ...]:
+        """Values along the axis of which every piece computes its own window: results, and operands of norms and sums
+        over the axis."""
+        return *self._results_on_axis, *self._norm_inputs, *self._operands_of_partial_sums
+
+    @cached_property
     def elements(self) -> int:
-        """Elements of the axis in the smallest result, or operand of a norm or sum over the axis: each piece has some
-        of all."""
-        return min(self.size(value) for value in (*self._joined, *self._normed, *self._summed))
+        """Smallest size of the axis among the values of which every piece computes a window."""
+        return min(map(self.size, self._computed_by_pieces))
 
     @cached_property
     def largest_piece(self) -> int:
@@ -239,7 +250,7 @@ class Tiled:
 
     def _computed_bytes(self, piece: int) -> int:
         """Return the bytes of all values along the axis that a piece computes, with their borders."""
-        windows, likes = self.windows(self._goals(piece)), self.program.likes
+        windows, likes = self.windows(self._windows_to_compute(piece)), self.program.likes
         return sum(likes[value].bytes * (high - low) // self.size(value) for value, (low, high) in windows.items())
 
     @property
@@ -257,14 +268,16 @@ class Tiled:
             shape = (1, x.shape[1]) if norm.groups is None else (x.shape[0], norm.groups)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             likes += [Like(shape, (shape[1], 1), wide, x.device)] * 2
-        return [*likes, *self.totals.values()]
+        return [*likes, *self.precomputed_sums.values()]
 
     @cached_property
     def yields_gradients(self) -> bool:
-        """Whether the gradients are computed together with the result: a single sum comes out. Not in float16, where
-        small gradients need the scale of the loss."""
+        """Whether the gradients are computed together with the result: it is a single number, a sum over the axis.
+
+        Not in float16, where small gradients need the scale of the loss, which the backward pass brings.
+        """
         likes, outputs = self.program.likes, self.program.outputs
-        if len(outputs) != 1 or outputs[0] not in self.partial or likes[outputs[0]].shape != ():
+        if len(outputs) != 1 or outputs[0] not in self.partial_sums or likes[outputs[0]].shape != ():
             return False
         return all(likes[value].dtype != torch.float16 for value in self._differentiable)
 
@@ -274,59 +287,64 @@ class Tiled:
     def statistic_passes(self) -> list[list[int]]:
         """Passes over the pieces that compute statistics: for each, the nodes of the norms and sums whose statistics
         depend only on those of earlier passes."""
-        depths = dict[int, int]()  # by node: the number of its pass
-        for at in sorted((*self.norms, *self.totals)):
-            before = frozenset[int]().union(*(self._statistics_behind.get(v, ()) for v in self._statistic_reads(at)))
-            depths[at] = 1 + max((depths[b] for b in before), default=-1)
-        return _grouped(depths)
+        pass_of = dict[int, int]()  # by node: the number of its pass
+        for index in sorted((*self.norms, *self.precomputed_sums)):
+            operands = self._operands_of_statistic(index)
+            needed = frozenset[int]().union(*(self._statistics_needed_by.get(value, ()) for value in operands))
+            pass_of[index] = 1 + max((pass_of[earlier] for earlier in needed), default=-1)
+        return _grouped(pass_of)
 
-    def _statistic_reads(self, at: int) -> Sequence[int]:
-        """Return the values along the axis from which the statistic of node ``at`` is computed."""
-        step = self.steps[at]
-        return step.total_reads if isinstance(step, _Sum) else [self.norms[at].input]
+    def _operands_of_statistic(self, index: int) -> Sequence[int]:
+        """Return the values from which the statistic of node ``index`` is computed."""
+        tiled_node = self.tiled_nodes[index]
+        return tiled_node.read_by_total if isinstance(tiled_node, _SumNode) else [self.norms[index].input]
 
     @cached_property
     def sum_passes(self) -> list[list[int]]:
         """Passes over the pieces that compute sums of norms' derivatives: for each, the nodes of the norms on which
         only norms of earlier passes depend."""
-        depths = dict[int, int]()  # by node of a norm: the number of its pass
-        for at, norm in reversed(self.norms.items()):
-            # those of the later norms whose input depends on this norm's result
-            later = (depth for b, depth in depths.items() if norm.output in self._windows_of(self.norms[b].input))
-            depths[at] = 1 + max(later, default=-1)
-        return _grouped({at: depth for at, depth in depths.items() if at not in self.first_norms})
+        pass_of = dict[int, int]()  # by node of a norm: the number of its pass
+        for index, norm in reversed(self.norms.items()):
+            dependent = [
+                later for later in pass_of if norm.output in self._dependencies_on_axis(self.norms[later].input)
+            ]
+            pass_of[index] = 1 + max((pass_of[later] for later in dependent), default=-1)
+        return _grouped({index: number for index, number in pass_of.items() if index not in self.input_norms})
 
     @cached_property
-    def first_norms(self) -> frozenset[int]:
+    def input_norms(self) -> frozenset[int]:
         """Nodes of the norms of an input of the segment that nothing else reads: they need no pass of their own."""
         inputs, reads = set(self.program.inputs), Counter(v for node in self.program.nodes for v in node.reads)
-        first = set[int]()
-        for at, norm in self.norms.items():
+        nodes = set[int]()
+        for index, norm in self.norms.items():
             weights = {value for value in (norm.weight, norm.bias) if value is not None}
             if norm.input in inputs and reads[norm.input] == 1 and weights <= inputs:
-                first.add(at)
-        return frozenset(first)
+                nodes.add(index)
+        return frozenset(nodes)
 
     @cached_property
-    def unread(self) -> frozenset[int]:
+    def nodes_without_values(self) -> frozenset[int]:
         """Nodes whose results the backward pass does not need: neither the segment nor their own derivative reads
         them."""
         read = {value for node in self.program.nodes for value in node.reads}
         return frozenset(
-            at for at, node in enumerate(self.program.nodes)
-            if node.target in UNREAD and isinstance(self.steps[at], _InPart) and node.outputs[0] not in read
-        )  # fmt: skip
+            index
+            for index, node in enumerate(self.program.nodes)
+            if node.target in WITHOUT_VALUES
+            and isinstance(self.tiled_nodes[index], _CutNode)
+            and node.outputs[0] not in read
+        )
 
-    def _windows_of(self, value: int) -> Collection[int]:
+    def _dependencies_on_axis(self, value: int) -> Collection[int]:
         """Return the values along the axis that a value depends on, itself included; none if it is off the axis."""
         if value not in self.along:
             return ()
         return self.windows({value: (0, self.size(value))})
 
     def runs(self, phase: Phase) -> list[float]:
-        """Return how often a pass computes each op of the program, in whole ops.
+        """Return how often a phase computes each op of the program: 1.0 if all pieces compute it once.
 
-        The statistics' and the backward pass go over the pieces several times, or not at all.
+        The statistics and the backward pass go over the pieces several times, or not at all.
         """
         outputs = [node.outputs[0] if node.outputs else None for node in self.program.nodes]
         if phase == "forward":
@@ -334,76 +352,80 @@ class Tiled:
         if phase == "statistics":
             counts = Counter[int]()
             for nodes in self.statistic_passes:
-                reads = [read for at in nodes for read in self._statistic_reads(at)]
-                counts.update({value for read in reads for value in self._windows_of(read)})
+                reads = [read for index in nodes for read in self._operands_of_statistic(index)]
+                counts.update({value for read in reads for value in self._dependencies_on_axis(read)})
             return [0.0 if output is None else float(counts[output]) for output in outputs]
         if self.yields_gradients:
             return [0.0] * len(outputs)
-        count = 1.0 + len(self.sum_passes)
-        return [0.0 if at in self.unread else count for at in range(len(outputs))]
+        passes = 1.0 + len(self.sum_passes)
+        return [0.0 if index in self.nodes_without_values else passes for index in range(len(outputs))]
 
     def derivatives(self) -> list[float]:
-        """Return how often the backward pass computes the derivative of each op, in whole derivatives.
+        """Return how often the backward pass computes the derivative of each op: 1.0 for the gradients of all operands.
 
         A pass for the sums of a norm goes back to that norm, and needs no gradients of weights: half of a derivative.
         """
         counts = list[float]()
-        for at, node in enumerate(self.program.nodes):
-            before = set(self._windows_of(node.outputs[0])) if node.outputs else set()
-            norms_before = {n for n, norm in self.norms.items() if norm.output in before and n != at}
-            further = sum(not norms_before.isdisjoint(norms) for norms in self.sum_passes)
+        for index, node in enumerate(self.program.nodes):
+            dependencies = set(self._dependencies_on_axis(node.outputs[0])) if node.outputs else set()
+            norms_before = {n for n, norm in self.norms.items() if norm.output in dependencies and n != index}
+            sum_passes = sum(not norms_before.isdisjoint(norms) for norms in self.sum_passes)
             has_weight = any(value in self.program.static for value in node.reads)
-            counts.append(1.0 + (0.5 if has_weight else 1.0) * further)
+            counts.append(1.0 + (0.5 if has_weight else 1.0) * sum_passes)
         return counts
 
     def overlap(self, pieces: int) -> list[float]:
         """Return for each op how often a run in this number of pieces computes an element of its result, on average."""
-        windows = self.windows(self._goals(pieces // 2, pieces))
-        shares = list[float]()
+        windows = self.windows(self._windows_to_compute(pieces // 2, pieces))  # of a piece with borders on both sides
+        runs_per_element = list[float]()
         for node in self.program.nodes:
-            value, share = node.outputs[0] if node.outputs else -1, 1.0
+            value, runs = node.outputs[0] if node.outputs else -1, 1.0
             if value in self.along and value in windows:
                 low, high = windows[value]
-                share = max(1.0, (high - low) * pieces / self.size(value))
-            shares.append(share)
-        return shares
+                runs = max(1.0, (high - low) * pieces / self.size(value))
+            runs_per_element.append(runs)
+        return runs_per_element
 
     # -- windows
 
     def windows(self, goals: Mapping[int, Window]) -> dict[int, Window]:
-        """Return the window of each value along the axis that is needed to compute these windows, by value."""
+        """Return the windows of all values along the axis that are needed to compute some windows, these included.
+
+        ``goals``: the windows to compute, by value.
+        """
         windows = dict(goals)
-        for step in reversed(self.steps):
-            if step.output not in windows:
+        for tiled_node in reversed(self.tiled_nodes):
+            if tiled_node.output not in windows:
                 continue
-            for value, (_, (low, high)) in step.operand_parts(windows[step.output]).items():
+            for value, (_, (low, high)) in tiled_node.operand_parts(windows[tiled_node.output]).items():
                 if value in self.along:
-                    unit = self.along[value].unit
-                    window = low // unit, -(-high // unit)  # from elements to the axis, rounded outwards
-                    before = windows.get(value, window)
-                    windows[value] = min(before[0], window[0]), max(before[1], window[1])
+                    # from elements of the dimension to positions of the axis, rounded outwards
+                    elements_per_position = self.along[value].elements_per_position
+                    window = low // elements_per_position, -(-high // elements_per_position)
+                    other = windows.get(value, window)  # what other readers need
+                    windows[value] = min(other[0], window[0]), max(other[1], window[1])
         return windows
 
-    def _goals(self, piece: int, pieces: int | None = None) -> dict[int, Window]:
-        """Return what a piece must compute: its part of the results, and of what norms and sums over the axis read.
-        ``pieces``: see `own`."""
-        return {value: self.own(value, piece, pieces) for value in (*self._joined, *self._normed, *self._summed)}
+    def _windows_to_compute(self, piece: int, pieces: int | None = None) -> dict[int, Window]:
+        """Return, by value, the windows that a piece of a backward pass must compute: all that are its own.
+        ``pieces``: see `own_window`."""
+        return {value: self.own_window(value, piece, pieces) for value in self._computed_by_pieces}
 
     @cached_property
-    def _normed(self) -> tuple[int, ...]:
+    def _norm_inputs(self) -> tuple[int, ...]:
         """Inputs of the norms over the axis."""
         return tuple(norm.input for norm in self.norms.values())
 
     @cached_property
-    def _summed(self) -> tuple[int, ...]:
-        """Values along the axis that are summed up, of sums of which each piece computes its part."""
-        steps = [step for step in self.steps if isinstance(step, _Sum) and step.output in self.partial]
-        return tuple(value for step in steps for value in step.call.node.reads if value in self.along)
+    def _operands_of_partial_sums(self) -> tuple[int, ...]:
+        """Operands along the axis of the sums of which each piece computes its part."""
+        sums = [node for node in self.tiled_nodes if isinstance(node, _SumNode) and node.output in self.partial_sums]
+        return tuple(value for sum_node in sums for value in sum_node.node.reads if value in self.along)
 
     @cached_property
-    def passing(self) -> frozenset[int]:
+    def read_by_sums_alone(self) -> frozenset[int]:
         """Values that a piece must compute for its parts of sums, and that nothing reads afterwards."""
-        return frozenset(self._summed) - {*self._joined, *self._normed}
+        return frozenset(self._operands_of_partial_sums) - {*self._results_on_axis, *self._norm_inputs}
 
     # -- computing
 
@@ -414,27 +436,31 @@ class Tiled:
             tensors: inputs of the program.
             pieces: only these run, to measure what memory a piece takes; None: all.
         """
-        known = dict[int, tuple[Tensor, ...]]()
+        known = dict[int, tuple[Tensor, ...]]()  # by node
         with torch.no_grad():
-            for group in self.statistic_passes:
-                collected = {at: Statistics(self.norms[at]) for at in group if at in self.norms}
-                totals = {at: _Total(self.totals[at]) for at in group if at in self.totals}
-                for piece in pieces or range(self.pieces):  # `run` goes before the next piece takes its memory
-                    reads = [value for at in group for value in self._statistic_reads(at) if value in self.along]
-                    goals = {value: self.own(value, piece) for value in reads}
-                    run = _Run(self, tensors, known, goals, piece, sums_up=False)
-                    run.until(max(group))  # no node after the group's last is needed
-                    for at, statistics in collected.items():
-                        value = self.norms[at].input
-                        statistics.add(run.part(value, goals[value]))
-                    for at, total in totals.items():
-                        total.add(self.steps[at].total(run))  # pyright: ignore[reportAttributeAccessIssue]
-                    del run
-                for at, statistics in collected.items():
-                    known[at] = statistics.result(self.program.likes[self.norms[at].input].dtype)
-                for at, total in totals.items():
-                    known[at] = (total.result(),)
-        return [tensor for at in (*self.norms, *self.totals) for tensor in known[at]]
+            for nodes in self.statistic_passes:
+                statistics_of = {index: Statistics(self.norms[index]) for index in nodes if index in self.norms}
+                total_of = {
+                    index: _Total(self.precomputed_sums[index]) for index in nodes if index in self.precomputed_sums
+                }
+                operands = [value for index in nodes for value in self._operands_of_statistic(index)]
+                for piece in pieces or range(self.pieces):
+                    goals = {value: self.own_window(value, piece) for value in operands if value in self.along}
+                    run = _Run(self, tensors, known, goals, piece, computes_partial_sums=False)
+                    run.until(max(nodes))  # no node after the pass's last is needed
+                    for index, statistics in statistics_of.items():
+                        norm_input = self.norms[index].input
+                        statistics.add(run.part(norm_input, goals[norm_input]))
+                    for index, total in total_of.items():
+                        sum_node = self.tiled_nodes[index]
+                        assert isinstance(sum_node, _SumNode)
+                        total.add(sum_node.part_of_total(run))
+                    del run  # before the next piece takes its memory
+                for index, statistics in statistics_of.items():
+                    known[index] = statistics.result(self.program.likes[self.norms[index].input].dtype)
+                for index, total in total_of.items():
+                    known[index] = (total.result(),)
+        return [tensor for index in (*self.norms, *self.precomputed_sums) for tensor in known[index]]
 
     def forward(
         self, tensors: Sequence[Tensor], statistics: Sequence[Tensor], pieces: Sequence[int] | None = None
@@ -446,15 +472,15 @@ class Tiled:
             statistics: what `statistics` returned.
             pieces: only these run, to measure what memory a piece takes; None: all.
         """
-        known = self._known(statistics)
-        results = _Results(self)
+        statistics_by_node, results = self._by_node(statistics), _Results(self)
+        computed = (*self._results_on_axis, *self._operands_of_partial_sums)
         with torch.no_grad():
             for piece in pieces or range(self.pieces):
-                goals = {value: self.own(value, piece) for value in (*self._joined, *self._summed)}
-                run = _Run(self, tensors, known, goals, piece)
+                goals = {value: self.own_window(value, piece) for value in computed}
+                run = _Run(self, tensors, statistics_by_node, goals, piece)
                 run.until(stop=None)
                 results.add(run)
-                del run
+                del run  # before the next piece takes its memory
         return results.finished()
 
     def forward_with_gradients(
@@ -481,30 +507,30 @@ class Tiled:
             tensors, statistics, pieces: see `forward`.
             gradients: of the results; None for zeros.
             needed: whether each input needs a gradient.
-            into: the gradient at `overwritten`: the first computed gradient takes its place.
-            results: collects the results, too.
+            into: gradient of the result at `overwritable_gradient`; the first gradient of an input is written over it.
+            results: collects the results of the pieces, too.
         """
-        known, sums = self._known(statistics), dict[int, Pair]()
-        positions = {value: at for at, value in enumerate(self.program.inputs)}
         # before all passes, so that what these take is the same with and without ``into``
-        inputs = zip(self.program.inputs, tensors, needed, strict=True)
-        totals = [
+        input_gradients = [
             torch.zeros_like(tensor, dtype=self._sum_dtype(value, tensor)) if needs else None
-            for value, tensor, needs in inputs
+            for value, tensor, needs in zip(self.program.inputs, tensors, needed, strict=True)
         ]
-        over = -1
-        if into is not None:
-            over = needed.index(True)
-            totals[over] = into
+        overwriting_position = None if into is None else needed.index(True)
+        if overwriting_position is not None:
+            input_gradients[overwriting_position] = into
+        state = _BackwardState(tensors, self._by_node(statistics), gradients, needed, input_gradients)
         for norms in self.sum_passes:
-            self._add_up(norms, tensors, known, sums, gradients, pieces)
-        first = {at: positions[self.norms[at].input] for at in self.first_norms}
+            for piece in pieces or range(self.pieces):
+                self._add_piece_to_derivative_sums(piece, norms, state)
+            for index in norms:
+                state.derivative_sums[index] = self._rounded_sums(index, state)
         for piece in pieces or range(self.pieces):
-            self._add_piece(piece, tensors, known, sums, gradients, needed, totals, over, first, results)
-        for at, position in first.items():
-            self._finish(at, tensors, _pair(known[at]), sums, totals, position)
+            self._add_piece_to_gradients(piece, state, overwriting_position, results)
+        for index in self.input_norms:
+            self._differentiate_input_norm(index, state)
         return [
-            None if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)
+            None if gradient is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(input_gradients, tensors, strict=True)
         ]
 
     def _sum_dtype(self, value: int, tensor: Tensor) -> torch.dtype:
@@ -536,149 +562,133 @@ class Tiled:
         value, likes = self.program.inputs[needed.index(True)], self.program.likes
         if self.axis.dim or value not in self.along:
             return None
-        for at, output in enumerate(self.program.outputs):
+        for position, output in enumerate(self.program.outputs):
             if likes[output] == likes[value] and self.along[output] == self.along[value]:
-                return at
+                return position
         return None
 
-    def _known(self, statistics: Sequence[Tensor]) -> Known:
-        """Return the statistics by node: mean and variance of norms, and the totals of sums.
-
-        ``statistics``: what `statistics` returned.
-        """
-        norms, totals = statistics[: 2 * len(self.norms)], statistics[2 * len(self.norms) :]
-        pairs = zip(norms[::2], norms[1::2], strict=True)
-        known: dict[int, tuple[Tensor, ...]] = dict(zip(self.norms, pairs, strict=True))
-        return known | {at: (total,) for at, total in zip(self.totals, totals, strict=True)}
-
-    def _add_up(
-        self, norms: Sequence[int], tensors: Sequence[Tensor], known: Known, sums: dict[int, Pair],
-        gradients: Sequence[Tensor | None], pieces: Sequence[int] | None,
-    ) -> None:  # fmt: skip
-        """Compute the sums of the derivatives of some norms over all pieces, with those of all later norms known.
-
-        Args:
-            norms: nodes of the norms.
-            tensors, gradients, pieces: see `backward`.
-            known: statistics by node.
-            sums: by node, the sums of later norms; those of ``norms`` are added.
-        """
-        for piece in pieces or range(self.pieces):
-            self._add_piece_sums(piece, norms, tensors, known, sums, gradients)
-        for at in norms:
-            sums[at] = self._rounded_sums(at, sums, _pair(known[at]))
+    def _by_node(self, statistics: Sequence[Tensor]) -> StatisticsByNode:
+        """Return what `statistics` returned by node: mean and variance of norms, and the totals of sums."""
+        of_norms, totals = statistics[: 2 * len(self.norms)], statistics[2 * len(self.norms) :]
+        means_and_variances = zip(of_norms[::2], of_norms[1::2], strict=True)
+        by_node: dict[int, tuple[Tensor, ...]] = dict(zip(self.norms, means_and_variances, strict=True))
+        return by_node | {index: (total,) for index, total in zip(self.precomputed_sums, totals, strict=True)}
 
     # A piece is a call of its own: variables of a loop would hold its tensors while the next piece runs.
 
-    def _add_piece_sums(
-        self, piece: int, norms: Sequence[int], tensors: Sequence[Tensor], known: Known,
-        sums: dict[int, Pair], gradients: Sequence[Tensor | None],
-    ) -> None:  # fmt: skip
-        """Add a piece's part of the sums of the derivatives of some norms to ``sums``. Arguments: see `_add_up`."""
-        run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=norms, differentiates=True)
+    def _add_piece_to_derivative_sums(self, piece: int, norms: Sequence[int], state: _BackwardState) -> None:
+        """Add a piece's part of the sums in the derivatives of some norms to ``state.derivative_sums``, where those of
+        all later norms are complete. ``norms``: indices of their nodes."""
+        run = _Run(
+            self, state.inputs, state.statistics, self._windows_to_compute(piece), piece, state.derivative_sums,
+            detached_norms=norms, differentiates=True,
+        )  # fmt: skip
         with torch.enable_grad():
             run.until(stop=None)
-        inputs = {at: x for at, (x, _) in run.cuts.items()}  # of the norms; their results are leaves of autograd
-        gradients_of_results = self._derivative(run, piece, gradients, [leaf for _, leaf in run.cuts.values()])
-        for (at, x), dy in zip(inputs.items(), gradients_of_results, strict=True):
-            self._add(sums, at, x, _pair(known[at]), dy)
+        norm_inputs = {index: norm_input for index, (norm_input, _) in run.detached.items()}
+        leaves = [norm_result for _, norm_result in run.detached.values()]
+        gradients_of_norm_results = self._derivative(run, piece, state.result_gradients, leaves)
+        for (index, norm_input), dy in zip(norm_inputs.items(), gradients_of_norm_results, strict=True):
+            self._add_to_derivative_sums(index, norm_input, dy, state)
 
-    def _add_piece(
-        self, piece: int, tensors: Sequence[Tensor], known: Known, sums: dict[int, Pair],
-        gradients: Sequence[Tensor | None], needed: Sequence[bool], totals: Sequence[Tensor | None], over: int,
-        first: Mapping[int, int], results: _Results | None,
-    ) -> None:  # fmt: skip
-        """Add the gradients of a piece to those of the inputs.
+    def _add_piece_to_gradients(
+        self, piece: int, state: _BackwardState, overwriting_position: int | None, results: _Results | None
+    ) -> None:
+        """Add the gradients of a piece to ``state.input_gradients``, where all derivative sums are complete.
+
+        In the place of the gradient of an input norm's input, that of the norm's result is collected.
 
         Args:
             piece: its number.
-            tensors, gradients, needed, results: see `backward`.
-            known: statistics by node.
-            sums: by node, the sums of the derivatives of norms.
-            totals: gradients of the inputs.
-            over: position of the input whose gradient takes the place of a result's; -1: none does.
-            first: position of the input of each norm of an input, whose gradient of the result is collected there.
+            state: of the pass.
+            overwriting_position: of the input whose gradient is written over a result's; None: none is.
+            results: collects the results of the pieces; None: they are not needed.
         """
+        inputs, norm_inputs = self.program.inputs, {self.norms[index].input for index in self.input_norms}
         # run the piece under autograd, with the inputs and the results of norms of inputs as leaves
-        run = _Run(self, tensors, known, self._goals(piece), piece, sums, cut=self.first_norms, differentiates=True)
-        run.into = {value: totals[at] for at, value in enumerate(self.program.inputs) if needed[at]}
-        leaves = run.leaves([need and at not in first.values() for at, need in enumerate(needed)])
+        run = _Run(
+            self, state.inputs, state.statistics, self._windows_to_compute(piece), piece, state.derivative_sums,
+            detached_norms=self.input_norms, differentiates=True,
+        )  # fmt: skip
+        run.weight_gradients = {
+            value: state.input_gradients[position] for position, value in enumerate(inputs) if state.needed[position]
+        }
+        leaves = run.leaves([
+            needs and value not in norm_inputs for value, needs in zip(inputs, state.needed, strict=True)
+        ])  # fmt: skip
         with torch.enable_grad():
             run.until(stop=None)
         if results is not None:
             results.add(run)
-        targets = [*leaves.values(), *(leaf for _, leaf in run.cuts.values())]
-        computed = self._derivative(run, piece, gradients, targets)
-        if over >= 0 and (into := totals[over]) is not None:  # only this piece reads and writes this part
-            value = self.program.inputs[over]
-            self.place(into, value, self.own(value, piece)).zero_()
+        targets = [*leaves.values(), *(norm_result for _, norm_result in run.detached.values())]
+        computed = self._derivative(run, piece, state.result_gradients, targets)
+        if overwriting_position is not None:  # the result's gradient was read, in this part by this piece alone
+            value, overwritten = inputs[overwriting_position], state.input_gradients[overwriting_position]
+            assert overwritten is not None
+            self.writable_part(overwritten, value, self.own_window(value, piece)).zero_()
         # add each leaf's gradient where the piece's part lies in the whole gradient
-        places = [run.input_place(totals[at], self.program.inputs[at]) for at in leaves]
-        for at, (x, _) in run.cuts.items():
-            norm, result = self.norms[at], totals[first[at]]
-            places.append(None if result is None else self.place(result, norm.input, run.windows[norm.output]))
-            self._add(sums, at, x, _pair(known[at]), computed[len(places) - 1])
+        places = [run.writable_input_part(state.input_gradients[position], inputs[position]) for position in leaves]
+        for index, (norm_input, _) in run.detached.items():
+            norm = self.norms[index]
+            whole = state.input_gradients[inputs.index(norm.input)]
+            places.append(None if whole is None else self.writable_part(whole, norm.input, run.windows[norm.output]))
+            self._add_to_derivative_sums(index, norm_input, computed[len(places) - 1], state)
         for place, gradient in zip(places, computed, strict=True):
             if place is not None and gradient is not None:
                 place.add_(gradient.reshape(place.shape))
 
-    def _add(self, sums: dict[int, Pair], at: int, x: Tensor, known: Pair, dy: Tensor | None) -> None:
-        """Add to ``sums[at]`` what a piece contributes to the sums of a norm's derivative, in float64.
+    def _add_to_derivative_sums(self, index: int, x: Tensor, dy: Tensor | None, state: _BackwardState) -> None:
+        """Add a part's contribution to the sums in the derivative of the norm at node ``index``, in float64.
 
         Args:
-            sums: by node.
-            at: node of the norm.
+            index: of the node.
             x: part of the norm's input.
-            known: its mean and variance.
             dy: gradient of the part's result; None for zeros.
+            state: of the pass.
         """
-        if dy is not None:
-            plain, weighted = (part.double() for part in gradient_sums(self.norms[at], x, *known, dy))
-            sums[at] = (sums[at][0] + plain, sums[at][1] + weighted) if at in sums else (plain, weighted)
+        if dy is None:
+            return
+        sums = gradient_sums(self.norms[index], x, *state.mean_and_variance(index), dy)
+        sum_dy, sum_dy_x = (part.double() for part in sums)
+        if index in state.derivative_sums:
+            earlier_dy, earlier_dy_x = state.derivative_sums[index]
+            sum_dy, sum_dy_x = earlier_dy + sum_dy, earlier_dy_x + sum_dy_x
+        state.derivative_sums[index] = sum_dy, sum_dy_x
 
-    def _rounded_sums(self, at: int, sums: Mapping[int, Pair], known: Pair) -> Pair:
-        """Return the sums of the derivative of the norm at node ``at`` in the dtype of its statistics; zeros if no
-        gradient flows into it.
-
-        Args:
-            at: the node.
-            sums: over all pieces.
-            known: mean and variance of the norm.
-        """
-        mean, _ = known
-        if at in sums:
-            plain, weighted = sums[at]
-            return plain.to(mean.dtype), weighted.to(mean.dtype)
-        zeros = mean.new_zeros(mean.shape[0], self.shapes[self.norms[at].input][1])
+    def _rounded_sums(self, index: int, state: _BackwardState) -> DerivativeSums:
+        """Return the sums in the derivative of the norm at node ``index`` in the dtype of its statistics; zeros if no
+        gradient flows into it."""
+        mean, _ = state.mean_and_variance(index)
+        if index in state.derivative_sums:
+            sum_dy, sum_dy_x = state.derivative_sums[index]
+            return sum_dy.to(mean.dtype), sum_dy_x.to(mean.dtype)
+        channels = self.shapes[self.norms[index].input][1]
+        zeros = mean.new_zeros(mean.shape[0], channels)
         return zeros, zeros
 
-    def _finish(
-        self, at: int, tensors: Sequence[Tensor], known: Pair, sums: Mapping[int, Pair],
-        results: Sequence[Tensor | None], position: int,
-    ) -> None:  # fmt: skip
-        """Turn the gradient of the result of a norm of an input into that of the input, and add those of its weights.
+    def _differentiate_input_norm(self, index: int, state: _BackwardState) -> None:
+        """Turn the collected gradient of an input norm's result into that of its input, and add those of its weights.
 
-        Args:
-            at: node of the norm.
-            tensors: inputs of the program.
-            known: mean and variance of the norm.
-            sums: by node, the sums of the derivatives of norms.
-            results: gradients of the inputs; at ``position`` that of the norm's result.
-            position: that of the norm's input among the inputs.
+        ``index``: of the norm's node.
         """
-        norm, inputs = self.norms[at], self.program.inputs
-        rounded = self._rounded_sums(at, sums, known)
-        for value, total in ((norm.weight, rounded[1]), (norm.bias, rounded[0])):
-            if value is not None and (result := results[inputs.index(value)]) is not None:
-                result.add_(total.sum(0))
-        gradient = results[position]
+        norm, inputs = self.norms[index], self.program.inputs
+        sums = self._rounded_sums(index, state)
+        sum_dy, sum_dy_x = sums
+        for parameter, total in ((norm.weight, sum_dy_x), (norm.bias, sum_dy)):
+            gradient = None if parameter is None else state.input_gradients[inputs.index(parameter)]
+            if gradient is not None:
+                gradient.add_(total.sum(0))
+        position = inputs.index(norm.input)
+        gradient = state.input_gradients[position]
         if gradient is None:
             return
-        weight = None if norm.weight is None else tensors[inputs.index(norm.weight)].detach()
+        whole_x = state.inputs[position].detach()
+        weight = None if norm.weight is None else state.inputs[inputs.index(norm.weight)].detach()
+        statistics, count = state.mean_and_variance(index), self.count(norm)
         for piece in range(self.pieces):
-            window = self.own(norm.input, piece)
-            x, dy = (self.part(whole, norm.input, window) for whole in (tensors[position].detach(), gradient))
-            dy.copy_(input_gradient(norm, x, weight, *known, dy, rounded, self.count(norm)))
+            window = self.own_window(norm.input, piece)
+            x, dy = self.part(whole_x, norm.input, window), self.part(gradient, norm.input, window)
+            dy.copy_(input_gradient(norm, x, weight, *statistics, dy, sums, count))
 
     def count(self, norm: Norm) -> int:
         """Return the number of elements that share a statistic of a norm."""
@@ -686,7 +696,7 @@ class Tiled:
         return math.prod(x) // (x[1] if norm.groups is None else x[0] * norm.groups)
 
     def _derivative(
-        self, run: _Run, piece: int, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
+        self, run: _Run, piece: int, result_gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """Return the gradients of some leaves from a piece's part of the results' gradients; None for those without
         any.
@@ -694,49 +704,71 @@ class Tiled:
         Args:
             run: the piece, after it ran under autograd.
             piece: its number.
-            gradients: of the whole results.
+            result_gradients: of the whole results; None for zeros.
             leaves: tensors of the run.
         """
-        parts, incoming = list[Tensor](), list[Tensor]()
-        for value, gradient in zip(self.program.outputs, gradients, strict=True):
-            own = self.own(value, piece) if value in self.along else None
-            if own is None and value not in self.partial and piece:
+        parts, gradients_of_parts = list[Tensor](), list[Tensor]()
+        for value, gradient in zip(self.program.outputs, result_gradients, strict=True):
+            own_window = self.own_window(value, piece) if value in self.along else None
+            if own_window is None and value not in self.partial_sums and piece:
                 continue  # each piece computes the same: the first differentiates it
             with torch.enable_grad():
-                part = run.values[value] if own is None else run.part(value, own)
+                part = run.values[value] if own_window is None else run.part(value, own_window)
             if gradient is not None and part.requires_grad:
                 parts.append(part)
-                incoming.append(gradient if own is None else self.part(gradient, value, own))
+                gradients_of_parts.append(gradient if own_window is None else self.part(gradient, value, own_window))
             del part  # autograd is to hold the last reference
         if not parts or not leaves:
             return [None] * len(leaves)
         run.release()
-        return torch.autograd.grad(parts, leaves, incoming, allow_unused=True)
+        return torch.autograd.grad(parts, leaves, gradients_of_parts, allow_unused=True)
 
     def part(self, tensor: Tensor, value: int, window: Window) -> Tensor:
         """Return a window of a value that is there as a whole. ``value``: its id, which says where the axis lies."""
-        return _narrowed(tensor, self.along[value], *elements(self.along[value], window))
+        return _narrowed(tensor, self.along[value], *element_range(self.along[value], window))
 
-    def place(self, tensor: Tensor, value: int, window: Window) -> Tensor:
+    def writable_part(self, tensor: Tensor, value: int, window: Window) -> Tensor:
         """Return a window of a whole value as a view to write to. A dimension that repeats the axis is split in two.
 
         ``value``: the value's id, which says where the axis lies.
         """
-        return _narrowed_view(tensor, self.along[value], *elements(self.along[value], window))
+        return _narrowed_view(tensor, self.along[value], *element_range(self.along[value], window))
 
 
-def _narrowed_view(tensor: Tensor, along: Along, low: int, high: int) -> Tensor:
+@dataclass(frozen=True)
+class _BackwardState:
+    """What the pieces of a backward pass read and add to."""
+
+    inputs: Sequence[Tensor]
+    """Inputs of the program."""
+    statistics: StatisticsByNode
+    result_gradients: Sequence[Tensor | None]
+    """Gradients of the whole results; None for zeros."""
+    needed: Sequence[bool]
+    """Whether each input needs a gradient."""
+    input_gradients: Sequence[Tensor | None]
+    """By position of an input: the sum of its gradient over the pieces so far; None if it needs none."""
+    derivative_sums: dict[int, DerivativeSums] = field(default_factory=dict)
+    """By node of a norm: the sums in its derivative over the pieces so far."""
+
+    def mean_and_variance(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the statistics of the norm at node ``index``."""
+        mean, variance = self.statistics[index]
+        return mean, variance
+
+
+def _narrowed_view(tensor: Tensor, placement: AxisPlacement, low: int, high: int) -> Tensor:
     """Return a range of elements in each repetition of the axis, as a view; repetitions become a dimension of their
     own."""
-    if along.repeats == 1:
-        return tensor.narrow(along.dim, low, high - low)
-    return tensor.unflatten(along.dim, (along.repeats, -1)).narrow(along.dim + 1, low, high - low)
+    if placement.repetitions == 1:
+        return tensor.narrow(placement.dim, low, high - low)
+    return tensor.unflatten(placement.dim, (placement.repetitions, -1)).narrow(placement.dim + 1, low, high - low)
 
 
-def _narrowed(tensor: Tensor, along: Along, low: int, high: int) -> Tensor:
+def _narrowed(tensor: Tensor, placement: AxisPlacement, low: int, high: int) -> Tensor:
     """Return a range of elements in each repetition of the axis, with the dimensions of the tensor."""
-    part = _narrowed_view(tensor, along, low, high)
-    return part if along.repeats == 1 else part.flatten(along.dim, along.dim + 1)
+    part = _narrowed_view(tensor, placement, low, high)
+    return part if placement.repetitions == 1 else part.flatten(placement.dim, placement.dim + 1)
 
 
 class _Total:
@@ -754,7 +786,7 @@ class _Total:
         self._sum += part
 
     def result(self) -> Tensor:
-        """Return the sum."""
+        """Return the sum, in its own dtype."""
         return self._like.empty().copy_(self._sum)
 
 
@@ -765,31 +797,32 @@ class _Results:
         """Allocate the results along the axis, and sums for the others."""
         program = tiled.program
         self._tiled = tiled
-        self._joined: dict[int, Tensor] = {}
-        """Results that lie along the axis, of which each piece computes a window."""
-        self._sums: dict[int, _Total] = {}
-        """The others."""
+        self._on_axis: dict[int, Tensor] = {}
+        """Results along the axis, of which each piece computes a window."""
+        self._off_axis: dict[int, _Total] = {}
+        """Other results: partial sums, or the same in all pieces."""
         for value in program.outputs:
             if value in tiled.along:
-                self._joined[value] = program.likes[value].empty()
+                self._on_axis[value] = program.likes[value].empty()
             else:
-                self._sums[value] = _Total(program.likes[value])
+                self._off_axis[value] = _Total(program.likes[value])
 
     def add(self, run: _Run) -> None:
         """Add what a piece has computed."""
         tiled = self._tiled
-        for value, result in self._joined.items():
-            own = tiled.own(value, run.piece)
-            place = tiled.place(result, value, own)
-            place.copy_(run.part(value, own).detach().reshape(place.shape))
-        for value, total in self._sums.items():
-            if value in tiled.partial or run.piece == 0:
+        for value, result in self._on_axis.items():
+            own_window = tiled.own_window(value, run.piece)
+            place = tiled.writable_part(result, value, own_window)
+            place.copy_(run.part(value, own_window).detach().reshape(place.shape))
+        for value, total in self._off_axis.items():
+            is_same_in_all = value not in tiled.partial_sums
+            if run.piece == 0 or not is_same_in_all:
                 total.add(run.values[value].detach())
 
     def finished(self) -> list[Tensor]:
         """Return the results in order."""
         outputs = self._tiled.program.outputs
-        return [self._joined[value] if value in self._joined else self._sums[value].result() for value in outputs]
+        return [self._on_axis[value] if value in self._on_axis else self._off_axis[value].result() for value in outputs]
 
 
 class _Run:
@@ -797,135 +830,145 @@ class _Run:
 
     Args:
         tiled: the program, cut along an axis.
-        tensors: its inputs.
-        statistics: statistics of norms and sums by node.
-        goals: windows to compute.
+        inputs: the whole inputs of the program.
+        statistics: statistics of norms and totals of sums, by node.
+        goals: windows to compute, by value.
         piece: number of the piece.
-        sums: by node, the sums of the derivatives of norms.
-        cut: norms whose results become leaves of autograd.
+        derivative_sums: by node, the sums in the derivatives of norms.
+        detached_norms: nodes of norms where derivatives end: their results become leaves of autograd.
         differentiates: whether only derivatives are wanted, so that some results need no values.
-        sums_up: whether the piece computes its parts of sums over the axis.
+        computes_partial_sums: whether the piece computes its parts of sums over the axis.
     """
 
     def __init__(
-        self, tiled: Tiled, tensors: Sequence[Tensor], statistics: Known, goals: Mapping[int, Window],
-        piece: int, sums: Mapping[int, Pair] = {}, *, cut: Collection[int] = (), differentiates: bool = False,
-        sums_up: bool = True,
+        self, tiled: Tiled, inputs: Sequence[Tensor], statistics: StatisticsByNode, goals: Mapping[int, Window],
+        piece: int, derivative_sums: Mapping[int, DerivativeSums] = {}, *, detached_norms: Collection[int] = (),
+        differentiates: bool = False, computes_partial_sums: bool = True,
     ) -> None:  # fmt: skip
-        self.tiled, self.piece, self.statistics, self._sums, self.sums_up = tiled, piece, statistics, sums, sums_up
-        self.windows, self._cut = tiled.windows(goals), cut
+        self.tiled, self.piece, self.statistics, self._derivative_sums = tiled, piece, statistics, derivative_sums
+        self.computes_partial_sums = computes_partial_sums
+        self.windows, self._detached_norms = tiled.windows(goals), detached_norms
         """By value along the axis: the range of the axis that the piece needs of it."""
-        self._kept = {*goals, *tiled.program.outputs, *tiled.program.static} - (tiled.passing if sums_up else set())
+        self._never_dropped = {*goals, *tiled.program.outputs, *tiled.program.static}
         """Values that stay in `values` after their last read."""
-        self.into: Mapping[int, Tensor | None] = {}
-        """Gradients of weights to which products add, by input."""
-        self._differentiates, self._unread = differentiates, tiled.unread if differentiates else ()
-        self.cuts: dict[int, Pair] = {}
-        """Input and result of the norms in ``cut`` that the piece reads, where it reads them."""
+        if computes_partial_sums:
+            self._never_dropped -= tiled.read_by_sums_alone
+        self.weight_gradients: Mapping[int, Tensor | None] = {}
+        """By input: the gradient to which products with this weight add."""
+        self._differentiates = differentiates
+        self._nodes_without_values = tiled.nodes_without_values if differentiates else frozenset[int]()
+        self.detached: dict[int, tuple[Tensor, Tensor]] = {}
+        """By node in ``detached_norms``: the norm's input and its result, a leaf, both where the piece needs the
+        result."""
         self.values: dict[int, Tensor] = {}
         """The piece's part of each value."""
-        for value, tensor in zip(tiled.program.inputs, tensors, strict=True):
-            self.values[value] = self.input_part(tensor.detach(), value)
-        self._last = self._last_reads()
+        for value, tensor in zip(tiled.program.inputs, inputs, strict=True):
+            self.values[value] = self._input_part(tensor.detach(), value)
+        self._dropped_after = self._last_reads()
         """By index of a node: values that are dropped after it."""
 
-    def input_part(self, tensor: Tensor, value: int) -> Tensor:
+    def _input_part(self, whole: Tensor, value: int) -> Tensor:
         """Return the part of a whole input that the piece reads. ``value``: the input's id."""
         window = self.windows.get(value)
-        return tensor if window is None else self.tiled.part(tensor, value, window)
+        return whole if window is None else self.tiled.part(whole, value, window)
 
-    def input_place(self, tensor: Tensor | None, value: int) -> Any:
-        """Return the part of an input's gradient that the piece writes to, as a view; None for None.
+    def writable_input_part(self, whole_gradient: Tensor | None, value: int) -> Tensor | None:
+        """Return the part of an input's gradient that belongs to what the piece reads, as a view; None for None.
 
-        Args:
-            tensor: the whole gradient.
-            value: id of the input.
+        ``value``: id of the input.
         """
         window = self.windows.get(value)
-        return tensor if window is None or tensor is None else self.tiled.place(tensor, value, window)
+        if window is None or whole_gradient is None:
+            return whole_gradient
+        return self.tiled.writable_part(whole_gradient, value, window)
 
     def leaves(self, needed: Sequence[bool]) -> dict[int, Tensor]:
         """Make those inputs that need a gradient leaves of autograd, and return them by position."""
         leaves = dict[int, Tensor]()
-        for at, value in enumerate(self.tiled.program.inputs):
-            if needed[at]:
-                leaves[at] = self.values[value] = self.values[value].detach().requires_grad_()
+        for position, value in enumerate(self.tiled.program.inputs):
+            if needed[position]:
+                leaves[position] = self.values[value] = self.values[value].detach().requires_grad_()
         return leaves
 
     def until(self, stop: int | None) -> None:
         """Run the nodes before node ``stop``, all for None, and drop each value after its last reader."""
-        for at, step in enumerate(self.tiled.steps[:stop]):
-            if step.is_due(self):
-                step.run(self)
-            for value in self._last.get(at, ()):
+        for index, tiled_node in enumerate(self.tiled.tiled_nodes[:stop]):
+            if tiled_node.runs_in(self):
+                tiled_node.run(self)
+            for value in self._dropped_after.get(index, ()):
                 self.values.pop(value, None)
 
     def _last_reads(self) -> dict[int, list[int]]:
-        """Return, by index of a node, the values that no later node reads."""
-        last = dict[int, int]()
-        for at, node in enumerate(self.tiled.program.nodes):
+        """Return, by index of a node, the values that no later node reads, if they may be dropped."""
+        last_node = dict[int, int]()
+        for index, node in enumerate(self.tiled.program.nodes):
             for value in (*node.reads, *node.outputs):
-                last[value] = at
-        ends = dict[int, list[int]]()
-        for value, at in last.items():
-            if value not in self._kept:
-                ends.setdefault(at, []).append(value)
-        return ends
+                last_node[value] = index
+        dropped = dict[int, list[int]]()
+        for value, index in last_node.items():
+            if value not in self._never_dropped:
+                dropped.setdefault(index, []).append(value)
+        return dropped
 
-    def op(self, at: int) -> Callable[..., Any]:
-        """Return the function that computes node ``at``: its op, a faster function, or for derivatives alone a function
-        without values."""
-        target = self.tiled.program.nodes[at].target
-        faster = pools.DIFFERENTIABLE if self._differentiates else pools.VALUES
-        return UNREAD[target] if at in self._unread else faster.get(target) or overload(target)
+    def op(self, index: int) -> Callable[..., Any]:
+        """Return the function that computes node ``index``: its op, a faster function, or, where only its derivative is
+        needed, a function without values."""
+        target = self.tiled.program.nodes[index].target
+        faster_pools = pools.DIFFERENTIABLE if self._differentiates else pools.VALUES
+        if index in self._nodes_without_values:
+            return WITHOUT_VALUES[target]
+        return faster_pools.get(target) or overload(target)
 
-    def operand(self, value: int, need: Part | None, placed: Along) -> Tensor:
+    def operand(self, value: int, part: Part | None, result_placement: AxisPlacement) -> Tensor:
         """Return the part of a value that an op needs.
 
         Args:
-            value: id of the value, of which the piece may have more than the part.
-            need: the part; None for all.
-            placed: where the axis lies, for a value off the axis that is there as a whole.
+            value: id of the value. The piece can have more of it than the part, for other readers.
+            part: in elements of the whole; None for all.
+            result_placement: of the axis in the op's result. A value off the axis, which is there as a whole, has the
+                same repetitions.
         """
         tensor = self.values[value]
-        if need is None:
+        if part is None:
             return tensor
-        dim, (low, high) = need
-        along, begin = placed, 0
-        if value in self.tiled.along:  # the piece has a window of it
-            along = self.tiled.along[value]
-            begin, _ = elements(along, self.windows[value])
-        along = replace(along, dim=dim)
-        if low == begin and high - low == tensor.shape[dim] // along.repeats:
+        dim, (low, high) = part
+        placement, begin = result_placement, 0
+        if value in self.tiled.along:  # the piece has a window of it, which begins at element `begin` of the whole
+            placement = self.tiled.along[value]
+            begin, _ = element_range(placement, self.windows[value])
+        placement = replace(placement, dim=dim)
+        if low == begin and high - low == tensor.shape[dim] // placement.repetitions:
             return tensor
-        return _narrowed(tensor, along, low - begin, high - begin)
+        return _narrowed(tensor, placement, low - begin, high - begin)
 
-    def normalize(self, at: int, norm: Norm, along: Along) -> None:
-        """Compute the result of the norm at node ``at`` over the axis. ``along``: where the axis lies in its input."""
+    def normalize(self, index: int, norm: Norm, placement: AxisPlacement) -> None:
+        """Compute the result of the norm at node ``index`` over the axis. ``placement``: of the axis in its input."""
         tiled, x = self.tiled, self.values[norm.input]
-        # the piece may have more of the input than it needs of the result
-        window, wanted = self.windows[norm.input], self.windows[norm.output]
+        input_window, result_window = self.windows[norm.input], self.windows[norm.output]
         weight, bias = (None if v is None else self.values[v] for v in (norm.weight, norm.bias))
-        # the elements that no other piece counts, as dimension, first element and number
-        own = tiled.own(norm.input, self.piece)
-        low, high = max(own[0], window[0]), min(own[1], window[1])
-        mine = along.dim, (low - window[0]) * along.unit, max(0, high - low) * along.unit
+        # the elements of the input's window that no other piece counts
+        own_window = tiled.own_window(norm.input, self.piece)
+        low, high = max(own_window[0], input_window[0]), min(own_window[1], input_window[1])
+        per_position = placement.elements_per_position
+        own_range = placement.dim, (low - input_window[0]) * per_position, max(0, high - low) * per_position
         y: Tensor = Normalize.apply(
-            norm, x, weight, bias, *self.statistics[at], self._sums.get(at), tiled.count(norm), mine, self.piece == 0
+            norm, x, weight, bias, *self.statistics[index], self._derivative_sums.get(index), tiled.count(norm),
+            own_range, self.piece == 0,
         )  # pyright: ignore[reportAssignmentType]  # fmt: skip
-        if wanted != window:
-            begin = (wanted[0] - window[0]) * along.unit
-            y = y.narrow(along.dim, begin, (wanted[1] - wanted[0]) * along.unit)
-        if at in self._cut:  # the derivative ends here
+        if result_window != input_window:  # the piece has more of the input, for other readers
+            begin = (result_window[0] - input_window[0]) * per_position
+            y = y.narrow(placement.dim, begin, (result_window[1] - result_window[0]) * per_position)
+        if index in self._detached_norms:
             y = y.detach().requires_grad_()
-            self.cuts[at] = self.part(norm.input, wanted).detach(), y
+            self.detached[index] = self.part(norm.input, result_window).detach(), y
         self.values[norm.output] = y
 
     def part(self, value: int, window: Window) -> Tensor:
         """Return a window of a value that the piece has computed."""
-        along, have = self.tiled.along[value], self.windows[value]
-        low, high = elements(along, window)
-        return _narrowed(self.values[value], along, low - have[0] * along.unit, high - have[0] * along.unit)
+        placement, (computed_begin, _) = self.tiled.along[value], self.windows[value]
+        begin, end = window
+        shifted = begin - computed_begin, end - computed_begin
+        return _narrowed(self.values[value], placement, *element_range(placement, shifted))
 
     def release(self) -> None:
         """Forget the values, so that the derivative frees what it has used."""
@@ -933,7 +976,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TiledNode:
     """A node of a program: which parts of operands it needs, and how a piece runs it."""
 
     node: Node
@@ -948,7 +991,7 @@ class _Step:
         whole."""
         return {}
 
-    def is_due(self, run: _Run) -> bool:
+    def runs_in(self, run: _Run) -> bool:
         """Return whether a piece has to compute the node."""
         return self.output in run.windows
 
@@ -958,10 +1001,10 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Whole(_Step):
+class _WholeNode(_TiledNode):
     """A node off the axis, which each piece computes as a whole, or of its parts of sums."""
 
-    def is_due(self, run: _Run) -> bool:
+    def runs_in(self, run: _Run) -> bool:
         """Return whether its operands are known: those from sums may not be yet."""
         return all(value in run.values for value in self.node.reads)
 
@@ -973,14 +1016,13 @@ class _Whole(_Step):
 
 
 @dataclass(frozen=True)
-class _InPart(_Step):
-    """A node with a rule."""
+class _CutNode(_TiledNode):
+    """A node of which each piece computes a window, by its op's rule."""
 
-    at: int
-    """Index of the node."""
+    index: int
     call: Call
     factor: Factor | None = None
-    """The weight of a product."""
+    """The weight of a product; None for other ops."""
 
     def operand_parts(self, window: Window) -> Mapping[int, Part]:
         """Return the parts of operands that the op's rule needs for a window of the result."""
@@ -989,95 +1031,97 @@ class _InPart(_Step):
     def run(self, run: _Run) -> None:
         """Compute the piece's window of the result. A product can add the gradient of its weight in place."""
         window = run.windows[self.output]
-        parts, axis = self.operand_parts(window), run.tiled.along[self.output]
+        parts, placement = self.operand_parts(window), run.tiled.along[self.output]
 
-        def operand(value: int) -> Tensor:
+        def part_of(value: int) -> Tensor:
             """Return the part of an operand that the window needs."""
-            return run.operand(value, parts.get(value), axis)
+            return run.operand(value, parts.get(value), placement)
 
-        into = None if self.factor is None else run.into.get(self.factor.weight)
-        if into is not None and self.factor is not None:
-            x, row = self.call["self"], None
+        weight_gradient = None if self.factor is None else run.weight_gradients.get(self.factor.weight)
+        if weight_gradient is not None and self.factor is not None:
+            x, added_row = self.call["self"], None
             if self.call["mat1"]:  # addmm
-                x, row = self.call["mat1"], run.values[self.call["self"].value]
+                x, added_row = self.call["mat1"], run.values[self.call["self"].value]
             weight = run.values[self.factor.weight]
-            run.values[self.output] = Product.apply(operand(x.value), weight, row, self.factor.transposed, into)  # pyright: ignore[reportArgumentType]
+            run.values[self.output] = Product.apply(
+                part_of(x.value), weight, added_row, self.factor.transposed, weight_gradient
+            )  # pyright: ignore[reportArgumentType]
             return
-        result = RULES[self.node.target].run(self.call, window, operand, run.op(self.at))
+        result = RULES[self.node.target].run(self.call, window, part_of, run.op(self.index))
         run.values[self.output] = result if isinstance(result, Tensor) else result[0]
 
 
 @dataclass(frozen=True)
-class _Sum(_Step):
-    """A sum over the axis: part of a result, or known from a pass before."""
+class _SumNode(_TiledNode):
+    """A sum over the axis.
 
-    at: int
-    """Index of the node."""
+    Either it is one of `Tiled.partial_sums`: each piece computes its part of the result. Or an earlier pass has
+    computed its total, and each piece uses that. Of a mean with weights, a partial sum, that pass computes the sum of
+    the weights.
+    """
+
+    index: int
     call: Call
     rule: Sum
 
     @property
-    def total_reads(self) -> Sequence[int]:
-        """What its total is computed from: for a mean with weights their sum, else the result itself."""
-        if not self.rule.weighs(self.call):
+    def read_by_total(self) -> Sequence[int]:
+        """Values from which the earlier pass computes its total: for a mean with weights their sum, else the sum
+        itself."""
+        if not self.rule.divides_by_weights(self.call):
             return self.node.reads
         return [self.call[name].value for name in ("target", "weight") if self.call[name] is not None]
 
-    def is_due(self, run: _Run) -> bool:
-        """Return whether the sum runs in this pass over the pieces: only in the last (``sums_up``) if its parts are
-        results of the pieces, to be added up; in each pass if an earlier pass has computed its total."""
-        return self.output not in run.tiled.partial or run.sums_up
+    def runs_in(self, run: _Run) -> bool:
+        """Return whether a piece computes its part, or gets the total of an earlier pass to hand on to later nodes.
+
+        Parts are left out in the passes for statistics, where the total of means with weights is not known yet.
+        """
+        return self.output not in run.tiled.partial_sums or run.computes_partial_sums
 
     def run(self, run: _Run) -> None:
-        """Compute the piece's part of the result, or use the known total."""
-        (known,) = run.statistics.get(self.at, (None,))  # its total, or the sum of its weights
-        if self.output in run.tiled.partial:
-            run.values[self.output] = self.rule.part(self.call, self._operands(run), known)
-        elif known is not None:
-            run.values[self.output] = known
+        """Compute the piece's part of the sum, or use the total that an earlier pass has computed, if it has by now."""
+        (total,) = run.statistics.get(self.index, (None,))  # of the sum, or of its weights
+        if self.output in run.tiled.partial_sums:
+            run.values[self.output] = self.rule.piece_sum(self.call, self._part_of_operand(run), all_weights=total)
+        elif total is not None:
+            run.values[self.output] = total
 
-    def total(self, run: _Run) -> Tensor:
-        """Return a piece's part of the total."""
-        if self.rule.weighs(self.call):
-            return self.rule.weight(self.call, self._operands(run))
-        return self.rule.part(self.call, self._operands(run), weight=None)
+    def part_of_total(self, run: _Run) -> Tensor:
+        """Return a piece's part of what the earlier pass adds up: the sum, or the weights of a mean."""
+        if self.rule.divides_by_weights(self.call):
+            return self.rule.piece_weights(self.call, self._part_of_operand(run))
+        return self.rule.piece_sum(self.call, self._part_of_operand(run), all_weights=None)
 
-    def _operands(self, run: _Run) -> Callable[[int], Tensor]:
-        """Return the function that returns a piece's part of an operand."""
-        summed = self.call[self.rule.operand].value
-        parts = self.rule.operand_parts(self.call, run.tiled.own(summed, run.piece))
+    def _part_of_operand(self, run: _Run) -> Callable[[int], Tensor]:
+        """Return the function that returns a piece's part of an operand, by value: no element is in two pieces."""
+        summed = self.call[self.rule.summed_operand].value
+        parts = self.rule.operand_parts(self.call, run.tiled.own_window(summed, run.piece))
         return lambda value: run.operand(value, parts.get(value), run.tiled.along[summed])
 
 
 @dataclass(frozen=True)
-class _Normalization(_Step):
+class _NormNode(_TiledNode):
     """A norm over the axis."""
 
-    at: int
-    """Index of the node."""
+    index: int
     norm: Norm
-    along: Along
+    placement: AxisPlacement
 
     def operand_parts(self, window: Window) -> Mapping[int, Part]:
         """Return the same window of its input."""
-        return {self.norm.input: Part(self.along.dim, elements(self.along, window))}
+        return {self.norm.input: Part(self.placement.dim, element_range(self.placement, window))}
 
     def run(self, run: _Run) -> None:
         """Normalize the piece's window by the statistics of the whole."""
-        run.normalize(self.at, self.norm, self.along)
+        run.normalize(self.index, self.norm, self.placement)
 
 
-def _grouped(depths: Mapping[int, int]) -> list[list[int]]:
-    """Return the keys in groups of equal depth, the smallest depth first."""
-    return [[at for at, depth in depths.items() if depth == d] for d in sorted(set(depths.values()))]
+def _grouped(group_of: Mapping[int, int]) -> list[list[int]]:
+    """Return the keys by group, the smallest number of a group first."""
+    return [[key for key, group in group_of.items() if group == number] for number in sorted(set(group_of.values()))]
 
 
 def _one_of(values: Collection[int]) -> Callable[[Any], bool]:
     """Return the function that says whether an op's argument is one of these values."""
     return lambda argument: isinstance(argument, Ref) and argument.value in values
-
-
-def _pair(statistics: tuple[Tensor, ...]) -> Pair:
-    """Return the statistics of a norm as mean and variance."""
-    mean, variance = statistics
-    return mean, variance

@@ -17,10 +17,11 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        """Return a tensor of the result's shape that has no memory of its own. ``options``: stride to groups."""
+        """Return a tensor of the result's shape with a single element of memory. ``options``: stride to groups, as of
+        ``aten::convolution``."""
         ctx.save_for_backward(input, weight)
-        ctx.bias, ctx.options = None if bias is None else list(bias.shape), options
-        return input.new_empty(()).expand(_shape(input, weight, *options))
+        ctx.bias_shape, ctx.options = None if bias is None else list(bias.shape), options
+        return input.new_empty(()).expand(_convolution_shape(input, weight, *options))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -28,26 +29,26 @@ class _Convolution(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
         computed = torch.ops.aten.convolution_backward.default(
-            gradients[0], input, weight, ctx.bias, *ctx.options, mask
+            gradients[0], input, weight, ctx.bias_shape, *ctx.options, mask
         )
         return *computed, *[None] * len(ctx.options)
 
 
-def _shape(
+def _convolution_shape(
     input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> list[int]:  # fmt: skip
     """Return the shape of a convolution's result."""
-    space = input.dim() - 2
+    spatial_rank = input.dim() - 2
     # a single number stands for all dimensions of space
-    options = [list(v) * (space if len(v) == 1 else 1) for v in (stride, padding, dilation, output_padding)]
+    options = [list(v) * (spatial_rank if len(v) == 1 else 1) for v in (stride, padding, dilation, output_padding)]
     sizes = list[int]()
-    for size, kernel, step, pad, dilate, more in zip(input.shape[2:], weight.shape[2:], *options, strict=True):
-        reach = dilate * (kernel - 1)
+    for size, kernel, step, pad, spacing, extra in zip(input.shape[2:], weight.shape[2:], *options, strict=True):
+        kernel_span = spacing * (kernel - 1)  # from the first to the last element that a kernel reads
         if transposed:
-            sizes.append((size - 1) * step - 2 * pad + reach + more + 1)
+            sizes.append((size - 1) * step - 2 * pad + kernel_span + extra + 1)
         else:
-            sizes.append((size + 2 * pad - reach - 1) // step + 1)
+            sizes.append((size + 2 * pad - kernel_span - 1) // step + 1)
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     return [input.shape[0], channels, *sizes]
 
@@ -60,5 +61,5 @@ def _convolution(
     return _Convolution.apply(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
-UNREAD: Mapping[str, Callable[..., Any]] = {"aten.convolution.default": _convolution}
-"""Functions by the target of an op."""
+WITHOUT_VALUES: Mapping[str, Callable[..., Any]] = {"aten.convolution.default": _convolution}
+"""By target of an op: a function with its arguments and its derivative, whose result has no values."""
