@@ -21,44 +21,51 @@ from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_piece
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _groups(flat: Tensor, encoding: Tensor, signed: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield corresponding pieces of (elements, their 8-bit codes, their scales), each with a row for every group. The
-    last group can be shorter. ``flat``: all elements; ``form``: their encoding, of which codes and scales are views."""
-    count = flat.numel()
-    padded_count = -(-count // 4) * 4  # the scales are aligned to 4 bytes
-    codes = form[:count].view(torch.int8 if signed else torch.uint8)
-    scales = form[padded_count:].view(torch.float32)
-    whole, piece = count // GROUP * GROUP, quantized_piece(count, flat.device.type)
-    for begin in range(0, whole, piece):
-        end = min(begin + piece, whole)
+    last group can be shorter. ``flat``: all elements; ``encoding``: of these; codes and scales are views of it."""
+    elements = flat.numel()
+    padded_elements = -(-elements // 4) * 4  # the scales are aligned to 4 bytes
+    codes = encoding[:elements].view(torch.int8 if signed else torch.uint8)
+    scales = encoding[padded_elements:].view(torch.float32)
+    in_whole_groups = elements // GROUP * GROUP
+    piece = quantized_piece(elements, flat.device.type)  # elements, a multiple of GROUP
+    for begin in range(0, in_whole_groups, piece):
+        end = min(begin + piece, in_whole_groups)
         piece_scales = scales[begin // GROUP : end // GROUP, None]
         yield flat[begin:end].view(-1, GROUP), codes[begin:end].view(-1, GROUP), piece_scales
-    if whole < count:
-        yield flat[whole:].view(1, -1), codes[whole:].view(1, -1), scales[whole // GROUP :, None]
+    if in_whole_groups < elements:
+        yield (
+            flat[in_whole_groups:].view(1, -1),
+            codes[in_whole_groups:].view(1, -1),
+            scales[in_whole_groups // GROUP :, None],
+        )
 
 
 def quantize(self: Tensor, signed: bool) -> Tensor:
     """Return the encoding of a dense tensor of at most 32 bits an element. ``signed``: elements can be below 0."""
-    form = torch.empty(quantized_bytes(self.numel()), dtype=torch.uint8, device=self.device)
-    form[self.numel() : self.numel() + -self.numel() % 4] = 0  # the padding
-    for part, codes, scales in _groups(in_memory(self), form, signed):
+    encoding = torch.empty(quantized_bytes(self.numel()), dtype=torch.uint8, device=self.device)
+    encoding[self.numel() : self.numel() + -self.numel() % 4] = 0  # the padding
+    for part, codes, scales in _groups(in_memory(self), encoding, signed):
         wide = part.float()
         low, high = torch.aminmax(wide, dim=1, keepdim=True)
         torch.maximum(low.neg_(), high, out=scales)
         scales.div_(127 if signed else 255).clamp_min_(_TINY)  # positive for a group of zeros, too
-        scales.masked_fill_(scales.isfinite().logical_not_(), float("nan"))
+        scales.masked_fill_(scales.isfinite().logical_not_(), float("nan"))  # the group is decoded as nan
         quantized = (wide / scales).round_()
         if not signed:  # elements above 0 stay above 0
             torch.maximum(quantized, wide.sign(), out=quantized)
         codes.copy_(quantized.nan_to_num_(0.0))
         del wide, quantized  # before the next piece is allocated
-    return form
+    return encoding
 
 
-def dequantize(form: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, signed: bool) -> Tensor:
+def dequantize(
+    encoding: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, signed: bool
+) -> Tensor:
     """Return the tensor that `quantize` encoded, up to rounding."""
-    value = torch.empty_strided(size, stride, dtype=dtype, device=form.device)
-    for part, codes, scales in _groups(in_memory(value), form, signed):
+    value = torch.empty_strided(size, stride, dtype=dtype, device=encoding.device)
+    for part, codes, scales in _groups(in_memory(value), encoding, signed):
         if dtype == torch.float32:  # without a copy in float32
             part.copy_(codes).mul_(scales)
         else:
@@ -72,5 +79,5 @@ define(
 )(quantize)
 define(
     "dequantize(Tensor form, SymInt[] size, SymInt[] stride, ScalarType dtype, bool signed) -> Tensor",
-    lambda form, size, stride, dtype, signed: form.new_empty_strided(size, stride, dtype=dtype),
+    lambda encoding, size, stride, dtype, signed: encoding.new_empty_strided(size, stride, dtype=dtype),
 )(dequantize)

@@ -25,23 +25,23 @@ from memplan.planning.graph.roofline import WORKS, Work
 from memplan.trace.records import HOST
 
 
-def _statistics(args: Sequence[Any]) -> Work:
+def _token_statistics(args: Sequence[Any]) -> Work:
     """Return the work of the op `TOKEN_STATISTICS`: a product writes the logits, and a kernel reads them."""
-    named = dict(zip(KERNELS[TOKEN_STATISTICS], args, strict=True))
-    return _of_logits(named["hidden"], named["weight"], products=1, passes=2)
+    arguments = dict(zip(KERNELS[TOKEN_STATISTICS], args, strict=True))
+    return _work_on_logits(arguments["hidden"], arguments["weight"], products=1, passes=2)
 
 
-def _statistics_backward(args: Sequence[Any]) -> Work:
+def _token_statistics_backward(args: Sequence[Any]) -> Work:
     """Return the work of the op `TOKEN_STATISTICS_BACKWARD`. A product writes the logits again, a kernel writes their
     gradient over them, and a product computes each of the gradients of hidden states and weight that are wanted."""
-    named = dict(zip(KERNELS[TOKEN_STATISTICS_BACKWARD], args, strict=True))
-    products = 1 + sum(named["wanted"][:2])
-    return _of_logits(named["hidden"], named["weight"], products=products, passes=2 + products)
+    arguments = dict(zip(KERNELS[TOKEN_STATISTICS_BACKWARD], args, strict=True))
+    products = 1 + sum(arguments["wanted"][:2])
+    return _work_on_logits(arguments["hidden"], arguments["weight"], products=products, passes=2 + products)
 
 
-def _of_logits(hidden: Value, weight: Value, *, products: int, passes: int) -> Work:
-    """Return the work of a number of matrix products of the sizes tokens, features and classes, and of passes that each
-    read or write all logits. ``hidden``: (tokens, features); ``weight``: (classes, features)."""
+def _work_on_logits(hidden: Value, weight: Value, *, products: int, passes: int) -> Work:
+    """Return the work of ``products`` matrix products of the sizes tokens, features and classes, and of ``passes`` that
+    each read or write all logits. ``hidden``: (tokens, features); ``weight``: (classes, features)."""
     (tokens, features), classes, size = hidden.shape, weight.shape[0], itemsize(hidden.dtype)
     flops = 2 * products * tokens * features * classes
     operand_bytes = size * features * (tokens + classes) * products
@@ -49,69 +49,79 @@ def _of_logits(hidden: Value, weight: Value, *, products: int, passes: int) -> W
 
 
 def _channel_norm(args: Sequence[Any]) -> Work:
-    """Reads x for the moments, and once more with a residual to write y."""
-    named = dict(zip(KERNELS[CHANNEL_NORM], args, strict=True))
-    return _of_passes(named["x"], passes=3 + (named["residual"] is not None))
+    """Return the work of the op `CHANNEL_NORM`: it reads x for the moments, and once more to write y, with the residual
+    where there is one."""
+    arguments = dict(zip(KERNELS[CHANNEL_NORM], args, strict=True))
+    return _work_of_passes(arguments["x"], passes=3 + (arguments["residual"] is not None))
 
 
 def _channel_norm_backward(args: Sequence[Any]) -> Work:
-    """Reads the gradient, x and, where it is saved, y for the sums, and once more to write the gradients of x and the
-    residual."""
-    named = dict(zip(KERNELS[CHANNEL_NORM_BACKWARD], args, strict=True))
-    return _of_passes(named["x"], passes=5 + 2 * (named["y"] is not None) + named["added"])
+    """Return the work of the op `CHANNEL_NORM_BACKWARD`: it reads the gradient, x and, where it is saved, y for the
+    sums, and once more to write the gradients of x and the residual."""
+    arguments = dict(zip(KERNELS[CHANNEL_NORM_BACKWARD], args, strict=True))
+    return _work_of_passes(arguments["x"], passes=5 + 2 * (arguments["y"] is not None) + arguments["added"])
 
 
-def _of_passes(x: Value, *, passes: int) -> Work:
-    """Return the work of passes over a tensor; its arithmetic takes less time than its bytes."""
+def _work_of_passes(x: Value, *, passes: int) -> Work:
+    """Return the work of passes that each read or write x; its arithmetic takes less time than its bytes."""
     return Work(flops=0, bytes=passes * prod(x.shape) * itemsize(x.dtype), rate=x.dtype)
 
 
 def _depthwise(args: Sequence[Any]) -> Work:
-    """Reads x and writes y: each element once, as its neighbours find it in the cache."""
-    named = dict(zip(KERNELS[DEPTHWISE], args, strict=True))
-    x, weight = named["x"], named["weight"]
-    steps = (named["stride"], named["padding"], named["dilation"])
+    """Return the work of the op `DEPTHWISE`: it reads x and writes y, each element once: it is in the cache when its
+    neighbours read it."""
+    arguments = dict(zip(KERNELS[DEPTHWISE], args, strict=True))
+    x, weight = arguments["x"], arguments["weight"]
+    steps = (arguments["stride"], arguments["padding"], arguments["dilation"])
     sizes = (
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, k, s, p, d in zip(x.shape[2:], weight.shape[2:], *steps, strict=True)
     )
-    return _of_filters(x, (*x.shape[:2], *sizes), weight, products=1, sums=0)
+    return _depthwise_work(x, (*x.shape[:2], *sizes), weight, convolutions=1, partial_sums=0)
 
 
 def _depthwise_backward(args: Sequence[Any]) -> Work:
-    """Reads the gradient and writes that of x; reads both x and the gradient for that of the weight, whose parts' sums
-    are written and read again."""
-    named = dict(zip(KERNELS[DEPTHWISE_BACKWARD], args, strict=True))
-    d_y, weight, wanted = named["d_y"], named["weight"], named["wanted"]
-    taps, sums = prod(weight.shape[2:]), 0
-    if wanted[1] or wanted[2]:
+    """Return the work of the op `DEPTHWISE_BACKWARD`. For the gradient of x it reads that of y; for that of the weight
+    x and the gradient of y, and it writes sums of parts and reads them again."""
+    arguments = dict(zip(KERNELS[DEPTHWISE_BACKWARD], args, strict=True))
+    d_y, weight, wanted = arguments["d_y"], arguments["weight"], arguments["wanted"]
+    of_x, of_weight, of_bias = wanted
+    taps, partial_sums = prod(weight.shape[2:]), 0
+    if of_weight or of_bias:
         parts, _, _ = parts_of(d_y.shape[0], prod(d_y.shape[2:]), taps)
-        sums = parts * (taps + wanted[2]) * d_y.shape[1]
-    return _of_filters(named["x"], d_y.shape, weight, products=wanted[0] + (wanted[1] or wanted[2]), sums=sums)
+        partial_sums = parts * (taps + of_bias) * d_y.shape[1]
+    convolutions = of_x + (of_weight or of_bias)  # each as much work as the forward pass
+    return _depthwise_work(arguments["x"], d_y.shape, weight, convolutions=convolutions, partial_sums=partial_sums)
 
 
-def _of_filters(x: Value, result: Sequence[int], weight: Value, *, products: int, sums: int) -> Work:
-    """Return the work of passes that each read or write x, the result and the weight once, and of float32 sums that are
-    written and read. Tensor cores take no part in it."""
+def _depthwise_work(
+    x: Value, result_shape: Sequence[int], weight: Value, *, convolutions: int, partial_sums: int
+) -> Work:  # fmt: skip
+    """Return the work of convolutions that each read or write x, the result and the weight once, and of float32 sums
+    that are written and read. Tensor cores take no part in it, whatever the dtype: the rate is that of float32."""
     taps, size = prod(weight.shape[2:]), itemsize(x.dtype)
-    moved = size * (prod(x.shape) + prod(result) + prod(weight.shape)) * products + 2 * 4 * sums
-    return Work(2 * products * prod(result) * taps, moved, "float32")
+    moved_bytes = size * (prod(x.shape) + prod(result_shape) + prod(weight.shape)) * convolutions + 2 * 4 * partial_sums
+    return Work(flops=2 * convolutions * prod(result_shape) * taps, bytes=moved_bytes, rate="float32")
 
 
 def _class_sums(args: Sequence[Any]) -> Work:
-    """Reads logits and targets; the sums of parts are written and read again. More classes go through plain torch."""
-    named = dict(zip(KERNELS[CLASS_SUMS], args, strict=True))
-    logits, targets = named["logits"], named["targets"]
+    """Return the work of the op `CLASS_SUMS`: it reads logits and targets, and sums of parts are written and read
+    again. For more classes than `LARGEST_CLASSES` plain torch runs, without parts."""
+    arguments = dict(zip(KERNELS[CLASS_SUMS], args, strict=True))
+    logits, targets = arguments["logits"], arguments["targets"]
     samples, classes, *sizes = logits.shape
     parts = -(-prod(sizes) // dice.part_length(classes)) if classes <= dice.LARGEST_CLASSES else 0
-    operands = sum(prod(value.shape) * itemsize(value.dtype) for value in (logits, targets))
-    return Work(flops=0, bytes=operands + 4 * 4 * samples * classes * (1 + 2 * parts), rate=logits.dtype)
+    operand_bytes = sum(prod(value.shape) * itemsize(value.dtype) for value in (logits, targets))
+    sum_bytes = 4 * 4 * samples * classes * (1 + 2 * parts)  # four in float32 for each class of a sample
+    return Work(flops=0, bytes=operand_bytes + sum_bytes, rate=logits.dtype)
 
 
 def _dropout_mask(args: Sequence[Any]) -> Work:
-    """Reads the input and writes a byte an element; on a card torch's kernel writes a product, too."""
+    """Return the work of the op `DROPOUT_MASK`: it reads the input and writes a byte an element; on a card torch's
+    kernel writes a product, too."""
     x, elements = args[0], prod(args[0].shape)
-    return Work(flops=0, bytes=((1 if x.place == HOST else 2) * itemsize(x.dtype) + 1) * elements, rate=x.dtype)
+    tensors_of_input_size = 1 if x.place == HOST else 2
+    return Work(flops=0, bytes=(tensors_of_input_size * itemsize(x.dtype) + 1) * elements, rate=x.dtype)
 
 
 WORKS[CLASS_SUMS] = _class_sums
@@ -120,5 +130,5 @@ WORKS[CHANNEL_NORM] = _channel_norm
 WORKS[CHANNEL_NORM_BACKWARD] = _channel_norm_backward
 WORKS[DEPTHWISE] = _depthwise
 WORKS[DEPTHWISE_BACKWARD] = _depthwise_backward
-WORKS[TOKEN_STATISTICS] = _statistics
-WORKS[TOKEN_STATISTICS_BACKWARD] = _statistics_backward
+WORKS[TOKEN_STATISTICS] = _token_statistics
+WORKS[TOKEN_STATISTICS_BACKWARD] = _token_statistics_backward

@@ -21,8 +21,9 @@ _ELEMENTWISE = (
 _IN_ONE_PASS = (torch.optim.SGD, torch.optim.AdamW)
 _NOT_IN_ONE_PASS = ("amsgrad", "capturable", "differentiable", "fused")
 """Options that `memplan.kernels` does not have."""
-_LOW, _TIES = "master_low", "master_ties"
-"""Names of the low halves, and of the positions where they are 2^15 and not -2^15, in the state of a parameter."""
+_LOW_HALVES, _TIE_POSITIONS = "master_low", "master_ties"
+"""Keys in the state of a parameter: the low halves of its master weights, and the positions (of the flat tensor) where
+they are 2^15, which int16 stores as -2^15: such master weights lie in the middle between two bfloat16 numbers."""
 _PIECE, _PIECE_ON_CARD = 1 << 20, 1 << 22
 """Elements of a parameter that are updated at a time."""
 _HALF = 1 << 15
@@ -131,7 +132,8 @@ class PackedMasters(torch.optim.Optimizer):
         return sum(
             2 * parameter.numel()
             for parameter in parameters
-            if parameter.dtype == torch.bfloat16 and (parameter.requires_grad or _LOW in self.state.get(parameter, {}))
+            if parameter.dtype == torch.bfloat16
+            and (parameter.requires_grad or _LOW_HALVES in self.state.get(parameter, {}))
         )
 
     @torch.no_grad()
@@ -176,9 +178,9 @@ class PackedMasters(torch.optim.Optimizer):
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the float32 master weight of a parameter, as a new tensor of its shape."""
         state = self.state.get(parameter, {})
-        if _LOW not in state:
+        if _LOW_HALVES not in state:
             return parameter.detach().to(torch.float32, copy=True)
-        return _unpacked(parameter.detach(), state[_LOW], state[_TIES])
+        return _unpacked(parameter.detach(), state[_LOW_HALVES], state[_TIE_POSITIONS])
 
     @torch.no_grad()
     def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
@@ -189,9 +191,9 @@ class PackedMasters(torch.optim.Optimizer):
             return
         copy = torch.empty_like(weight, dtype=torch.float32).copy_(master)
         state = self._packed_state(parameter)
-        low, ties = _rounded(copy, weight)
-        state[_LOW].copy_(low)
-        state[_TIES] = ties
+        low_halves, tie_positions = _rounded(copy, weight)
+        state[_LOW_HALVES].copy_(low_halves)
+        state[_TIE_POSITIONS] = tie_positions
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as `torch.optim.Optimizer.load_state_dict`, but in the dtypes that it has.
@@ -228,42 +230,47 @@ class PackedMasters(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device)
 
     def _packed_state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state of a bfloat16 parameter, with master weights equal to the weights if it has none."""
+        """Return the state of a bfloat16 parameter. If it has no master weights yet, these become the weights: low
+        halves of 0, and no ties."""
         state = self.state[parameter]
-        if _LOW not in state:
-            state[_LOW] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
-            state[_TIES] = state[_LOW].new_empty(0, dtype=torch.int64)
+        if _LOW_HALVES not in state:
+            state[_LOW_HALVES] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+            state[_TIE_POSITIONS] = state[_LOW_HALVES].new_empty(0, dtype=torch.int64)
         return state
 
     def _update_in_one_pass(self, parameter: torch.Tensor, group: dict[str, Any], clip: torch.Tensor | None) -> None:
-        """Update a parameter by `memplan.kernels` with the options of its group."""
+        """Update a parameter by `memplan.kernels` with the options of its group.
+
+        The kernel updates weight, moments and low halves in place, and returns the new positions of ties.
+        """
         weight, gradient = parameter.detach(), parameter.grad
         assert gradient is not None
-        packed = weight.dtype == torch.bfloat16
-        state = self._packed_state(parameter) if packed else self.state[parameter]
+        is_packed = weight.dtype == torch.bfloat16
+        state = self._packed_state(parameter) if is_packed else self.state[parameter]
         options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "weight_decay")}
         options |= {"maximize": group["maximize"], "clip": clip}
-        options |= {"low": state[_LOW], "ties": state[_TIES]} if packed else {}
+        options |= {"low": state[_LOW_HALVES], "ties": state[_TIE_POSITIONS]} if is_packed else {}
 
-        def state_of(name: str) -> torch.Tensor:
+        def buffer_of(name: str) -> torch.Tensor:
+            """Return a tensor of the state, zeros before the first update."""
             if state.get(name) is None:
-                state[name] = torch.zeros_like(weight, dtype=torch.float32 if packed else weight.dtype)
+                state[name] = torch.zeros_like(weight, dtype=torch.float32 if is_packed else weight.dtype)
             return state[name]
 
         if isinstance(self._inner, torch.optim.AdamW):
             step = state.get("step", torch.tensor(0.0)) + 1
-            moments = state_of("exp_avg"), state_of("exp_avg_sq")
+            moments = buffer_of("exp_avg"), buffer_of("exp_avg_sq")
             beta1, beta2 = (float(beta) for beta in group["betas"])
             options |= {"betas": (beta1, beta2), "eps": group["eps"], "step": int(step)}
-            ties = adamw_step(weight, gradient, *moments, **options)
+            tie_positions = adamw_step(weight, gradient, *moments, **options)
             state["step"] = step
         else:
-            first, momentum = state.get("momentum_buffer") is None, float(group["momentum"])
-            buffer = state_of("momentum_buffer") if momentum else None
+            is_first, momentum = state.get("momentum_buffer") is None, float(group["momentum"])
+            momentum_buffer = buffer_of("momentum_buffer") if momentum else None
             options |= {name: group[name] for name in ("dampening", "nesterov")}
-            ties = sgd_step(weight, gradient, buffer, momentum=momentum, first=first, **options)
-        if packed:
-            state[_TIES] = ties
+            tie_positions = sgd_step(weight, gradient, momentum_buffer, momentum=momentum, first=is_first, **options)
+        if is_packed:
+            state[_TIE_POSITIONS] = tie_positions
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], clip: torch.Tensor | None) -> None:
         """Update a parameter with the options of its group, piece by piece where that cannot change a bit. Fused
@@ -274,44 +281,45 @@ class PackedMasters(torch.optim.Optimizer):
         """
         weight, gradient = parameter.detach(), parameter.grad
         assert gradient is not None
-        packed = weight.dtype == torch.bfloat16
-        state = self._packed_state(parameter) if packed else self.state[parameter]
-        old_states = {name: value for name, value in state.items() if name not in (_LOW, _TIES)}
+        is_packed = weight.dtype == torch.bfloat16
+        state = self._packed_state(parameter) if is_packed else self.state[parameter]
+        old_states = {name: value for name, value in state.items() if name not in (_LOW_HALVES, _TIE_POSITIONS)}
         new_states = dict[str, Any]()
         """States that the first update creates, and states that have no value for each element."""
-        elements = _PIECE if weight.device.type == "cpu" else _PIECE_ON_CARD
+        elements_at_a_time = _PIECE if weight.device.type == "cpu" else _PIECE_ON_CARD
         if group.get("fused") or not (_is_flat(weight) and _is_flat(gradient)):
-            elements = weight.numel()
-        for start, piece in _pieces(weight.numel(), elements):
-            master, other_ties = piece(weight), None
-            if packed:
-                ties = other_ties = state[_TIES]
+            elements_at_a_time = weight.numel()
+        for start, piece_of in _pieces(weight.numel(), elements_at_a_time):
+            master, ties_elsewhere = piece_of(weight), None
+            if is_packed:
+                ties = ties_elsewhere = state[_TIE_POSITIONS]
                 if len(ties):
-                    inside = (ties >= start) & (ties < start + elements)
-                    ties, other_ties = ties[inside] - start, ties[~inside]
-                master = _unpacked(master, piece(state[_LOW]), ties)
-            master.grad = piece(gradient).to(master.dtype)
+                    is_inside = (ties >= start) & (ties < start + elements_at_a_time)
+                    ties, ties_elsewhere = ties[is_inside] - start, ties[~is_inside]
+                master = _unpacked(master, piece_of(state[_LOW_HALVES]), ties)
+            master.grad = piece_of(gradient).to(master.dtype)
             if clip is not None:
                 master.grad = master.grad * clip.to(master.dtype)
-            before = {
-                name: piece(value) if _is_elementwise(value, weight) else _copied(value)
+            old_piece_states = {
+                # others, such as the number of updates, are copied: each piece begins with the same
+                name: piece_of(value) if _is_elementwise(value, weight) else _copied(value)
                 for name, value in old_states.items()
             }
-            after = self._updated(master, dict(before), group)
+            new_piece_states = self._updated(master, dict(old_piece_states), group)
             master.grad = None
-            for name, value in after.items():
+            for name, value in new_piece_states.items():
                 if not _is_elementwise(value, master) or value.shape == weight.shape:
                     new_states[name] = value  # a state without a value for each element is the same after each piece
-                elif value is not before.get(name):  # else it was updated in place
+                elif value is not old_piece_states.get(name):  # else it was updated in place
                     states = old_states if _is_elementwise(old_states.get(name), weight) else new_states
                     if name not in states:
                         states[name] = torch.empty_like(weight, dtype=value.dtype)
-                    piece(states[name]).copy_(value)
-            if other_ties is not None:
-                low, ties = _rounded(master, piece(weight))
-                ties = torch.cat([other_ties, ties + start])
-                piece(state[_LOW]).copy_(low)
-                state[_TIES] = ties
+                    piece_of(states[name]).copy_(value)
+            if ties_elsewhere is not None:
+                low_halves, ties = _rounded(master, piece_of(weight))
+                tie_positions = torch.cat([ties_elsewhere, ties + start])
+                piece_of(state[_LOW_HALVES]).copy_(low_halves)
+                state[_TIE_POSITIONS] = tie_positions
         state.update(new_states)
 
     def _updated(self, master: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
@@ -327,14 +335,14 @@ class PackedMasters(torch.optim.Optimizer):
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
 
 
-def _pieces(count: int, elements: int) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+def _pieces(elements: int, at_a_time: int) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
     """Return (first element, function that returns the piece of a tensor) for each piece of contiguous tensors with
-    ``count`` elements. A single piece is the tensor itself, which need not be contiguous."""
-    if count <= elements:
+    ``elements`` elements. A single piece is the tensor itself, which need not be contiguous."""
+    if elements <= at_a_time:
         return [(0, lambda tensor: tensor)]
     return [
-        (start, lambda tensor, start=start: tensor.view(-1)[start : start + elements])
-        for start in range(0, count, elements)
+        (start, lambda tensor, start=start: tensor.view(-1)[start : start + at_a_time])
+        for start in range(0, elements, at_a_time)
     ]
 
 
@@ -366,22 +374,22 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _unpacked(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
+def _unpacked(weight: torch.Tensor, low_halves: torch.Tensor, tie_positions: torch.Tensor) -> torch.Tensor:
     """Return master weights in float32.
 
     The bits of a master weight, as an integer, are those of its bfloat16 weight, shifted by 16, plus the low half. An
     even bfloat16 number is the rounded value of 65,537 float32 numbers, with low halves from -2^15 to 2^15. In int16
-    the last wraps around to the first, so its positions are stored in ``ties``.
+    the last wraps around to the first, so its positions are stored: the middle to the next number, a tie of rounding.
 
     Args:
         weight: in bfloat16.
-        low: the low halves, in int16.
-        ties: positions of low halves of 2^15, as if the tensors were one-dimensional.
+        low_halves: in int16.
+        tie_positions: those of low halves of 2^15, as if the tensors were one-dimensional.
     """
     master = weight.float()
-    bits = master.view(torch.int32).add_(low)
-    if len(ties):  # -2^15 was added in place of 2^15
-        bits.put_(ties, torch.full_like(ties, 2 * _HALF, dtype=torch.int32), accumulate=True)
+    bits = master.view(torch.int32).add_(low_halves)
+    if len(tie_positions):  # -2^15 was added in place of 2^15
+        bits.put_(tie_positions, torch.full_like(tie_positions, 2 * _HALF, dtype=torch.int32), accumulate=True)
     if not _torch.is_fake(master) and master.sum().isnan():
         # a weight that was set to 0 by hand has the low half of another, and must not become a NaN
         master = torch.where(master.isnan(), weight, master)
@@ -389,19 +397,20 @@ def _unpacked(weight: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> to
 
 
 def _rounded(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round master weights to bfloat16 weights. Returns the low halves in int32, and the positions where they are 2^15.
+    """Write master weights, rounded to bfloat16, to ``weight``. Returns the low halves in int32, and the positions
+    where they are 2^15.
 
     The low halves overwrite ``master``. All memory is allocated here, so that the caller cannot fail between writing
     low halves and positions.
     """
     weight.copy_(master)
-    low = master.view(torch.int32).sub_(weight.float().view(torch.int32))
-    if _torch.is_fake(low):  # a recording knows no values
-        return low, low.new_empty(0, dtype=torch.int64)
-    flat = low.reshape(-1)
-    end = flat.numel() // _ROW * _ROW
-    table = flat[:end].view(-1, _ROW)  # comparing the maximum of each row first is faster
+    low_halves = master.view(torch.int32).sub_(weight.float().view(torch.int32))
+    if _torch.is_fake(low_halves):  # a recording knows no values
+        return low_halves, low_halves.new_empty(0, dtype=torch.int64)
+    flat = low_halves.reshape(-1)
+    table_end = flat.numel() // _ROW * _ROW
+    table = flat[:table_end].view(-1, _ROW)  # comparing the maximum of each row first is faster
     rows_with_ties = (table.amax(1) >= _HALF).nonzero().squeeze(1)
     row, column = (table[rows_with_ties] == _HALF).nonzero(as_tuple=True)
-    ties_after_table = (flat[end:] == _HALF).nonzero().squeeze(1) + end
-    return low, torch.cat([rows_with_ties[row] * _ROW + column, ties_after_table])
+    ties_after_table = (flat[table_end:] == _HALF).nonzero().squeeze(1) + table_end
+    return low_halves, torch.cat([rows_with_ties[row] * _ROW + column, ties_after_table])

@@ -8,7 +8,7 @@ from math import prod
 from memplan.trace.records import HOST
 
 PIECE = 1 << 17
-"""Largest piece on the CPU, in elements."""
+"""Largest piece on the CPU, in elements: a multiple of 8, whose flags are whole bytes."""
 CARD_PIECE, CARD_LEAST = 1 << 24, 1 << 20
 """Largest and smallest piece on a card, in elements: a kernel on fewer elements takes as long as its launch."""
 
@@ -17,31 +17,31 @@ GROUP = 256
 
 
 def most(place: str = HOST) -> int:
-    """Return the largest piece, in elements, in which memplan's in-place ops run, so that a kernel's temporaries are
-    of a piece and not of the whole tensor. ``place``: torch's name of the device."""
+    """Return the largest piece in elements, of which alone a kernel makes temporaries. ``place``: torch's device type,
+    here and below."""
     return PIECE if place == HOST else CARD_PIECE
 
 
 def piece(elements: int, place: str = HOST) -> int:
-    """Return the piece of a tensor with ``elements`` elements, in elements: a sixteenth, within the limits."""
+    """Return the elements of a piece of a tensor with ``elements`` elements: a sixteenth, within the limits."""
     sixteenth = max(1, elements // 16)
     return min(PIECE, sixteenth) if place == HOST else min(CARD_PIECE, max(CARD_LEAST, sixteenth))
 
 
 def rows(shape: Sequence[int], trailing: int, place: str = HOST) -> tuple[int, int]:
-    """Return (all rows, rows of a piece) of a tensor that is normalized over its last ``trailing`` dimensions."""
-    size = prod(shape[len(shape) - trailing :])
-    return prod(shape) // size, max(1, piece(prod(shape), place) // size)
+    """Return (all rows, rows of a piece) of a tensor whose last ``trailing`` dimensions are a row."""
+    row_elements = prod(shape[len(shape) - trailing :])
+    return prod(shape) // row_elements, max(1, piece(prod(shape), place) // row_elements)
 
 
 def channels(shape: Sequence[int]) -> int:
-    """Return the channels of a piece of a tensor of shape (N, C, ...): it has all samples."""
+    """Return the channels of a piece of a tensor of shape (N, C, ...): a piece has them of all samples."""
     return max(1, piece(prod(shape)) * shape[1] // prod(shape))
 
 
 def groups(shape: Sequence[int], group: int) -> int:
-    """Return the groups of a piece of a tensor (N, C, ...) with ``group`` groups of channels: it has a single
-    sample."""
+    """Return the groups of a piece of a tensor (N, C, ...) with ``group`` groups of channels: a piece has them of a
+    single sample."""
     return max(1, min(group, piece(prod(shape)) * group // prod(shape[1:])))
 
 
@@ -51,7 +51,7 @@ def packed(elements: int) -> int:
 
 
 def quantized_piece(elements: int, place: str = HOST) -> int:
-    """Return how many elements of a tensor with ``elements`` elements are quantized at a time: whole groups."""
+    """Return how many of a tensor's ``elements`` elements are quantized at a time: a multiple of `GROUP`."""
     return max(1, piece(elements, place) // GROUP) * GROUP
 
 

@@ -15,25 +15,24 @@ import torch
 from torch import Tensor
 
 from memplan.kernels import channel_norms, dice, softmax
-from memplan.planning.levers import chunk_convolutions  # noqa: F401  # pyright: ignore[reportUnusedImport]  # as above
-from memplan.planning.levers import in_place as forms
+from memplan.planning.levers import chunk_convolutions  # noqa: F401  # pyright: ignore[reportUnusedImport]  # as below
 from memplan.planning.ops import int8  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops
 from memplan.planning.ops.custom_ops import LIBRARY, define, in_memory
-from memplan.planning.ops.pieces import channels, groups, most, packed, rows
+from memplan.planning.ops.pieces import channels, groups, most, packed, piece, rows
 
 _ATEN = torch.ops.aten
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield corresponding pieces of tensors with the same layout, in memory order."""
-    split = (in_memory(tensor).split(forms.piece(tensor.numel(), tensor.device.type)) for tensor in tensors)
+    split = (in_memory(tensor).split(piece(tensor.numel(), tensor.device.type)) for tensor in tensors)
     return zip(*split, strict=True)
 
 
-def _with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _pieces_with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield corresponding pieces of packed bits, and of tensors with the same layout in memory order."""
-    piece = most(bits.device.type)  # elements: a multiple of 8
-    return zip(bits.split(piece // 8), *(in_memory(tensor).split(piece) for tensor in tensors), strict=True)
+    elements = most(bits.device.type)  # of a piece: a multiple of 8, so that no byte has bits of two pieces
+    return zip(bits.split(elements // 8), *(in_memory(tensor).split(elements) for tensor in tensors), strict=True)
 
 
 # -- bits
@@ -43,12 +42,14 @@ _TO_BITS = sum(1 << 56 - 7 * flag for flag in range(8))
 """Times this, eight flags that lie in the bytes of an int64 are in its highest byte, the first as the lowest bit: byte
 i meets 2^(56 - 7 i) there. No two products of a flag and a power are the same power, so that there are no carries."""
 _REPEATED = sum(1 << 8 * flag for flag in range(8))
+"""Times this, a byte is in each of the eight bytes of an int64."""
 _OWN_BIT = sum(1 << 9 * flag for flag in range(8)) - (1 << 64)
 """In byte i bit i, as a signed int64."""
 
 
 def _pack(bits: Tensor, piece: Tensor, kind: str) -> None:
-    """Write eight flags of a piece into each byte of ``bits``, the first as the lowest bit."""
+    """Write a flag of each element of a piece into ``bits``, eight to a byte, the first as the lowest bit.
+    ``kind``: of flags, as of `pack_bits`."""
     if piece.device.type == "cpu":
         flags = _FLAGS[kind](piece).numpy().view(np.uint8)
         bits.copy_(torch.from_numpy(np.packbits(flags, bitorder="little")))
@@ -58,16 +59,16 @@ def _pack(bits: Tensor, piece: Tensor, kind: str) -> None:
 
 def _pack_by_torch(bits: Tensor, piece: Tensor, kind: str) -> None:
     """Like `_pack`, by torch's ops, with a single buffer: a byte for each flag."""
-    flags, count = piece.new_empty(8 * bits.numel(), dtype=torch.bool), piece.numel()
-    flags[count:] = False
+    flags, elements = piece.new_empty(8 * bits.numel(), dtype=torch.bool), piece.numel()
+    flags[elements:] = False
     if kind == "bits":
-        flags[:count].copy_(piece)
+        flags[:elements].copy_(piece)
     elif kind == "sign":
-        torch.le(piece, 0, out=flags[:count]).logical_not_()
+        torch.le(piece, 0, out=flags[:elements]).logical_not_()
     else:
-        torch.gt(piece, 0, out=flags[:count])
+        torch.gt(piece, 0, out=flags[:elements])
     words = flags.view(torch.int64)
-    bits.copy_(words.mul_(_TO_BITS).bitwise_right_shift_(56))
+    bits.copy_(words.mul_(_TO_BITS).bitwise_right_shift_(56))  # the highest byte
 
 
 def _unpack(bits: Tensor, count: int) -> Tensor:
@@ -98,8 +99,8 @@ def pack_bits(self: Tensor, kind: str) -> Tensor:
     """Pack a bit for each element, in memory order. ``kind``: ``bits`` of a bool tensor, ``sign`` (not <= 0, so NaN
     counts) or ``positive`` (> 0) of numbers."""
     bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
-    for packed_piece, piece in _with_bits(bits, self):
-        _pack(packed_piece, piece, kind)
+    for packed_piece, self_piece in _pieces_with_bits(bits, self):
+        _pack(packed_piece, self_piece, kind)
     return bits
 
 
@@ -110,8 +111,8 @@ def pack_bits(self: Tensor, kind: str) -> Tensor:
 def unpack_bits(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return the bool tensor that `pack_bits` packed, with its original strides."""
     flags = torch.empty_strided(size, stride, dtype=torch.bool, device=bits.device)
-    for packed_piece, piece in _with_bits(bits, flags):
-        piece.copy_(_unpack(packed_piece, piece.numel()))
+    for packed_piece, flags_piece in _pieces_with_bits(bits, flags):
+        flags_piece.copy_(_unpack(packed_piece, flags_piece.numel()))
     return flags
 
 
@@ -130,14 +131,14 @@ def _register_bits_op(schema: str, kernel: Callable[..., None]) -> None:
     Args:
         schema: of the op; the gradient and the bits come first.
         kernel: ``kernel(result, gradient, flags, *arguments)`` writes a piece of the result, which may be the memory of
-            the gradient.
+            the gradient; ``flags`` are bytes 0 or 1, a temporary, ``arguments`` those of the op after the bits.
     """
     name, _, signature = schema.partition("(Tensor ")
 
     def run(result: Tensor, gradient: Tensor, bits: Tensor, arguments: Sequence[Any]) -> Tensor:
         """Run the kernel on all pieces, and return the result."""
-        for packed_piece, out, piece in _with_bits(bits, result, gradient):
-            kernel(out, piece, _unpack(packed_piece, piece.numel()), *arguments)
+        for packed_piece, result_piece, gradient_piece in _pieces_with_bits(bits, result, gradient):
+            kernel(result_piece, gradient_piece, _unpack(packed_piece, gradient_piece.numel()), *arguments)
         return result
 
     define(schema, lambda first, *_: torch.empty_like(first))(
@@ -148,12 +149,16 @@ def _register_bits_op(schema: str, kernel: Callable[..., None]) -> None:
 
 
 def _threshold(out: Tensor, gradient: Tensor, flags: Tensor, threshold: float) -> None:
-    """Write the gradient of a ReLU's input to ``out``, without numbers in place of flags: they took four bytes each."""
+    """Write the gradient of a ReLU's input to ``out``: 0 where the input was not above ``threshold``, which is 0.
+
+    torch's own kernel would read numbers in place of flags, of four bytes each.
+    """
     _masked_fill(out, gradient, flags.logical_not_(), 0.0)
 
 
 def _leaky_relu(out: Tensor, gradient: Tensor, flags: Tensor, slope: float, is_result: bool) -> None:
-    """Write the gradient of a leaky ReLU's input to ``out``; flags as numbers are positive where the input is.
+    """Write the gradient of a leaky ReLU's input to ``out``. In the place of the input the kernel reads the flags as
+    numbers: it compares them with 0 alone.
 
     A card's kernel casts the bytes as it reads them (c10::fetch_and_cast in CUDALoops.cuh); a CPU's needs a copy.
     """
@@ -168,7 +173,7 @@ def _dropout(out: Tensor, gradient: Tensor, flags: Tensor, scale: float) -> None
 
 def _masked_fill(out: Tensor, gradient: Tensor, flags: Tensor, value: float) -> None:
     """Write a tensor to ``out``, with ``value`` where a flag is set."""
-    if out.data_ptr() != gradient.data_ptr():
+    if out.data_ptr() != gradient.data_ptr():  # else in place
         out.copy_(gradient)
     out.masked_fill_(flags.view(torch.bool), value)
 
@@ -196,8 +201,8 @@ def _native_dropout_backward_(grad_output: Tensor, mask: Tensor, scale: float) -
 @define("hardswish_backward_(Tensor(a!) grad_output, Tensor self) -> Tensor(a!)", _fake_in_place)
 def _hardswish_backward_(grad_output: Tensor, x: Tensor) -> Tensor:
     """Overwrite ``grad_output`` with the gradient of hardswish's input ``x``."""
-    for gradient, piece in _pieces(grad_output, x):
-        gradient.copy_(_ATEN.hardswish_backward(gradient, piece))
+    for gradient, x_piece in _pieces(grad_output, x):
+        gradient.copy_(_ATEN.hardswish_backward(gradient, x_piece))
     return grad_output
 
 
@@ -212,8 +217,8 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
     if train is False:
         return input, torch.ones_like(input, dtype=torch.bool)
     mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p)
-    for piece, flags in _pieces(input, mask):
-        _ATEN.mul_.Scalar(piece.mul_(flags), 0.0 if p == 1 else 1 / (1 - p))
+    for input_piece, flags in _pieces(input, mask):
+        _ATEN.mul_.Scalar(input_piece.mul_(flags), 0.0 if p == 1 else 1 / (1 - p))
     return input, mask
 
 
@@ -262,7 +267,9 @@ LIBRARY.define("batch_norm_again(Tensor self, Tensor? weight, Tensor? bias, Tens
 
 def batch_norm_again(self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     """Compute the result of a training batch norm from its saved statistics (`passes.recompute_batch_norm`)."""
-    return _ATEN.native_batch_norm(self, *_evaluation_arguments(self, weight, bias, mean, invstd), False, 0.0, 0.0)[0]
+    arguments = _evaluation_arguments(self, weight, bias, mean, invstd)
+    result, _, _ = _ATEN.native_batch_norm(self, *arguments, training=False, momentum=0.0, eps=0.0)
+    return result
 
 
 LIBRARY.impl("batch_norm_again", batch_norm_again, "CompositeImplicitAutograd")  # a compiler sees torch's ops
@@ -276,19 +283,22 @@ def _batch_norm_again_(
     self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
 ) -> Tensor:
     """Overwrite a training batch norm's input with its result, from its saved statistics."""
-    arguments = _evaluation_arguments(self, weight, bias, mean, invstd)
-    unused = [arguments[2].new_empty(0) for _ in range(2)]  # evaluation mode returns no statistics
-    _ATEN.native_batch_norm.out(self, *arguments, False, 0.0, 0.0, out=self, save_mean=unused[0], save_invstd=unused[1])
+    scale, *_ = arguments = _evaluation_arguments(self, weight, bias, mean, invstd)
+    unused_mean, unused_invstd = scale.new_empty(0), scale.new_empty(0)  # evaluation mode returns no statistics
+    _ATEN.native_batch_norm.out(
+        self, *arguments, training=False, momentum=0.0, eps=0.0, out=self, save_mean=unused_mean,
+        save_invstd=unused_invstd,
+    )  # fmt: skip
     return self
 
 
 # -- cross-entropy
 
 
-_LOSS = "Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight"
+_LOSS_ARGUMENTS = "Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight"
 
 
-def _cross_entropy(
+def _write_cross_entropy_gradient(
     result: Tensor, grad_output: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
     *loss_arguments: Any,
 ) -> Tensor:  # fmt: skip
@@ -297,35 +307,39 @@ def _cross_entropy(
     It is computed a few samples at a time. The other arguments are those of ``nll_loss_backward``: the gradient and log
     probabilities have the classes in dimension 1.
     """
-    loss = (_ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward).grad_input
-    step = rows(log_probs.shape, log_probs.dim() - 1, log_probs.device.type)[1]
-    for start in range(0, log_probs.shape[0], step):
-        samples = slice(start, start + step)
-        piece = log_probs[samples]
-        out = torch.empty_like(piece) if result is log_probs else result[samples]
-        gradient = grad_output[samples] if grad_output.dim() else grad_output
-        loss(gradient, piece, target[samples], weight, reduction, *loss_arguments, grad_input=out)
-        _ATEN._log_softmax_backward_data.out(out, piece, 1, out.dtype, out=out)
+    loss_backward = (_ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward).grad_input
+    _, samples_per_piece = rows(log_probs.shape, log_probs.dim() - 1, log_probs.device.type)
+    for start in range(0, log_probs.shape[0], samples_per_piece):
+        samples = slice(start, start + samples_per_piece)
+        piece_log_probs = log_probs[samples]
+        out = torch.empty_like(piece_log_probs) if result is log_probs else result[samples]
+        gradient = grad_output[samples] if grad_output.dim() else grad_output  # a scalar, if the loss is reduced
+        loss_backward(gradient, piece_log_probs, target[samples], weight, reduction, *loss_arguments, grad_input=out)
+        _ATEN._log_softmax_backward_data.out(out, piece_log_probs, 1, out.dtype, out=out)
         if result is log_probs:
-            piece.copy_(out)
-        del out
+            piece_log_probs.copy_(out)
+        del out  # before the next piece is allocated
     return result
 
 
 define(
-    f"cross_entropy_backward(Tensor grad_output, Tensor log_probs, {_LOSS}) -> Tensor",
+    f"cross_entropy_backward(Tensor grad_output, Tensor log_probs, {_LOSS_ARGUMENTS}) -> Tensor",
     lambda _, x, *__: torch.empty_like(x),
-)(lambda grad_output, log_probs, *args: _cross_entropy(torch.empty_like(log_probs), grad_output, log_probs, *args))
+)(
+    lambda grad_output, log_probs, *args: _write_cross_entropy_gradient(
+        torch.empty_like(log_probs), grad_output, log_probs, *args
+    )
+)
 define(
-    f"cross_entropy_backward_(Tensor grad_output, Tensor(a!) log_probs, {_LOSS}) -> Tensor(a!)",
+    f"cross_entropy_backward_(Tensor grad_output, Tensor(a!) log_probs, {_LOSS_ARGUMENTS}) -> Tensor(a!)",
     lambda _, log_probs, *__: log_probs,
-)(lambda grad_output, log_probs, *args: _cross_entropy(log_probs, grad_output, log_probs, *args))
+)(lambda grad_output, log_probs, *args: _write_cross_entropy_gradient(log_probs, grad_output, log_probs, *args))
 
 
 # -- in place, by rows, groups or channels
 
 
-def _fake_of(op: Any) -> Callable[..., tuple[Any, ...]]:
+def _fake_in_place_of(op: Any) -> Callable[..., tuple[Any, ...]]:
     """Return the fake kernel of the in-place form of an op, which writes its first result over its first argument."""
     return lambda first, *args: (first, *op(first, *args)[1:])
 
@@ -333,22 +347,23 @@ def _fake_of(op: Any) -> Callable[..., tuple[Any, ...]]:
 @define(
     "native_layer_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor(a!), Tensor, Tensor)",
-    _fake_of(_ATEN.native_layer_norm.default),
+    _fake_in_place_of(_ATEN.native_layer_norm.default),
 )
 def _native_layer_norm_(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
     """Overwrite the input of a layer norm with its result, a few rows at a time. Returns it, mean and 1 / deviation."""
     trailing = len(normalized_shape)
-    count, step = rows(input.shape, trailing)
-    statistics: list[Tensor] = []
-    for index, piece in enumerate(input.view(count, *normalized_shape).split(step)):
-        result, *piece_statistics = _ATEN.native_layer_norm(piece, normalized_shape, weight, bias, eps)
-        piece.copy_(result)
-        del result
-        statistics = statistics or [statistic.new_empty(count) for statistic in piece_statistics]
+    all_rows, rows_per_piece = rows(input.shape, trailing)
+    statistics: list[Tensor] = []  # mean and 1 / deviation, of all rows
+    for index, piece_input in enumerate(input.view(all_rows, *normalized_shape).split(rows_per_piece)):
+        result, *piece_statistics = _ATEN.native_layer_norm(piece_input, normalized_shape, weight, bias, eps)
+        piece_input.copy_(result)
+        del result  # before the next piece is allocated
+        statistics = statistics or [statistic.new_empty(all_rows) for statistic in piece_statistics]
+        first_row = index * rows_per_piece
         for whole, part in zip(statistics, piece_statistics, strict=True):
-            whole[index * step : index * step + part.numel()] = part.view(-1)
+            whole[first_row : first_row + part.numel()] = part.view(-1)
     shape = (*input.shape[: input.dim() - trailing], *[1] * trailing)
     return (input, *(statistic.view(shape) for statistic in statistics))
 
@@ -356,7 +371,7 @@ def _native_layer_norm_(
 @define(
     "native_layer_norm_backward_(Tensor(a!) grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean,"
     " Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor(a!), Tensor, Tensor)",
-    _fake_of(_ATEN.native_layer_norm_backward.default),
+    _fake_in_place_of(_ATEN.native_layer_norm_backward.default),
 )
 def _native_layer_norm_backward_(
     grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], mean: Tensor, rstd: Tensor,
@@ -369,13 +384,14 @@ def _native_layer_norm_backward_(
         parameter_gradients = _ATEN.native_layer_norm_backward(
             grad_out, input, normalized_shape, mean, rstd, weight, bias, [False, *output_mask[1:]]
         )
-    count, step = rows(input.shape, len(normalized_shape))
-    pieces = [tensor.view(count, *normalized_shape).split(step) for tensor in (grad_out, input)]
-    pieces += [statistic.view(count, 1).split(step) for statistic in (mean, rstd)]
+    all_rows, rows_per_piece = rows(input.shape, len(normalized_shape))
+    pieces = [tensor.view(all_rows, *normalized_shape).split(rows_per_piece) for tensor in (grad_out, input)]
+    pieces += [statistic.view(all_rows, 1).split(rows_per_piece) for statistic in (mean, rstd)]
+    input_gradient_alone = [True, False, False]
     for gradient, x, *statistics in zip(*pieces, strict=True):
         gradient.copy_(
             _ATEN.native_layer_norm_backward(
-                gradient, x, normalized_shape, *statistics, weight, bias, [True, False, False]
+                gradient, x, normalized_shape, *statistics, weight, bias, input_gradient_alone
             )[0]
         )
     return (grad_out, *parameter_gradients[1:])
@@ -383,16 +399,17 @@ def _native_layer_norm_backward_(
 
 def _group_ranges(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, int]]:
     """Yield the pieces that a group norm is computed in, each as (sample, first group, end of its groups). ``shape``:
-    of its input; ``group``: its number of groups."""
-    step = groups(shape, group)
+    of its input; ``group``: its number of groups, as torch calls it."""
+    groups_of_piece = groups(shape, group)
     for sample in range(shape[0]):
-        yield from ((sample, first, min(first + step, group)) for first in range(0, group, step))
+        for first in range(0, group, groups_of_piece):
+            yield sample, first, min(first + groups_of_piece, group)
 
 
 @define(
     "native_group_norm_(Tensor(a!) input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group,"
     " float eps) -> (Tensor(a!), Tensor, Tensor)",
-    _fake_of(_ATEN.native_group_norm.default),
+    _fake_in_place_of(_ATEN.native_group_norm.default),
 )
 def _native_group_norm_(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
@@ -400,46 +417,51 @@ def _native_group_norm_(
     """Overwrite the input of a group norm with its result, a few groups of a sample at a time. Returns it, mean and
     1 / deviation."""
     channels_per_group = c // group
-    statistics: list[Tensor] = []
+    statistics: list[Tensor] = []  # mean and 1 / deviation, of all groups
     for sample, start, stop in _group_ranges(input.shape, group):
-        piece = input.view(n, group, channels_per_group, hxw)[sample : sample + 1, start:stop].view(1, -1, hxw)
-        part = slice(start * channels_per_group, stop * channels_per_group)
-        scale, shift = (vector if vector is None else vector[part] for vector in (weight, bias))
+        piece_input = input.view(n, group, channels_per_group, hxw)[sample : sample + 1, start:stop].view(1, -1, hxw)
+        its_channels = slice(start * channels_per_group, stop * channels_per_group)
+        scale, shift = (vector if vector is None else vector[its_channels] for vector in (weight, bias))
         result, *piece_statistics = _ATEN.native_group_norm(
-            piece, scale, shift, 1, piece.shape[1], hxw, stop - start, eps
+            piece_input, scale, shift, N=1, C=piece_input.shape[1], HxW=hxw, group=stop - start, eps=eps
         )
-        piece.copy_(result)
-        del result
+        piece_input.copy_(result)
+        del result  # before the next piece is allocated
         statistics = statistics or [statistic.new_empty(n, group) for statistic in piece_statistics]
         for whole, part in zip(statistics, piece_statistics, strict=True):
             whole[sample, start:stop] = part.view(-1)
     return (input, *statistics)
 
 
-def _by_channels(op: Any) -> Callable[..., tuple[Tensor | None, ...]]:
+def _in_place_by_channels(op: Any) -> Callable[..., tuple[Tensor | None, ...]]:
     """Return the in-place form of a batch norm op or of its derivative, computed a few channels at a time.
 
     The op's first result overwrites its first argument; its other results are vectors with a value for each channel.
     """
 
-    def of_channels(argument: Any, part: slice, dims: int) -> Any:
-        """Return an argument for a slice of the channels: dimension 1 of activations (of ``dims``), 0 of vectors."""
+    def of_channels(argument: Any, piece_channels: slice, rank: int) -> Any:
+        """Return an argument for a slice of the channels: dimension 1 of activations, which have ``rank`` dimensions, 0
+        of vectors."""
         if not isinstance(argument, Tensor) or not argument.numel():
             return argument
-        return argument[:, part].contiguous() if argument.dim() == dims else argument[part]
+        is_activation = argument.dim() == rank
+        return argument[:, piece_channels].contiguous() if is_activation else argument[piece_channels]
 
     def in_place(first: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         """Run the op, and return its first argument, overwritten, and its other results."""
-        step, vectors = channels(first.shape), list[Sequence[Tensor | None]]()
-        for start in range(0, first.shape[1], step):
-            part = slice(start, start + step)
-            result, *part_vectors = op(*(of_channels(argument, part, first.dim()) for argument in (first, *args)))
+        channels_of_piece, vectors_of_pieces = channels(first.shape), list[Sequence[Tensor | None]]()
+        for start in range(0, first.shape[1], channels_of_piece):
+            piece_channels = slice(start, start + channels_of_piece)
+            result, *vectors = op(*(of_channels(part, piece_channels, first.dim()) for part in (first, *args)))
             assert result is not None
-            first[:, part].copy_(result)
-            del result
-            vectors.append(part_vectors)
-        columns = ([vector for vector in column if vector is not None] for column in zip(*vectors, strict=True))
-        return (first, *(torch.cat(column) if column else None for column in columns))
+            first[:, piece_channels].copy_(result)
+            del result  # before the next piece is allocated
+            vectors_of_pieces.append(vectors)
+        results = list[Tensor | None]()
+        for parts in zip(*vectors_of_pieces, strict=True):
+            computed = [part for part in parts if part is not None]  # none, where `output_mask` leaves a result out
+            results.append(torch.cat(computed) if computed else None)
+        return (first, *results)
 
     return in_place
 
@@ -454,7 +476,7 @@ for _schema, _op in {
     "_native_batch_norm_legit_.no_stats(Tensor(a!) input, Tensor? weight, Tensor? bias, bool training,"
     " float momentum, float eps) -> (Tensor(a!), Tensor, Tensor)": _ATEN._native_batch_norm_legit.no_stats,
 }.items():
-    define(_schema, _fake_of(_op))(_by_channels(_op))
+    define(_schema, _fake_in_place_of(_op))(_in_place_by_channels(_op))
 
 
 @define(
@@ -464,7 +486,7 @@ for _schema, _op in {
     lambda *args, into: (into, *torch.ops.memplan.channel_norm_backward(*args)[1:]),
 )
 def _channel_norm_backward_into(*args: Any, into: Tensor) -> tuple[Tensor, ...]:
-    """As `channel_norm_backward`, with the gradient written to the memory of ``into``."""
+    """As `channel_norm_backward`, with the gradient of x written to the memory of ``into``."""
     return channel_norms.differentiate(into, *args)
 
 
@@ -474,7 +496,7 @@ def _channel_norm_backward_into(*args: Any, into: Tensor) -> tuple[Tensor, ...]:
     lambda *_, into: into,
 )
 def _masked_softmax_backward_into(*args: Any, into: Tensor) -> Tensor:
-    """As `masked_softmax_backward`, with the gradient written to the memory of ``into``."""
+    """As `masked_softmax_backward`, with the gradient of x written to the memory of ``into``."""
     return softmax.differentiate(into, *args)
 
 
@@ -484,5 +506,5 @@ def _masked_softmax_backward_into(*args: Any, into: Tensor) -> Tensor:
     lambda *_, into: into,
 )
 def _class_sums_backward_into(*args: Any, into: Tensor) -> Tensor:
-    """As `class_sums_backward`, with the gradient written to the memory of ``into``."""
+    """As `class_sums_backward`, with the gradient of the logits written to the memory of ``into``."""
     return dice.differentiate(into, *args)

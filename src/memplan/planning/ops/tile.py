@@ -32,7 +32,7 @@ TILE_WITH_GRADIENTS = "memplan.tile_with_gradients.default"
 TILE_OPS = TILE_STATISTICS, TILE, TILE_BACKWARD, TILE_WITH_GRADIENTS
 
 _TILES: weakref.WeakValueDictionary[str, Tiled] = weakref.WeakValueDictionary()
-"""Tiles by key, the last argument of their ops."""
+"""Tiles by key: the argument ``key`` of their ops, the last."""
 
 
 def register(program: Program, axis: Axis, pieces: int) -> tuple[Tiled, str]:
@@ -54,7 +54,7 @@ def tile_of(key: str) -> Tiled:
 
 
 def _gradients_without_data(inputs: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    """Return fake gradients of the inputs that need one."""
+    """Return fake gradients of the inputs that need one. ``needed``: whether each input does."""
     return [torch.empty_like(tensor) for tensor, needs in zip(inputs, needed, strict=True) if needs]
 
 
@@ -71,7 +71,7 @@ def _backward_without_data(
     lambda inputs, key: [like.empty() for like in _TILES[key].statistic_likes],
 )
 def _tile_statistics(inputs: Sequence[Tensor], key: str) -> list[Tensor]:
-    """Return the statistics of the norms of a segment."""
+    """Return the statistics of the norms of a segment, then totals of its sums, as `Tiled.statistics`."""
     return _TILES[key].statistics(inputs)
 
 
@@ -125,11 +125,13 @@ def _tile_backward_(
 
 
 def overwritten_gradient(args: Sequence[Any]) -> Any:
-    """Return the gradient of a result that the first gradient of an input can overwrite, from the arguments of
-    `TILE_BACKWARD`: a tensor or a Ref; None if there is none."""
+    """Return the gradient of a result that the first gradient of an input can overwrite; None if there is none.
+
+    ``args``: of `TILE_BACKWARD`, with tensors or with Refs in their place; the gradient is such, too.
+    """
     _, _, gradients, needed, key = args
-    index = _TILES[key].overwritten(needed) if True in needed else None
-    return None if index is None else gradients[index]
+    position = _TILES[key].overwritten(needed) if True in needed else None
+    return None if position is None else gradients[position]
 
 
 class TracedTile(torch.autograd.Function):
@@ -150,45 +152,51 @@ class TracedTile(torch.autograd.Function):
         else:
             outputs = torch.ops.memplan.tile.default(list(tensors), statistics, key)
             ctx.save_for_backward(*tensors, *statistics)
-        ctx.outputs = len(outputs)
+        ctx.output_count = len(outputs)
         ctx.mark_non_differentiable(*statistics)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None for gradients that are 0
         return *outputs, *statistics
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Return None for the key, and the gradients of the tensors."""
         needed = list(ctx.needs_input_grad[1:])
-        if ctx.has_gradients:
-            incoming = gradients[0]
-            computed = ctx.saved_tensors if incoming is None else [saved * incoming for saved in ctx.saved_tensors]
-            needed = needed if incoming is not None else [False] * len(needed)
-        else:
+        if not ctx.has_gradients:
             tensors, statistics = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
             computed = torch.ops.memplan.tile_backward.default(
-                list(tensors), list(statistics), list(gradients[: ctx.outputs]), needed, ctx.key
+                list(tensors), list(statistics), list(gradients[: ctx.output_count]), needed, ctx.key
             )
+        elif gradients[0] is None:  # no gradient flows into the result
+            return None, *[None] * len(needed)
+        else:  # those for a gradient of 1 were saved
+            computed = [saved * gradients[0] for saved in ctx.saved_tensors]
         remaining = iter(computed)
         return None, *(next(remaining) if needs else None for needs in needed)
 
 
 def _work(key: str, phase: Phase, *, differentiated: bool = False) -> Work:
-    """Return the FLOPs and bytes of a tile's op in a phase: those of all runs of its program's ops. ``differentiated``:
-    the op computes gradients in the forward pass, too."""
+    """Return the FLOPs and bytes of a tile's op in a phase: those of all runs of its program's ops. The rate is that of
+    the last op with FLOPs.
+
+    ``differentiated``: the op computes gradients in the forward pass, too.
+    """
     tiled = _TILES[key]
-    likes, flops, moved, rate = tiled.program.likes, 0.0, 0.0, "float32"
-    counts = tiled.runs(phase)
+    likes, flops, moved_bytes, rate = tiled.program.likes, 0.0, 0.0, "float32"
+    runs_of_nodes = tiled.runs(phase)
     if phase == "backward" or differentiated:  # a derivative counts as two runs
-        counts = [count + 2 * derivatives for count, derivatives in zip(counts, tiled.derivatives(), strict=True)]
-    for node, runs, overlap in zip(tiled.program.nodes, counts, tiled.overlap(tiled.pieces), strict=True):
-        moved += sum(likes[value].bytes for value in (*node.reads, *node.outputs[:1])) * runs * overlap
+        runs_of_nodes = [
+            runs + 2 * derivatives for runs, derivatives in zip(runs_of_nodes, tiled.derivatives(), strict=True)
+        ]
+    overlaps = tiled.overlap(tiled.pieces)  # how often the pieces of a run compute an element, on average
+    for node, runs, overlap in zip(tiled.program.nodes, runs_of_nodes, overlaps, strict=True):
+        moved_bytes += sum(likes[value].bytes for value in (*node.reads, *node.outputs[:1])) * runs * overlap
         formula = _torch.flop_formula(node.target)
         if formula is not None:
             args, kwargs = map_refs((node.args, dict(node.kwargs)), lambda value: _meta(likes[value]))
             flops += formula(*args, **kwargs, out_val=_meta(likes[node.outputs[0]])) * runs * overlap
             dtype = str(likes[node.outputs[0]].dtype).removeprefix("torch.")
             rate = "tf32" if dtype == "float32" and "conv" in node.target else dtype
-    return Work(int(flops), int(moved), rate)
+    return Work(int(flops), int(moved_bytes), rate)
 
 
 def _meta(like: Like) -> Tensor:

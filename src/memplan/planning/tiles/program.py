@@ -232,7 +232,7 @@ class Recorder:
         return result
 
     def _note_running_statistics(self, op: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Note the running statistics of a training batch norm in `running_statistics`: who runs the program updates them."""
+        """Note in `running_statistics` those of a training batch norm: who runs the program updates them."""
         named = arguments_of(str(op), args, kwargs)
         running = [self._value_of[id(named[name])] for name in _RUNNING if isinstance(named.get(name), Tensor)]
         if any(value not in self.sources for value in running):
