@@ -40,7 +40,8 @@ class ChunkConvolutions(Lever):
 
 
 def chunked(graph: JointGraph) -> JointGraph:
-    """Split the forward convolutions whose workspace is at least as large as their result."""
+    """Return the graph with those forward convolutions in chunks whose workspace is at least as large as their
+    result."""
     return replace(graph, ops=tuple(_in_chunks(graph, op) for op in graph.ops))
 
 
@@ -55,18 +56,18 @@ def _in_chunks(graph: JointGraph, op: GraphOp) -> GraphOp:
     batch = result.shape[0]
     if op.scratch < max(MIN_WORKSPACE, result.bytes):
         return op
-    best = op
-    for pieces in (2, 4, 8, 16):
-        if batch % pieces or best.scratch <= result.bytes // 2:
+    smallest = op
+    for chunks in (2, 4, 8, 16):
+        if batch % chunks or smallest.scratch <= result.bytes // 2:
             break
         args = [meta_tensor(graph.values[arg.value]) if isinstance(arg, Ref) else arg for arg in op.args]
-        args[0] = args[0][: batch // pieces]
-        piece = meta_tensor(result)[: result.shape[0] // pieces]
-        # the result of a piece and the workspace of its kernel
-        scratch = result.bytes // pieces + transient_bytes(CONVOLUTION, tuple(args), {}, piece)
-        if scratch < best.scratch:
-            best = replace(op, target=CHUNKED, args=(*op.args, pieces), scratch=scratch)
-    return best
+        args[0] = args[0][: batch // chunks]  # the input
+        chunk_result = meta_tensor(result)[: batch // chunks]
+        kernel_workspace = transient_bytes(CONVOLUTION, tuple(args), {}, chunk_result)
+        scratch = result.bytes // chunks + kernel_workspace  # a chunk is computed, then copied into the result
+        if scratch < smallest.scratch:
+            smallest = replace(op, target=CHUNKED, args=(*op.args, chunks), scratch=scratch)
+    return smallest
 
 
 def meta_tensor(value: Value) -> Tensor:
@@ -80,13 +81,13 @@ def _convolution_chunks(
 ) -> Tensor:  # fmt: skip
     """Run ``aten::convolution`` on ``pieces`` slices of the batch."""
     result: Tensor | None = None
-    size = input.shape[0] // pieces
+    samples_per_piece = input.shape[0] // pieces
     for index in range(pieces):
-        samples = slice(index * size, (index + 1) * size)
+        samples = slice(index * samples_per_piece, (index + 1) * samples_per_piece)
         piece: Tensor = torch.ops.aten.convolution(
             input[samples], weight, bias, stride, padding, dilation, transposed, output_padding, groups
         )
-        if result is None:
+        if result is None:  # in the layout that the kernel chose for its result
             result = piece.new_empty_strided((input.shape[0], *piece.shape[1:]), piece.stride())
         result[samples].copy_(piece)
         del piece  # before the next piece is allocated

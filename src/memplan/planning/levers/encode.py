@@ -3,8 +3,7 @@
 * ``bits``: a bool tensor, eight elements a byte.
 * ``index``: indices with a known bound, as the smallest sufficient integer type.
 * ``sign`` (not <= 0) and ``positive`` (> 0; they differ for nan): if gradients only compare a value with 0, the results
-  of the comparison as bits. The value cannot be decoded: each op that reads the bits (``direct``) has a kernel for
-  them.
+  of the comparison as bits. The value cannot be decoded: each op that reads the bits has a kernel for them.
 
 Bits are in the memory order of the value.
 
@@ -40,7 +39,7 @@ NAME = "encode"
 _ID_TO_ASSIGN = -1
 """Placeholder for an id that the registry assigns."""
 
-WORTHWHILE = 4096
+SMALLEST_ENCODED_BYTES = 4096
 """Smallest value in bytes that is encoded."""
 
 INTEGERS = (("uint8", 1 << 8), ("int16", 1 << 15), ("int32", 1 << 31))
@@ -48,78 +47,89 @@ INTEGERS = (("uint8", 1 << 8), ("int16", 1 << 15), ("int32", 1 << 31))
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
-    """An op that can read bits instead of one of its operands."""
+class BitsReader:
+    """A backward op that can read bits instead of one of its operands, by another op of memplan."""
 
     operand: str
+    """Argument that the bits replace."""
     codec: str
+    """``bits``, ``sign`` or ``positive``: see this module's docstring."""
     target: str
     """Op with the same arguments, but bits in place of that operand. Its variant with a trailing underscore writes over
     the first argument."""
     same: str = "grad_output"
-    """Operand that must have the layout of the encoded value: the bits are in that order."""
+    """Argument that must have the layout of the replaced operand: the bits are in that order."""
     buffers: int = 1
     """Number of temporary pieces of the result's dtype."""
     buffers_on_card: int | None = None
     """The same on a card; None: as many."""
     suits: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+    """Whether the op can read bits with these arguments, by name."""
 
 
-DIRECT: Mapping[str, Direct] = {
-    "aten.threshold_backward.default": Direct(
+DIRECT: Mapping[str, BitsReader] = {
+    "aten.threshold_backward.default": BitsReader(
         "self",
         "sign",
         "memplan.threshold_backward_bits",
         buffers=0,
-        suits=lambda arguments: arguments["threshold"] == 0,
+        suits=lambda arguments: arguments["threshold"] == 0,  # the bits compare with 0
     ),
-    "aten.leaky_relu_backward.default": Direct(
+    "aten.leaky_relu_backward.default": BitsReader(
         "self", "positive", "memplan.leaky_relu_backward_bits", buffers_on_card=0
     ),
-    "aten.native_dropout_backward.default": Direct(
+    "aten.native_dropout_backward.default": BitsReader(
         "mask", "bits", "memplan.native_dropout_backward_bits", buffers=2, buffers_on_card=1
     ),
-    "aten.masked_fill.Scalar": Direct("mask", "bits", "memplan.masked_fill_bits", same="self", buffers=0),
+    "aten.masked_fill.Scalar": BitsReader("mask", "bits", "memplan.masked_fill_bits", same="self", buffers=0),
 }
 """Ops that can read bits, by target."""
 
 
-_Bound = Callable[[Mapping[str, Any], tuple[int, ...]], int]
+_IndexBound = Callable[[Mapping[str, Any], tuple[int, ...]], int]
+"""Returns, from an op's arguments and its input's shape, the exclusive upper bound of the indices that it returns."""
 
 
-def _elements_of_last_dims(dims: int) -> _Bound:
+def _elements_of_last_dims(dims: int) -> _IndexBound:
     """Return the bound of a pooling's indices: the elements of its input's last ``dims`` dimensions."""
     return lambda _, shape: prod(shape[-dims:])
 
 
-def _size_along(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> int:
-    """Return the bound of indices along ``dim``: the size of that dimension; all elements if ``dim`` is None."""
-    dim = arguments.get("dim", -1)
-    return prod(shape) if dim is None or not shape else shape[dim]
+def _size_of_dim(*, default: int | None) -> _IndexBound:
+    """Return the bound of indices along the argument ``dim``, which has this default in the op's schema: the size of
+    that dimension; the number of all elements for None."""
+
+    def bound(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+        dim = arguments.get("dim", default)
+        return prod(shape) if dim is None or not shape else shape[dim]
+
+    return bound
 
 
 _POOLS = ("adaptive_max_pool{}d", "max_pool{}d_with_indices")
-INDICES: Mapping[str, tuple[int, _Bound]] = {
-    "aten.argmax.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
-    "aten.argmin.default": (0, lambda a, shape: _size_along({"dim": None} | dict(a), shape)),
+INDICES: Mapping[str, tuple[int, _IndexBound]] = {
+    "aten.argmax.default": (0, _size_of_dim(default=None)),
+    "aten.argmin.default": (0, _size_of_dim(default=None)),
     **{f"aten.{name.format(dims)}.default": (1, _elements_of_last_dims(dims)) for name in _POOLS for dims in (2, 3)},
-    **{f"aten.{name}": (1, _size_along) for name in ("max.dim", "min.dim", "sort.default", "topk.default")},
+    **{
+        f"aten.{name}": (1, _size_of_dim(default=-1)) for name in ("max.dim", "min.dim", "sort.default", "topk.default")
+    },
 }
-"""Ops that return indices: the position of the result, and the exclusive upper bound of its elements."""
+"""By op that returns indices: (position of the indices among its results, their bound)."""
 
 LOSSY = ("bfloat16", "int8", "uint8")
 """Codecs that do not restore the value bit for bit."""
-_TOLERANT = """
+_TOLERATE_EIGHT_BITS = """
     addmm.default avg_pool2d_backward.default avg_pool3d_backward.default bmm.default convolution_backward.default
     gelu_backward.default hardswish_backward.default hardtanh_backward.default leaky_relu_backward.default
     max_pool2d_with_indices_backward.default max_pool3d_with_indices_backward.default mm.default mul.Tensor
     native_batch_norm_backward.default native_group_norm_backward.default native_layer_norm_backward.default
     sigmoid_backward.default silu_backward.default tanh_backward.default threshold_backward.default
 """
-EIGHT_BITS = frozenset(f"aten.{name}" for name in _TOLERANT.split())
+EIGHT_BITS = frozenset(f"aten.{name}" for name in _TOLERATE_EIGHT_BITS.split())
 """Ops of the backward pass that may read a value decoded from eight bits: none divides by it or exponentiates it."""
 
-_STEEP = frozenset(
+_AMPLIFY_ERRORS = frozenset(
     f"aten.{name}" for name in ("div.Tensor", "exp.default", "log.default", "log1p.default", "pow.Tensor_Scalar",
     "reciprocal.default", "rsqrt.default", "sqrt.default", "_log_softmax.default", "_softmax.default",
     "logsumexp.default", "_scaled_dot_product_flash_attention_for_cpu.default")
@@ -169,9 +179,9 @@ class Encode(Lever):
 
     def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
         """Return the call of a backward op that reads bits; in place, it writes over its first operand."""
-        direct = DIRECT[op.target]
-        arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(form.encoded)}
-        return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
+        reader = DIRECT[op.target]
+        arguments = arguments_of(op.target, op.args, op.kwargs) | {reader.operand: Ref(form.encoded)}
+        return f"{reader.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
 
     def lowered(self) -> Mapping[Any, Callable[..., Any]]:
         """Return decompositions of the ops that read bits. Ops that pack bits run as they are."""
@@ -195,29 +205,29 @@ class Encode(Lever):
     def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe how much smaller the encoding is, which ops read it, and how other ops get the value."""
         values = planned.graph.values
-        size, smaller = values[form.value].bytes, values[form.encoded].bytes
-        saved = planned.is_saved(form.value)
-        parts = [f"{format_bytes(smaller)} instead of {format_bytes(size)} ({form.how})"]
-        direct = planned.direct_readers(form)
-        if direct:
-            parts.append(f"read as it is by {direct}")
-        if saved:
+        value_bytes, encoded_bytes = values[form.value].bytes, values[form.encoded].bytes
+        is_saved_too = planned.is_saved(form.value)
+        parts = [f"{format_bytes(encoded_bytes)} instead of {format_bytes(value_bytes)} ({form.how})"]
+        bits_readers = planned.direct_readers(form)
+        if bits_readers:
+            parts.append(f"read as it is by {bits_readers}")
+        if is_saved_too:
             parts.append("the value itself is kept too")
-        needed = planned.needed(form.value)
+        value_readers = planned.needed(form.value)
         if planned.is_recomputed(form.value):
             seconds = planned.graph.maker[form.value].recompute_op.seconds
             parts.append(f"for the rest recomputed in {format_seconds(seconds)}")
-        elif needed:
-            parts.append(needed)
-        details = {"codec": form.how, "encoded_bytes": smaller}
-        return Reason(0 if saved else max(0, size - smaller), "; ".join(parts), details, self.grade(form))
+        elif value_readers:
+            parts.append(value_readers)
+        details = {"codec": form.how, "encoded_bytes": encoded_bytes}
+        freed = 0 if is_saved_too else max(0, value_bytes - encoded_bytes)
+        return Reason(freed, "; ".join(parts), details, self.grade(form))
 
 
 class _Encodings:
     """Chooses the smaller encoding in which each value of a graph may be saved, from the ops that read it."""
 
     def __init__(self, graph: JointGraph, save: Save) -> None:
-        """List the backward ops that read each value, and the values whose errors forward ops amplify (`_STEEP`)."""
         self.graph = graph
         self.save: Save = save
         self.readers: dict[int, list[GraphOp]] = defaultdict(list)
@@ -225,16 +235,16 @@ class _Encodings:
         for op in graph.backward_ops:
             for base in op.reads:
                 self.readers[base].append(op)
-        self.steep = {base for op in graph.forward_ops if op.target in _STEEP for base in op.reads}
-        """Values read by ops that amplify an error of their operand."""
+        self.amplified = {base for op in graph.forward_ops if op.target in _AMPLIFY_ERRORS for base in op.reads}
+        """Values read by forward ops that amplify an error of their operand."""
 
     def why_not(self, value: Value) -> str:
         """Return the reason why a value has no encoding, empty if it has one."""
         maker = self.graph.maker.get(value.id)
         if value.kind != "result" or maker is None or maker.phase != "forward":
             return "the forward pass does not make it"
-        if value.bytes < WORTHWHILE:
-            return f"it is smaller than {format_bytes(WORTHWHILE)}"
+        if value.bytes < SMALLEST_ENCODED_BYTES:
+            return f"it is smaller than {format_bytes(SMALLEST_ENCODED_BYTES)}"
         if value.id in self.graph.irreplaceable:
             return "a call holds its very memory"
         if not is_dense(value) or value.bytes != prod(value.shape) * itemsize(value.dtype):
@@ -251,7 +261,7 @@ class _Encodings:
         ``maker``: the op that computes the value.
         """
         graph, readers = self.graph, self.readers[value.id]
-        encoding = _lossy(graph, value, maker, readers, self.save, value.id in self.steep)
+        encoding = _lossy(graph, value, maker, readers, self.save, value.id in self.amplified)
         encoding = encoding or _exact(graph, value, maker, readers)
         return encoding if encoding is not None and encoding[1].bytes < value.bytes else None
 
@@ -292,11 +302,13 @@ def _eight_bits(value: Value, *, is_signed: bool) -> tuple[SavedForm, Value]:
     piece = min(quantized_piece(elements, value.place), elements)  # elements that a kernel works on at a time
     is_float32 = value.dtype == "float32"
     # bytes: float32 quotients of a piece, its elements cast to float32, and 32 for each group
-    piecewise = 4 * piece + (0 if is_float32 else 4 * piece) + 32 * (1 + piece // GROUP) + NUMBERS
-    signs = 0 if is_signed else 4 * piece
-    decoding = NUMBERS if is_float32 else piecewise
-    saved = SavedForm(NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piecewise + signs, fetch_scratch=decoding)
-    return saved, _uint8_vector(value, codec, quantized_bytes(elements))
+    piece_bytes = 4 * piece + (0 if is_float32 else 4 * piece) + 32 * (1 + piece // GROUP) + NUMBERS
+    sign_bytes = 0 if is_signed else 4 * piece
+    form = SavedForm(
+        NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=piece_bytes + sign_bytes,
+        fetch_scratch=NUMBERS if is_float32 else piece_bytes,
+    )  # fmt: skip
+    return form, _uint8_vector(value, codec, quantized_bytes(elements))
 
 
 def _exact(
@@ -310,13 +322,13 @@ def _exact(
     """
     piece = min(most(value.place), prod(value.shape))  # elements packed or unpacked at a time
     if value.dtype == "bool":  # a bit for each element
-        direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
-        scratch, requests = max((_direct_scratch(graph, op) for op in direct), default=(0, ()))
+        bits_readers = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
+        scratch, requests = max((_direct_scratch(graph, op) for op in bits_readers), default=(0, ()))
         form = SavedForm(
             NAME, value.id, _ID_TO_ASSIGN, "bits",
             store_scratch=0 if value.place == HOST else _flag_bytes(piece, value.place),
             fetch_scratch=_flag_bytes(piece, value.place),
-            direct=tuple(op.index for op in direct), direct_scratch=scratch, direct_requests=requests,
+            direct=tuple(op.index for op in bits_readers), direct_scratch=scratch, direct_requests=requests,
         )  # fmt: skip
         return form, _uint8_vector(value, "bits", packed(prod(value.shape)))
     # indices in the smallest integer type that holds their bound
@@ -331,24 +343,25 @@ def _exact(
         encoded = replace(value, name=f"{value.name}_index", kind="encoded", bytes=size, dtype=dtype, op=None)
         return SavedForm(NAME, value.id, _ID_TO_ASSIGN, "index"), encoded
     # a comparison with 0 as bits, for the ops that need no more of the value: it cannot be decoded (whole=False)
-    kinds: dict[str, list[GraphOp]] = defaultdict(list)
+    readers_by_codec: dict[str, list[GraphOp]] = defaultdict(list)
     for op in readers:
-        kind = reads_bits(graph, op, value.id)
-        if kind is not None:
-            kinds[kind].append(op)
-    if not kinds:
+        codec = reads_bits(graph, op, value.id)
+        if codec is not None:
+            readers_by_codec[codec].append(op)
+    if not readers_by_codec:
         return None
-    codec, direct = max(kinds.items(), key=lambda item: len(item[1]))
-    scratch, requests = max(_direct_scratch(graph, op) for op in direct)
+    codec, bits_readers = max(readers_by_codec.items(), key=lambda item: len(item[1]))
+    scratch, requests = max(_direct_scratch(graph, op) for op in bits_readers)
     form = SavedForm(
         NAME, value.id, _ID_TO_ASSIGN, codec, store_scratch=_flag_bytes(piece, value.place), whole=False,
-        direct=tuple(op.index for op in direct), direct_scratch=scratch, direct_requests=requests,
+        direct=tuple(op.index for op in bits_readers), direct_scratch=scratch, direct_requests=requests,
     )  # fmt: skip
     return form, _uint8_vector(value, codec, packed(prod(value.shape)))
 
 
 def _flag_bytes(piece: int, place: str) -> int:
-    """Return the workspace of packing a piece into bits, or of unpacking it: one buffer of whole bytes' flags."""
+    """Return the workspace in bytes of packing a piece into bits, or of unpacking it: a byte for each bit. ``piece``:
+    its elements."""
     return 8 * packed(piece) + (NUMBERS if place == HOST else 0)
 
 
@@ -366,41 +379,43 @@ def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
 
     ``value``: id of the value, which owns its memory; the op may read it as a view.
     """
-    direct = DIRECT.get(op.target)
-    if direct is None:
+    reader = DIRECT.get(op.target)
+    if reader is None:
         return None
     arguments = arguments_of(op.target, op.args, op.kwargs)
-    operand, same = arguments[direct.operand], arguments[direct.same]
-    if not isinstance(operand, Ref) or not isinstance(same, Ref) or not direct.suits(arguments):
+    operand, same_layout = arguments[reader.operand], arguments[reader.same]
+    if not isinstance(operand, Ref) or not isinstance(same_layout, Ref) or not reader.suits(arguments):
         return None
-    read, other, base = graph.values[operand.value], graph.values[same.value], graph.values[value]
+    read, other, base = graph.values[operand.value], graph.values[same_layout.value], graph.values[value]
     if read.base != value or other.base == value:
         return None  # not the operand that bits can replace
     if (read.shape, read.stride) != (other.shape, other.stride):
         return None  # the bits would be in another order
     if not is_dense(read) or read.dtype != base.dtype or prod(read.shape) != prod(base.shape):
         return None  # a view of a part, or of other elements
-    if direct.codec != "bits" and read.dtype != other.dtype:
+    if reader.codec != "bits" and read.dtype != other.dtype:
         return None  # the result would have another dtype
-    return direct.codec
+    return reader.codec
 
 
 def _direct_scratch(graph: JointGraph, op: GraphOp) -> tuple[int, tuple[int, ...]]:
-    """Return the workspace in bytes of an op of `DIRECT` that reads bits, and on a card its requests: for each piece
-    the unpacked flags, and temporary pieces in the result's dtype."""
-    direct = DIRECT[op.target]
-    like = graph.values[arguments_of(op.target, op.args, op.kwargs)[direct.same].value]
-    elements, largest = prod(like.shape), most(like.place)
-    if like.place == HOST:
-        piece = min(largest, elements)
-        return _flag_bytes(piece, like.place) + piece * direct.buffers * itemsize(like.dtype), ()
-    buffers = direct.buffers if direct.buffers_on_card is None else direct.buffers_on_card
+    """Return the workspace in bytes of a backward op that reads bits, and on a card its requests (`GraphOp.requests`):
+    for each piece the unpacked flags, and temporary pieces in the result's dtype."""
+    reader = DIRECT[op.target]
+    like_result = graph.values[arguments_of(op.target, op.args, op.kwargs)[reader.same].value]
+    place, element_bytes = like_result.place, itemsize(like_result.dtype)
+    elements, largest_piece = prod(like_result.shape), most(place)
+    if place == HOST:
+        piece = min(largest_piece, elements)
+        return _flag_bytes(piece, place) + piece * reader.buffers * element_bytes, ()
+    temporaries = reader.buffers if reader.buffers_on_card is None else reader.buffers_on_card
     requests = list[int]()
-    for start in range(0, elements, largest):
-        piece = min(largest, elements - start)
-        sizes = [_flag_bytes(piece, like.place), *[piece * itemsize(like.dtype)] * buffers]
+    for start in range(0, elements, largest_piece):
+        piece = min(largest_piece, elements - start)
+        sizes = [_flag_bytes(piece, place), *[piece * element_bytes] * temporaries]
         first = sum(request > 0 for request in requests)
-        requests += [*map(round_to_blocks, sizes), *(-first - 1 - number for number in reversed(range(len(sizes))))]
+        frees = [-1 - (first + number) for number in reversed(range(len(sizes)))]  # -1 - n frees allocation n
+        requests += [*map(round_to_blocks, sizes), *frees]
     return peak_of(requests), tuple(requests)
 
 
@@ -416,9 +431,9 @@ def _unpack(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return the bool tensor of these sizes and strides from its bits, which are in memory order."""
     shifts = torch.arange(8, dtype=torch.int32, device=bits.device)  # as a constant it would stay allocated
     flags = (bits[:, None].to(torch.int32) >> shifts).bitwise_and(1).ne(0).view(-1)[: prod(size)]
-    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
-    inverse = [order.index(dim) for dim in range(len(size))]
-    return flags.view([size[dim] for dim in order]).permute(inverse)
+    dims_in_memory_order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
+    inverse = [dims_in_memory_order.index(dim) for dim in range(len(size))]
+    return flags.view([size[dim] for dim in dims_in_memory_order]).permute(inverse)
 
 
 def _flags_like(bits: Tensor, tensor: Tensor) -> Tensor:

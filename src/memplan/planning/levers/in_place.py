@@ -45,16 +45,16 @@ IN_ORDER: Mapping[str, tuple[str, ...]] = {
          "index_fill.int_Scalar", "index_put.default", "masked_scatter.default", "scatter.src", "scatter.value",
          "scatter_add.default", "tril.default", "triu.default"), ("self",)),
 }  # fmt: skip
-"""Other ops that may overwrite an operand: their kernels read each element before they write it. By op, the
-operands."""
+"""Further ops, beside elementwise ones, that may overwrite an operand, as their kernels read each element before they
+write it: the names of such operands, by op."""
 
 
-WORTHWHILE = 1 << 20
+SMALLEST_PIECEWISE_BYTES = 1 << 20
 """Smallest operand in bytes to process piece by piece: for smaller ones the calls cost more than the op."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class InPlaceForm:
     """In-place form of an op.
 
     With ``out`` it is called with the same arguments and the overwritten operand as this keyword; without, the call
@@ -69,6 +69,7 @@ class Form:
 
     target: str
     out: str | None = None
+    """Keyword argument that takes the overwritten operand; None: the call changes its first operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +96,19 @@ def overwrites(
 
 
 def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
-    """Return the operand of an op that lies in the memory of value ``base``, one of ``op.overwrites``."""
+    """Return the operand that an op's result overwrites if it takes over the memory of value ``base``, one of
+    ``op.overwrites``."""
     operands = _operands(op.target, op.args, op.kwargs, values, op.makes[0])
     return next(operand for operand in operands if values[operand.value].base == base)
 
 
-def call_into(target: str, operand: str) -> Form:
+def call_into(target: str, operand: str) -> InPlaceForm:
     """Return the in-place form that writes the op's first result over an operand that `overwrites` allows. Raises
     KeyError if there is no such form."""
     if target in PIECEWISE:
-        return Form(PIECEWISE[target].target)
+        return InPlaceForm(PIECEWISE[target].target)
     if target == TILE_BACKWARD:
-        return Form(TILE_BACKWARD_INTO)
+        return InPlaceForm(TILE_BACKWARD_INTO)
     form = _torch_form(target)
     if form is None or (form.out is None and operand != _argument_names(target)[0]):
         raise KeyError(f"{target} has no form that writes over {operand}")
@@ -116,11 +118,11 @@ def call_into(target: str, operand: str) -> Form:
 def scratch_into(op: GraphOp, values: Sequence[Value]) -> int:
     """Return an upper bound in bytes of the workspace of an op's in-place form."""
     piecewise = PIECEWISE.get(op.target)
-    if piecewise is None:
+    if piecewise is None:  # torch's own form
         return op.scratch
     arguments = arguments_of(op.target, op.args, op.kwargs)
-    scratch = piecewise.scratch(arguments, values, values[op.makes[0]])
-    return max(scratch, op.scratch) if piecewise.whole_too else scratch
+    of_pieces = piecewise.scratch(arguments, values, values[op.makes[0]])
+    return max(of_pieces, op.scratch) if piecewise.runs_whole_op_too else of_pieces
 
 
 def _operands(
@@ -129,26 +131,30 @@ def _operands(
     """Return the operands of a call that its first result can overwrite. Arguments: as for `overwrites`."""
     if target == TILE_BACKWARD:
         gradient = overwritten_gradient(args)
-        if gradient is None or not _covers(values[gradient.value], values[result], values):
+        if gradient is None or not _can_hold(values[gradient.value], values[result], values):
             return []
-        bases = [values[value].base for value in refs(args)]
-        is_read_once = bases.count(values[gradient.value].base) == 1
+        read_bases = [values[value].base for value in refs(args)]
+        is_read_once = read_bases.count(values[gradient.value].base) == 1
         return [Operand("gradients", gradient.value)] if is_read_once else []
     names = _overwritable_operands(target)
     if not names:
         return []
-    arguments, output = arguments_of(target, args, kwargs), values[result]
-    named = {name: arguments.get(name) for name in names}
-    tensors = [Operand(name, argument.value) for name, argument in named.items() if isinstance(argument, Ref)]
-    operands = [operand for operand in tensors if _covers(values[operand.value], output, values)]
+    arguments, result_value = arguments_of(target, args, kwargs), values[result]
     piecewise = PIECEWISE.get(target)
-    if piecewise is not None and not piecewise.suits(arguments, values, output):
+    if piecewise is not None and not piecewise.suits(arguments, values, result_value):
         return []
-    elementwise = target.removeprefix("aten.") in ELEMENTWISE
-    return [operand for operand in operands if _has_no_alias(operand, arguments, values, elementwise)]
+    named = {name: arguments.get(name) for name in names}
+    operands = [Operand(name, argument.value) for name, argument in named.items() if isinstance(argument, Ref)]
+    is_elementwise = target.removeprefix("aten.") in ELEMENTWISE
+    return [
+        operand
+        for operand in operands
+        if _can_hold(values[operand.value], result_value, values)
+        and _has_no_alias(operand, arguments, values, is_elementwise=is_elementwise)
+    ]
 
 
-def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
+def _can_hold(value: Value, result: Value, values: Sequence[Value]) -> bool:
     """Return whether a value is all of its memory and has the layout and dtype of the result, without gaps."""
     if (value.shape, value.stride, value.dtype) != (result.shape, result.stride, result.dtype):
         return False
@@ -158,15 +164,18 @@ def _covers(value: Value, result: Value, values: Sequence[Value]) -> bool:
     return is_dense(result) and not getattr(torch, result.dtype).is_complex
 
 
-def _has_no_alias(operand: Operand, arguments: Mapping[str, Any], values: Sequence[Value], elementwise: bool) -> bool:
-    """Return whether no other argument shares the operand's memory; elementwise ops may read it twice."""
+def _has_no_alias(
+    operand: Operand, arguments: Mapping[str, Any], values: Sequence[Value], *, is_elementwise: bool
+) -> bool:
+    """Return whether no other argument shares the operand's memory; elementwise ops may read the same elements
+    twice."""
     overwritten = values[operand.value]
     for name, argument in arguments.items():
         for other in refs(argument):
             if name == operand.name or values[other].base != overwritten.base:
                 continue
-            same = values[other].shape == overwritten.shape and values[other].stride == overwritten.stride
-            if not (elementwise and same and values[other].dtype == overwritten.dtype):
+            has_same_layout = values[other].shape == overwritten.shape and values[other].stride == overwritten.stride
+            if not (is_elementwise and has_same_layout and values[other].dtype == overwritten.dtype):
                 return False
     return True
 
@@ -190,7 +199,7 @@ def _overwritable_operands(target: str) -> tuple[str, ...]:
     if form is None:  # not in this version of torch
         return ()
     names = IN_ORDER.get(name) or tuple(name for _, name in _torch.tensor_arguments(overload(target)))
-    if form.out is not None:
+    if form.out is not None:  # it can write over any of these
         return names
     first = _argument_names(target)[0]  # the variant with an underscore writes over this
     return (first,) if first in names else ()
@@ -210,16 +219,16 @@ derivative reads the sizes alone."""
 # mul_.Scalar rounds the scalar to the tensor's dtype first; mul.out, which also accepts scalars, computes as
 # mul.Scalar.
 _SPECIAL_FORMS = {
-    "aten.mul.Scalar": Form("aten.mul.out", "out"),
-    BATCH_NORM_AGAIN: Form("memplan.batch_norm_again_.default"),
-    CHANNEL_NORM_BACKWARD: Form("memplan.channel_norm_backward_into.default", "into"),
-    MASKED_SOFTMAX_BACKWARD: Form("memplan.masked_softmax_backward_into.default", "into"),
-    CLASS_SUMS_BACKWARD: Form("memplan.class_sums_backward_into.default", "into"),
+    "aten.mul.Scalar": InPlaceForm("aten.mul.out", "out"),
+    BATCH_NORM_AGAIN: InPlaceForm("memplan.batch_norm_again_.default"),
+    CHANNEL_NORM_BACKWARD: InPlaceForm("memplan.channel_norm_backward_into.default", "into"),
+    MASKED_SOFTMAX_BACKWARD: InPlaceForm("memplan.masked_softmax_backward_into.default", "into"),
+    CLASS_SUMS_BACKWARD: InPlaceForm("memplan.class_sums_backward_into.default", "into"),
 }
 
 
 @cache
-def _torch_form(target: str) -> Form | None:
+def _torch_form(target: str) -> InPlaceForm | None:
     """Return the ``out=`` overload with the same arguments, else the variant with an underscore, else None.
 
     Overloads that torch generates do not count: they call the op and copy its result.
@@ -238,9 +247,9 @@ def _torch_form(target: str) -> Form | None:
                 continue
             output = written[0]
             if output.kwarg_only and _signature(func, omitted=output.name) == signature:
-                return Form(f"aten.{variant}.{overload_name}", output.name)
+                return InPlaceForm(f"aten.{variant}.{overload_name}", output.name)
             if variant != name and output.name == first_argument and _signature(func) == signature:
-                return Form(f"aten.{variant}.{overload_name}")
+                return InPlaceForm(f"aten.{variant}.{overload_name}")
     return None
 
 
@@ -252,35 +261,41 @@ def _signature(func: Any, omitted: str = "") -> list[tuple[str, str]]:
 # -- piece by piece
 
 
+_Workspace = Callable[[Mapping[str, Any], Sequence[Value], Value], int]
+"""Returns an upper bound in bytes of a kernel's temporary pieces, from a call's arguments by name, all values of the
+graph, and the result."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piecewise:
     """In-place form of memplan: computes the result with the op's own kernel, a piece at a time, and copies it over."""
 
     target: str
     operand: str
-    scratch: Callable[[Mapping[str, Any], Sequence[Value], Value], int]
-    """Upper bound in bytes of its temporary pieces, from arguments, values and result."""
+    """Argument that it overwrites."""
+    scratch: _Workspace
     same_layout: tuple[str, ...] = ()
     """Operands that must have the layout of the result."""
-    contiguous: bool = True
-    whole_too: bool = False
+    needs_contiguous: bool = True
+    """Whether the result must be contiguous."""
+    runs_whole_op_too: bool = False
     """Whether it also calls the whole op, for the results beyond the first."""
-    spatial: bool = False
+    needs_large_channels: bool = False
     """Whether a channel of a sample must have more than a single element: otherwise torch's kernel vectorizes over
     channels, and how channels are grouped can change the last bit."""
-    on_card: bool = False
+    runs_on_card: bool = False
     """Whether it is also used on a card. Norms are not: they have a thread block for each row or channel there, so that
     a piece takes as long as the whole. Nor are ops that draw random numbers."""
 
     def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], result: Value) -> bool:
         """Return whether this form supports the arguments of a call and saves at least half of the result's bytes."""
-        if self.contiguous and not is_contiguous(result):
+        if self.needs_contiguous and not is_contiguous(result):
             return False
         if not arguments.get("output_mask", (True,))[0]:  # the first result is not computed
             return False
-        if not self.on_card and result.place != HOST:
+        if not self.runs_on_card and result.place != HOST:
             return False
-        if self.spatial and prod(result.shape[2:]) == 1:
+        if self.needs_large_channels and prod(result.shape[2:]) == 1:
             return False
         for name in self.same_layout:
             argument = arguments.get(name)
@@ -289,65 +304,61 @@ class Piecewise:
             other = values[argument.value]
             if other.shape != result.shape or other.stride != result.stride:
                 return False
-        return result.bytes >= max(WORTHWHILE, 2 * self.scratch(arguments, values, result))
+        return result.bytes >= max(SMALLEST_PIECEWISE_BYTES, 2 * self.scratch(arguments, values, result))
 
 
-def _element_scratch(
-    buffers: int, on_card: int | None = None
-) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
+def _element_scratch(buffers: int, buffers_on_card: int | None = None) -> _Workspace:
     """Return the function for the workspace in bytes of an elementwise kernel with this number of temporary pieces.
-    ``on_card``: their number there; None: as many. There, numbers take no memory."""
+    ``buffers_on_card``: their number there; None: as many. There, numbers take no memory."""
 
-    def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+    def scratch(_arguments: Mapping[str, Any], _values: Sequence[Value], result: Value) -> int:
         """Return the bytes of the pieces."""
         size = piece(prod(result.shape), result.place) * itemsize(result.dtype)
         if result.place == HOST:
             return buffers * size + NUMBERS
-        return (buffers if on_card is None else on_card) * size
+        return (buffers if buffers_on_card is None else buffers_on_card) * size
 
     return scratch
 
 
-def _row_scratch(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
+def _row_scratch(arguments: Mapping[str, Any], _values: Sequence[Value], result: Value) -> int:
     """Return the workspace in bytes of a kernel that works on a few rows at a time: a piece of the result, its means
     and reciprocal deviations, at most 8 bytes each."""
     trailing = len(arguments["normalized_shape"])
-    count = rows(result.shape, trailing)[1]
-    row = prod(result.shape[len(result.shape) - trailing :])
-    return count * (row * itemsize(result.dtype) + 16)
+    _, rows_of_piece = rows(result.shape, trailing)
+    row_elements = prod(result.shape[len(result.shape) - trailing :])
+    return rows_of_piece * (row_elements * itemsize(result.dtype) + 2 * 8)
 
 
-def _sample_scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+def _sample_scratch(_arguments: Mapping[str, Any], _values: Sequence[Value], result: Value) -> int:
     """Return the workspace in bytes of a kernel that works on a few samples at a time: a piece of the result."""
-    count = rows(result.shape, len(result.shape) - 1, result.place)[1]
-    return count * prod(result.shape[1:]) * itemsize(result.dtype) + NUMBERS
+    _, samples_of_piece = rows(result.shape, len(result.shape) - 1, result.place)
+    return samples_of_piece * prod(result.shape[1:]) * itemsize(result.dtype) + NUMBERS
 
 
-def _channel_scratch(
-    result_pieces: int, operand_pieces: int
-) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
+def _channel_scratch(result_pieces: int, operand_pieces: int) -> _Workspace:
     """Return the function for the workspace in bytes of a kernel that works on a few channels at a time.
 
     It holds ``result_pieces`` pieces of the result, ``operand_pieces`` pieces of operands (views if the batch has a
     single sample), and at most 16 tensors of statistics, at most 8 bytes a channel.
     """
 
-    def scratch(_: Mapping[str, Any], __: Sequence[Value], result: Value) -> int:
+    def scratch(_arguments: Mapping[str, Any], _values: Sequence[Value], result: Value) -> int:
         """Return the bytes of the pieces and statistics."""
-        size = prod(result.shape) // result.shape[1] * itemsize(result.dtype)
+        channel_bytes = prod(result.shape) // result.shape[1] * itemsize(result.dtype)
         buffers = result_pieces + (operand_pieces if result.shape[0] > 1 else 0)
-        return channels(result.shape) * buffers * size + result.shape[1] * 16 * 8
+        return channels(result.shape) * buffers * channel_bytes + result.shape[1] * 16 * 8
 
     return scratch
 
 
-def _group_scratch(arguments: Mapping[str, Any], _: Sequence[Value], result: Value) -> int:
+def _group_scratch(arguments: Mapping[str, Any], _values: Sequence[Value], result: Value) -> int:
     """Return the workspace in bytes of a kernel that works on a few groups of channels at a time: a piece of the
     result, and at most 8 tensors of sums, at most 8 bytes a channel each."""
-    count = groups(result.shape, arguments["group"])
-    size = prod(result.shape[1:]) // arguments["group"]
-    channels = result.shape[1] // arguments["group"]
-    return count * (size * itemsize(result.dtype) + channels * 8 * 8)
+    group_count = arguments["group"]
+    group_bytes = prod(result.shape[1:]) // group_count * itemsize(result.dtype)
+    channels_of_group = result.shape[1] // group_count
+    return groups(result.shape, group_count) * (group_bytes + channels_of_group * 8 * 8)
 
 
 PIECEWISE: Mapping[str, Piecewise] = {
@@ -355,46 +366,52 @@ PIECEWISE: Mapping[str, Piecewise] = {
         "memplan.hardswish_backward_.default",
         "grad_output",
         _element_scratch(buffers=1),
-        ("self",),
-        contiguous=False,
-        on_card=True,
+        same_layout=("self",),
+        needs_contiguous=False,
+        runs_on_card=True,
     ),
     "aten.native_batch_norm_backward.default": Piecewise(
         "memplan.native_batch_norm_backward_.default",
         "grad_out",
         _channel_scratch(result_pieces=2, operand_pieces=2),
-        ("input",),
-        spatial=True,
+        same_layout=("input",),
+        needs_large_channels=True,
     ),
     "aten._native_batch_norm_legit_functional.default": Piecewise(
         "memplan._native_batch_norm_legit_functional_.default",
         "input",
         _channel_scratch(result_pieces=1, operand_pieces=1),
-        spatial=True,
+        needs_large_channels=True,
     ),
     "aten._native_batch_norm_legit.no_stats": Piecewise(
         "memplan._native_batch_norm_legit_.no_stats",
         "input",
         _channel_scratch(result_pieces=1, operand_pieces=1),
-        spatial=True,
+        needs_large_channels=True,
     ),
     "aten.native_dropout.default": Piecewise(
-        "memplan.native_dropout_.default", "input", _element_scratch(buffers=1), contiguous=False
+        "memplan.native_dropout_.default", "input", _element_scratch(buffers=1), needs_contiguous=False
     ),
     "aten.native_dropout_backward.default": Piecewise(
         "memplan.native_dropout_backward_.default",
         "grad_output",
-        _element_scratch(buffers=2, on_card=1),
-        ("mask",),
-        contiguous=False,
-        on_card=True,
+        _element_scratch(buffers=2, buffers_on_card=1),
+        same_layout=("mask",),
+        needs_contiguous=False,
+        runs_on_card=True,
     ),
     "aten.native_group_norm.default": Piecewise("memplan.native_group_norm_.default", "input", _group_scratch),
     "aten.native_layer_norm.default": Piecewise("memplan.native_layer_norm_.default", "input", _row_scratch),
     "aten.native_layer_norm_backward.default": Piecewise(
-        "memplan.native_layer_norm_backward_.default", "grad_out", _row_scratch, ("input",), whole_too=True
+        "memplan.native_layer_norm_backward_.default",
+        "grad_out",
+        _row_scratch,
+        same_layout=("input",),
+        runs_whole_op_too=True,
     ),
-    CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _sample_scratch, on_card=True),
+    CROSS_ENTROPY: Piecewise(
+        "memplan.cross_entropy_backward_.default", "log_probs", _sample_scratch, runs_on_card=True
+    ),
 }
 """In-place forms of memplan, by op. Norms rely on the CPU's kernels, which compute rows, channels and groups
 independently."""
@@ -409,4 +426,5 @@ class InPlace(Lever):
         """Report which results overwrite which operands."""
         reuses = planned.reuses
         text = f"results that take over the memory of a value that dies with their op: {len(reuses)}"
-        return Reason(sum(size for *_, size in reuses), text, {"reuses": list(reuses)}) if reuses else None
+        saved_bytes = sum(size for _, _, size in reuses)
+        return Reason(saved_bytes, text, {"reuses": list(reuses)}) if reuses else None

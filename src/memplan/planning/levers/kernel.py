@@ -17,8 +17,8 @@ class Kernel(Lever):
         return "reordered"
 
     def reason_of(self, kernel: str, before: int, after: int, workspace: int) -> Reason:
-        """Describe what a group's kernel saves, for the plan's table. The group's calls save ``before`` bytes for the
-        backward pass, the kernel ``after``; it allocates and frees ``workspace``."""
+        """Describe what a group's kernel saves, for the plan's table. The group's calls save ``saved_bytes_before`` for
+        the backward pass, the kernel ``saved_bytes_after``; it allocates and frees ``workspace_bytes``."""
         text = f"by memplan.kernels.{kernel}, which saves {format_bytes(after)} instead of {format_bytes(before)}"
         text += f"; its workspace is {format_bytes(workspace)}" if workspace else ""
         details = {"kernel": kernel, "kept_bytes": after, "workspace": workspace}

@@ -47,7 +47,8 @@ class GradientUse:
     updates: bool = False
     """The optimizer applies it at once: the parameter changes in the backward pass."""
     adds: bool = False
-    """It is added to a gradient accumulated before the step."""
+    """It is added to the parameter's ``.grad``, the gradient of earlier micro-batches, which exists during the whole
+    step."""
 
     @property
     def frees(self) -> bool:
@@ -55,7 +56,8 @@ class GradientUse:
         return self.updates or self.adds
 
     def held(self, held: bool) -> GradientUse:
-        """Return a copy with ``adds``: whether gradients of earlier micro-batches exist when the step begins."""
+        """Return this use with ``accumulates``: whether gradients of earlier micro-batches exist when the step
+        begins."""
         return replace(self, adds=held)
 
 

@@ -23,12 +23,13 @@ class LowerPrecision(Lever):
         self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, results: Sequence[int], copies: Sequence[int]
     ) -> tuple[Reason, Sequence[int]]:
         """Describe what a block of layers computes in lower precision, and return the ids of the values that are
-        smaller. ``results`` are forward values of the block without copies of weights; ``copies`` are these copies in
-        lower precision."""
-        low = [v for v in results if graph.values[v].dtype == dtype]
-        copy_bytes = sum(graph.values[v].bytes for v in copies)
-        text = f"{dtype} in {len(low)} of {len(results)} results, forward and backward in "
+        smaller. ``forward_values`` are those of the block but for copies of weights in lower precision, which are
+        ``weight_copies``."""
+        smaller = [value for value in results if graph.values[value].dtype == dtype]
+        copy_bytes = sum(graph.values[copy].bytes for copy in copies)
+        text = f"{dtype} in {len(smaller)} of {len(results)} results, forward and backward in "
         text += format_seconds(sum(op.seconds for op in ops))
         text += f"; {format_bytes(copy_bytes)} of copies of weights" if copy_bytes else ""
-        details = {"dtype": dtype, "cast_copies": copy_bytes, "values": len(low)}
-        return Reason(sum(graph.values[v].bytes for v in low), text, details, self.grade()), low
+        details = {"dtype": dtype, "cast_copies": copy_bytes, "values": len(smaller)}
+        freed = sum(graph.values[value].bytes for value in smaller)  # they have at most half of the bytes of float32
+        return Reason(freed, text, details, self.grade()), smaller

@@ -49,23 +49,23 @@ class Offload(Lever):
         """Yield (the form in host memory, its value) for each value that may be offloaded, as computed."""
         if situation.card is None or situation.card.link is None:
             return
-        rates, link = roofline.rates_of(situation.card), situation.card.link * roofline.LINK_SHARE  # bytes/s
-        needed = {value for op in graph.backward_ops for value in op.reads}
-        needed |= {value for op in graph.forward_ops for value in op.reads}  # to recompute other values
+        rates = roofline.rates_of(situation.card)
+        link_bandwidth = situation.card.link * roofline.LINK_SHARE  # bytes/s
+        read = {value for op in graph.backward_ops for value in op.reads}
+        read |= {value for op in graph.forward_ops for value in op.reads}  # to recompute other values
         for op in graph.forward_ops:
             for value_id in op.makes:
                 value = graph.values[value_id]
-                if value_id not in needed or self.why_not(graph, value, situation):
+                if value_id not in read or self.why_not(graph, value, situation):
                     continue
                 host = replace(value, name=f"{value.name}_host", kind="host", bytes=0, op=None)
-                copied = roofline.Work(
-                    flops=0, bytes=value.bytes, rate=value.dtype
-                )  # read when stored, written when fetched
-                seconds = 2 * rates.seconds(copied)
-                yield (
-                    SavedForm(self.name, value.id, encoded=-1, store_seconds=seconds, copy_seconds=value.bytes / link),
-                    host,
-                )
+                # the card's memory is read when the value is stored, written when it is fetched
+                pass_over_value = roofline.Work(flops=0, bytes=value.bytes, rate=value.dtype)
+                form = SavedForm(
+                    self.name, value.id, encoded=-1, store_seconds=2 * rates.seconds(pass_over_value),
+                    copy_seconds=value.bytes / link_bandwidth,
+                )  # fmt: skip
+                yield form, host
 
     def store(self, graph: JointGraph, form: SavedForm) -> Called:
         """Return the call that begins the copy to host memory. It returns the copy, and a handle to wait for."""
@@ -90,15 +90,15 @@ class Offload(Lever):
     def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe when the value is copied and how long the step waits; other encodings stay on the device."""
         values, wait, copy_seconds = planned.graph.values, planned.waits(form), form.copy_seconds or 0.0
-        size, others = values[form.value].bytes, planned.other_forms(form)
-        smaller = sum(values[other.encoded].bytes for other in others)
+        value_bytes, others = values[form.value].bytes, planned.other_forms(form)
+        staying_bytes = sum(values[other.encoded].bytes for other in others)
         parts = [
             f"copied to host memory in {format_seconds(copy_seconds)}, freed after {planned.freed_after(form)}",
             f"fetched before {planned.fetched_before(form)}; {planned.needed(form.value)}",
             f"the step waits {format_seconds(wait)} for it" if wait else "the step waits for neither copy",
         ]
-        if smaller:
-            parts.append(f"{format_bytes(smaller)} of it stay ({', '.join(other.how for other in others)})")
-        pinned = 1 << (size - 1).bit_length()  # CachingHostAllocator.h: blocks of pinned memory are powers of two
+        if staying_bytes:
+            parts.append(f"{format_bytes(staying_bytes)} of it stay ({', '.join(other.how for other in others)})")
+        pinned = 1 << (value_bytes - 1).bit_length()  # CachingHostAllocator.h: pinned blocks are powers of two
         details = {"copy_seconds": copy_seconds, "waits": wait, "host_bytes": pinned}
-        return Reason(max(0, size - smaller), "; ".join(parts), details)
+        return Reason(max(0, value_bytes - staying_bytes), "; ".join(parts), details)

@@ -63,21 +63,21 @@ def apply_rewrites(graph: JointGraph, precision: Precision) -> JointGraph:
 def with_forms(graph: JointGraph, situation: Situation) -> JointGraph:
     """Return the graph with the encodings that all levers offer in a situation; those that it has are discarded."""
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
-    assert all(value.id == index for index, value in enumerate(values)), "kept forms are added last"
+    assert all(value.id == index for index, value in enumerate(values)), "encoded values have the last ids"
     return offered(replace(graph, values=values, forms=()), situation, LEVERS)
 
 
 def offered(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) -> JointGraph:
     """Return the graph with the encodings of these levers, too. Encoded values get the next free ids."""
     values, forms = list(graph.values), list(graph.forms)
-    changed = {graph.base(target) for target, _ in graph.mutations}
+    overwritten = {graph.base(target) for target, _ in graph.mutations}
     for lever in levers:
         for form, encoded in lever.forms(graph, situation):
-            if not changed.isdisjoint(form.also_reads):
+            if not overwritten.isdisjoint(form.also_reads):
                 continue  # the forward pass overwrites what decoding would read
-            number = len(values)
+            encoded_id = len(values)
             assert not form.also_reads or graph.maker[form.value].makes == (form.value,), "see SavedForm.also_reads"
             assert not (form.also_reads and form.is_copied), "a copy reads nothing else"
-            values.append(replace(encoded, id=number, base=number))
-            forms.append(replace(form, encoded=number))
+            values.append(replace(encoded, id=encoded_id, base=encoded_id))
+            forms.append(replace(form, encoded=encoded_id))
     return replace(graph, values=tuple(values), forms=tuple(forms))

@@ -18,8 +18,14 @@ class Tile(Lever):
         return "reordered"
 
     def reason_of(self, freed: int, segment: Segment, piece: int, *, once: bool) -> Reason:
-        """Describe what running a segment in pieces frees, for the plan's table. ``freed`` are bytes of its inner
-        values, ``piece`` most bytes of a piece; with ``once`` the forward pass computes the gradients, too."""
+        """Describe what running a segment in pieces frees, for the plan's table.
+
+        Args:
+            freed_bytes: those of its inner values.
+            segment: with the axis and the number of pieces.
+            piece_bytes: most bytes that a piece takes.
+            gradients_in_forward: whether the forward pass computes the gradients, too.
+        """
         axis = {0: "samples", 1: "tokens"}.get(segment.axis.dim, f"dimension {segment.axis.dim}")
         gradients = "with its gradients in the forward pass" if once else "each computed again in the backward pass"
         text = f"in {segment.pieces} pieces along {axis}, {gradients}; a piece takes "

@@ -12,7 +12,7 @@ from math import prod
 
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Value
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, is_contiguous
-from memplan.planning.levers.in_place import WORTHWHILE
+from memplan.planning.levers.in_place import SMALLEST_PIECEWISE_BYTES
 from memplan.planning.passes.copies_and_views import with_views
 
 _LOSSES = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
@@ -41,7 +41,7 @@ def fused(graph: JointGraph) -> JointGraph:
         if softmax is None or not _can_merge(graph, loss, softmax):
             continue
         log_probs = graph.values[loss.args[1].value]
-        if log_probs.shape[0] < 2 or graph.values[log_probs.base].bytes < WORTHWHILE:
+        if log_probs.shape[0] < 2 or graph.values[log_probs.base].bytes < SMALLEST_PIECEWISE_BYTES:
             continue
         bases[softmax.makes[0]] = loss.makes[0]
         ops[loss.index] = replace(
