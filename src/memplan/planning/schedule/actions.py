@@ -15,22 +15,24 @@ ActionKind = Literal["run", "store", "stored", "fetch", "fetched", "write", "rec
 class Choices:
     """Decisions about a step: the input of `schedule`.
 
-    A forward value that the backward pass reads (or needs to recompute such a value) is saved as it is, unless it is
-    listed here.
+    A forward value that the backward pass reads (or needs to recompute such a value) is saved as it is, unless it is in
+    ``recompute`` or ``saved_forms``.
     """
 
     recompute: frozenset[int] = frozenset()
     """Ids of forward values (bases) that are freed in the forward pass and recomputed in the backward pass."""
     saved_forms: frozenset[tuple[str, int]] = frozenset()
-    """(Name of a lever, id of a forward value): values that are saved in a form of that lever. If the form serves
-    direct readers only, ``recompute`` and other forms decide about the value for the other readers."""
+    """(Name of a lever, id of a forward value): values that are saved in an encoding of that lever. If the encoding
+    cannot be decoded, and serves the ops alone that read it directly, ``recompute`` and other encodings decide about
+    the value for the other readers."""
     gradients: GradientUse = STAYS
     """Use of each parameter's gradient once it is complete and the parameter was read for the last time. (A parameter
     with hooks that may change it always gets its gradient then.)"""
     in_place: bool = True
     """Whether results overwrite operands that are freed, if the op has an in-place form."""
     pieces: frozenset[int] | None = None
-    """Ops with a ``scratch_into`` that work in place piece by piece, which can be slower. None: all of them."""
+    """Indices of the ops that may work in place piece by piece, which can be slower, of those that can
+    (``GraphOp.scratch_into``). None: all of them."""
     order: tuple[int, ...] = ()
     """Indices of the backward ops in the order in which they run; empty: as captured."""
     fused: bool = False
@@ -40,7 +42,7 @@ class Choices:
     the peak (`memplan.planning.inductor.merge_convolution_backward`)."""
 
     def saved_by(self, lever: str) -> frozenset[int]:
-        """Return the ids of the values that are saved in a form of ``lever``."""
+        """Return the ids of the values that are saved in an encoding of ``lever``."""
         return frozenset(value for name, value in self.saved_forms if name == lever)
 
 
@@ -66,7 +68,7 @@ class Action:
     recomputed: bool = False
     """run: recomputed in the backward pass."""
     into: int | None = None
-    """run: base that the first of ``makes`` overwrites. It is not listed in ``frees``."""
+    """run: base whose memory the first of ``makes`` takes over. It is not in ``frees``."""
     form: int | None = None
     """store to fetched: id of the encoding. run: id of the encoding that the op reads instead of the value."""
     copies: bool = False

@@ -40,8 +40,9 @@ class Levels:
 def base_level(graph: JointGraph, choices: Choices, outside_memory: OutsideMemory) -> int:
     """Return the bytes that are live during the whole step: weights, inputs, accumulated gradients, optimizer state."""
     level = outside_memory.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
-    if choices.gradients.adds:
-        level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
+    if choices.gradients.adds:  # to accumulated gradients, which exist when the step begins
+        differentiated = [graph.values[value] for value, _ in graph.gradients]
+        level += sum(value.own_bytes for value in differentiated if value.kind == "parameter")
     return level
 
 
@@ -49,10 +50,10 @@ def levels(schedule: Schedule, outside_memory: OutsideMemory | None = None) -> L
     """Count the bytes during every action of a schedule, and during the optimizer's update."""
     outside_memory = OutsideMemory() if outside_memory is None else outside_memory
     walk = _Walk(schedule, outside_memory)
-    forward = tuple(walk.step(action) for action in schedule.forward)
-    boundary = walk.level
-    backward = tuple(walk.step(action) for action in schedule.backward)
-    update = walk.level if schedule.choices.gradients.updates else walk.level + outside_memory.update
+    forward = tuple(walk.run(action) for action in schedule.forward)
+    boundary = walk.live_bytes
+    backward = tuple(walk.run(action) for action in schedule.backward)
+    update = walk.live_bytes if schedule.choices.gradients.updates else walk.live_bytes + outside_memory.update
     return Levels(forward, backward, update, boundary)
 
 
@@ -69,8 +70,9 @@ class ActionBytes:
             unread = self.unread_bytes(action)
             if action.form is not None:  # it reads an encoding
                 return unread + self.graph.form[action.form].direct_scratch
-            return unread + op.scratch - (0 if action.into is None else op.scratch_saved)
-        if action.kind == "receive":
+            saved_in_place = 0 if action.into is None else op.scratch_saved
+            return unread + op.scratch - saved_in_place
+        if action.kind == "receive":  # a loss outside of the graph runs between the passes
             return self.outside_memory.loss_bytes
         if action.value is None:
             return 0
@@ -90,7 +92,7 @@ class ActionBytes:
         return op.discarded + self.owned_bytes(value for value in op.makes if value not in action.makes)
 
     def gradient_copy_bytes(self, action: Action) -> int:
-        """Return the bytes of a returned gradient's copy that autograd keeps after an action."""
+        """Return the bytes of the copy that an action returns as a gradient, if autograd keeps it afterwards."""
         if action.kind != "give" or action.value is None or frees_gradient(self.graph, self.choices, action.value):
             return 0
         return self._copied_bytes(action)
@@ -110,14 +112,14 @@ class _Walk(ActionBytes):
     def __init__(self, schedule: Schedule, outside_memory: OutsideMemory) -> None:
         """Begin before the first action, with the bytes that are live during the whole step."""
         super().__init__(schedule, outside_memory)
-        self.level = base_level(schedule.graph, schedule.choices, outside_memory)
+        self.live_bytes = base_level(schedule.graph, schedule.choices, outside_memory)
         """Bytes that are live."""
 
-    def step(self, action: Action) -> int:
-        """Return the bytes while the action runs, and set ``level`` to those after it."""
+    def run(self, action: Action) -> int:
+        """Return the bytes while the action runs, and set ``live_bytes`` to those after it."""
         # a result that overwrites an operand allocates nothing
-        replaced = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
-        self.level += self.owned_bytes(action.makes) - replaced + self.gradient_copy_bytes(action)
-        during = self.level + self.temporary_bytes(action)
-        self.level -= self.owned_bytes(value for value in action.frees if not self.graph.values[value].held)
-        return during
+        result_in_place = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
+        self.live_bytes += self.owned_bytes(action.makes) - result_in_place + self.gradient_copy_bytes(action)
+        bytes_during_action = self.live_bytes + self.temporary_bytes(action)
+        self.live_bytes -= self.owned_bytes(value for value in action.frees if not self.graph.values[value].held)
+        return bytes_during_action

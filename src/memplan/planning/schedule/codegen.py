@@ -54,9 +54,16 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout,
 
 
 def program(schedule: Schedule, *, marked: bool = False) -> str:
-    """Write the text of a module with ``forward`` and ``backward``. ``marked``: call ``mark`` with the position of each
-    action, counted through both passes, before the action, and ``laid_out`` with each value it makes, and the strides
-    and dtype of this value. Raises RecordingError if an op takes an argument that cannot be written down."""
+    """Write the text of a module with ``forward`` and ``backward``.
+
+    Args:
+        schedule: to write.
+        marked: whether the program calls ``mark(position)`` before each action, counted through both passes, and
+            ``value = laid_out(value, strides, dtype)`` for each value that it makes. A compiler finds its place so.
+
+    Raises:
+        RecordingError: an op takes an argument that cannot be written down.
+    """
     writer = _Writer(schedule, marked=marked)
     forward = ["def forward(inputs):", *writer.forward()]
     size = format_bytes(sum(schedule.graph.values[value].bytes for value in schedule.saved))
@@ -104,11 +111,11 @@ class _Writer:
 
     def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
         self.schedule, self.graph, self.marked = schedule, schedule.graph, marked
-        self.place = 0
+        self.position = 0
         """Position of the next action, counted through both passes."""
-        self.names = _variable_names(self.graph)
-        """Variables of the values, by id."""
-        self.last_read = {value: action for action in schedule.backward for value in action.reads}
+        self.variables = _variable_names(self.graph)
+        """By value: the name of its variable."""
+        self.last_reader = {value: action for action in schedule.backward for value in action.reads}
         """By value: the last action of the backward pass that reads it."""
         self.lines: list[str] = []
         """Lines of the function that is being written."""
@@ -129,7 +136,7 @@ class _Writer:
             self.write_action(action)
         self.section("outputs, and what is saved for the backward pass")
         outputs = [self.expression(v) for v in self.graph.outputs]
-        saved = [self.names[v] for v in self.schedule.saved]
+        saved = [self.variables[v] for v in self.schedule.saved]
         self.write_list("outputs = [", outputs, "]")
         self.write_list("saved = [", saved, "]")
         self.write("return outputs, saved")
@@ -160,7 +167,7 @@ class _Writer:
         """
         unpacked = set(used).intersection(values)
         if unpacked:
-            self.write_list("[", [self.names[v] if v in unpacked else "_" for v in values], f"] = {source}")
+            self.write_list("[", [self.variables[v] if v in unpacked else "_" for v in values], f"] = {source}")
         if len(unpacked) < len(set(values)):
             self.write("_ = None")
         self.write(f"{source}.clear()")
@@ -175,7 +182,7 @@ class _Writer:
         elif action.kind == "write":
             assert action.source is not None
             target = self.graph.values[_value_of(action)]
-            self.write(f"{self.names[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
+            self.write(f"{self.variables[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
         elif action.form is not None:
             self.write_form_action(action, self.graph.form[action.form])
         self.write_delete(action.frees if action.into is None else (action.into, *action.frees))
@@ -183,31 +190,32 @@ class _Writer:
     def write_op(self, action: Action) -> None:
         """Write the call of an op, its results assigned to variables."""
         op = action.called(self.graph)
-        names = [self.names[v] if v is not None and v in action.makes else "_" for v in op.outputs]
-        left = ", ".join(names) + ("," if op.multiple and len(names) == 1 else "")  # "x," unpacks a tuple
-        self.write_call(left, self.call_of(op, action), self.comment_for(op, action), op)
-        if "_" in names:
+        names = [self.variables[v] if v is not None and v in action.makes else "_" for v in op.outputs]
+        targets = ", ".join(names) + ("," if op.multiple and len(names) == 1 else "")  # "x," unpacks a tuple
+        self.write_call(targets, self.call_of(op, action), self.comment_for(op, action), op)
+        if "_" in names:  # so that the variable keeps no tensor alive
             self.write("_ = None")
         self.write_layouts(action.makes)
 
     def call_of(self, op: GraphOp, action: Action) -> Called:
-        """Return the call that the engine runs: the op itself, the op on a saved form, or the op in place."""
+        """Return the call that the engine runs: of the op itself, of the op that reads an encoding, or of the in-place
+        form."""
         if action.form is not None:
             form = self.graph.form[action.form]
             return registry.find(form.lever).read_directly(self.graph, form, op, in_place=action.into is not None)
         if action.into is None:
             return op.target, op.args, op.kwargs
-        overwritten = in_place.operand(op, action.into, self.graph.values)
-        form = in_place.call_into(op.target, overwritten.name)
-        if form.out is None:  # the variant with an underscore
-            return form.target, op.args, op.kwargs
-        return form.target, op.args, {**op.kwargs, form.out: Ref(overwritten.value)}
+        operand = in_place.operand(op, action.into, self.graph.values)
+        in_place_form = in_place.call_into(op.target, operand.name)
+        if in_place_form.out is None:  # the variant with an underscore
+            return in_place_form.target, op.args, op.kwargs
+        return in_place_form.target, op.args, {**op.kwargs, in_place_form.out: Ref(operand.value)}
 
     def write_form_action(self, action: Action, form: SavedForm) -> None:
         """Write how a value is encoded or decoded; for copies to and from host memory, their beginning or the wait."""
         if action.kind in ("stored", "fetched"):
-            self.write(f"{_copy_handle(self.names[form.encoded])}.wait()")
-            self.write(f"del {_copy_handle(self.names[form.encoded])}")
+            self.write(f"{_copy_handle(self.variables[form.encoded])}.wait()")
+            self.write(f"del {_copy_handle(self.variables[form.encoded])}")
             return
         lever, stores = registry.find(form.lever), action.kind == "store"
         called = lever.store(self.graph, form) if stores else lever.fetch(self.graph, form)
@@ -216,16 +224,16 @@ class _Writer:
         if form.is_copied:
             target, args, kwargs = called
             size = format_bytes(self.graph.values[form.value].bytes)
-            left = f"{self.names[target_value.id]}, {_copy_handle(self.names[form.encoded])}"
-            self.write(f"{left} = {target}({', '.join(self.arguments(args, kwargs, op=None))})", f"{comment} {size}")
+            targets = f"{self.variables[target_value.id]}, {_copy_handle(self.variables[form.encoded])}"
+            self.write(f"{targets} = {target}({', '.join(self.arguments(args, kwargs, op=None))})", f"{comment} {size}")
         else:
-            self.write_call(self.names[target_value.id], called, f"{comment}, {format_bytes(target_value.bytes)}")
+            self.write_call(self.variables[target_value.id], called, f"{comment}, {format_bytes(target_value.bytes)}")
             self.write_layouts([target_value.id])
 
-    def write_call(self, left: str, called: Called, note: str, op: GraphOp | None = None) -> None:
-        """Write ``left = call`` with a comment. ``op``: the op of the call, for error messages."""
+    def write_call(self, targets: str, called: Called, note: str, op: GraphOp | None = None) -> None:
+        """Write ``targets = call`` with a comment. ``op``: the op of the call, for error messages."""
         target, args, kwargs = called
-        self.write_list(f"{left} = {_op_expression(target, op)}(", self.arguments(args, kwargs, op), ")", note)
+        self.write_list(f"{targets} = {_op_expression(target, op)}(", self.arguments(args, kwargs, op), ")", note)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: GraphOp | None) -> list[str]:
         """Return the arguments of a call as texts, keyword arguments as ``name=value``. ``op``: for error messages."""
@@ -233,65 +241,65 @@ class _Writer:
         return [self.argument(part, op) for part in args] + named
 
     def write_mark(self, actions: int) -> None:
-        """With ``marked``, write the call of ``mark`` with the next position; count ``actions``."""
+        """Write the call of ``mark`` with the next position, if ``marked``; count ``actions`` on."""
         if self.marked:
-            self.write(f"mark({self.place})")
-        self.place += actions
+            self.write(f"mark({self.position})")
+        self.position += actions
 
     def write_layouts(self, values: Iterable[int]) -> None:
-        """With ``marked``, write the calls of ``laid_out`` with the strides and dtype of these values."""
+        """Write the calls of ``laid_out`` with the strides and dtype of these values, if ``marked``."""
         for value in values if self.marked else ():
-            name, tensor = self.names[value], self.graph.values[value]
+            name, tensor = self.variables[value], self.graph.values[value]
             self.write(f"{name} = laid_out({name}, {tensor.stride}, torch.{tensor.dtype})")
 
     def write_gradients(self, actions: Sequence[Action]) -> None:
         """Write the ``yield`` of the gradients that these actions return together, and delete the variables of values
         that nothing reads afterwards."""
         self.write_mark(len(actions))
-        parts, dead = list[str](), dict[int, None]()
+        pairs, deleted = list[str](), dict[int, None]()
         for action in actions:
             assert action.source is not None
             copied = ".clone()" if action.copies else ""
-            parts.append(f"({_value_of(action)}, {self.expression(action.source)}{copied})")
-            dead.update(dict.fromkeys(action.frees))
+            pairs.append(f"({_value_of(action)}, {self.expression(action.source)}{copied})")
+            deleted.update(dict.fromkeys(action.frees))
             base = self.graph.base(action.source)
-            if self.graph.values[base].kind == "result" and self.last_read[base] in actions:
-                dead[base] = None  # then the receiver has the only reference to the gradient
+            if self.graph.values[base].kind == "result" and self.last_reader[base] in actions:
+                deleted[base] = None  # then the receiver has the only reference to the gradient
         paths = ", ".join(self.graph.values[_value_of(action)].path for action in actions)
-        self.write_list("given = [", parts, "]", f"gradient of {paths}")
-        self.write_delete(dead)
+        self.write_list("given = [", pairs, "]", f"gradient of {paths}")
+        self.write_delete(deleted)
         self.write("yield given")
 
     # -- text
 
     def expression(self, value: int) -> str:
         """Return the expression of a value: its variable if it owns memory, else the call that makes the view."""
-        value = self.simplest_view(value)
+        value = self.same_tensor_with_fewest_calls(value)
         tensor = self.graph.values[value]
         if not tensor.is_view:
-            return self.names[value]
+            return self.variables[value]
         assert tensor.op is not None, "a view is made by an op"
         op = self.graph.ops[tensor.op]
         call = f"{_op_expression(op.target, op)}({', '.join(self.arguments(op.args, op.kwargs, op))})"
         return f"{call}[{op.outputs.index(value)}]" if op.multiple else call
 
-    def simplest_view(self, value: int) -> int:
+    def same_tensor_with_fewest_calls(self, value: int) -> int:
         """Return the value that needs the fewest calls to write of those that are the same tensor as ``value``: a
         matrix transposed twice is the matrix itself.
 
         Values are the same if one is a view of the other, with the same shape, strides and dtype, of all of its memory.
         """
         values = self.graph.values
-        last = source = values[value]
-        whole = math.prod(last.shape) * op_schema.itemsize(last.dtype) == values[last.base].bytes
-        if not whole or not op_schema.is_dense(last):
+        tensor = source = values[value]
+        has_all_elements = math.prod(tensor.shape) * op_schema.itemsize(tensor.dtype) == values[tensor.base].bytes
+        if not has_all_elements or not op_schema.is_dense(tensor):
             return value
         while source.op is not None and source.is_view:
             op = self.graph.ops[source.op]
             if op.target in _SIGN_CHANGING_VIEWS or not op.args or not isinstance(op.args[0], Ref):
                 break
             source = values[op.args[0].value]
-            if (source.shape, source.stride, source.dtype) == (last.shape, last.stride, last.dtype):
+            if (source.shape, source.stride, source.dtype) == (tensor.shape, tensor.stride, tensor.dtype):
                 value = source.id
         return value
 
@@ -317,10 +325,10 @@ class _Writer:
 
     def comment_for(self, op: GraphOp, action: Action) -> str:
         """Return the comment of an op: its layer, source line and bytes."""
-        size = sum(self.graph.values[value].bytes for value in action.makes)
-        parts = [op.layer, op.where or "", format_bytes(size) if size and action.into is None else ""]
+        allocated = 0 if action.into is not None else sum(self.graph.values[value].bytes for value in action.makes)
+        parts = [op.layer, op.where or "", format_bytes(allocated) if allocated else ""]
         if action.into is not None:
-            parts.append(f"in the memory of {self.names[action.into]}")
+            parts.append(f"in the memory of {self.variables[action.into]}")
         return ("again: " if action.recomputed else "") + ", ".join(part for part in parts if part)
 
     def section(self, title: str) -> None:
@@ -332,20 +340,20 @@ class _Writer:
     def write(self, text: str, note: str = "") -> None:
         """Write a line with a comment, which gets a line of its own if both together are too long."""
         note = printable(note)
-        if note and len(text) + len(note) + 8 > WIDTH:
+        if note and len(f"    {text}  # {note}") > WIDTH:
             self.lines.append(f"    # {note}")
             note = ""
         self.lines.append(f"    {text}" + (f"  # {note}" if note else ""))
 
     def write_list(self, before: str, parts: Sequence[str], after: str, note: str = "") -> None:
         """Write a list between ``before`` and ``after``, over several lines if it is too long for one line."""
-        line = before + ", ".join(parts) + after
-        if len(line) + 4 <= WIDTH:
-            return self.write(line, note)
+        single_line = before + ", ".join(parts) + after
+        if len(f"    {single_line}") <= WIDTH:
+            return self.write(single_line, note)
         self.write(before, note)
         line = ""
         for part in parts:
-            if line and len(line) + len(part) + 10 > WIDTH:
+            if line and len(f"        {line} {part},") > WIDTH:
                 self.lines.append(f"        {line}")
                 line = ""
             line += f" {part}," if line else f"{part},"
@@ -354,14 +362,14 @@ class _Writer:
 
     def write_delete(self, values: Iterable[int]) -> None:
         """Write the ``del`` of the variables of these values, if there are any."""
-        names = [self.names[value] for value in values]
+        names = [self.variables[value] for value in values]
         if names:
             self.write(f"del {', '.join(names)}")
 
 
 def _variable_names(graph: JointGraph) -> list[str]:
-    """Return a variable name for each value: of parameters and buffers their path in the model, of inputs and tangents
-    ``input_PATH`` and ``tangent_PATH``, of others their own name; altered if no identifier, or in use."""
+    """Return a variable name for each value, by id: of parameters and buffers their path in the model, of inputs and
+    tangents ``input_PATH`` and ``tangent_PATH``, of others their own name; altered if no identifier, or in use."""
     used, names = set(_RESERVED), list[str]()
     for value in graph.values:
         default_name = {"input": f"input_{value.path}", "tangent": f"tangent_{value.path}"}.get(value.kind, value.name)
@@ -377,7 +385,7 @@ def _variable_names(graph: JointGraph) -> list[str]:
 
 
 def _copy_handle(host: str) -> str:
-    """Return the variable of the handle of an asynchronous copy."""
+    """Return the variable of an asynchronous copy's handle, to wait for it. ``host``: variable in host memory."""
     return f"{host}_copy"
 
 

@@ -18,23 +18,27 @@ def translate_choices(choices: Choices, source: JointGraph, graph: JointGraph) -
     any value is larger. The backward passes may differ (torch treats small tensors differently), so the result has to
     be validated against the budget.
     """
-    match = _match_values(source, graph)
-    if match is None or any(graph.values[new].bytes > source.values[old].bytes for old, new in match.items()):
+    counterpart_of = _counterparts(source, graph)
+    if counterpart_of is None:
+        return None
+    if any(graph.values[new].bytes > source.values[old].bytes for old, new in counterpart_of.items()):
         return None
     pieces, order = choices.pieces, choices.order
     if pieces or order:
-        old = (*source.forward_ops, *source.backward_ops)
-        new = (*graph.forward_ops, *graph.backward_ops)
-        if [op.target for op in old] == [op.target for op in new]:
-            match_op = {a.index: b.index for a, b in zip(old, new, strict=True)}
-            pieces = None if pieces is None else frozenset(match_op[op] for op in pieces)
-            order = tuple(match_op[op] for op in order)
-        else:  # all ops in pieces, in the captured order
+        source_ops = (*source.forward_ops, *source.backward_ops)
+        ops = (*graph.forward_ops, *graph.backward_ops)
+        if [op.target for op in source_ops] == [op.target for op in ops]:
+            index_in_graph = {source_op.index: op.index for source_op, op in zip(source_ops, ops, strict=True)}
+            pieces = None if pieces is None else frozenset(index_in_graph[index] for index in pieces)
+            order = tuple(index_in_graph[index] for index in order)
+        else:  # as if nothing had been chosen: all ops that can in pieces, in the captured order
             pieces, order = None, ()
     return replace(
         choices,
-        recompute=frozenset(match[value] for value in choices.recompute if value in match),
-        saved_forms=frozenset((lever, match[value]) for lever, value in choices.saved_forms if value in match),
+        recompute=frozenset(counterpart_of[value] for value in choices.recompute if value in counterpart_of),
+        saved_forms=frozenset(
+            (lever, counterpart_of[value]) for lever, value in choices.saved_forms if value in counterpart_of
+        ),
         pieces=pieces,
         order=order,
     )
@@ -46,19 +50,23 @@ def without_loss(choices: Choices, source: JointGraph, graph: JointGraph) -> Cho
     Choices about the loss's own values are left out. Returns None unless the forward ops of ``graph`` are the first
     forward ops of ``source``. The result has to be validated against the budget.
     """
-    match = dict[int, int]()
+    counterpart_of = dict[int, int]()
     if len(graph.forward_ops) > len(source.forward_ops):
         return None
-    for a, b in zip(source.forward_ops, graph.forward_ops, strict=False):  # the loss's ops follow in ``source``
-        if not _is_same_op(a, b) or len(a.reads) != len(b.reads):
+    for source_op, op in zip(
+        source.forward_ops, graph.forward_ops, strict=False
+    ):  # the loss's ops follow in ``source``
+        if not _is_same_op(source_op, op) or len(source_op.reads) != len(op.reads):
             return None
-        for value, other in zip((*a.reads, *a.makes), (*b.reads, *b.makes), strict=True):
-            if match.setdefault(value, other) != other:  # it corresponds to another value already
+        for value, other in zip((*source_op.reads, *source_op.makes), (*op.reads, *op.makes), strict=True):
+            if counterpart_of.setdefault(value, other) != other:  # it corresponds to another value already
                 return None
     return replace(
         choices,
-        recompute=frozenset(match[value] for value in choices.recompute if value in match),
-        saved_forms=frozenset((lever, match[value]) for lever, value in choices.saved_forms if value in match),
+        recompute=frozenset(counterpart_of[value] for value in choices.recompute if value in counterpart_of),
+        saved_forms=frozenset(
+            (lever, counterpart_of[value]) for lever, value in choices.saved_forms if value in counterpart_of
+        ),
         pieces=None,
         order=_order_without_loss(choices.order, source, graph),
     )
@@ -73,36 +81,41 @@ def _order_without_loss(order: tuple[int, ...], source: JointGraph, graph: Joint
     last = source.backward_ops[len(source.backward_ops) - len(ops) :]
     if not all(map(_is_same_op, last, ops)) or len(last) < len(ops):
         return ()
-    match = {a.index: b.index for a, b in zip(last, ops, strict=True)}
-    translated = tuple(match[op] for op in order if op in match)
+    index_in_graph = {source_op.index: op.index for source_op, op in zip(last, ops, strict=True)}
+    translated = tuple(index_in_graph[index] for index in order if index in index_in_graph)
     return translated if is_allowed(graph, translated) else ()
 
 
-def _match_values(source: JointGraph, graph: JointGraph) -> Mapping[int, int] | None:
-    """Return the ids of one graph's forward values by those of the other; None if the forward passes differ.
-
-    Views have no entry.
-    """
-    match: dict[int, int] = {}
-    if len(_input_values(source)) != len(_input_values(graph)) or len(source.forward_ops) != len(graph.forward_ops):
+def _counterparts(source: JointGraph, graph: JointGraph) -> Mapping[int, int] | None:
+    """Return, by id of a value of ``source`` that the step receives or a forward op makes, the id of its counterpart in
+    ``graph``; None if the forward passes differ. Views have no entry."""
+    counterpart_of: dict[int, int] = {}
+    source_inputs, inputs = _input_values(source), _input_values(graph)
+    if len(source_inputs) != len(inputs) or len(source.forward_ops) != len(graph.forward_ops):
         return None
-    for a, b in zip(_input_values(source), _input_values(graph), strict=True):
-        match[a] = b
-        if (source.values[a].kind, source.values[a].path) != (graph.values[b].kind, graph.values[b].path):
+    for old, new in zip(source_inputs, inputs, strict=True):
+        counterpart_of[old] = new
+        if (source.values[old].kind, source.values[old].path) != (graph.values[new].kind, graph.values[new].path):
             return None
-    for a, b in zip(source.forward_ops, graph.forward_ops, strict=True):
-        if not _is_same_op(a, b):
+    for source_op, op in zip(source.forward_ops, graph.forward_ops, strict=True):
+        if not _is_same_op(source_op, op):
             return None
-        if tuple(match[value] for value in a.reads) != b.reads:
+        if tuple(counterpart_of[value] for value in source_op.reads) != op.reads:
             return None
-        match.update(zip(a.makes, b.makes, strict=True))
-    outputs = [match.get(source.base(value)) for value in source.outputs]
-    return match if outputs == [graph.base(value) for value in graph.outputs] else None
+        counterpart_of.update(zip(source_op.makes, op.makes, strict=True))
+    outputs = [counterpart_of.get(source.base(value)) for value in source.outputs]
+    return counterpart_of if outputs == [graph.base(value) for value in graph.outputs] else None
 
 
-def _is_same_op(a: GraphOp, b: GraphOp) -> bool:
-    """Return whether ops of two graphs may correspond: the same target and number of results, both recomputable."""
-    return (a.target, len(a.makes), a.random, a.once) == (b.target, len(b.makes), b.random, b.once)
+def _is_same_op(source_op: GraphOp, op: GraphOp) -> bool:
+    """Return whether ops of two graphs may correspond: the same target and number of results, both recomputable or
+    both not."""
+    return (source_op.target, len(source_op.makes), source_op.random, source_op.once) == (
+        op.target,
+        len(op.makes),
+        op.random,
+        op.once,
+    )
 
 
 def _input_values(graph: JointGraph) -> list[int]:

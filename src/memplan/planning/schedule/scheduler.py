@@ -63,15 +63,15 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
     return _Scheduler(graph, choices).run()
 
 
-def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Return whether value ``of`` may change once its gradient is returned: by an early update, or hooks."""
-    value = graph.values[of]
+def changed_at_once(graph: JointGraph, choices: Choices, value_id: int) -> bool:
+    """Return whether value ``value_id`` may change once its gradient is returned: by an early update, or hooks."""
+    value = graph.values[value_id]
     return value.hooked or (choices.gradients.updates and value.kind == "parameter")
 
 
-def frees_gradient(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Return whether the gradient of value ``of`` is freed as soon as it is returned."""
-    return graph.values[of].kind == "parameter" and choices.gradients.frees
+def frees_gradient(graph: JointGraph, choices: Choices, value_id: int) -> bool:
+    """Return whether the gradient of value ``value_id`` is freed as soon as it is returned."""
+    return graph.values[value_id].kind == "parameter" and choices.gradients.frees
 
 
 def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
@@ -81,17 +81,19 @@ def copied_gradients(graph: JointGraph, choices: Choices) -> frozenset[int]:
     a result of the forward pass. A gradient with other strides than its value is copied, too, as autograd does. The
     gradient of a parameter that is added to ``.grad`` is not.
     """
-    outputs, users = output_bases(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
-    values = set[int]()
-    for of, gradient in graph.gradients:
-        if choices.gradients.adds and graph.values[of].kind == "parameter":
+    outputs = output_bases(graph)
+    gradients_in_base = Counter(graph.base(gradient) for _, gradient in graph.gradients)
+    copied = set[int]()
+    for value_id, gradient in graph.gradients:
+        if choices.gradients.adds and graph.values[value_id].kind == "parameter":
             continue
         base = graph.values[graph.base(gradient)]
-        shared = users[base.id] > 1 or base.id in outputs
-        shared = shared or base.kind != "result" or graph.maker[base.id].phase == "forward"
-        if shared or graph.values[gradient].stride != graph.values[of].stride:
-            values.add(of)
-    return frozenset(values)
+        is_shared = gradients_in_base[base.id] > 1 or base.id in outputs
+        is_of_backward_op = base.kind == "result" and graph.maker[base.id].phase == "backward"
+        has_other_strides = graph.values[gradient].stride != graph.values[value_id].stride
+        if is_shared or not is_of_backward_op or has_other_strides:
+            copied.add(value_id)
+    return frozenset(copied)
 
 
 @dataclass
@@ -103,7 +105,7 @@ class _Draft:
     makes: tuple[int, ...]
     frees: list[int] = field(default_factory=list)
     into: int | None = None
-    """The value in whose memory the op works; None for new memory."""
+    """The value whose memory the op's first result takes over; None for new memory."""
 
     def to_action(self) -> Action:
         """Return the finished action."""
@@ -133,44 +135,47 @@ class _Scheduler:
         self.graph, self.choices = graph.in_order(choices.order), choices
         self.outputs = output_bases(graph)
         """Values that own the memory of the step's outputs."""
-        # of several chosen forms of a value that it can be fetched from, only the first by rank is used
-        self.fetchable: dict[int, SavedForm] = {}
-        """Encoding to decode each value from."""
-        forms = list[SavedForm]()
+        self.decoded_from: dict[int, SavedForm] = {}
+        """By value: the encoding to decode it from."""
+        used_forms = list[SavedForm]()
         for form in graph.ranked_forms:
-            chosen = (form.lever, form.value) in choices.saved_forms and form.value not in self.outputs
-            if chosen and (not form.whole or self.fetchable.setdefault(form.value, form) is form):
-                forms.append(form)
-        self.forms = {form.encoded: form for form in forms}
-        """Saved forms by ``SavedForm.encoded``."""
-        self.direct: dict[tuple[int, int], SavedForm] = {}
+            is_chosen = (form.lever, form.value) in choices.saved_forms and form.value not in self.outputs
+            # of several chosen encodings from which a value can be decoded, only the first by rank is used
+            if is_chosen and (not form.whole or self.decoded_from.setdefault(form.value, form) is form):
+                used_forms.append(form)
+        self.forms = {form.encoded: form for form in used_forms}
+        """Encodings that are used, by the id of the encoded value."""
+        self.encoding_read_by: dict[tuple[int, int], SavedForm] = {}
         """Encoding that an op reads instead of a value, by (op, value)."""
-        for form in forms:
+        for form in used_forms:
             for op in form.direct:
-                self.direct.setdefault((op, form.value), form)
-        self.to_recompute = (choices.recompute & recomputable(graph)) - self.fetchable.keys()
-        """Values that are recomputed; those that can be fetched are not."""
+                self.encoding_read_by.setdefault((op, form.value), form)
+        self.to_recompute = (choices.recompute & recomputable(graph)) - self.decoded_from.keys()
+        """Values that are recomputed; those that can be decoded are not."""
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         """Values of parameters, buffers, inputs and constants."""
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
         """Gradients of the outputs, which the backward pass gets."""
         self.live = self.resident | set(self.tangents)
-        """Values that are live at the current point of the backward pass."""
-        self.copies = copied_gradients(graph, choices)
+        """Values that are live at the current point of the backward pass, as `_backward` adds its actions."""
+        self.copied_gradients = copied_gradients(graph, choices)
         """See `copied_gradients`."""
 
     def run(self) -> Schedule:
         """Schedule the backward pass first: it determines the values to save."""
         backward = self._backward()
-        live, first_use = self.resident | set(self.tangents), dict[int, None]()
+        # saved is what the backward pass reads before it is made there, in the order of first use
+        made, first_uses = self.resident | set(self.tangents), dict[int, None]()
         for draft in backward:
-            first_use.update((value, None) for value in draft.reads if value not in live)
-            live.update(draft.makes)
-        saved = tuple(first_use)  # what the backward pass reads before it is made there, in the order of first use
+            first_uses.update((value, None) for value in draft.reads if value not in made)
+            made.update(draft.makes)
+        saved = tuple(first_uses)
         forward = self._forward(saved)
         fixed = self.resident | self.outputs
         kept_gradients = {
-            self.graph.base(gradient) for of, gradient in self.graph.gradients if self._is_kept_by_autograd(of)
+            self.graph.base(gradient)
+            for value_id, gradient in self.graph.gradients
+            if self._is_kept_by_autograd(value_id)
         }
         self._add_frees(forward, allocated=(), never_freed=fixed | set(saved))
         self._add_frees(backward, allocated=(*saved, *self.tangents), never_freed=fixed | kept_gradients)
@@ -225,24 +230,24 @@ class _Scheduler:
 
     def _backward(self) -> list[_Draft]:
         """Return the actions of the backward pass: each op after the recomputations and copies that it needs."""
-        parts = list[list[_Draft]]()
+        drafts_of_ops = list[list[_Draft]]()
         needed_at = dict[int, int]()
         """By value that is copied back from host memory: the position of the backward op that needs it first."""
         for index, op in enumerate(self.graph.backward_ops):
             reads, run = op.reads, Action("run", op=op.index)
-            forms = [self.direct[op.index, value] for value in op.reads if (op.index, value) in self.direct]
-            if forms:  # the op reads the first such encoding instead of its value
-                form = forms[0]
+            encodings = (self.encoding_read_by.get((op.index, value)) for value in op.reads)
+            form = next((form for form in encodings if form is not None), None)
+            if form is not None:  # the op reads the first such encoding instead of its value
                 reads = tuple(form.encoded if value == form.value else value for value in op.reads)
                 run = replace(run, form=form.encoded)
-            drafts, copied = self._rematerialize(value for value in op.reads if value in reads)
-            needed_at.update(dict.fromkeys(copied, index))
-            parts.append([*drafts, _Draft(run, reads, op.makes)])
+            rematerializations, copied_back = self._rematerialize(value for value in op.reads if value in reads)
+            needed_at.update(dict.fromkeys(copied_back, index))
+            drafts_of_ops.append([*rematerializations, _Draft(run, reads, op.makes)])
             self.live.update(op.makes)
         begins, ends = self._copies_to_device(needed_at)
         drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
-        for index, part in enumerate(parts):
-            drafts += (*begins[index], *ends[index], *part)
+        for index, drafts_of_op in enumerate(drafts_of_ops):
+            drafts += (*begins[index], *ends[index], *drafts_of_op)
         return self._with_gradient_returns(drafts)
 
     def _copies_to_device(
@@ -253,20 +258,21 @@ class _Scheduler:
         Both are by the position in ``graph.backward_ops`` of the op before which they come. ``needed_at``: by value to
         copy, the position of the op that needs it first.
         """
-        before = host_copies.fetch_positions(self.graph, needed_at, self.fetchable)
+        before = host_copies.fetch_positions(self.graph, needed_at, self.decoded_from)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
         for value, index in sorted(needed_at.items(), key=lambda item: (item[1], item[0])):
-            form = self.fetchable[value]
+            form = self.decoded_from[value]
             begins[before[value]].append(_fetch_draft(form))
             ends[index].append(_wait_draft("fetched", form))
         return begins, ends
 
     def _rematerialize(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
-        """Return the actions that make values live by recomputing or decoding them, and the values to copy back.
+        """Return the actions that make values live by recomputing or decoding them, and the values to copy back from
+        host memory.
 
         Values that are live already are left out; actions for operands are included, in the order of the forward pass.
-        The values to copy back must be fetched from host memory before.
+        The copies must be done before these actions.
         """
         copied_back = set[int]()
         ops: dict[int, GraphOp] = {}
@@ -282,7 +288,7 @@ class _Scheduler:
             if value in seen or value in self.live:
                 continue
             seen.add(value)
-            form = self.fetchable.get(value)
+            form = self.decoded_from.get(value)
             if form is not None and form.is_copied:
                 copied_back.add(value)
             elif form is not None and form.also_reads:
@@ -313,40 +319,40 @@ class _Scheduler:
         """Return the decodings of those values that are not live yet, and mark them as live."""
         missing = sorted(values - self.live)
         self.live.update(missing)
-        return [_fetch_draft(self.fetchable[value]) for value in missing]
+        return [_fetch_draft(self.decoded_from[value]) for value in missing]
 
     # -- gradients
 
     def _with_gradient_returns(self, drafts: list[_Draft]) -> list[_Draft]:
         """Insert the return of each gradient after its last read and, if its parameter may change at once, after the
         last read of the parameter. Gradients that stay in memory are returned in groups: see MAX_AUTOGRAD_NODES."""
-        last = {value: index for index, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
+        last_use = {value: index for index, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
         ready_at, grouped = dict[int, int](), set[int]()
-        for of, gradient in self.graph.gradients:
-            ready_at[of] = last.get(self.graph.base(gradient), 0)
-            frees = frees_gradient(self.graph, self.choices, of)
-            if changed_at_once(self.graph, self.choices, of):
-                ready_at[of] = max(ready_at[of], last.get(self.graph.base(of), 0))
-            elif self._is_kept_by_autograd(of) or (self.choices.fused and not frees):
-                grouped.add(of)
-        positions = sorted({ready_at[of] for of in grouped})
+        for value_id, gradient in self.graph.gradients:
+            ready_at[value_id] = last_use.get(self.graph.base(gradient), 0)
+            is_freed = frees_gradient(self.graph, self.choices, value_id)
+            if changed_at_once(self.graph, self.choices, value_id):
+                ready_at[value_id] = max(ready_at[value_id], last_use.get(self.graph.base(value_id), 0))
+            elif self._is_kept_by_autograd(value_id) or (self.choices.fused and not is_freed):
+                grouped.add(value_id)
+        positions = sorted({ready_at[value_id] for value_id in grouped})
         groups = 1 if self.choices.fused else MAX_AUTOGRAD_NODES
-        size = max(1, -(-len(positions) // groups))  # rounded up
+        positions_of_group = max(1, -(-len(positions) // groups))  # rounded up
         last_of_group = dict[int, int]()
         """By position at which a gradient is ready: the last position of its group."""
-        for begin in range(0, len(positions), size):
-            group = positions[begin : begin + size]
+        for begin in range(0, len(positions), positions_of_group):
+            group = positions[begin : begin + positions_of_group]
             last_of_group.update(dict.fromkeys(group, group[-1]))
-        due: dict[int, list[_Draft]] = defaultdict(list)
-        for of, gradient in self.graph.gradients:
-            action = Action("give", value=of, source=gradient, copies=of in self.copies)
-            index = last_of_group[ready_at[of]] if of in grouped else ready_at[of]
-            due[index].append(_Draft(action, (self.graph.base(gradient),), ()))
-        return [action for index, draft in enumerate(drafts) for action in (draft, *due.get(index, ()))]
+        returns_after: dict[int, list[_Draft]] = defaultdict(list)
+        for value_id, gradient in self.graph.gradients:
+            action = Action("give", value=value_id, source=gradient, copies=value_id in self.copied_gradients)
+            index = last_of_group[ready_at[value_id]] if value_id in grouped else ready_at[value_id]
+            returns_after[index].append(_Draft(action, (self.graph.base(gradient),), ()))
+        return [action for index, draft in enumerate(drafts) for action in (draft, *returns_after.get(index, ()))]
 
-    def _is_kept_by_autograd(self, of: int) -> bool:
-        """Return whether autograd keeps the gradient of ``of`` itself, not a copy, so that it must not be freed."""
-        return of not in self.copies and not frees_gradient(self.graph, self.choices, of)
+    def _is_kept_by_autograd(self, value_id: int) -> bool:
+        """Return whether autograd keeps a value's gradient itself, not a copy, so that it must not be freed."""
+        return value_id not in self.copied_gradients and not frees_gradient(self.graph, self.choices, value_id)
 
     # -- memory
 
@@ -355,35 +361,40 @@ class _Scheduler:
 
         ``allocated``: values that are live before the first draft.
         """
-        last = dict.fromkeys(allocated, 0)
-        last.update((value, index) for index, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes))
-        for value, index in last.items():
+        last_use = dict.fromkeys(allocated, 0)
+        last_use.update((value, index) for index, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes))
+        for value, index in last_use.items():
             if value not in never_freed:
                 drafts[index].frees.append(value)
         if not self.choices.in_place:
             return
-        not_owned, pieces = never_freed | set(self.tangents), self.choices.pieces
+        not_owned = never_freed | set(self.tangents)  # the caller may read tangents again
+        piecewise_ops = self.choices.pieces
         for draft in drafts:
             if draft.action.op is None or not draft.makes:
                 continue
             op = draft.action.called(self.graph)
-            excluded = op.scratch_into is not None and pieces is not None and op.index not in pieces
-            if draft.makes[0] != op.makes[0] or excluded:  # only an op's first result can overwrite
+            is_piecewise = op.scratch_into is not None
+            is_excluded = is_piecewise and piecewise_ops is not None and op.index not in piecewise_ops
+            makes_first_result = draft.makes[0] == op.makes[0]  # the only one that can overwrite
+            if is_excluded or not makes_first_result:
                 continue
-            free = [value for value in op.overwrites if value in draft.frees and value not in not_owned]
-            if free:
-                draft.into = free[0]
+            freed_operands = [value for value in op.overwrites if value in draft.frees and value not in not_owned]
+            if freed_operands:
+                draft.into = freed_operands[0]  # the best: they are in this order
                 draft.frees.remove(draft.into)
 
 
 def with_fewest_pieces(planned: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
     """Return the schedule with ops working in place piece by piece only where the step would not fit otherwise.
 
-    ``fits`` returns for every action, forward and backward, whether its level is within the budget. Working piece by
-    piece changes the level during the op alone, so the levels without pieces are checked once.
+    ``fits`` returns for every action, forward and backward, whether the bytes during it are within the budget. Working
+    piece by piece changes the bytes during the op alone, so a schedule without pieces is checked once.
     """
     without = schedule(planned.graph, replace(planned.choices, pieces=frozenset()))
     actions = (*without.forward, *without.backward)
-    needed = {a.op for a, fit in zip(actions, fits(without), strict=True) if not fit and a.op is not None}
-    fewer = schedule(planned.graph, replace(planned.choices, pieces=frozenset(needed)))
-    return fewer if all(fits(fewer)) else planned
+    too_large = {
+        action.op for action, fit in zip(actions, fits(without), strict=True) if not fit and action.op is not None
+    }
+    fewest = schedule(planned.graph, replace(planned.choices, pieces=frozenset(too_large)))
+    return fewest if all(fits(fewest)) else planned

@@ -50,7 +50,7 @@ def reserved_bytes(schedule: Schedule, outside_memory: OutsideMemory) -> int:
 
 
 @dataclass
-class _Entry:
+class _StorageEntry:
     """A storage that may not be freed yet."""
 
     bytes: int
@@ -82,17 +82,19 @@ class _Tracer:
         """By gradient of a parameter: the parameter's name."""
         self.saved = set(schedule.saved)
         """Values that the forward pass saves."""
-        run = {action.op for action in (*schedule.forward, *schedule.backward)}
-        self.workspace_by_op = {op: size for op, size in self.outside_memory.workspace_by_op.items() if op in run}
+        ops_that_run = {action.op for action in (*schedule.forward, *schedule.backward)}
+        self.unallocated_workspaces = {
+            op: size for op, size in outside_memory.workspace_by_op.items() if op in ops_that_run
+        }
         """Bytes of libraries' workspaces that are not allocated yet, by the op that will."""
         self.tick = 0
         """Allocations and frees so far."""
-        self.entries: list[_Entry] = []
+        self.entries: list[_StorageEntry] = []
         """All storages, in the order of their allocation."""
-        self.storage_of: dict[int, int] = {}
-        """Index of the current storage, by value that owns memory."""
+        self.entry_of: dict[int, int] = {}
+        """By value that owns memory: the index of its storage in ``entries``."""
         self.ops: list[Op] = []
-        self.op_of: dict[int, int] = {}
+        self.traced_op_of: dict[int, int] = {}
         """Index in the trace of the first run of an op, by op of the graph."""
 
     def run(self) -> int:
@@ -128,7 +130,7 @@ class _Tracer:
         """Allocate the storages that exist during the whole step: inputs, weights, and memory outside of the graph."""
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
-                self.storage_of[value.id] = self._allocate(
+                self.entry_of[value.id] = self._allocate(
                     value.bytes, _CAUSES[value.kind], value=value, op=None, name=value.path
                 )
         if self.schedule.choices.gradients.adds:
@@ -137,16 +139,16 @@ class _Tracer:
                 if value.kind == "parameter":
                     self._allocate(value.own_bytes, "parameter_gradient", value=value, op=None, name=value.path)
         for cause, size in self.outside_memory.by_cause().items():
-            later = sum(self.workspace_by_op.values()) if cause == "workspace" else 0
-            if size > later:
-                self._allocate(size - later, cause, value=None, op=None, name="")
+            allocated_by_ops = sum(self.unallocated_workspaces.values()) if cause == "workspace" else 0
+            if size > allocated_by_ops:
+                self._allocate(size - allocated_by_ops, cause, value=None, op=None, name="")
 
     # -- storages
 
     def _allocate(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
         """Allocate a storage and return its index in ``entries``. ``op``: in the trace; None if resident."""
         self.tick += 1
-        self.entries.append(_Entry(size, cause, self.tick, value, op, name=name))
+        self.entries.append(_StorageEntry(size, cause, self.tick, value, op, name=name))
         return len(self.entries) - 1
 
     def _release(self, entry: int) -> None:
@@ -165,16 +167,19 @@ class _Tracer:
         """Allocate a workspace of an op and free it again.
 
         Args:
-            requests: as `GraphOp.requests`; a single one if their peak is not ``size``.
+            size: bytes of the workspace.
+            op: index in the trace.
+            requests: as `GraphOp.requests`: what the kernel allocates and frees. Their peak is ``size``, else a single
+                allocation is assumed.
             library_workspace: bytes that a library allocates after the first request, and does not free.
             allocated_before: storages of the first requests, if they are allocated already.
         """
         if peak_of(requests) != size or not requests:
-            requests = (size, -1) if size else ()
+            requests = (size, -1) if size else ()  # allocate, then free allocation 0
         allocated = list(allocated_before)
         for request in requests[len(allocated_before) :]:
-            if request < 0:
-                self._release(allocated[-request - 1])
+            if request < 0:  # -1 - n frees allocation n
+                self._release(allocated[-1 - request])
                 continue
             allocated.append(self._allocate(request, "temporary", value=None, op=op))
             if library_workspace:
@@ -194,9 +199,9 @@ class _Tracer:
         elif tensor.kind == "tangent" or (phase == "backward" and maker is not None and maker.phase == "backward"):
             cause = "activation_gradient"
         if into is None:
-            self.storage_of[value] = self._allocate(tensor.bytes, cause, tensor, op, name)
+            self.entry_of[value] = self._allocate(tensor.bytes, cause, tensor, op, name)
             return
-        entry = self.storage_of[value] = self.storage_of.pop(into)
+        entry = self.entry_of[value] = self.entry_of.pop(into)
         if cause in ("parameter_gradient", "saved"):  # the final use names the storage
             self.entries[entry].cause, self.entries[entry].name = cause, name
 
@@ -205,57 +210,63 @@ class _Tracer:
     def _run_action(self, action: Action, phase: Phase) -> None:
         """Add an action to the trace as an op: allocations of its results and workspace, then its frees.
 
-        Results that nothing reads are freed as soon as the op returns. Negative temporary bytes mean that it frees its
-        operands before it allocates its results.
+        Results that nothing reads are freed as soon as the op returns. Negative temporary bytes, of an op that needs
+        less in place (`GraphOp.scratch_saved`), mean that it frees its operands before it allocates its results.
         """
         start, op = self.tick, len(self.ops)
-        transient = self.bytes.temporary_bytes(action)
-        frees_meanwhile = transient < 0
-        if frees_meanwhile:
-            transient += self._free(action)
-        requests, library_workspace, unread = tuple[int, ...](), 0, list[int]()
+        transient_bytes = self.bytes.temporary_bytes(action)
+        frees_operands_first = transient_bytes < 0
+        if frees_operands_first:
+            transient_bytes += self._free(action)
+        requests, library_workspace, unread_entries = tuple[int, ...](), 0, list[int]()
         if action.kind == "run" and action.op is not None:
-            form = action.form  # it reads an encoding
-            requests = action.called(self.graph).requests if form is None else self.graph.form[form].direct_requests
-            library_workspace = self.workspace_by_op.pop(action.op, 0)
+            if action.form is None:
+                requests = action.called(self.graph).requests
+            else:  # it reads an encoding
+                requests = self.graph.form[action.form].direct_requests
+            library_workspace = self.unallocated_workspaces.pop(action.op, 0)
         unread_bytes = self.bytes.unread_bytes(action) if action.kind == "run" else 0
         allocated_before = list[int]()
-        if requests and peak_of(requests) == transient - unread_bytes and action.form is None:
-            first = action.called(self.graph).early_requests
-            allocated_before = [self._allocate(request, "temporary", None, op) for request in requests[:first]]
-        if (unread_bytes or self._result_order(action)) and not frees_meanwhile and transient >= unread_bytes:
-            unread = self._allocate_results(action, op, phase)
-            transient -= unread_bytes
+        if requests and peak_of(requests) == transient_bytes - unread_bytes and action.form is None:
+            before_results = requests[: action.called(self.graph).early_requests]
+            allocated_before = [self._allocate(request, "temporary", None, op) for request in before_results]
+        needs_order = bool(unread_bytes or self._result_order(action))
+        if needs_order and not frees_operands_first and transient_bytes >= unread_bytes:
+            unread_entries = self._allocate_results(action, op, phase)
+            transient_bytes -= unread_bytes
         else:
             for position, value in enumerate(self._without_host_values(action.makes)):
                 self._allocate_value(value, op, phase, action.into if position == 0 else None)
-        self._allocate_temporary(transient, op, requests, library_workspace, allocated_before)
-        for entry in unread:
+        self._allocate_temporary(transient_bytes, op, requests, library_workspace, allocated_before)
+        for entry in unread_entries:
             self._release(entry)
-        copy = self.bytes.gradient_copy_bytes(action)
-        if copy and action.value is not None:
-            of = self.graph.values[action.value]
-            self._allocate(copy, "parameter_gradient", of, op, of.path)
-        if not frees_meanwhile:
+        copy_bytes = self.bytes.gradient_copy_bytes(action)
+        if copy_bytes and action.value is not None:
+            differentiated = self.graph.values[action.value]
+            self._allocate(copy_bytes, "parameter_gradient", differentiated, op, differentiated.path)
+        if not frees_operands_first:
             self._free(action)
         self._add_op(self._op_name(action), phase, start, action)
 
     def _allocate_results(self, action: Action, op: int, phase: Phase) -> list[int]:
         """Allocate all results of an op in the order in which its kernel does, and return the storages of those that
         nothing reads, in the order of the results. ``op``: index in the trace."""
-        called, unread = action.called(self.graph), dict[int, int]()
-        made, sizes = self._without_host_values(action.makes), dict(enumerate(called.discarded_by_output))
-        if sum(sizes.values()) != called.discarded:
-            sizes = {}
+        called, unread_entries = action.called(self.graph), dict[int, int]()  # by position of the result
+        made = self._without_host_values(action.makes)
+        discarded_bytes = dict(enumerate(called.discarded_by_output))
+        if sum(discarded_bytes.values()) != called.discarded:  # those of each result are not known
+            discarded_bytes = {}
         for position in dict.fromkeys((*self._result_order(action), *range(len(called.outputs)))):
             value = called.outputs[position]
             if value in made:
                 self._allocate_value(value, op, phase, action.into if value == action.makes[0] else None)
-            elif size := sizes.get(position, 0) if value is None else self.bytes.owned_bytes([value]):
-                unread[position] = self._allocate(size, "temporary", value=None, op=op)
-        if called.discarded and not sizes:
-            unread[len(called.outputs)] = self._allocate(called.discarded, "temporary", value=None, op=op)
-        return [unread[position] for position in sorted(unread)]
+                continue
+            size = discarded_bytes.get(position, 0) if value is None else self.bytes.owned_bytes([value])
+            if size:
+                unread_entries[position] = self._allocate(size, "temporary", value=None, op=op)
+        if called.discarded and not discarded_bytes:
+            unread_entries[len(called.outputs)] = self._allocate(called.discarded, "temporary", value=None, op=op)
+        return [unread_entries[position] for position in sorted(unread_entries)]
 
     def _result_order(self, action: Action) -> tuple[int, ...]:
         """Return the positions of the results that an op's kernel allocates first, in its order; () if it allocates
@@ -268,7 +279,7 @@ class _Tracer:
         """Free the values of ``action.frees`` and return their bytes."""
         freed = [value for value in self._without_host_values(action.frees) if not self.graph.values[value].held]
         for value in freed:
-            self._release(self.storage_of.pop(value))
+            self._release(self.entry_of.pop(value))
         return sum(self.graph.values[value].bytes for value in freed)
 
     def _without_host_values(self, values: Iterable[int]) -> list[int]:
@@ -292,15 +303,15 @@ class _Tracer:
         index, read, written = len(self.ops), tuple[int, ...](), tuple[int, ...]()
         graph_op, recomputed = None, False
         if action is not None:
-            read = tuple(self.storage_of[value] for value in action.reads if value in self.storage_of)
-            written = tuple(self.storage_of[value] for value in action.makes if value in self.storage_of)
+            read = tuple(self.entry_of[value] for value in action.reads if value in self.entry_of)
+            written = tuple(self.entry_of[value] for value in action.makes if value in self.entry_of)
             graph_op = None if action.op is None else action.called(self.graph)
             recomputed = action.recomputed
         layer, where, gradient_of = "", None, None
         if graph_op is not None:
             layer, where = graph_op.layer, graph_op.where
-            gradient_of = None if graph_op.gradient_of is None else self.op_of.get(graph_op.gradient_of)
-            self.op_of.setdefault(graph_op.index, index)
+            gradient_of = None if graph_op.gradient_of is None else self.traced_op_of.get(graph_op.gradient_of)
+            self.traced_op_of.setdefault(graph_op.index, index)
         operands = tuple(Operand(name="", storage=storage) for storage in read)
         self.ops.append(Op(
             index, name, phase, 0, layer, where, start, self.tick, operands, written, gradient_of=gradient_of,
@@ -327,9 +338,9 @@ class _Allocations(_Tracer):
 
     def _allocate_value(self, value: int, op: int, phase: Phase, into: int | None) -> None:
         if into is None:
-            self.storage_of[value] = self._allocate(self.graph.values[value].bytes, "activation", value=None, op=None)
+            self.entry_of[value] = self._allocate(self.graph.values[value].bytes, "activation", value=None, op=None)
         else:
-            self.storage_of[value] = self.storage_of.pop(into)
+            self.entry_of[value] = self.entry_of.pop(into)
 
     def _add_op(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
         """Record nothing."""
