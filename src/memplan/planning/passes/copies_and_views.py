@@ -16,7 +16,7 @@ _ALIAS = "aten.alias.default"
 
 
 def without_copies(graph: JointGraph) -> JointGraph:
-    """Replace copies that have the layout of their source by views.
+    """Replace copies that have the layout of their source by views of it.
 
     No op of a graph mutates a value, so a copy and its source are interchangeable, unless the caller sees one of them:
     inputs and outputs are still copied. (Eager mode copies the input of an in-place activation.)
@@ -24,27 +24,33 @@ def without_copies(graph: JointGraph) -> JointGraph:
     visible_to_caller = {graph.base(value) for value in graph.outputs}
     visible_to_caller |= {value.id for value in graph.values if value.kind in (*RESIDENT, "tangent")}
     visible_to_caller |= {graph.base(gradient) for _, gradient in graph.gradients}
-    bases: dict[int, int] = {}
+    owner_of: dict[int, int] = {}
     ops = list(graph.ops)
     for op in graph.ops:
         if op.target not in _PURE_COPIES or not op.makes:
             continue
         source: Value = graph.values[op.args[0].value]
         copy = graph.values[op.makes[0]]
-        base = bases.get(source.base, source.base)
+        base = owner_of.get(source.base, source.base)  # another one if the source is a copy that was replaced
         has_same_layout = (source.shape, source.stride, source.dtype) == (copy.shape, copy.stride, copy.dtype)
         if copy.id in visible_to_caller or base in visible_to_caller or not has_same_layout:
             continue
-        bases[copy.id] = base
+        owner_of[copy.id] = base
         ops[op.index] = replace(op, target=_ALIAS, args=op.args[:1], kwargs={}, makes=(), scratch=0)
-    return with_views(graph, ops, bases) if bases else graph
+    return with_views(graph, ops, owner_of) if owner_of else graph
 
 
-def with_views(graph: JointGraph, ops: Iterable[GraphOp], bases: Mapping[int, int]) -> JointGraph:
-    """Return the graph with some values turned into views. ``ops`` are its new ops, in which those that computed such a
-    value are views; ``bases`` maps it to the value that owns its memory from now on."""
+def with_views(graph: JointGraph, ops: Iterable[GraphOp], owner_of: Mapping[int, int]) -> JointGraph:
+    """Return the graph with some values turned into views.
+
+    Args:
+        graph: before.
+        ops: its new ops. Those that computed such values are views.
+        owner_of: by value that becomes a view: the value that owns its memory from now on.
+    """
     values = tuple(
-        replace(value, base=bases[value.base], bytes=0) if value.base in bases else value for value in graph.values
+        replace(value, base=owner_of[value.base], bytes=0) if value.base in owner_of else value
+        for value in graph.values
     )
     new_ops = list[GraphOp]()
     for op in ops:
@@ -59,7 +65,7 @@ def copy_before_mutation(graph: JointGraph) -> JointGraph:
     A training batch norm's derivative does not read the running statistics (`passes.split_convolution_backward`).
     """
     mutated = {value for value, _ in graph.mutations}
-    read_later = {v for op in graph.backward_ops for v in op.reads if v in mutated}
+    read_later = {value for op in graph.backward_ops for value in op.reads if value in mutated}
     return _CopiesBeforeMutation(graph, read_later).run() if read_later else graph
 
 
@@ -86,25 +92,25 @@ class _CopiesBeforeMutation(Rebuild):
 
     def _copy(self, value: int) -> int:
         """Add an op that clones a value before anything mutates it, and return the id of the clone."""
-        old = self.values[value]
-        number = self.value(f"{old.name}_before", old)
+        original = self.values[value]
+        clone = self.value(f"{original.name}_before", original)
         self.add(
             GraphOp(
-                -1, _CLONE, (Ref(value),), {}, "forward", (number,), multiple=False, reads=(value,), makes=(number,),
-                once=True,
+                -1, _CLONE, (Ref(value),), {}, "forward", (clone,), multiple=False, reads=(value,), makes=(clone,),
+                once=True,  # recomputed later, it would copy what was written
             )
         )  # fmt: skip
-        return number
+        return clone
 
     def _reference_before_mutation(self, value: int) -> Any:
         """Return the copy, or view of the copy, to read in place of a mutated value; other values as they are."""
-        old = self.values[value]
-        if old.base not in self.copies:
+        original = self.values[value]
+        if original.base not in self.copies:
             return Ref(value)
         if value in self.copies:
             return Ref(self.copies[value])
         if value not in self.views:
-            self._add_view(old)
+            self._add_view(original)
         return Ref(self.views[value])
 
     def _add_view(self, value: Value) -> None:
@@ -116,7 +122,9 @@ class _CopiesBeforeMutation(Rebuild):
             if output is None:
                 outputs.append(None)
                 continue
-            old = self.graph.values[output]
-            self.views[output] = self.value(f"{old.name}_before", old, base=self.copies[old.base], bytes=0)
+            original = self.graph.values[output]
+            self.views[output] = self.value(
+                f"{original.name}_before", original, base=self.copies[original.base], bytes=0
+            )
             outputs.append(self.views[output])
         self.add(replace(op, index=-1, outputs=tuple(outputs), phase="backward"))

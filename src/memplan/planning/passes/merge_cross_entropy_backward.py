@@ -30,11 +30,11 @@ def fused(graph: JointGraph) -> JointGraph:
     It replaces nll_loss's derivative; log_softmax's derivative becomes a view of its result. Small losses, which do not
     run in place, and losses whose gradient another op reads are unchanged.
     """
-    read_elsewhere = {graph.base(value) for value in graph.outputs}
-    read_elsewhere |= {graph.base(value) for _, value in (*graph.gradients, *graph.mutations)}
-    ops, bases = list(graph.ops), dict[int, int]()
+    read_by_caller = {graph.base(value) for value in graph.outputs}
+    read_by_caller |= {graph.base(value) for _, value in (*graph.gradients, *graph.mutations)}
+    ops, owner_of = list(graph.ops), dict[int, int]()
     for loss in graph.backward_ops:
-        if loss.target not in _LOSSES or loss.makes != loss.outputs or loss.makes[0] in read_elsewhere:
+        if loss.target not in _LOSSES or loss.makes != loss.outputs or loss.makes[0] in read_by_caller:
             continue
         readers = [op for op in graph.ops if loss.makes[0] in op.reads and not op.is_view]
         softmax = readers[0] if len(readers) == 1 and readers[0].target == _SOFTMAX else None
@@ -43,7 +43,7 @@ def fused(graph: JointGraph) -> JointGraph:
         log_probs = graph.values[loss.args[1].value]
         if log_probs.shape[0] < 2 or graph.values[log_probs.base].bytes < SMALLEST_PIECEWISE_BYTES:
             continue
-        bases[softmax.makes[0]] = loss.makes[0]
+        owner_of[softmax.makes[0]] = loss.makes[0]
         ops[loss.index] = replace(
             loss, target=CROSS_ENTROPY, scratch=max(loss.scratch, softmax.scratch),
             layer=softmax.layer, where=softmax.where, gradient_of=softmax.gradient_of,
@@ -51,7 +51,7 @@ def fused(graph: JointGraph) -> JointGraph:
         ops[softmax.index] = replace(
             softmax, target="aten.alias.default", args=softmax.args[:1], kwargs={}, makes=(), scratch=0
         )
-    return with_views(graph, ops, bases) if bases else graph
+    return with_views(graph, ops, owner_of) if owner_of else graph
 
 
 def _can_merge(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
@@ -61,16 +61,16 @@ def _can_merge(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
     memory order.
     """
     arguments = arguments_of(softmax.target, softmax.args, softmax.kwargs)
-    loss_log_probs, gradient = graph.values[loss.args[1].value], graph.values[loss.makes[0]]
+    loss_log_probs, loss_gradient = graph.values[loss.args[1].value], graph.values[loss.makes[0]]
     softmax_log_probs = graph.values[arguments["output"].value]
     grad_output = graph.values[arguments["grad_output"].value]
-    result, weight = graph.values[softmax.makes[0]], loss.args[3]
-    tensors = (loss_log_probs, softmax_log_probs, gradient, grad_output, result)
+    result, class_weights = graph.values[softmax.makes[0]], loss.args[3]
+    tensors = (loss_log_probs, softmax_log_probs, loss_gradient, grad_output, result)
     return (
         softmax_log_probs.base == loss_log_probs.base
-        and grad_output.base == gradient.id
+        and grad_output.base == loss_gradient.id
         and all(tensor.dtype == loss_log_probs.dtype and _is_whole(graph, tensor) for tensor in tensors)
-        and (weight is None or is_contiguous(graph.values[weight.value]))
+        and (class_weights is None or is_contiguous(graph.values[class_weights.value]))
         and len(loss_log_probs.shape) in (2, 4)
         and _sizes_around(loss_log_probs.shape, dim=1) == _sizes_around(softmax_log_probs.shape, arguments["dim"])
     )

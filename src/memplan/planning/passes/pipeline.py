@@ -19,7 +19,8 @@ from memplan.planning.passes.split_dropout import DROPOUT, split_dropouts
 
 
 def prepare(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *, on_cpu: bool) -> JointGraph:
-    """Return a captured graph, prepared for the search. ``casts``: of autocast, as for `cast_once`."""
+    """Return a captured graph, prepared for the search. ``casts``: by index of a cast that autocast inserted, its
+    autocast region."""
     graph = without_copies(copy_before_mutation(cast_once(graph, casts)))
     graph = fused(split_dropouts(split(graph)))
     if on_cpu:
@@ -33,8 +34,9 @@ def prepare(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *
 
 
 def _with_in_place_form(op: GraphOp, graph: JointGraph) -> GraphOp:
-    """Return the op with the operands that its first result can overwrite."""
-    if not op.makes or op.outputs[0] != op.makes[0]:
+    """Return the op with the operands that its first result can overwrite, and the workspace that it needs then."""
+    first_result_is_allocated = bool(op.makes) and op.outputs[0] == op.makes[0]
+    if not first_result_is_allocated:
         return op
     if op.target == DROPOUT and graph.is_on_card:  # the kernel draws and multiplies at once there
         return op

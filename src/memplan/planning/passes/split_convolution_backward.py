@@ -42,10 +42,10 @@ COPIED_ON_CARD = frozenset({"aten.avg_pool2d_backward.default", "aten.max_pool2d
 def idle_arguments(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return an op's arguments with None for tensors that its kernel does not read: a training batch norm's derivative
     reads the statistics of the batch, not the running statistics."""
-    # grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
-    if target == _NORM and args[7]:
-        return (*args[:3], None, None, *args[5:])
-    return args
+    if target != _NORM:
+        return args
+    grad_out, input_, weight, _, _, save_mean, save_invstd, train, *others = args
+    return (grad_out, input_, weight, None, None, save_mean, save_invstd, train, *others) if train else args
 
 
 def split(graph: JointGraph) -> JointGraph:
@@ -75,10 +75,11 @@ class _Splitter(Rebuild):
         self._outputs = {graph.base(value) for value in graph.outputs}
         """Values that own the memory of the step's outputs."""
         self._read_by_own_gradient: set[int] = set()
-        """Bases that the derivative of the op that computed them reads."""
+        """Bases that the derivative of the op that computed them reads: they are alive until then."""
         for op in graph.backward_ops:
-            index = 1 if _is_weight_frozen(op) else SHAPE_ONLY.get(op.target, -1)
-            args = [arg for position, arg in enumerate(op.args) if position != index]
+            # position of the argument whose shape alone is read
+            shape_argument = 1 if _is_weight_frozen(op) else SHAPE_ONLY.get(op.target, -1)
+            args = [arg for position, arg in enumerate(op.args) if position != shape_argument]
             for base in {graph.base(value) for value in refs((args, op.kwargs))}:
                 maker = self.values[base].op
                 if maker is not None and maker == op.gradient_of and reads_bits(graph, op, base) is None:
@@ -88,17 +89,19 @@ class _Splitter(Rebuild):
         """Add every op, with convolutions' derivatives split and arguments replaced that are read for their shape."""
         for op in self.graph.ops:
             if op.target == CONVOLUTION_BACKWARD:
-                mask, frozen = op.args[10], _is_weight_frozen(op)  # mask: which of input, weight, bias get gradients
-                input_ = self._shape_argument(op, op.args[0], op.args[1]) if frozen else op.args[1]
-                self._add_part(op, input_, [False, mask[1], mask[2]])  # weight and bias first, then the input
-                if mask[0]:
+                gradient, input_, (of_input, of_weight, of_bias) = op.args[0], op.args[1], op.args[10]  # output_mask
+                frozen = _is_weight_frozen(op)
+                if frozen:
+                    input_ = self._shape_argument(op, gradient, input_)
+                self._add_part(op, input_, [False, of_weight, of_bias])  # first: it frees the input
+                if of_input:
                     dense = not self._takes_sizes_alone(op)
-                    view = None if frozen else self._view_of_gradient(op, op.args[0], op.args[1], dense=dense)
+                    view = None if frozen else self._view_of_gradient(op, gradient, input_, dense=dense)
                     self._add_part(op, view or input_, [True, False, False])
             elif op.target in SHAPE_ONLY:
-                args, index = list(op.args), SHAPE_ONLY[op.target]
+                args, position = list(op.args), SHAPE_ONLY[op.target]
                 dense = self.graph.is_on_card and op.target in COPIED_ON_CARD
-                args[index] = self._shape_argument(op, args[0], args[index], dense=dense)
+                args[position] = self._shape_argument(op, args[0], args[position], dense=dense)
                 self.add(op, args=tuple(args))
             else:
                 self.add(op)
@@ -106,15 +109,15 @@ class _Splitter(Rebuild):
 
     def _add_part(self, op: GraphOp, input_: Ref, mask: list[bool]) -> None:
         """Add the part of a convolution's derivative with the gradients in ``mask`` (input, weight, bias), if any."""
-        if any(mask):
-            args = (op.args[0], input_, *op.args[2:10], mask)
-            outputs = tuple(value if computed else None for value, computed in zip(op.outputs, mask, strict=True))
-            makes = tuple(v for v in outputs if v is not None and self.values[v].base == v)
-            tensors = map_refs(args, lambda value: meta_tensor(self.values[value]))
-            scratch = (
-                transient_bytes(op.target, tensors, {}, result=None) + NUMBERS
-            )  # each part reorders its own operands
-            self.add(op, args=args, outputs=outputs, makes=makes, scratch=scratch)
+        if not any(mask):
+            return
+        args = (op.args[0], input_, *op.args[2:10], mask)
+        outputs = tuple(value if computed else None for value, computed in zip(op.outputs, mask, strict=True))
+        makes = tuple(value for value in outputs if value is not None and self.values[value].base == value)
+        tensors = map_refs(args, lambda value: meta_tensor(self.values[value]))
+        # each part reorders its own operands
+        scratch = transient_bytes(op.target, tensors, {}, result=None) + NUMBERS
+        self.add(op, args=args, outputs=outputs, makes=makes, scratch=scratch)
 
     def _takes_sizes_alone(self, op: GraphOp) -> bool:
         """Return whether the input's derivative takes nothing but the sizes of the input, which may then have strides
@@ -134,6 +137,8 @@ class _Splitter(Rebuild):
 
         This is a view of the gradient if it fits (see `_view_of_gradient`). Otherwise it is the argument itself if it
         is alive anyway, at this op or until its own derivative, and new memory if not.
+
+        ``dense``: whether a view has the argument's strides, see there.
         """
         original = self.values[argument.value]
         if math.prod(original.shape) == 0:

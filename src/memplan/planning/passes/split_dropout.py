@@ -17,7 +17,7 @@ from memplan.trace.records import HOST
 
 DROPOUT = "aten.native_dropout.default"
 MASK = DROPOUT_MASK
-HALF = "memplan.dropout.default"
+MASK_AND_SCALE = "memplan.dropout.default"
 """Op that applies mask and scale at once: in half precision torch's products with a scalar round differently."""
 _FULL_PRECISION = ("float32", "float64")
 
@@ -58,17 +58,17 @@ def _split_op(rebuild: Rebuild, op: GraphOp) -> None:
     result, mask = op.outputs
     assert isinstance(x, Ref)
     assert mask is not None
-    value = rebuild.values[x.value if result is None else result]
-    is_on_host, size = value.place == HOST, value.bytes
+    like_result = rebuild.values[x.value if result is None else result]
+    is_on_host, size = like_result.place == HOST, like_result.bytes
     # on a card native_dropout runs and its product is freed
-    add(MASK, (x, p), mask, 0 if is_on_host else size, random=True)
+    add(MASK, (x, p), mask, scratch=0 if is_on_host else size, random=True)
     if result is None:
         return
-    scale = scale_of(p, value)
-    if value.dtype not in _FULL_PRECISION:
+    scale = scale_of(p, like_result)
+    if like_result.dtype not in _FULL_PRECISION:
         # a CPU's kernel reads the mask in the result's dtype, a card's as it is
-        add(HALF, (x, Ref(mask), scale), result, size if is_on_host else 0)
+        add(MASK_AND_SCALE, (x, Ref(mask), scale), result, scratch=size if is_on_host else 0)
         return
-    masked = rebuild.value(f"{value.name}_masked", value)
-    add("aten.mul.Tensor", (x, Ref(mask)), masked, size)
-    add("aten.mul.Tensor", (Ref(masked), scale), result, NUMBERS)
+    masked = rebuild.value(f"{like_result.name}_masked", like_result)
+    add("aten.mul.Tensor", (x, Ref(mask)), masked, scratch=size)  # a CPU casts the mask to the result's dtype first
+    add("aten.mul.Tensor", (Ref(masked), scale), result, scratch=NUMBERS)
