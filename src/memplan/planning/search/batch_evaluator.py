@@ -33,7 +33,8 @@ LATEST_BYTES = 96 << 20
 
 
 class Evaluator:
-    """Evaluates choices on one graph. A candidate is a column of booleans: see `column` and `choices`."""
+    """Evaluates choices on one graph. A candidate is a column of booleans: first whether each of
+    ``flat.recomputable_values`` is recomputed, then whether each of ``flat.forms`` is used."""
 
     def __init__(
         self, graph: JointGraph, outside_memory: OutsideMemory | None = None, *, gradients: GradientUse = STAYS
@@ -41,7 +42,7 @@ class Evaluator:
         outside_memory = OutsideMemory() if outside_memory is None else outside_memory
         self.flat = FlatGraph(graph, outside_memory, gradients)
         self.rows = len(self.flat.droppable) + len(self.flat.forms)
-        """Booleans of a candidate."""
+        """Number of booleans of a candidate."""
         self._latest: dict[bytes, Levels] = {}
         """Results by digest of their candidates, those used last at the end."""
 
@@ -50,8 +51,7 @@ class Evaluator:
         self._latest.clear()
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
-        """Return choices as a candidate: whether each of ``flat.droppable`` is recomputed, then whether each form is
-        used."""
+        """Return choices as a candidate, the inverse of `choices`."""
         flat = self.flat
         return np.array(
             [value in choices.recompute for value in flat.droppable]
@@ -72,16 +72,17 @@ class Evaluator:
         """Return the choices of a candidate, without those that have no effect on its schedule."""
         flat, planned = self.flat, self.schedule_of(column)
         recomputed = {value for action in planned.backward if action.recomputed for value in action.makes}
-        used = (flat.graph.form[a.form] for a in planned.forward if a.kind == "store" and a.form is not None)
-        used_forms = frozenset((form.lever, form.value) for form in used)
-        return Choices(frozenset(recomputed), used_forms, flat.gradients, order=flat.graph.order)
+        stored = (flat.graph.form[a.form] for a in planned.forward if a.kind == "store" and a.form is not None)
+        saved_forms = frozenset((form.lever, form.value) for form in stored)
+        return Choices(frozenset(recomputed), saved_forms, flat.gradients, order=flat.graph.order)
 
     def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squared: int = 0) -> Evaluated:
         """Compute peak, added seconds and excess over the budget of every candidate.
 
         Args:
             columns: the candidates.
-            budget: in bytes, the same for the whole step, or a profile with a budget for each position.
+            budget: in bytes, the same for the whole step, or a profile with a budget for each position. None: excess is
+                0.
             squared: how many times the bytes over the budget are squared before they are summed.
         """
         count = columns.shape[1]
@@ -123,26 +124,28 @@ class Evaluator:
 
 
 def _by_schedules(evaluator: Evaluator, columns: Columns) -> Levels:
-    """Build every candidate's schedule: slow, for graphs that `Batch` does not support (`FlatGraph.regular`)."""
+    """Return the result of `Batch.run` by building the schedule of every candidate: slow, for graphs that `Batch` does
+    not support (`FlatGraph.supports_batches`)."""
     flat, parts, seconds = evaluator.flat, list[Sequence[Ints]](), list[float]()
     for column in columns.T:
         planned = schedule(flat.graph, evaluator.choices(column))
         planned_levels = levels(planned, flat.outside_memory)
         forward = np.zeros(len(flat.forward), dtype=np.int64)
         slots = np.zeros(flat.slots, dtype=np.int64)
-        ops = 0
+        ops_begun = 0
         for action, level in zip(planned.forward, planned_levels.forward, strict=True):
-            ops += action.kind == "run"
-            position = max(ops - 1, 0)  # of the action's op, or of the op before it
+            ops_begun += action.kind == "run"
+            position = max(ops_begun - 1, 0)  # of the action's op, or of the op before it
             forward[position] = max(forward[position], level)
-        slot, op_ran = 0, False
+        # a slot ends after its backward op, slot 0 after the tangents are received; gradients are returned before that
+        slot, slot_op_ran = 0, False
         for action, level in zip(planned.backward, planned_levels.backward, strict=True):
-            if op_ran and action.kind != "give":  # gradients are returned in the slot of the op before
-                slot, op_ran = slot + 1, False
+            if slot_op_ran and action.kind != "give":
+                slot, slot_op_ran = slot + 1, False
             slots[slot] = max(slots[slot], level)
-            op_ran = op_ran or action.kind == "receive" or (action.kind == "run" and not action.recomputed)
+            slot_op_ran = slot_op_ran or action.kind == "receive" or (action.kind == "run" and not action.recomputed)
         parts.append((forward, slots, np.array(planned_levels.update)))
         seconds.append(planned.seconds)
     forward, slots, update = (np.stack([part[k] for part in parts], axis=-1) for k in range(3))
-    everything = np.ones((len(flat.values), columns.shape[1]), dtype=bool)
-    return Levels(forward, slots, update, np.array(seconds), everything)
+    all_needed = np.ones((len(flat.values), columns.shape[1]), dtype=bool)  # not computed here
+    return Levels(forward, slots, update, np.array(seconds), all_needed)

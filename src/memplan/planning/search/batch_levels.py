@@ -19,8 +19,12 @@ from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 
 
 class Batch(Needs):
-    """Counts bytes and seconds of many candidates in a single pass over the graph. ``index``: of an op, a saved form or
-    a return of a gradient; ``row``: of a forward value."""
+    """Counts bytes and seconds of many candidates in a single pass over the graph.
+
+    A *row* is the number of a forward value, a *form* a way to save it. A *slot* is a backward op with what is
+    recomputed and fetched just before it; its level is counted from the slot's beginning. ``index``: number of an op, a
+    form or the return of a gradient.
+    """
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
         """Compute what each candidate needs, and begin to count its bytes and seconds."""
@@ -29,13 +33,14 @@ class Batch(Needs):
         self.seconds = np.zeros(count)
         """By candidate: seconds that recomputations, encodings and copies add to the step."""
         self.slot_level = np.zeros((flat.slots, count), dtype=np.int64)
-        """By slot: bytes allocated minus bytes freed so far, before its backward op."""
+        """(slot, candidate): bytes that recomputations and fetches of the slot have allocated so far, less those that
+        they have freed."""
         self.slot_peak = np.zeros((flat.slots, count), dtype=np.int64)
-        """By slot: the highest such level so far."""
+        """(slot, candidate): the highest such level so far, with what ops and fetches allocate while they run."""
         self.storing = np.zeros((len(flat.forward), count))
-        """By forward op: seconds of storing saved forms after it. Read only to compute waits for host copies."""
+        """(forward op, candidate): seconds of encoding values after it. Read only to compute waits for host copies."""
         self.spent = np.zeros((flat.slots, count))
-        """By slot: seconds of its recomputed ops and fetches. Counted only where there are host copies."""
+        """(slot, candidate): seconds of its recomputed ops and decodings. Counted only where there are host copies."""
 
     def run(self) -> Levels:
         """Return the bytes at every position and the added seconds."""
@@ -53,98 +58,105 @@ class Batch(Needs):
     def _forward(self) -> tuple[Ints, Ints]:
         """Return the highest level during each forward op, and the level at the end of the pass, by candidate."""
         flat = self.flat
-        freed = ~self.saved_as_is & ~flat.is_output[:, None]
+        freed = ~self.saved_as_is & ~flat.is_output[:, None]  # which values are freed in the forward pass
         net = np.repeat(flat.result_bytes[:, None], self.count, axis=1)  # by op: change of the level
         if len(flat.values):  # less the values that are freed after each op
             freed_bytes = np.where(freed, flat.bytes[:, None], 0)[flat.by_freed]
             net[flat.freed_positions] -= np.add.reduceat(freed_bytes, flat.freed_starts, axis=0)
-        for index in flat.plain:
+        for index in flat.plain:  # plus encodings, stored after the last op that uses the value
             net[flat.used_last[flat.form_rows[index]]] += self.used[index] * flat.form_bytes[index]
         after = flat.base + np.cumsum(net, axis=0)
-        leaving = None
+        copied_bytes_freed = None
         if self.copies is not None:
-            copying, leaving = self.copies.live_in_forward(len(after))
-            after += copying - leaving
-            net += np.diff(copying - leaving, axis=0, prepend=0)
-        during = after - net + flat.forward_during[:, None]
-        for index, over in flat.forward_overwrites:
-            during[index] -= self._can_overwrite(over, freed) * flat.forward[index].in_place_saved
-        if leaving is not None:
-            np.maximum(during, after + leaving, out=during, where=leaving > 0)
-        self._store(during, after, freed, leaving)
+            copied_bytes_live, copied_bytes_freed = self.copies.live_in_forward(len(after))
+            change = copied_bytes_live - copied_bytes_freed
+            after += change
+            net += np.diff(change, axis=0, prepend=0)
+        during = after - net + flat.forward_during[:, None]  # the level before each op, and what the op allocates
+        for index, operands in flat.forward_overwrites:
+            during[index] -= self._can_overwrite(operands, freed) * flat.forward[index].in_place_saved
+        if copied_bytes_freed is not None:  # after an op, until the copies that end there are done
+            np.maximum(during, after + copied_bytes_freed, out=during, where=copied_bytes_freed > 0)
+        self._store(during, after, freed, copied_bytes_freed)
         end = after[-1] if len(after) else np.full(self.count, flat.base, dtype=np.int64)
         return during, end
 
     def _can_overwrite(self, rows: Sequence[int], freed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return for each candidate whether the memory of any of these operands (rows) is free for the op's result."""
-        free = np.zeros(self.count, dtype=bool)
-        for row in rows:
-            here = freed[row]
-            for index in self.flat.plain_forms_of.get(row, ()):  # it is encoded after the op
-                here = here & ~self.used[index]
-            if self.copies is not None:  # its copy to the host may not be done
-                here = here & ~self.copies.uses(row)
-            free |= here
-        return free
-
-    def _store(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_], leaving: Ints | None) -> None:
-        """Raise the levels in ``during`` to those while encodings are stored, each after the last op that reads its
-        value.
+        """Return for each candidate whether an op's result can overwrite any of these operands.
 
         Args:
-            during: highest level during each forward op, by candidate; changed in place.
-            after: level after each forward op.
-            freed: whether each value is freed in the forward pass.
-            leaving: bytes that each op frees because their copy to the host is done; None without copies.
+            rows: of the operands, none of which a later op of the forward pass uses.
+            freed: (row, candidate): whether the value is freed in the forward pass.
+        """
+        can_overwrite = np.zeros(self.count, dtype=bool)
+        for row in rows:
+            is_free = freed[row]
+            for index in self.flat.plain_forms_of.get(row, ()):  # it is encoded after the op
+                is_free = is_free & ~self.used[index]
+            if self.copies is not None:  # its copy to the host may not be done
+                is_free = is_free & ~self.copies.uses(row)
+            can_overwrite |= is_free
+        return can_overwrite
+
+    def _store(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_], copied_bytes_freed: Ints | None) -> None:
+        """Raise the levels in ``during`` to those while encodings are stored, and count the seconds of these. An
+        encoding is stored after the last op of the forward pass that uses its value.
+
+        Args:
+            during: (forward op, candidate): highest level during the op; changed in place.
+            after: (forward op, candidate): level after the op, its stores and frees.
+            freed: (row, candidate): whether the value is freed in the forward pass.
+            copied_bytes_freed: (forward op, candidate): bytes freed after the op because their copy to the host is
+                done; None without copies.
         """
         flat = self.flat
-        due: dict[int, list[int]] = {}  # encodings by the forward op after which they are stored
+        stored_after: dict[int, list[int]] = {}  # encodings by the forward op after which they are stored
         for index in flat.plain:
-            due.setdefault(int(flat.used_last[flat.form_rows[index]]), []).append(index)
-        for position, forms in due.items():  # from the last store back to the first
-            later = np.zeros(self.count, dtype=np.int64)
+            stored_after.setdefault(int(flat.used_last[flat.form_rows[index]]), []).append(index)
+        for position, forms in stored_after.items():  # from the last store back to the first, as `after` is known
+            later_change = np.zeros(self.count, dtype=np.int64)
             """Change of the level between this store and the end of the position."""
             # values whose copy to the host is done, and those written into buffers, are freed after all stores
-            if leaving is not None:
-                later -= leaving[position]
+            if copied_bytes_freed is not None:
+                later_change -= copied_bytes_freed[position]
             for row in np.flatnonzero(flat.written & (flat.freed_at == position)):
-                later -= freed[row] * flat.bytes[row]
+                later_change -= freed[row] * flat.bytes[row]
             stored_later: dict[int, Any] = {}
             """By row: which candidates store another form of the value after this form."""
-            for index in sorted(forms, key=lambda number: -flat.forms[number].encoded):
+            for index in sorted(forms, key=lambda number: -flat.forms[number].encoded):  # the scheduler stores by id
                 form, row, used = flat.forms[index], flat.form_rows[index], self.used[index]
                 if not flat.written[row]:  # the value is freed after its last store, unless it is copied, too
-                    here = freed[row] & used & ~stored_later.get(row, np.False_)
-                    later -= (here if self.copies is None else here & ~self.copies.uses(row)) * flat.bytes[row]
+                    is_freed = freed[row] & used & ~stored_later.get(row, np.False_)
+                    if self.copies is not None:
+                        is_freed = is_freed & ~self.copies.uses(row)
+                    later_change -= is_freed * flat.bytes[row]
                     stored_later[row] = stored_later.get(row, np.False_) | used
-                level = after[position] - later + form.store_scratch
+                level = after[position] - later_change + form.store_scratch
                 np.maximum(during[position], level, out=during[position], where=used)
-                later += used * flat.form_bytes[index]
+                later_change += used * flat.form_bytes[index]
                 self.seconds += used * form.use_seconds
                 self.storing[position] += used * form.store_seconds
 
     # -- recomputation
 
     def _recompute(self) -> None:
-        """Count the bytes of all that the backward pass recomputes or decodes, and those that each slot's backward op
-        frees.
-
-        The first are counted in the slot of the op that needs them. A slot is a backward op with what runs just before
-        for it.
-        """
+        """Count what the backward pass recomputes and decodes, in the slot that needs it, and what backward ops
+        free."""
         flat = self.flat
         self.fetched = np.zeros((len(flat.plain), self.count), dtype=bool)
+        """(plain form, candidate): whether its decoding was counted already."""
         self.frees = np.zeros((flat.slots, self.count), dtype=np.int64)
-        """Bytes of forward values and saved forms that each slot's backward op frees."""
+        """(slot, candidate): bytes of forward values and saved forms that the slot's backward op frees."""
         if self.copies is not None:
             self.slot_level += self.copies.allocated_in_backward(flat.slots)
             np.maximum(self.slot_peak, self.slot_level, out=self.slot_peak)
-        for index, op in enumerate(flat.recompute_ops):
+        for index, op in enumerate(flat.recompute_ops):  # within a slot, in the order of the forward pass
             if any(row in self.recomputed_in for row in op.makes):
                 self._recompute_op(index)
             for form, row in flat.operand_fetches_at[index]:
                 if form in self.fetched_in:
                     self._fetch_with_operands(index, form, row)
+        # the other values are decoded for the backward op itself
         for row, forms in flat.simple_fetches_of.items():
             for index in forms:
                 self._fetch(index, row, np.flatnonzero(self.used[index] & self.needed[row] & ~self.fetched[index]))
@@ -152,7 +164,7 @@ class Batch(Needs):
         read_by_backward_op = self.last % self.slot_size == self.slot_size - 1
         rows, columns = np.nonzero(read_by_backward_op & self.needed & ~flat.is_output[:, None])
         slots = self.last[rows, columns] // self.slot_size
-        self.frees += np.bincount(
+        self.frees += np.bincount(  # sums the bytes by (slot, candidate)
             slots * self.count + columns, weights=flat.bytes[rows], minlength=self.frees.size
         ).reshape(self.frees.shape).astype(np.int64)  # fmt: skip
 
@@ -163,18 +175,18 @@ class Batch(Needs):
         ``index``: position of the op in the forward pass.
         """
         op = self.flat.recompute_ops[index]
-        slots = [(row, self.recomputed_in[row]) for row in op.makes if row in self.recomputed_in]
-        for k, (_, slot) in enumerate(slots):
-            here = slot < NEVER
-            for _, before in slots[:k]:  # it runs there already, for an earlier result
-                here &= before != slot
-            columns = np.flatnonzero(here)
+        slot_of_result = [(row, self.recomputed_in[row]) for row in op.makes if row in self.recomputed_in]
+        for k, (_, slots) in enumerate(slot_of_result):  # `slots`: the slot of each candidate
+            runs = slots < NEVER
+            for _, earlier_slots in slot_of_result[:k]:  # it runs there already, for an earlier result
+                runs &= earlier_slots != slots
+            columns = np.flatnonzero(runs)
             if len(columns):
-                wanted = [(row, other[columns] == slot[columns]) for row, other in slots]
-                self._run_in_slots(index, op, slot[columns], columns, wanted)
+                wanted = [(row, other_slots[columns] == slots[columns]) for row, other_slots in slot_of_result]
+                self._run_in_slots(index, op, slots[columns], columns, wanted)
 
     def _fetch_with_operands(self, index: int, form: int, row: int) -> None:
-        """Decode a value from a form that needs other operands, and free the form if no op reads it later.
+        """Decode a value from a form that needs other operands, too, and free the form if no op reads it later.
 
         Args:
             index: position in the forward pass of the op that computes the value: it is decoded in its place.
@@ -195,8 +207,10 @@ class Batch(Needs):
             slot: in which the value is decoded, by candidate of ``columns``.
             columns: the candidates that decode it.
         """
-        freed = self.flat.form_bytes[index] * (self.last_direct[index][columns] < slot * self.slot_size)
-        self.slot_level[slot, columns] -= freed
+        is_last_use = (
+            self.last_direct[index][columns] < slot * self.slot_size
+        )  # no op reads the form in this slot or later
+        self.slot_level[slot, columns] -= self.flat.form_bytes[index] * is_last_use
 
     def _run_in_slots(
         self, index: int, op: ForwardOp, slot: Ints, columns: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
@@ -207,46 +221,49 @@ class Batch(Needs):
         Args:
             index: of the forward op in whose place it runs.
             op: the op.
-            slot: the slot, by candidate.
+            slot: the slot, by candidate of ``columns``.
             columns: the candidates.
             wanted: rows of the results, each with the candidates that need it.
         """
         flat = self.flat
         for row in op.reads:
             for form in flat.simple_fetches_of.get(row, ()):
-                due = self.formed[form][columns] & ~self.fetched[form][columns] & (self.first[row][columns] == slot)
-                self._fetch(form, row, columns[due])
-        levels, peaks = self.slot_level.ravel(), self.slot_peak.ravel()
+                is_first_read = self.first[row][columns] == slot
+                self._fetch(
+                    form, row, columns[self.formed[form][columns] & ~self.fetched[form][columns] & is_first_read]
+                )
+        levels, peaks = self.slot_level.ravel(), self.slot_peak.ravel()  # views: changes change the arrays
         place = slot.astype(np.int64) * self.count + columns  # index in the flattened arrays
         position = slot * self.slot_size + index
         level = levels[place]
-        frees = np.zeros(len(columns), dtype=np.int64)  # bytes of operands that are read for the last time
+        freed_bytes = np.zeros(len(columns), dtype=np.int64)  # of operands that are read for the last time
         in_place = np.zeros(len(columns), dtype=bool)
         for row in op.reads:
             if not flat.is_output[row]:
-                ends = self.last[row][columns] == position
-                frees += ends * flat.bytes[row]
+                is_last_read = self.last[row][columns] == position
+                freed_bytes += is_last_read * flat.bytes[row]
                 if row in op.overwrites:
-                    in_place |= ends
-        first = op.makes[0]
+                    in_place |= is_last_read
         during = level + op.during
         if in_place.any():
-            for row, want in wanted:
-                if row == first:
-                    during -= (in_place & want) * op.in_place_saved
+            for row, is_wanted in wanted:
+                if row == op.makes[0]:  # only the first result can overwrite an operand
+                    during -= (in_place & is_wanted) * op.in_place_saved
         peaks[place] = np.maximum(peaks[place], during)
-        allocated = sum((want * flat.bytes[row] for row, want in wanted), np.zeros(len(columns), dtype=np.int64))
-        levels[place] = level + allocated - frees
+        allocated = sum(
+            (is_wanted * flat.bytes[row] for row, is_wanted in wanted), np.zeros(len(columns), dtype=np.int64)
+        )
+        levels[place] = level + allocated - freed_bytes
         self.seconds[columns] += op.op.seconds
         if self.copies is not None:
             self.spent.ravel()[place] += op.op.seconds
         for parameter in op.parameters:
-            for give in flat.returns_of[parameter]:
-                self._return_delayed_gradient(give, parameter, position, place, columns)
+            for gradient_return in flat.returns_of[parameter]:
+                self._return_delayed_gradient(gradient_return, parameter, position, place, columns)
 
     def _return_delayed_gradient(self, index: int, parameter: int, position: Ints, place: Ints, columns: Ints) -> None:
         """Return a parameter's gradient for the candidates in which this recomputed op is the last to read the
-        parameter.
+        parameter: an optimizer that updates the parameter in the backward pass has to wait for that.
 
         Args:
             index: of the return in ``flat.gradient_returns``.
@@ -255,16 +272,24 @@ class Batch(Needs):
             place: of its slot in the flattened arrays, by candidate of ``columns``.
             columns: the candidates that recompute it.
         """
-        give = self.flat.gradient_returns[index]
-        here = (self.parameter_last[parameter][columns] == position) & (position > self._backward_position(index))
-        levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[here]
-        levels[place] += give.copy
-        peaks[place] = np.maximum(peaks[place], levels[place] + give.transient)
-        levels[place] -= give.freed
+        gradient_return = self.flat.gradient_returns[index]
+        is_last_read = self.parameter_last[parameter][columns] == position
+        is_delayed = position > self._backward_position(index)
+        levels, peaks, place = self.slot_level.ravel(), self.slot_peak.ravel(), place[is_last_read & is_delayed]
+        levels[place] += gradient_return.copy
+        peaks[place] = np.maximum(peaks[place], levels[place] + gradient_return.transient)
+        levels[place] -= gradient_return.freed
 
     def _backward_position(self, index: int) -> int:
-        """Return the position of the backward op after which gradient ``index`` is returned if nothing delays that."""
-        return self.flat.gradient_returns[index].slot * self.slot_size + self.slot_size - 1
+        """Return the position of the backward op after which gradient ``index`` is returned if nothing delays that.
+
+        Positions number what can run in the backward pass: in each slot, the recomputation of every forward op, then
+            the
+        slot's backward op.
+        """
+        slot = self.flat.gradient_returns[index].slot
+        last_position_in_slot = self.slot_size - 1
+        return slot * self.slot_size + last_position_in_slot
 
     def _fetch(self, index: int, row: int, columns: Ints) -> None:
         """Decode a value from a form that needs no other operands, just before the value is read.
@@ -279,6 +304,7 @@ class Batch(Needs):
         form, levels, peaks = self.flat.forms[index], self.slot_level.ravel(), self.slot_peak.ravel()
         slot = self.first[row][columns].astype(np.int64)
         place, size = slot * self.count + columns, int(self.flat.bytes[row])
+        # the form is freed only after the value is decoded
         peaks[place] = np.maximum(peaks[place], levels[place] + size + form.fetch_scratch)
         levels[place] += size
         self._free_form(index, slot, columns)
@@ -292,47 +318,50 @@ class Batch(Needs):
     def _backward(self, boundary: Ints) -> tuple[Ints, Ints]:
         """Return the highest level in each slot, and the level at the end of the pass, by candidate.
 
-        A slot is a backward op with what runs just before for it. ``boundary``: level between the passes.
+        A slot is a backward op with what is recomputed and fetched just before it. ``boundary``: level between the
+        passes.
         """
         flat = self.flat
         for index in flat.plain:
-            direct = self.last_direct[index]
-            ends = direct >= 0
+            last_form_read = self.last_direct[index]
+            frees_form = last_form_read >= 0
             if flat.forms[index].whole:
                 # If the value is decoded no later than the form's last reader, that reader frees the form.
                 row = flat.form_rows[index]
-                ends &= ~self.needed[row] | (direct >= self.first[row].astype(np.int64) * self.slot_size)
-            columns = np.flatnonzero(ends)
-            self.frees[direct[columns] // self.slot_size, columns] += flat.form_bytes[index]
+                decoded_from = self.first[row].astype(np.int64) * self.slot_size
+                frees_form &= ~self.needed[row] | (last_form_read >= decoded_from)
+            columns = np.flatnonzero(frees_form)
+            self.frees[last_form_read[columns] // self.slot_size, columns] += flat.form_bytes[index]
         in_place = np.repeat(flat.in_place[:, None], self.count, axis=1)  # whether each slot's op runs in place
         for slot, row in flat.overwritten:  # also over a forward value that it is the last to read
             in_place[slot] |= self.last[row] == slot * self.slot_size + self.slot_size - 1
-        gives_net, gives_peak = self._gradient_return_levels()
-        net = self.slot_level + flat.net[:, None] - self.frees
-        end = boundary + np.cumsum(net + gives_net, axis=0)
-        begin = end - net - gives_net
+        returns_net, returns_peak = self._gradient_return_levels()
+        net = self.slot_level + flat.net[:, None] - self.frees  # change of the level, without returned gradients
+        end = boundary + np.cumsum(net + returns_net, axis=0)
+        begin = end - net - returns_net
         in_place_saved = flat.first_result[:, None] - self.direct_saved
-        run = self.slot_level + flat.during[:, None] + self.slot_scratch - in_place * in_place_saved
-        slots = begin + np.maximum(np.maximum(self.slot_peak, run), net + gives_peak)
+        # all relative to the level at the slot's beginning
+        backward_op_level = self.slot_level + flat.during[:, None] + self.slot_scratch - in_place * in_place_saved
+        slots = begin + np.maximum(np.maximum(self.slot_peak, backward_op_level), net + returns_peak)
         return slots, end[-1]
 
     def _gradient_return_levels(self) -> tuple[Ints, Ints]:
-        """Return, by slot, the change of the level by returned gradients, and the highest level while they are
-        returned.
+        """Return by how much returned gradients change the level in each slot, and the highest level while they are
+        returned, relative to that before.
 
-        A slot is a backward op with what runs just before for it.
+        Both are (slot, candidate), or (slot, 1) if they are the same for all candidates. Gradients that a recomputed op
+        delays are not counted: see `_return_delayed_gradient`.
         """
         flat = self.flat
         if not flat.has_delayed_returns:
             return flat.returns_net[:, None], flat.returns_peak[:, None]
         net = np.zeros((flat.slots, self.count), dtype=np.int64)
         peak = np.zeros((flat.slots, self.count), dtype=np.int64)
-        for index, give in enumerate(flat.gradient_returns):
-            here = np.ones(self.count, dtype=bool)
-            if give.parameter is not None:  # else it is returned after a recomputed op that reads the parameter
-                here = self.parameter_last[give.parameter] <= self._backward_position(index)
-            net[give.slot] += here * give.copy
-            level = net[give.slot] + give.transient
-            np.maximum(peak[give.slot], level, out=peak[give.slot], where=here)
-            net[give.slot] -= here * give.freed
+        for index, gradient_return in enumerate(flat.gradient_returns):
+            slot, on_time = gradient_return.slot, np.ones(self.count, dtype=bool)
+            if gradient_return.parameter is not None:
+                on_time = self.parameter_last[gradient_return.parameter] <= self._backward_position(index)
+            net[slot] += on_time * gradient_return.copy
+            np.maximum(peak[slot], net[slot] + gradient_return.transient, out=peak[slot], where=on_time)
+            net[slot] -= on_time * gradient_return.freed
         return net, peak

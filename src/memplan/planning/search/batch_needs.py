@@ -13,11 +13,11 @@ from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 
 
 class Needs:
-    """By candidate: in which slots the backward pass needs each forward value, and in which forms it is kept.
+    """By candidate: in which slots the backward pass needs each forward value, and in which forms it is saved.
 
-    Slots are the steps of the backward pass and rows the forward values, as `flat_graph` numbers them; forms are
-    indices of ``flat.forms``. Arrays have a row for each forward value, saved form or slot, and a column for each
-    candidate.
+    A *row* is the number of a forward value, a *slot* a backward op with what is recomputed and fetched just before it.
+    A *position* numbers what can run in the backward pass: in each slot all forward ops, which may be recomputed there,
+    then the backward op. Forms are numbers in ``flat.forms``: first encodings, then copies to host memory.
     """
 
     def __init__(self, flat: FlatGraph, columns: Columns) -> None:
@@ -25,106 +25,108 @@ class Needs:
 
         Args:
             flat: the graph.
-            columns: the candidates' decisions: a row for each of ``flat.droppable``, then for each of ``flat.forms``.
+            columns: the candidates' decisions: a row for each of ``flat.recomputable_values``, then for each of
+                ``flat.forms``.
         """
         self.flat, self.count = flat, columns.shape[1]
         self.slot_size = len(flat.forward) + 1
-        """Positions in a slot: all forward ops, which may be recomputed there, then the backward op."""
+        """Number of positions in a slot."""
         count, drops = self.count, len(flat.droppable)
         # which forms are used, and which values are recomputed
         self.formed = columns[drops:].copy()
-        """Which forms each candidate uses. Of several whole forms of a value only the first is used."""
+        """(form, candidate): whether the candidate uses the form. Of several forms that a value can be fetched from,
+        only the first is used."""
         self.dropped = np.zeros((len(flat.values), count), dtype=bool)
-        """Which values each candidate recomputes."""
+        """(row, candidate): whether the candidate recomputes the value if it is needed."""
         self.dropped[flat.drop_rows] = columns[:drops]
         for row, forms in flat.fetchable_forms_of.items():
             for k, index in enumerate(forms):
-                for before in forms[:k]:
-                    self.formed[index] &= ~self.formed[before]
-                self.dropped[row] &= ~self.formed[index]
+                for earlier in forms[:k]:
+                    self.formed[index] &= ~self.formed[earlier]
+                self.dropped[row] &= ~self.formed[index]  # it is fetched instead
         self.copied = self.formed[len(flat.plain) :]
-        """The copied forms among them."""
+        """(copied form, candidate): the rows of ``uses_form`` for copies to host memory."""
         self.copied_rows = flat.form_rows[len(flat.plain) :]
         """Row of the value of each copied form."""
         self.any_dropped = [bool(row.any()) for row in self.dropped]
         """By row: whether any candidate recomputes the value."""
         # when each value is needed: from the reads of backward ops, then in reverse from those of recomputed ops
         self.recomputed_in: dict[int, Ints] = {}
-        """Row -> slot in which the value is recomputed, by candidate."""
+        """Row -> slot in which the value is recomputed, by candidate; NEVER if it is not."""
         self.fetched_in: dict[int, Ints] = {}
-        """Form that is fetched with other operands -> slot in which the value is fetched from it, by candidate."""
+        """Encoding that is fetched with other operands -> slot in which the value is fetched from it, by candidate."""
         self.first = np.full((len(flat.values), count), NEVER, dtype=np.int32)
-        """Slot in which a value is first needed."""
+        """(row, candidate): slot in which the value is first needed."""
         self.last = np.full((len(flat.values), count), -1, dtype=np.int32)
-        """Position at which it is last needed: slot * ``slot_size`` + index of the forward op, or ``slot_size - 1`` for
-        the backward op."""
+        """(row, candidate): position at which the value is last needed; -1 if it is not."""
         self.parameter_last = {v: np.full(count, -1, dtype=np.int32) for v in flat.returns_of}
-        """By parameter: the position of its last read, for which the give of its gradient waits."""
+        """By parameter: position of the last recomputed op that reads it, which delays the return of its gradient; by
+        candidate, -1 if there is none."""
         self.last_direct = np.full((len(flat.plain), count), -1, dtype=np.int32)
-        """By plain form: the position at which an op last reads it directly; -1 if none does."""
+        """(encoding, candidate): the position at which an op last reads the encoding itself; -1 if none does."""
         self.slot_scratch = np.zeros((flat.slots, count), dtype=np.int64)
-        """Scratch bytes that ops which read a saved form need beyond those with the value."""
+        """(slot, candidate): scratch bytes that the backward op needs more if it reads an encoding, not the value."""
         self.direct_saved = np.zeros((flat.slots, count), dtype=np.int64)
-        """Scratch bytes that ops which read a saved form would have saved by working in place on the value."""
+        """(slot, candidate): scratch bytes that the backward op would save in place, but not if it reads an encoding.
+        """
         self._add_backward_reads()
         for index in range(len(self.flat.forward) - 1, -1, -1):
             self._add_operands_of(index)
         # what is saved for that: the value itself, or a form that a candidate uses and needs
         self.needed = self.first < NEVER
-        """Which values the backward pass needs."""
+        """(row, candidate): whether the backward pass needs the value, in any form."""
         self.saved_as_is = self.needed & ~self.dropped
-        """Which values are saved themselves."""
+        """(row, candidate): whether the value itself is saved."""
         self.used = self.last_direct >= 0
-        """Which plain forms are saved."""
+        """(encoding, candidate): whether the encoding is saved."""
         for row, forms in flat.fetchable_forms_of.items():
             for index in forms:
                 if index in flat.plain:
                     self.saved_as_is[row] &= ~self.formed[index]
                     self.used[index] |= self.formed[index] & self.needed[row]
-        used = self.copied & self.needed[self.copied_rows]
-        self.copies = Copies(flat, used, self.first[self.copied_rows]) if used.any() else None
-        """Those to host memory; None if no candidate needs any."""
+        needs_copy = self.copied & self.needed[self.copied_rows]
+        self.copies = Copies(flat, needs_copy, self.first[self.copied_rows]) if needs_copy.any() else None
+        """Copies to host memory; None if no candidate needs any."""
         for index, row in enumerate(self.copied_rows):
-            self.saved_as_is[row] &= ~used[index]
+            self.saved_as_is[row] &= ~needs_copy[index]
 
     def _add_backward_reads(self) -> None:
         """Record the first and last slot in which backward ops read each value, by candidate.
 
-        An op that can read an encoding does not need the value if the candidate saves that encoding. A slot is a
-        backward op with what is recomputed just before for it.
+        An op that can read an encoding does not need the value if the candidate saves that encoding.
         """
-        flat, final = self.flat, self.slot_size - 1
+        flat, backward_op = self.flat, self.slot_size - 1  # the backward op's position within its slot
         self.first[:] = flat.first_read[:, None]
-        self.last[:] = np.where(flat.last_read < 0, -1, flat.last_read * self.slot_size + final)[:, None]
+        self.last[:] = np.where(flat.last_read < 0, -1, flat.last_read * self.slot_size + backward_op)[:, None]
         for slot, readable in flat.direct:  # (form, row) of the forms that the slot's op can read
-            decided = np.zeros(self.count, dtype=bool)
-            position = slot * self.slot_size + final
-            instead: dict[int, Any] = {}
+            reads_some_form = np.zeros(self.count, dtype=bool)
+            position = slot * self.slot_size + backward_op
+            reads_form_of: dict[int, Any] = {}
             """By row: which candidates read a saved form instead of the value."""
             for index, row in readable:
-                direct = self.formed[index] & ~decided  # an op reads a single form
-                decided |= direct
-                instead[row] = instead.get(row, False) | direct
-                np.maximum(self.last_direct[index], position, out=self.last_direct[index], where=direct)
-                op = flat.graph.backward_ops[slot - 1]
-                self.slot_scratch[slot] += direct * (flat.forms[index].direct_scratch - op.scratch)
-                self.direct_saved[slot] += direct * op.scratch_saved
-            for row, direct in instead.items():
-                np.minimum(self.first[row], slot, out=self.first[row], where=~direct)
-                np.maximum(self.last[row], position, out=self.last[row], where=~direct)
+                reads_form = self.formed[index] & ~reads_some_form  # an op reads a single form
+                reads_some_form |= reads_form
+                reads_form_of[row] = reads_form_of.get(row, False) | reads_form
+                np.maximum(self.last_direct[index], position, out=self.last_direct[index], where=reads_form)
+                op = flat.graph.backward_ops[slot - 1]  # slot 0 has no backward op
+                self.slot_scratch[slot] += reads_form * (flat.forms[index].direct_scratch - op.scratch)
+                self.direct_saved[slot] += reads_form * op.scratch_saved
+            for row, reads_form in reads_form_of.items():  # the others read the value itself
+                np.minimum(self.first[row], slot, out=self.first[row], where=~reads_form)
+                np.maximum(self.last[row], position, out=self.last[row], where=~reads_form)
 
     def _add_operands_of(self, index: int) -> None:
-        """Mark the operands of a forward op as needed in the slots where it is recomputed, and those of its decodings.
+        """Mark the operands of a forward op as needed in the slots where it is recomputed, and those of the decodings
+        in its place.
 
-        A slot is a backward op with what is recomputed just before for it. ``index``: position of the op in the forward
-        pass.
+        ``index``: position of the op in the forward pass.
         """
         op = self.flat.recompute_ops[index]
         for row in op.makes:
             if self.any_dropped[row]:
-                self._add_operands(index, op, self.dropped[row], row=row, slots=self.recomputed_in, key=row)
+                self._add_operands(index, op, self.dropped[row], row, self.recomputed_in, key=row)
         for form, row in self.flat.operand_fetches_at[index]:
-            self._add_operands(index, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, form)
+            self._add_operands(index, self.flat.fetch_ops[form], self.formed[form], row, self.fetched_in, key=form)
 
     def _add_operands(
         self, index: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
@@ -137,15 +139,15 @@ class Needs:
             op: recomputes or decodes the value.
             chosen: whether each candidate runs the op if the value is needed.
             row: of the value.
-            slots: `recomputed_in` or `fetched_in`.
-            key: of the op in ``slots``.
+            slots: `recompute_slots` or `fetch_slots`.
+            key: row of the value in the first, number of the form in the second.
         """
         slot = np.where(chosen, self.first[row], NEVER)
         runs = slot < NEVER
         if not runs.any():
             return
         slots[key] = slot
-        # np.where twice, as NEVER * slot_size would overflow
+        # 0 instead of NEVER before the product, which would overflow
         position = np.where(runs, np.where(runs, slot, 0) * self.slot_size + index, -1)
         for read in op.reads:
             np.minimum(self.first[read], slot, out=self.first[read])

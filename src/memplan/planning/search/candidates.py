@@ -18,11 +18,13 @@ class Evaluated:
     """Evaluation of some candidates: arrays with an entry for each."""
 
     peak: Ints
+    """Peak bytes of the step."""
     seconds: npt.NDArray[np.float64]
+    """Seconds added to the step."""
     excess: npt.NDArray[np.float64]
     """Bytes over the budget (or their squares), summed over all positions: it ranks near misses with the same peak."""
     load: npt.NDArray[np.float64]
-    """Bytes, summed over all positions: it ranks candidates by how much memory they leave free."""
+    """Live bytes, summed over all positions: it ranks candidates by how much memory they leave free."""
     needed: npt.NDArray[np.bool_]
     """(forward values, candidates): which values the backward pass needs in any form."""
 
@@ -34,7 +36,7 @@ class Profile:
     forward: Ints
     """Highest level during each forward op and the actions before the next."""
     slots: Ints
-    """Highest level during each slot of the backward pass."""
+    """Highest level during each slot of the backward pass: a backward op with what is recomputed just before it."""
     update: int
     """Bytes during the optimizer's update."""
 
@@ -45,13 +47,18 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Bytes at every position and added seconds of some candidates: (positions, candidates)."""
+    """Bytes at every position and added seconds of some candidates. The last dimension of each array is the
+    candidates."""
 
     forward: Ints
+    """(forward op, candidate): see `Profile`."""
     slots: Ints
+    """(slot of the backward pass, candidate)."""
     update: Ints
+    """Bytes during the optimizer's update."""
     seconds: npt.NDArray[np.float64]
     needed: npt.NDArray[np.bool_]
+    """(forward value, candidate): whether the backward pass needs the value in any form."""
 
     @property
     def nbytes(self) -> int:
@@ -83,11 +90,11 @@ class Levels:
         else:
             update = forward = slots = budget
         total = np.zeros(len(self.seconds))
-        for part in (self.update[None] - update, self.forward - forward, self.slots - slots):
-            over = np.maximum(part, 0)
+        for difference in (self.update[None] - update, self.forward - forward, self.slots - slots):
+            over_budget = np.maximum(difference, 0)
             if squared:
-                over = over.astype(np.float64)
+                over_budget = over_budget.astype(np.float64)  # squares of bytes overflow integers
                 for _ in range(squared):
-                    over *= over
-            total += over.sum(axis=0)
+                    over_budget *= over_budget
+            total += over_budget.sum(axis=0)
         return total

@@ -2,7 +2,7 @@
 
 Forward values have numbers of their own ("rows"), in the order of their ids. The backward pass is a sequence of
 *slots*: in slot 0 the tangents are received; slot j is the j-th backward op, with everything that is recomputed or
-fetched just before it. A complete gradient is *given*: handed to autograd or to the optimizer.
+fetched just before it. A complete gradient is *returned*: handed to autograd or to the optimizer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class GradientReturn:
     slot: int
     """Slot after whose backward op it happens, unless a recomputed op reads the parameter later."""
     copy: int
-    """Bytes of the gradient's copy that the receiver keeps."""
+    """Bytes of the gradient's copy that the receiver keeps; 0 without a copy."""
     transient: int
-    """Bytes that the optimizer allocates during its update."""
+    """Bytes that an optimizer which updates the parameter at once allocates meanwhile."""
     freed: int
     """Bytes of the gradient that are freed afterwards."""
     parameter: int | None
-    """The parameter, if it may change at once: then its last read has to come before. None if it does not change."""
+    """The parameter, if it may change at once: its last read has to come before. None if it does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,17 @@ class ForwardOp:
 
     op: GraphOp
     makes: tuple[int, ...]
+    """Rows of its results."""
     reads: tuple[int, ...]
     """Rows of the forward values it reads, ascending."""
     parameters: tuple[int, ...]
-    """Parameters that the op reads and that may change once their gradient is returned."""
+    """Ids of parameters that it reads and that may change once their gradient is returned."""
     overwrites: tuple[int, ...]
-    """Operands in whose memory it can compute."""
+    """Rows of operands in whose memory its first result can lie."""
     during: int
     """Bytes of all its results and its scratch."""
     in_place_saved: int
-    """Bytes less if its first result overwrites an operand."""
+    """Bytes of ``bytes_during`` that it does not need if its first result overwrites an operand."""
 
 
 class FlatGraph:
@@ -76,9 +77,9 @@ class FlatGraph:
         self.row = {value: row for row, value in enumerate(self.values)}
         """By forward value: its row."""
         self.bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
-        """By row."""
+        """By row: bytes of the value."""
         self.is_output = np.array([value in self.outputs for value in self.values], dtype=bool)
-        """By row."""
+        """By row: whether the value has the memory of an output of the step."""
         can_rerun = recomputable(graph)
         self.droppable = tuple(value for value in self.values if value in can_rerun)
         """Forward values that may be recomputed."""
@@ -94,9 +95,9 @@ class FlatGraph:
         self.copied = range(sum(not form.is_copied for form in self.forms), len(self.forms))
         """Indices of the forms that are copies to host memory."""
         self.plain = range(self.copied.start)
-        """Indices of the other forms."""
+        """Indices of the other forms: encodings on the device."""
         self.plain_forms_of: dict[int, list[int]] = defaultdict(list)
-        """By row: its plain forms."""
+        """By row: indices of the value's encodings."""
         self.fetchable_forms_of: dict[int, list[int]] = defaultdict(list)
         """By row, ascending: the forms, copies included, that the value can be fetched from. The first chosen form is
         used."""
@@ -108,43 +109,45 @@ class FlatGraph:
         # ops, and when they read and write which values
         self.gradient_returns: tuple[GradientReturn, ...] = ()
         self.has_delayed_returns = False
-        """Whether any give waits for the last read of its parameter."""
+        """Whether the return of any gradient waits for the last read of its parameter."""
         self._compute_backward_constants()
         self._build_forward_ops()
         self._compute_last_uses()
         self._collect_readers()
         self.maker = np.array([0] * len(self.values), dtype=np.int64)
-        """By row: the forward op that makes the value."""
+        """By row: position of the forward op that makes the value."""
         for index, op in enumerate(self.forward):
             self.maker[list(op.makes)] = index
         self._compute_shared_arrays()
-        self.regular = self._is_regular()
-        """Whether candidates can be evaluated in batches; see `_is_regular`."""
+        self.regular = self._supports_batches()
+        """Whether candidates can be evaluated in batches; see `_supports_batches`."""
 
     # -- backward
 
     def _compute_backward_constants(self) -> None:
-        """Set the bytes of gradients, tangents and the results of backward ops by slot, which do not depend on the
-        choices.
-
-        A slot is a backward op with what is recomputed just before for it; slot 0 receives the tangents.
-        """
+        """Set what does not depend on the choices: by slot, the bytes of gradients, tangents and the results of
+        backward ops."""
         graph = self.graph
         self.slots = len(graph.backward_ops) + 1
-        last = dict.fromkeys(self.tangents, 0)  # by value: the slot of its last use
+        """Number of slots."""
+        last_slot = dict.fromkeys(self.tangents, 0)  # by value: the slot of its last use
         for slot, op in enumerate(graph.backward_ops, 1):
-            last.update((value, slot) for value in (*op.reads, *op.makes))
-        staying = self._compute_gradient_returns(last)
+            last_slot.update((value, slot) for value in (*op.reads, *op.makes))
+        kept_by_autograd = self._compute_gradient_returns(last_slot)
         gradients = {graph.base(gradient) for _, gradient in graph.gradients}
         self.during = np.zeros(self.slots, dtype=np.int64)
+        """Bytes that the slot's op allocates: its results and scratch."""
         self.net = np.zeros(self.slots, dtype=np.int64)
+        """Change of the level by the slot's op: its results, less gradients and tangents that are freed after it."""
         self.first_result = np.zeros(self.slots, dtype=np.int64)
+        """Bytes of ``slot_op_bytes`` that the op does not need if its first result overwrites an operand."""
         self.in_place = np.zeros(self.slots, dtype=bool)
         """Whether the slot's op overwrites an operand that is no forward value."""
         self.during[0] = self.net[0] = sum(graph.values[value].bytes for value in self.tangents)
         self.during[0] += self.outside_memory.loss_bytes
-        fixed = self.resident | self.outputs | staying | gradients | {v for v in self.tangents if graph.values[v].held}
-        for value, slot in last.items():
+        held_tangents = {value for value in self.tangents if graph.values[value].held}
+        fixed = self.resident | self.outputs | kept_by_autograd | gradients | held_tangents  # not freed by ops
+        for value, slot in last_slot.items():
             if value not in fixed and value not in self.row:
                 self.net[slot] -= graph.values[value].bytes
         self.overwritten: list[tuple[int, int]] = []
@@ -156,38 +159,38 @@ class FlatGraph:
             if op.makes:
                 self.first_result[slot] = graph.values[op.makes[0]].bytes + op.scratch_saved
                 candidates = [v for v in op.overwrites if v not in fixed and v not in self.tangents]
-                self.in_place[slot] = any(last[v] == slot for v in candidates if v not in self.row)
+                self.in_place[slot] = any(last_slot[v] == slot for v in candidates if v not in self.row)
                 self.overwritten += [(slot, self.row[v]) for v in candidates if v in self.row]
 
-    def _compute_gradient_returns(self, last: dict[int, int]) -> set[int]:
-        """Set ``gradient_returns``, and return the bases of the gradients that autograd keeps.
+    def _compute_gradient_returns(self, last_slot: dict[int, int]) -> set[int]:
+        """Set ``gradient_returns``, and return the bases of the gradients that autograd keeps as they are.
 
-        ``last``: by value, the slot of its last use in the backward pass.
+        ``last_slot``: by value, the slot of its last use in the backward pass.
         """
         graph, choices = self.graph, Choices(gradients=self.gradients)
-        users = Counter(graph.base(gradient) for _, gradient in graph.gradients)
-        copies = copied_gradients(graph, choices)
-        returns, bases, staying = list[GradientReturn](), list[int](), set[int]()
+        gradients_in_base = Counter(graph.base(gradient) for _, gradient in graph.gradients)
+        copied_values = copied_gradients(graph, choices)
+        returns, bases, kept_by_autograd = list[GradientReturn](), list[int](), set[int]()
         for of, gradient in graph.gradients:
-            base, copied_bytes = graph.base(gradient), graph.values[of].own_bytes if of in copies else 0
+            base, copied_bytes = graph.base(gradient), graph.values[of].own_bytes if of in copied_values else 0
             changed, freed = changed_at_once(graph, choices, of), frees_gradient(graph, choices, of)
-            slot = max(last.get(base, 0), last.get(graph.base(of), 0) if changed else 0)
-            if of not in copies and not freed:
-                staying.add(base)
+            slot = max(last_slot.get(base, 0), last_slot.get(graph.base(of), 0) if changed else 0)
+            if of not in copied_values and not freed:
+                kept_by_autograd.add(base)
             updated = self.gradients.updates and graph.values[of].kind == "parameter"
             transient = self.outside_memory.update_by_parameter.get(of, 0) + copied_bytes if updated else 0
             kept_copy, parameter = 0 if freed else copied_bytes, graph.base(of) if changed else None
             returns.append(GradientReturn(slot, kept_copy, transient, freed=0, parameter=parameter))
             bases.append(base)
         # memory that several gradients share is freed with the last return
-        final = {bases[k]: k for k in sorted(range(len(returns)), key=lambda k: (returns[k].slot, k))}
-        for base in final.keys() - (self.resident | self.outputs | staying):
-            returns[final[base]] = replace(returns[final[base]], freed=graph.values[base].bytes)
+        last_return = {bases[k]: k for k in sorted(range(len(returns)), key=lambda k: (returns[k].slot, k))}
+        for base in last_return.keys() - (self.resident | self.outputs | kept_by_autograd):
+            returns[last_return[base]] = replace(returns[last_return[base]], freed=graph.values[base].bytes)
         self.gradient_returns = tuple(returns)
-        delayed = [base for base, give in zip(bases, returns, strict=True) if give.parameter is not None]
+        delayed = [base for base, returned in zip(bases, returns, strict=True) if returned.parameter is not None]
         self.has_delayed_returns = bool(delayed)
-        self.has_shared_delayed_returns = any(users[base] > 1 for base in delayed)
-        return staying
+        self.has_shared_delayed_returns = any(gradients_in_base[base] > 1 for base in delayed)
+        return kept_by_autograd
 
     # -- forward
 
@@ -195,7 +198,7 @@ class FlatGraph:
         """Set the forward ops, the ops that recompute their results and the decodings of encodings, with values as
         rows."""
         graph = self.graph
-        updated = {give.parameter for give in self.gradient_returns if give.parameter is not None}
+        updated = {returned.parameter for returned in self.gradient_returns if returned.parameter is not None}
         size = {row: int(b) for row, b in enumerate(self.bytes)}
 
         def flat(op: GraphOp) -> ForwardOp:
@@ -218,76 +221,83 @@ class FlatGraph:
         )
         """By forward op: the op that recomputes its results."""
         self.fetch_ops = [flat(self._fetch_op(self.forms[index])) for index in self.plain]
-        """By plain form: its fetch as an op."""
+        """By encoding: its decoding as an op."""
         self.operand_fetches_at: list[list[tuple[int, int]]] = []
-        """By forward op: (form, row) of those forms of its results whose fetch needs other operands."""
+        """By forward op: (form, row) of those encodings of its results whose decoding needs other operands."""
         for op in self.forward:
             forms = [(form, row) for row in op.makes for form in self.plain_forms_of.get(row, ())]
             self.operand_fetches_at.append([(form, row) for form, row in forms if self.forms[form].also_reads])
         self.simple_fetches_of: dict[int, list[int]] = {}
-        """By row, ascending: the plain forms whose fetch needs no other operands."""
+        """By row, ascending: the encodings whose decoding needs no other operands."""
         for row, fetchable in self.fetchable_forms_of.items():
             simple = [index for index in fetchable if index in self.plain and not self.forms[index].also_reads]
             if simple:
                 self.simple_fetches_of[row] = simple
         self.returns_of = defaultdict[int, list[int]](list)
-        """Parameter -> indices of its gives."""
-        for index, give in enumerate(self.gradient_returns):
-            if give.parameter is not None:
-                self.returns_of[give.parameter].append(index)
+        """Parameter that may change at once -> indices in ``gradient_returns``."""
+        for index, returned in enumerate(self.gradient_returns):
+            if returned.parameter is not None:
+                self.returns_of[returned.parameter].append(index)
 
     def _fetch_op(self, form: SavedForm) -> GraphOp:
         """Return the decoding of a value from a saved form as an op, to be treated like its recomputation."""
-        scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
         return replace(
-            maker, reads=form.also_reads, makes=(form.value,), discarded=0, scratch=scratch, overwrites=(),
-            scratch_into=None, seconds=form.fetch_seconds,
+            self.graph.maker[form.value], reads=form.also_reads, makes=(form.value,), discarded=0,
+            scratch=form.fetch_scratch, overwrites=(), scratch_into=None, seconds=form.fetch_seconds,
         )  # fmt: skip
 
     def _compute_last_uses(self) -> None:
-        """Set the forward op that uses each value last, and the op after which it is freed: writes into buffers come
-        later."""
+        """Set the forward op that uses each value last, and the op after which it is freed: later for the new value of
+        a buffer, which is written only after the last op that reads the buffer."""
         position = {op.op.index: index for index, op in enumerate(self.forward)}
-        last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
-        self.used_last = np.array([position[last[value]] for value in self.values], dtype=np.int64)
+        last_op = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
+        self.used_last = np.array([position[last_op[value]] for value in self.values], dtype=np.int64)
+        """By row: position of the forward op that uses the value last."""
         self.freed_at = self.used_last.copy()
+        """By row: position of the forward op after which the value is freed."""
         self.written = np.zeros(len(self.values), dtype=bool)
-        for target, source in self.graph.mutations:
+        """By row: whether the value is written into a buffer."""
+        for buffer, source in self.graph.mutations:
             base = self.graph.base(source)
             if base in self.row:
                 row = self.row[base]
-                after = max(last.get(target, -1), last[base])
-                self.freed_at[row] = max(self.freed_at[row], position[after])
+                written_after = max(last_op.get(buffer, -1), last_op[base])
+                self.freed_at[row] = max(self.freed_at[row], position[written_after])
                 self.written[row] = True
 
     def _collect_readers(self) -> None:
-        """List the backward ops that read each forward value, and ops that can read an encoding of it instead."""
-        readers_of_form: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """List the backward ops that read each forward value, and those that can read an encoding of it instead."""
+        readable_forms: dict[tuple[int, int], list[int]] = defaultdict(list)
+        """By (op, row): the encodings of the value that the op can read in its place."""
         for index in self.plain:
             for op in self.forms[index].direct:
-                readers_of_form[op, self.form_rows[index]].append(index)
+                readable_forms[op, self.form_rows[index]].append(index)
         self.readers: list[list[int]] = [[] for _ in self.values]
+        """By row: slots whose backward op has to read the value itself."""
         self.direct: list[tuple[int, list[tuple[int, int]]]] = []
-        """(slot, [(form, row), ...] in the order of the op's reads)."""
+        """(slot, [(form, row), ...]) of the encodings that the slot's backward op can read, in the order of its
+        reads."""
         for slot, op in enumerate(self.graph.backward_ops, 1):
             rows = [self.row[value] for value in op.reads if value in self.row]
-            direct = [(index, row) for row in rows for index in readers_of_form.get((op.index, row), ())]
-            if direct:
-                self.direct.append((slot, direct))
+            readable = [(index, row) for row in rows for index in readable_forms.get((op.index, row), ())]
+            if readable:
+                self.direct.append((slot, readable))
             for row in rows:
-                if (op.index, row) not in readers_of_form:
+                if (op.index, row) not in readable_forms:
                     self.readers[row].append(slot)
 
     def _compute_shared_arrays(self) -> None:
         """Compute the arrays that all candidates share."""
-        none = np.iinfo(np.int32).max
-        self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)
+        never = np.iinfo(np.int32).max
+        self.first_read = np.array([slots[0] if slots else never for slots in self.readers], dtype=np.int32)
         self.last_read = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
-        """By row: first and last slot whose backward op reads the value."""
+        """By row: first and last slot whose backward op has to read the value itself; the largest int32 and -1 if none
+        has."""
         result_bytes = [sum(int(self.bytes[row]) for row in op.makes) for op in self.forward]
         self.result_bytes = np.array(result_bytes, dtype=np.int64)
-        """By forward op."""
+        """By forward op: bytes of all results."""
         self.forward_during = np.array([op.during for op in self.forward], dtype=np.int64)
+        """By forward op: bytes of all results and scratch."""
         self.forward_overwrites: list[tuple[int, list[int]]] = []
         """(forward op, rows of the operands that its first result can overwrite, if a candidate frees them there)."""
         for index, op in enumerate(self.forward):
@@ -301,14 +311,14 @@ class FlatGraph:
         self.returns_net = np.zeros(self.slots, dtype=np.int64)
         """Change of the level by the gradients that are returned in each slot."""
         self.returns_peak = np.zeros(self.slots, dtype=np.int64)
-        """Highest level while these are returned, by slot."""
-        for give in self.gradient_returns:
-            self.returns_net[give.slot] += give.copy
-            level = self.returns_net[give.slot] + give.transient
-            self.returns_peak[give.slot] = max(self.returns_peak[give.slot], level)
-            self.returns_net[give.slot] -= give.freed
+        """Highest level while these are returned, by slot, relative to that before."""
+        for returned in self.gradient_returns:
+            self.returns_net[returned.slot] += returned.copy
+            level = self.returns_net[returned.slot] + returned.transient
+            self.returns_peak[returned.slot] = max(self.returns_peak[returned.slot], level)
+            self.returns_net[returned.slot] -= returned.freed
 
-    def _is_regular(self) -> bool:
+    def _supports_batches(self) -> bool:
         """Return whether the batch evaluator supports the graph.
 
         It does not support a gradient that is a forward value or an input, delayed gradients that share memory, and

@@ -17,9 +17,10 @@ from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.candidates import Columns, Evaluated, Profile
 
 Column = npt.NDArray[np.bool_]
+"""A candidate: which values are recomputed, then which saved forms are used. Its rows are decisions."""
 Floats = npt.NDArray[np.float64]
 Move = tuple[tuple[int, ...], tuple[bool, ...]]
-"""Rows of a column, and their new values."""
+"""Rows of a candidate, and their new values."""
 
 TINY = 1e-9
 """Seconds. Smaller differences count as equal."""
@@ -62,11 +63,12 @@ class LocalSearch:
         self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
         self.drop_count = len(self.flat.droppable)
-        """Number of the first rows of a candidate, which say what is recomputed; the others are forms."""
+        """Number of the first rows of a candidate, which say what is recomputed; the others say which forms are used.
+        """
         self.row = {int(row): index for index, row in enumerate(self.flat.drop_rows)}
-        """Row of a candidate by row of a forward value."""
+        """By number of a recomputable forward value: the row of a candidate that says whether it is recomputed."""
         self.large = self.flat.bytes[self.flat.drop_rows] > small
-        """By row of a candidate: whether the value may be recomputed."""
+        """By row of a candidate: whether the value is large enough to be recomputed."""
         self.all_moves = self._all_moves()
 
     def state(self, column: Column) -> State:
@@ -86,30 +88,31 @@ class LocalSearch:
         not, together with either for its value.
         """
         flat, moves = self.flat, list[Move]()
-        for index in np.flatnonzero(self.large).tolist():
-            moves += [((index,), (True,)), ((index,), (False,))]
+        for row in np.flatnonzero(self.large).tolist():
+            moves += [((row,), (recompute,)) for recompute in (True, False)]
         for op in flat.recompute_ops:
-            results = [self.row[row] for row in op.makes if row in self.row and self.large[self.row[row]]]
-            operands = [self.row[row] for row in op.reads if row in self.row and self.large[self.row[row]]]
+            results = [self.row[value] for value in op.makes if value in self.row and self.large[self.row[value]]]
+            operands = [self.row[value] for value in op.reads if value in self.row and self.large[self.row[value]]]
             if len(results) > 1:
-                moves += [(tuple(results), (True,) * len(results)), (tuple(results), (False,) * len(results))]
-            for index in results:
-                if operands:
-                    rows = (index, *operands)
-                    moves += [(rows, (True, *[False] * len(operands))), (rows, (False, *[True] * len(operands)))]
-        for index, form in enumerate(flat.forms, self.drop_count):
-            drop = self.row.get(flat.row[form.value])
-            moves += [((index,), (True,)), ((index,), (False,))]
-            if drop is not None and form.is_copied:
-                moves.append(((index, drop), (False, True)))
-            elif drop is not None:
-                moves += [((index, drop), (formed, dropped)) for formed in (True, False) for dropped in (True, False)]
+                moves += [(tuple(results), (recompute,) * len(results)) for recompute in (True, False)]
+            for result in results if operands else ():
+                for recompute in (True, False):  # the result, and the opposite for its operands
+                    moves.append(((result, *operands), (recompute, *[not recompute] * len(operands))))
+        for row, form in enumerate(flat.forms, self.drop_count):
+            moves += [((row,), (used,)) for used in (True, False)]
+            value_row = self.row.get(flat.row[form.value])  # None: the value cannot be recomputed
+            if value_row is not None and form.is_copied:
+                moves.append(((row, value_row), (False, True)))  # recompute it instead
+            elif value_row is not None:
+                moves += [
+                    ((row, value_row), (used, recomputed)) for used in (True, False) for recomputed in (True, False)
+                ]
         return moves
 
     def drop_unneeded(self, state: State) -> State:
         """Mark values that nothing reads as recomputed, so that they are not kept if a later move makes them needed.
         Peak and seconds stay the same."""
-        column = state.column.copy()  # its first rows say which values are recomputed
+        column = state.column.copy()
         column[: self.drop_count] |= ~state.needed[self.flat.drop_rows] & self.large
         return replace(state, column=column)
 
@@ -142,9 +145,9 @@ class LocalSearch:
             if not moves:
                 break
             evaluated = self._evaluate(apply_moves(state.column, moves))
-            gain, cost = state.excess - evaluated.excess, evaluated.seconds - state.seconds
-            ranked = np.argsort(-gain / np.maximum(cost, TINY), kind="stable")
-            helpful = [moves[int(k)] for k in ranked if gain[k] > SAME * state.excess]
+            excess_removed, seconds_added = state.excess - evaluated.excess, evaluated.seconds - state.seconds
+            ranked = np.argsort(-excess_removed / np.maximum(seconds_added, TINY), kind="stable")
+            helpful = [moves[int(k)] for k in ranked if excess_removed[k] > SAME * state.excess]
             best = self._apply_prefix(state, helpful) if helpful else self._repair_by_pair(state, moves, evaluated)
             if best is None or not best.is_better_than(state):
                 break
@@ -156,10 +159,11 @@ class LocalSearch:
 
         Used if no single move helps. ``evaluated``: the moves' evaluation, each applied alone.
         """
-        near = [moves[int(k)] for k in np.lexsort((evaluated.seconds, evaluated.excess))[:few]]
+        # lexsort sorts by its last key, excess, first
+        least_excess = [moves[int(k)] for k in np.lexsort((evaluated.seconds, evaluated.excess))[:few]]
         pairs = [
             (rows + other_rows, bits + other_bits)
-            for (rows, bits), (other_rows, other_bits) in combinations(near, 2)
+            for (rows, bits), (other_rows, other_bits) in combinations(least_excess, 2)
             if set(rows).isdisjoint(other_rows)
         ]
         if not pairs:
@@ -176,20 +180,22 @@ class LocalSearch:
         lengths = _lengths(len(moves))
         evaluated, columns = self._evaluate_prefixes(state.column, moves, lengths)
         fits = np.flatnonzero(evaluated.excess == 0)
-        if len(fits):
-            high = lengths[int(fits[0])]
-            low = lengths[int(fits[0]) - 1] if fits[0] else 0
-            if high - low > 1:
-                between = [*range(low + 1, high, max(1, (high - low) // 32)), high]
-                evaluated, columns = self._evaluate_prefixes(state.column, moves, between)
-                fits = np.flatnonzero(evaluated.excess == 0)
-            return _state_at(evaluated, columns, int(fits[0]))
-        return _state_at(evaluated, columns, int(np.argmin(evaluated.excess)))
+        if not len(fits):
+            return _state_at(evaluated, columns, int(np.argmin(evaluated.excess)))
+        fitting = lengths[int(fits[0])]
+        too_short = lengths[int(fits[0]) - 1] if fits[0] else 0
+        if fitting - too_short > 1:
+            step = max(1, (fitting - too_short) // 32)  # about 32 lengths between them
+            between = [*range(too_short + 1, fitting, step), fitting]
+            evaluated, columns = self._evaluate_prefixes(state.column, moves, between)
+            fits = np.flatnonzero(evaluated.excess == 0)
+        return _state_at(evaluated, columns, int(fits[0]))
 
     def _evaluate_prefixes(
         self, column: Column, moves: Sequence[Move], lengths: Sequence[int]
     ) -> tuple[Evaluated, Columns]:
-        """Apply the first ``length`` moves together, for each length; return the evaluations and the candidates.
+        """Apply the first ``length`` moves to a candidate together, for each length; return the evaluations and the new
+        candidates.
 
         Of moves that change the same row only the first is applied.
         """
@@ -228,10 +234,16 @@ class LocalSearch:
     def escape_local_optima(
         self, start: State, times: int, *, pairs: bool = True, sufficient_seconds: float = 0.0
     ) -> State:
-        """Escape local optima, up to ``times`` times: force a move that exceeds the budget, repair with that move
-        locked, improve, and continue from the result if it adds fewer seconds. Stops at ``sufficient_seconds``
-        seconds."""
-        best, tried = start, set[tuple[int, ...]]()
+        """Escape local optima, up to ``times`` times: force a move that saves seconds although it exceeds the budget,
+        repair without undoing it, improve, and continue from the result if it adds fewer seconds.
+
+        Args:
+            start: a state that fits the budget, and that no single move improves.
+            times: number of moves to force at most.
+            pairs: as for `improve`.
+            sufficient_seconds: added seconds at which to stop.
+        """
+        best, tried_rows = start, set[tuple[int, ...]]()
         for _ in range(times):
             if best.seconds <= sufficient_seconds:
                 break
@@ -239,22 +251,25 @@ class LocalSearch:
             if not moves:
                 break
             evaluated = self._evaluate(apply_moves(best.column, moves))
-            worth = (best.seconds - evaluated.seconds) / np.maximum(evaluated.excess, 1.0)
-            order = [int(k) for k in np.argsort(-worth, kind="stable") if worth[k] > 0 and moves[k][0] not in tried]
-            if not order:
+            # at a local optimum, moves that save seconds exceed the budget
+            saved_by_excess = (best.seconds - evaluated.seconds) / np.maximum(evaluated.excess, 1.0)
+            ranked = np.argsort(-saved_by_excess, kind="stable")
+            untried = [moves[int(k)] for k in ranked if saved_by_excess[k] > 0 and moves[k][0] not in tried_rows]
+            if not untried:
                 break
-            move = moves[order[0]]
-            tried.add(move[0])
-            state = self.state(apply_moves(best.column, [move])[:, 0])
-            state = self.repair(state, locked=move[0])
+            forced = untried[0]
+            forced_rows, _ = forced
+            tried_rows.add(forced_rows)
+            state = self.state(apply_moves(best.column, [forced])[:, 0])
+            state = self.repair(state, locked=forced_rows)
             if state.fits:
                 state = self.improve(state, rounds=20, pairs=pairs)
                 best = state if state.is_better_than(best) else best
         return best
 
     def _improve_by_singles(self, state: State, moves: Sequence[Move], evaluated: Evaluated) -> State | None:
-        """Apply many moves that fit by themselves, ranked by seconds saved, then by seconds saved per byte; None if
-        neither is better.
+        """Apply many of the moves that fit by themselves, together: ranked by seconds saved, then by seconds saved per
+        byte. None if no such combination fits and saves seconds.
 
         ``evaluated``: the moves' evaluation, each applied alone.
         """
@@ -285,14 +300,14 @@ class LocalSearch:
             few: most moves that save seconds.
             many: most moves that free bytes for each of them.
         """
-        saved, room = state.seconds - evaluated.seconds, state.load - evaluated.load
+        saved, bytes_freed = state.seconds - evaluated.seconds, state.load - evaluated.load
         # those that save most seconds per byte over the budget, and those that save most seconds
         ranked = np.argsort(-saved / np.maximum(evaluated.excess, 1.0), kind="stable")
         most_per_byte = [int(k) for k in ranked if saved[k] > TINY][: few // 2]
         savers = sorted({*most_per_byte, *np.argsort(-saved, kind="stable")[: few // 2].tolist()})
         # those that cost fewest seconds per freed byte
-        ranked = np.argsort(np.maximum(-saved, TINY) / np.maximum(room, 1.0), kind="stable")
-        freers = [int(k) for k in ranked if room[k] > 0]
+        ranked = np.argsort(np.maximum(-saved, TINY) / np.maximum(bytes_freed, 1.0), kind="stable")
+        freers = [int(k) for k in ranked if bytes_freed[k] > 0]
         pairs = list[Move]()
         for saver, freer in product(savers, freers[:many]):
             (rows, bits), (other_rows, other_bits) = moves[saver], moves[freer]
@@ -320,17 +335,18 @@ def apply_moves(column: Column, moves: Sequence[Move]) -> Columns:
 
 
 def _lengths(count: int) -> list[int]:
-    """Return the prefix lengths to try: 1, 2, 3, ... then in steps of a quarter, up to ``count``."""
-    lengths, index = list[int](), 1
-    while index < count:
-        lengths.append(index)
-        index = max(index + 1, index * 5 // 4)
+    """Return the prefix lengths to try: 1, 2, 3, ..., then each a quarter longer than the one before, up to
+    ``count``."""
+    lengths, length = list[int](), 1
+    while length < count:
+        lengths.append(length)
+        length = max(length + 1, length * 5 // 4)
     return [*lengths, count]
 
 
 def _state_at(evaluated: Evaluated, columns: Columns, k: int) -> State:
     """Return candidate ``k`` with its evaluation."""
     return State(
-        columns[:, k].copy(), int(evaluated.peak[k]), float(evaluated.seconds[k]), float(evaluated.excess[k]),
-        float(evaluated.load[k]), evaluated.needed[:, k].copy(),
+        columns[:, k].copy(), peak=int(evaluated.peak[k]), seconds=float(evaluated.seconds[k]),
+        excess=float(evaluated.excess[k]), load=float(evaluated.load[k]), needed=evaluated.needed[:, k].copy(),
     )  # fmt: skip

@@ -17,7 +17,7 @@ at j (``there[v, j]``), whether the op runs again after j (``again[o, j]``), whe
 
     there[v, j] + again[op of v, j] + form[v, j] + copy[v] >= 1             for v read by the backward pass after j
     there[u, j] + again[op of u, j] + form[u, j] + copy[u] >= again[o, j]   for u read by an op o
-    sum over v of bytes[v] * there[v, j] + (the same of saved forms) <= budget - (other live bytes at j)
+    sum over v of bytes[v] * there[v, j] + (the same for saved forms) <= budget - (other live bytes at j)
     again[o] >= again[o, j]
     wait + seconds of a pass, with those it adds >= sum of the seconds of all copies of the pass
 
@@ -59,25 +59,31 @@ class Fractions:
     """A solution of the relaxed problem."""
 
     seconds: float
+    """Seconds added: no schedule within the budget adds fewer."""
     keep: Floats
     """By forward value: the share in [0, 1] of it that is live between the forward and the backward pass."""
     forms: Floats
-    """By saved form: the share of it that is live then."""
+    """By saved form: the share in [0, 1] of it that is live then."""
 
 
 class Unavoidable:
-    """Bytes that are live at every position whatever the choices are."""
+    """Bytes that are live at every position whatever the choices are.
+
+    Positions are the forward ops and the slots of the backward pass: a slot is a backward op with what is recomputed
+    and fetched just before it. A value's forms are the ways to save it: as it is, encoded, or as a copy in host memory,
+    which takes no bytes on the device. Arrays by value are in the order of ``flat.forward_values``.
+    """
 
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
-        may_drop = set(flat.drop_rows.tolist())
-        self.not_recomputable = np.array([row not in may_drop for row in range(len(flat.values))], dtype=bool)
-        """Values that cannot be recomputed."""
+        recomputable_rows = set(flat.drop_rows.tolist())
+        self.not_recomputable = np.array([row not in recomputable_rows for row in range(len(flat.values))], dtype=bool)
+        """By value: whether it cannot be recomputed."""
         self.smallest = flat.bytes.copy()
-        """Bytes of each value's smallest form, itself included."""
+        """By value: bytes of its smallest form, itself included."""
         for row, size in zip(flat.form_rows, flat.form_bytes, strict=True):
             self.smallest[row] = min(self.smallest[row], size)
-        self._collect_reads()
+        self._collect_reads()  # sets the attributes on when the backward pass reads each value
         self.forward = self._forward_levels()
         """Bytes during each forward op."""
         self.slots, self.end = self._slot_levels()
@@ -89,21 +95,22 @@ class Unavoidable:
         return int(max(self.forward.max(initial=0), self.slots.max(), self.end))
 
     def _collect_reads(self) -> None:
-        """Set the first and last slot in which each value is read, itself or in any form; 0 and -1 if no op reads
-        it."""
+        """Set when the backward pass reads each value."""
         flat = self.flat
-        readers = [list(slots) for slots in flat.readers]
-        self.read = np.array([bool(slots) for slots in readers], dtype=bool)
-        self.first = np.array([slots[0] if slots else 0 for slots in readers], dtype=np.int64)
-        self.last = np.array([slots[-1] if slots else -1 for slots in readers], dtype=np.int64)
-        self.direct: list[list[int]] = [[] for _ in readers]
-        """Slots of the ops that read a value or a saved form of it."""
-        for slot, candidates in flat.direct:
-            for _, row in candidates:
+        reading_slots = [list(slots) for slots in flat.readers]  # of ops that have to read the value itself
+        self.read = np.array([bool(slots) for slots in reading_slots], dtype=bool)
+        """By value: whether any backward op has to read the value itself."""
+        self.first = np.array([slots[0] if slots else 0 for slots in reading_slots], dtype=np.int64)
+        self.last = np.array([slots[-1] if slots else -1 for slots in reading_slots], dtype=np.int64)
+        """By value: first and last slot in which an op has to read the value itself; 0 and -1 if none has."""
+        self.direct: list[list[int]] = [[] for _ in reading_slots]
+        """By value: slots of the ops that read either the value or a saved form of it."""
+        for slot, readable in flat.direct:
+            for _, row in readable:
                 self.direct[row].append(slot)
-        latest = (max([*slots, *direct], default=-1) for slots, direct in zip(readers, self.direct, strict=True))
+        latest = (max([*slots, *either], default=-1) for slots, either in zip(reading_slots, self.direct, strict=True))
         self.last_read_in_any_form = np.array(list(latest), dtype=np.int64)
-        """Last slot in which each value or a saved form of it is read; -1 where none is."""
+        """By value: last slot in which the value or a saved form of it is read; -1 where none is."""
 
     def bytes_already_counted(self, row: int, slot: int, forward: int | None) -> int:
         """Return the bytes that the level of a position already counts for a value that need not be live there: those
@@ -112,13 +119,13 @@ class Unavoidable:
         Args:
             row: of the forward value.
             slot: the position, if ``forward`` is None.
-            forward: index of a forward op; None for a slot.
+            forward: the position, if it is a forward op: its index. None for a slot.
         """
         if forward is not None:
             is_counted = self.not_recomputable[row] and self.last_read_in_any_form[row] >= 0  # it has to be saved
         else:
-            waits = self.not_recomputable[row] and self.read[row] and slot < self.first[row]
-            is_counted = waits or slot in self.direct[row]
+            is_saved_for_later = self.not_recomputable[row] and self.read[row] and slot < self.first[row]
+            is_counted = is_saved_for_later or slot in self.direct[row]
         return int(self.smallest[row]) if is_counted else 0
 
     def _forward_levels(self) -> Ints:
@@ -129,32 +136,30 @@ class Unavoidable:
         """
         flat = self.flat
         is_saved = self.not_recomputable & (self.last_read_in_any_form >= 0) & ~flat.is_output
-        still_live = np.where(flat.is_output, flat.bytes, np.where(is_saved, self.smallest, 0))
+        stays_live = np.where(flat.is_output, flat.bytes, np.where(is_saved, self.smallest, 0))  # bytes
         level, levels = flat.base, np.zeros(len(flat.forward), dtype=np.int64)
-        frees: list[list[int]] = [[] for _ in flat.forward]
+        last_used_by: list[list[int]] = [[] for _ in flat.forward]
         for row, index in enumerate(flat.freed_at):
-            frees[index].append(row)
+            last_used_by[index].append(row)
         for index, op in enumerate(flat.forward):
             in_place_saved = max(0, op.in_place_saved) if op.overwrites and op.makes else 0
             levels[index] = level + op.during - in_place_saved
             level += sum(int(flat.bytes[row]) for row in op.makes)
-            level -= sum(int(flat.bytes[row] - still_live[row]) for row in frees[index])
+            level -= sum(int(flat.bytes[row] - stays_live[row]) for row in last_used_by[index])
         return levels
 
     def _slot_levels(self) -> tuple[Ints, int]:
-        """Return the bytes that are live in every slot whatever the choices are, and those at the end of the step.
-
-        A slot is a backward op with what is recomputed just before for it. The end is that of the backward pass, or the
-        optimizer's update.
-        """
+        """Return the bytes that are live in every slot whatever the choices are, and those at the end of the step: at
+        the end of the backward pass, or during the optimizer's update."""
         flat = self.flat
         level = np.zeros(flat.slots + 1, dtype=np.int64)  # gradients and tangents, before each slot and at the end
         level[1:] = np.cumsum(flat.net)
-        for give in flat.gradient_returns:
-            # Where the graph is not regular or a recomputed op may read the parameter, the copy may be made later: only
-            # at the end it is live for certain.
-            level[give.slot + 1 if flat.regular and give.parameter is None else -1 :] += give.copy
-            level[give.slot + 1 :] -= give.freed
+        for returned in flat.gradient_returns:
+            # Where the graph does not support batches or a recomputed op may read the parameter, the copy may be made
+            # later: only at the end it is live for certain.
+            copied_in_slot = flat.regular and returned.parameter is None
+            level[returned.slot + 1 if copied_in_slot else -1 :] += returned.copy
+            level[returned.slot + 1 :] -= returned.freed
         values_live = np.zeros(flat.slots + 1, dtype=np.int64)
         """Bytes of forward values: differences between slots, then levels."""
         for row in np.flatnonzero(~flat.is_output):
@@ -167,36 +172,42 @@ class Unavoidable:
                 values_live[last + 1] -= flat.bytes[row]
         values_live = np.cumsum(values_live)[:-1]
         for row in np.flatnonzero(~flat.is_output):
-            for slot in set(self.direct[row]):  # it is read there in any form
-                is_counted = self.read[row] and self.first[row] <= slot <= self.last[row]
-                waits = self.read[row] and self.not_recomputable[row] and slot < self.first[row]
-                if not is_counted and not waits:
+            for slot in set(self.direct[row]):  # an op reads it or a form of it there: at least the smallest is live
+                is_itself_live = self.read[row] and self.first[row] <= slot <= self.last[row]
+                is_saved_for_later = self.read[row] and self.not_recomputable[row] and slot < self.first[row]
+                if not is_itself_live and not is_saved_for_later:
                     values_live[slot] += self.smallest[row]
         outputs = int(flat.bytes[flat.is_output].sum())
-        self.fixed = flat.base + outputs + level[:-1] + self._fewest_op_bytes()
-        end = flat.base + outputs + int(level[-1]) + (0 if flat.gradients.updates else flat.outside_memory.update)
-        return self.fixed + values_live, end
+        without_values = flat.base + outputs + level[:-1] + self._fewest_op_bytes()
+        # an update in the backward pass is part of its slots
+        update_bytes = 0 if flat.gradients.updates else flat.outside_memory.update
+        at_end = flat.base + outputs + int(level[-1]) + update_bytes
+        return without_values + values_live, at_end
 
     def _fewest_op_bytes(self) -> Ints:
-        """Return the fewest bytes of each backward op: in place, and with an encoding as operand, if these are
-        possible."""
+        """Return the fewest bytes of results and scratch of the backward op of each slot: in place, and with an
+        encoding as operand, if these are possible."""
         flat = self.flat
         in_place = flat.in_place.copy()
         in_place[[slot for slot, _ in flat.overwritten]] = True
-        during = flat.during - np.where(in_place, np.maximum(flat.first_result, 0), 0)
-        for slot, candidates in flat.direct:
-            op = flat.graph.backward_ops[slot - 1]
-            scratch = min(flat.forms[index].direct_scratch for index, _ in candidates)
+        fewest = flat.during - np.where(in_place, np.maximum(flat.first_result, 0), 0)
+        for slot, readable in flat.direct:
+            op = flat.graph.backward_ops[slot - 1]  # slot 0 has no backward op
+            form_scratch = min(flat.forms[index].direct_scratch for index, _ in readable)
+            # an op that reads an encoding saves the memory of its result in place, but no scratch
             saved = flat.first_result[slot] - op.scratch_saved if in_place[slot] else 0
-            during[slot] = min(during[slot], flat.during[slot] - op.scratch + scratch - saved)
-        return during
+            fewest[slot] = min(fewest[slot], flat.during[slot] - op.scratch + form_scratch - saved)
+        return fewest
 
 
 class Relaxation:
     """The linear program of a graph, for any budget."""
 
     def __init__(self, flat: FlatGraph, *, small: int = 0, size: int = 8_000) -> None:
-        """Values of at most ``small`` bytes are left out. ``size`` roughly bounds the number of variables."""
+        """Values of at most ``small`` bytes are left out. ``size`` roughly bounds the number of variables.
+
+        In the program, variables are known by their indices.
+        """
         self.flat, self.unavoidable, self.small = flat, Unavoidable(flat), small
         self.program = Program()
         self.ops = self.program.variables(op.op.seconds for op in flat.recompute_ops)
@@ -205,18 +216,19 @@ class Relaxation:
         """The first of the variables that say which forms are used, in the order of ``flat.forms``."""
         self._add_waits_for_copies()
         self.maker = {row: index for index, op in enumerate(flat.forward) for row in op.makes}
-        """Row -> index of the forward op that makes the value."""
+        """Row of a value -> position of the forward op that makes it."""
         self.recomputable = set(flat.drop_rows.tolist())
         """Rows of the values that may be recomputed."""
-        room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
+        variables_of_position = len(flat.values) + len(flat.forward)
+        positions = max(1, size // max(1, variables_of_position))
         self.keep_variables: dict[int, int] = {}
         """Row -> the variable that says whether the value is live between the passes."""
         self.form_variables: dict[int, int] = {}
         """Form -> the variable that says whether the form is live then."""
         # each adds its variables and conditions to the program
-        for slot in self._slots_to_constrain(min(room, 16)):
+        for slot in self._slots_to_constrain(count=min(positions, 16)):
             _Position(self, slot, forward=None)
-        for index in self._forward_ops_to_constrain(min(room // 4, 4)):
+        for index in self._forward_ops_to_constrain(count=min(positions // 4, 4)):
             _Position(self, slot=0, forward=index)
 
     def seconds(self, budget: int) -> Fractions | None:
@@ -226,34 +238,35 @@ class Relaxation:
         solution = self.program.solve(budget)
         if solution is None:
             return None
-        seconds, x = solution
-        keep = np.ones(len(self.flat.values))
-        forms = np.zeros(len(self.flat.forms))
+        seconds, value_of = solution  # the value of each variable
+        live_shares = np.ones(len(self.flat.values))  # values without a variable are live at all positions
+        form_shares = np.zeros(len(self.flat.forms))
         for row, variable in self.keep_variables.items():
-            keep[row] = x[variable]
+            live_shares[row] = value_of[variable]
         for index in self.flat.copied:
-            forms[index] = x[self.forms + index]
+            form_shares[index] = value_of[self.forms + index]
         for index, variable in self.form_variables.items():
-            forms[index] = x[variable]
-        return Fractions(max(seconds, 0.0), keep, forms)
+            form_shares[index] = value_of[variable]
+        return Fractions(max(seconds, 0.0), live_shares, form_shares)
 
     def _add_waits_for_copies(self) -> None:
         """Add the condition that the step waits for copies that are not done by the end of their pass.
 
-        The variable is the wait as a share of the seconds of all copies, as variables are in [0, 1].
+        For each pass: wait + seconds of the pass, with those that recomputations and encodings add, >= seconds of all
+        copies. The variable is the wait as a share of the seconds of all copies, as variables are in [0, 1].
         """
         flat = self.flat
-        seconds = [seconds_of(flat.forms[index]) for index in flat.copied]
-        whole = sum(seconds)
-        if not whole:
+        copy_seconds = [seconds_of(flat.forms[index]) for index in flat.copied]
+        total = sum(copy_seconds)
+        if not total:
             return
-        copies = [(self.forms + index, -duration) for index, duration in zip(flat.copied, seconds, strict=True)]
+        copies = [(self.forms + index, -seconds) for index, seconds in zip(flat.copied, copy_seconds, strict=True)]
         stores = [(self.forms + index, flat.forms[index].store_seconds) for index in flat.plain]
         fetches = [(self.forms + index, flat.forms[index].fetch_seconds) for index in flat.plain]
-        again = [(self.ops + index, op.op.seconds) for index, op in enumerate(flat.recompute_ops)]
-        passes = ((flat.graph.forward_ops, stores), (flat.graph.backward_ops, [*fetches, *again]))
+        recomputed = [(self.ops + index, op.op.seconds) for index, op in enumerate(flat.recompute_ops)]
+        passes = ((flat.graph.forward_ops, stores), (flat.graph.backward_ops, [*fetches, *recomputed]))
         for ops, added in passes:
-            wait = (self.program.variable(whole), whole)
+            wait = (self.program.variable(cost=total), total)
             self.program.at_least([wait, *copies, *added], -sum(op.seconds for op in ops))
 
     def _cost_of_form(self, index: int) -> float:
@@ -264,25 +277,28 @@ class Relaxation:
         return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
     def _slots_to_constrain(self, count: int) -> list[int]:
-        """Return the first slot, and the slots with the highest levels if all values are kept: at most ``count``."""
+        """Return the first slot, and the slots with the highest levels if all values are saved: at most ``count``."""
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(flat.slots + 1, dtype=np.int64)
         for row in np.flatnonzero(unavoidable.read & ~unavoidable.not_recomputable & ~flat.is_output):
-            change[0] += flat.bytes[row]
+            change[0] += flat.bytes[row]  # saved until the first read, from where `unavoidable` counts it
             change[unavoidable.first[row]] -= flat.bytes[row]
         return sorted({0} | _highest(unavoidable.slots + np.cumsum(change)[:-1], count - 1))
 
     def _forward_ops_to_constrain(self, count: int) -> list[int]:
-        """Return the forward ops with the highest levels if all values are kept: at most ``count``."""
+        """Return the forward ops with the highest levels if all values are saved: at most ``count``."""
         flat, unavoidable = self.flat, self.unavoidable
         change = np.zeros(len(flat.forward) + 1, dtype=np.int64)
         for row in np.flatnonzero(unavoidable.read & ~unavoidable.not_recomputable & ~flat.is_output):
-            change[flat.freed_at[row] + 1] += flat.bytes[row]
+            change[flat.freed_at[row] + 1] += flat.bytes[row]  # saved, after `unavoidable` counts it no more
         return sorted(_highest(unavoidable.forward + np.cumsum(change)[:-1], count))
 
 
 class _Position:
-    """The variables and conditions of a position: a slot, or a forward op."""
+    """The variables and conditions of a position of the step: a slot of the backward pass, or a forward op.
+
+    A slot is a backward op with what is recomputed and fetched just before it; a row is the number of a forward value.
+    """
 
     def __init__(self, relaxation: Relaxation, slot: int, forward: int | None) -> None:
         """Add the variables and conditions to the program.
@@ -293,47 +309,47 @@ class _Position:
             forward: index of the forward op; None for a slot.
         """
         self.relaxation, self.slot, self.forward = relaxation, slot, forward
-        self.main = forward is None and slot == 0
+        self.is_between_passes = forward is None and slot == 0
         """Whether this is the position between the passes."""
-        self.live: dict[int, int] = {}
+        self.live_variables: dict[int, int] = {}
         """Row -> variable: the value is live here."""
-        self.forms: dict[int, int] = {}
+        self.form_variables: dict[int, int] = {}
         """Form -> variable: the form is live here."""
         self.recompute_variables: dict[int, int] = {}
         """Op -> variable: the op is recomputed after this position."""
-        self.required_operands = set[int]()
-        """Forms whose other operands already have conditions."""
-        self.sizes: list[tuple[int, int]] = []
+        self.forms_with_operands = set[int]()
+        """Forms for whose other operands there are conditions."""
+        self.variable_bytes: list[tuple[int, int]] = []
         """(variable, bytes that it adds to the level)."""
         flat, unavoidable = relaxation.flat, relaxation.unavoidable
-        stack, seen = list[int](), set[int]()
+        needed_rows, seen_ops = list[int](), set[int]()
         # what backward ops read after this position must be live, kept in a form, or recomputed
         for row in range(len(flat.values)):
             if self._is_unconditional(row):
                 continue
             if unavoidable.read[row] and unavoidable.last[row] > slot:
                 self._require(row, user=None, whole=True)
-                stack.append(row)
+                needed_rows.append(row)
             if unavoidable.direct[row] and max(unavoidable.direct[row]) > slot:
                 self._require(row, user=None, whole=False)
-                stack.append(row)
+                needed_rows.append(row)
         # so must the operands of each op that recomputes or fetches these, if it does, and so on
-        while stack:
-            row = stack.pop()
-            stack += self._require_operands_of_forms(row)
+        while needed_rows:
+            row = needed_rows.pop()
+            needed_rows += self._require_operands_of_forms(row)
             op = relaxation.maker[row]
-            if op in seen or row not in relaxation.recomputable:
+            if op in seen_ops or row not in relaxation.recomputable:
                 continue
-            seen.add(op)
-            for read in flat.recompute_ops[op].reads:
-                if not self._is_unconditional(read):
-                    self._require(read, self._recompute_variable(op), whole=True)
-                    stack.append(read)
+            seen_ops.add(op)
+            for operand in flat.recompute_ops[op].reads:
+                if not self._is_unconditional(operand):
+                    self._require(operand, user=self._recompute_variable(op), whole=True)
+                    needed_rows.append(operand)
         # what is live here, with the bytes that are live in any case, fits in the budget
         level = int(unavoidable.slots[slot] if forward is None else unavoidable.forward[forward])
-        relaxation.program.limit(self.sizes, level)
-        if self.main:
-            relaxation.keep_variables, relaxation.form_variables = self.live, self.forms
+        relaxation.program.limit(self.variable_bytes, level)
+        if self.is_between_passes:
+            relaxation.keep_variables, relaxation.form_variables = self.live_variables, self.form_variables
 
     def _is_unconditional(self, row: int) -> bool:
         """Return whether a value needs no condition: it is live here whatever the choices are, or assumed to be."""
@@ -345,62 +361,61 @@ class _Position:
         return bool(unavoidable.read[row] and unavoidable.first[row] <= self.slot <= unavoidable.last[row])
 
     def _require(self, row: int, user: int | None, *, whole: bool) -> None:
-        """Add the condition that a value is live, kept in a form, or recomputed.
+        """Add the condition that a value is live, saved in a form, or recomputed: the sum of these variables is 1 or
+        more.
 
         Args:
             row: of the value.
             user: variable of the op or form that needs the value: the condition holds only if it is 1. None: always.
             whole: whether the value itself is needed, not an encoding that it cannot be decoded from.
         """
-        relaxation = self.relaxation
-        terms = [(self._live_variable(row), 1.0)]
+        relaxation, flat = self.relaxation, self.relaxation.flat
+        variables = [self._live_variable(row)]
         if row in relaxation.recomputable:
-            terms.append((self._recompute_variable(relaxation.maker[row]), 1.0))
-        flat = relaxation.flat
-        terms += [
-            (self._form_variable(index, row), 1.0)
-            for index in flat.plain_forms_of.get(row, ())
-            if flat.forms[index].whole or not whole
+            variables.append(self._recompute_variable(relaxation.maker[row]))
+        encodings = (index for index in flat.plain_forms_of.get(row, ()) if flat.forms[index].whole or not whole)
+        variables += [self._form_variable(index, row) for index in encodings]
+        variables += [
+            relaxation.forms + index for index in flat.fetchable_forms_of.get(row, ()) if index in flat.copied
         ]
-        terms += [
-            (relaxation.forms + index, 1.0) for index in flat.fetchable_forms_of.get(row, ()) if index in flat.copied
-        ]
-        if user is not None:
-            terms.append((user, -1.0))
-        relaxation.program.at_least(terms, 1.0 if user is None else 0.0)
+        terms = [(variable, 1.0) for variable in variables]
+        if user is None:
+            relaxation.program.at_least(terms, 1.0)
+        else:
+            relaxation.program.at_least([*terms, (user, -1.0)], 0.0)
 
     def _require_operands_of_forms(self, row: int) -> list[int]:
         """Add the conditions for the other operands that decode a value, and return the rows of these operands."""
-        flat, rows = self.relaxation.flat, list[int]()
+        flat, operand_rows = self.relaxation.flat, list[int]()
         for index in flat.plain_forms_of.get(row, ()):
             form = flat.forms[index]
-            if index not in self.forms or index in self.required_operands or not form.whole or form.direct:
+            if index not in self.form_variables or index in self.forms_with_operands:
+                continue
+            if not form.whole or form.direct:
                 continue  # a form with direct readers may be kept for them alone
-            self.required_operands.add(index)
-            for read in flat.fetch_ops[index].reads:
-                if not self._is_unconditional(read):
-                    self._require(read, self.forms[index], whole=True)
-                    rows.append(read)
-        return rows
+            self.forms_with_operands.add(index)
+            for operand in flat.fetch_ops[index].reads:
+                if not self._is_unconditional(operand):
+                    self._require(operand, user=self.form_variables[index], whole=True)
+                    operand_rows.append(operand)
+        return operand_rows
 
     def _live_variable(self, row: int) -> int:
         """Return the variable that says whether a value is live at this position; it is added when first needed."""
-        if row not in self.live:
-            self.live[row] = self.relaxation.program.variable(cost=0.0)
-            bytes_already_counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
-            self.sizes.append((self.live[row], int(self.relaxation.flat.bytes[row]) - bytes_already_counted))
-        return self.live[row]
+        if row not in self.live_variables:
+            variable = self.live_variables[row] = self.relaxation.program.variable(cost=0.0)
+            self._add_bytes(variable, row, int(self.relaxation.flat.bytes[row]))
+        return self.live_variables[row]
 
     def _recompute_variable(self, op: int) -> int:
         """Return the variable that says whether an op is recomputed after this position; it is added when first
         needed, with the condition that the op's seconds count then."""
-        if self.main:
-            return self.relaxation.ops + op
+        recomputed_at_all = self.relaxation.ops + op
+        if self.is_between_passes:  # all recomputations come after it
+            return recomputed_at_all
         if op not in self.recompute_variables:
-            self.recompute_variables[op] = self.relaxation.program.variable(cost=0.0)
-            self.relaxation.program.at_least(
-                [(self.relaxation.ops + op, 1.0), (self.recompute_variables[op], -1.0)], 0.0
-            )
+            variable = self.recompute_variables[op] = self.relaxation.program.variable(cost=0.0)
+            self.relaxation.program.at_least([(recomputed_at_all, 1.0), (variable, -1.0)], 0.0)
         return self.recompute_variables[op]
 
     def _form_variable(self, index: int, row: int) -> int:
@@ -409,14 +424,17 @@ class _Position:
         It is added when first needed, with the condition that the encoding's seconds count then. ``index``: of the
         form; ``row``: of the value.
         """
-        if index not in self.forms:
-            self.forms[index] = self.relaxation.program.variable(cost=0.0)
-            self.relaxation.program.at_least([(self.relaxation.forms + index, 1.0), (self.forms[index], -1.0)], 0.0)
-            bytes_already_counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
-            self.sizes.append(
-                (self.forms[index], int(self.relaxation.unavoidable.smallest[row]) - bytes_already_counted)
-            )
-        return self.forms[index]
+        if index not in self.form_variables:
+            variable = self.form_variables[index] = self.relaxation.program.variable(cost=0.0)
+            used_at_all = self.relaxation.forms + index
+            self.relaxation.program.at_least([(used_at_all, 1.0), (variable, -1.0)], 0.0)
+            self._add_bytes(variable, row, int(self.relaxation.unavoidable.smallest[row]))
+        return self.form_variables[index]
+
+    def _add_bytes(self, variable: int, row: int, size: int) -> None:
+        """Count ``size`` bytes for a variable of a value, less those that the level of this position has already."""
+        counted = self.relaxation.unavoidable.bytes_already_counted(row, self.slot, self.forward)
+        self.variable_bytes.append((variable, size - counted))
 
 
 class Program:
@@ -424,11 +442,11 @@ class Program:
 
     def __init__(self) -> None:
         self.costs: list[float] = []
-        """By variable."""
+        """By variable: the coefficient in the sum that is minimized."""
         self.rows: list[tuple[list[tuple[int, float]], float]] = []
-        """Terms (variable, coefficient), and the least value of their sum."""
+        """Conditions of `at_least`: terms (variable, coefficient), and the least value of their sum."""
         self.limits: list[tuple[list[tuple[int, int]], int]] = []
-        """Terms (variable, bytes), and the other live bytes."""
+        """Conditions of `limit`: terms (variable, bytes), and the other live bytes."""
 
     def variable(self, cost: float) -> int:
         """Add a variable and return its index."""
@@ -457,16 +475,17 @@ class Program:
 
         if any(level > budget for _, level in self.limits):
             return None
-        demands, lower, limits, unit = self._matrices
-        right = np.array([(budget - level) / unit for _, level in self.limits])
+        demand_matrix, demand_bounds, limit_matrix, unit = self._matrices
+        limit_bounds = np.array([(budget - level) / unit for _, level in self.limits])
         solution = linprog(
             self.costs,
-            A_ub=sparse.vstack([demands, limits]),
-            b_ub=np.concatenate([lower, right]),
+            A_ub=sparse.vstack([demand_matrix, limit_matrix]),
+            b_ub=np.concatenate([demand_bounds, limit_bounds]),
             bounds=(0, 1),
             method="highs",
         )
-        return (float(solution.fun), np.asarray(solution.x)) if solution.status == 0 else None
+        solved = solution.status == 0
+        return (float(solution.fun), np.asarray(solution.x)) if solved else None
 
     @cached_property
     def _matrices(self) -> tuple[Any, Floats, Any, float]:
@@ -476,19 +495,21 @@ class Program:
         Bytes are in units of the largest value, for the solver's numerical stability.
         """
         unit = float(max((size for terms, _ in self.limits for _, size in terms), default=1) or 1)
-        demands = _sparse([[(column, -entry) for column, entry in terms] for terms, _ in self.rows], len(self.costs))
-        limits = _sparse([[(c, size / unit) for c, size in terms] for terms, _ in self.limits], len(self.costs))
-        return demands, np.array([-value for _, value in self.rows]), limits, unit
+        demand_matrix = _sparse(
+            [[(column, -entry) for column, entry in terms] for terms, _ in self.rows], len(self.costs)
+        )
+        limit_matrix = _sparse([[(c, size / unit) for c, size in terms] for terms, _ in self.limits], len(self.costs))
+        return demand_matrix, np.array([-value for _, value in self.rows]), limit_matrix, unit
 
 
 def _sparse(rows: list[list[tuple[int, float]]], columns: int) -> Any:
-    """Return the terms (column, entry) of each row as a sparse matrix."""
+    """Return the terms (column, entry) of each row as a sparse matrix with this number of columns."""
     from scipy import sparse
 
-    index = [row for row, terms in enumerate(rows) for _ in terms]
-    flat = [term for terms in rows for term in terms]
-    entries = ([entry for _, entry in flat], (index, [column for column, _ in flat]))
-    return sparse.csr_matrix(entries, shape=(len(rows), columns))
+    row_indices = [row for row, terms in enumerate(rows) for _ in terms]
+    all_terms = [term for terms in rows for term in terms]
+    column_indices, entries = [column for column, _ in all_terms], [entry for _, entry in all_terms]
+    return sparse.csr_matrix((entries, (row_indices, column_indices)), shape=(len(rows), columns))
 
 
 def _highest(levels: Ints, count: int) -> set[int]:

@@ -44,24 +44,25 @@ LARGEST_BLOCK = 30
 
 def in_lower_order(search: Search) -> Search:
     """Return the search on the graph in an order of backward ops in which the step needs less memory: with all values
-    saved, or near the floor. Return the same search if none was found."""
-    before = search.deterministic
-    choices = [before.evaluator.choices(state.column) for state in (before.near_bound, before.save_all)]
-    order = lower_order(before.graph, choices, search.outside_memory)
+    saved, or near the floor. Return the same search if no such order was found."""
+    as_captured = search.deterministic
+    states = (as_captured.near_bound, as_captured.save_all)
+    choices = [as_captured.evaluator.choices(state.column) for state in states]
+    order = lower_order(as_captured.graph, choices, search.outside_memory)
     if order == search.graph.order:
         return search
     ordered = search.in_order(order)
-    return ordered if ordered.deterministic.near_bound.peak <= before.near_bound.peak else search
+    return ordered if ordered.deterministic.near_bound.peak <= as_captured.near_bound.peak else search
 
 
 def lower_order(graph: JointGraph, choices: Sequence[Choices], outside_memory: OutsideMemory) -> tuple[int, ...]:
-    """Return an order of the backward ops in which no peak is higher than in the graph's order, and one is lower by
-    `WORTHWHILE`; the graph's order if none was found.
+    """Return an order of the backward ops in which no peak is higher than in the graph's order, and one peak is lower
+    by `WORTHWHILE`; the graph's order if no such order was found.
 
     Args:
         graph: in the order from which the search starts.
-        choices: choices whose peaks count; copies to host memory are left out.
-        outside_memory: memory beside the graph.
+        choices: the peak of each counts; copies to host memory are left out.
+        outside_memory: memory on the device in addition to the graph's.
     """
     if len(graph.backward_ops) < 2:
         return graph.order
@@ -69,11 +70,11 @@ def lower_order(graph: JointGraph, choices: Sequence[Choices], outside_memory: O
     plain = [replace(each, saved_forms=each.saved_forms - copied, order=graph.order) for each in choices]
     planned = [schedule(graph, each) for each in plain]
     order = _Search(graph, [_Profile(each, outside_memory) for each in planned]).run()
-    before = [levels(each, outside_memory).peak for each in planned]
-    after = [levels(schedule(graph, replace(each, order=order)), outside_memory).peak for each in plain]
-    pairs = list(zip(before, after, strict=True))
-    gains = any(high - low >= WORTHWHILE * high for high, low in pairs)
-    return order if gains and all(low <= high for high, low in pairs) else graph.order
+    peaks_before = [levels(each, outside_memory).peak for each in planned]
+    peaks_after = [levels(schedule(graph, replace(each, order=order)), outside_memory).peak for each in plain]
+    peaks = list(zip(peaks_before, peaks_after, strict=True))
+    is_worthwhile = any(before - after >= WORTHWHILE * before for before, after in peaks)
+    return order if is_worthwhile and all(after <= before for before, after in peaks) else graph.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +82,22 @@ class _Node:
     """An action of the backward pass."""
 
     makes: tuple[int, ...]
+    """Values that it computes."""
     uses: tuple[int, ...]
-    """Values that are live while it runs: what it makes and reads, and gradients that must not be freed before."""
+    """Values that are live while it runs: those it computes and reads, and gradients that must not be freed before."""
     allocated: int
-    """Bytes of what it makes."""
+    """Bytes of the values that it computes."""
     temporary: int
     """Bytes of workspace and unread results."""
     overwrites: tuple[int, ...]
-    saved: int
-    """Bytes that it needs less if it overwrites an operand."""
+    """Operands in whose memory its result can lie."""
+    in_place_saved: int
+    """Bytes that it does not need if it overwrites an operand."""
 
 
 class _Profile:
-    """Bytes during the backward ops of a schedule, for any order of these ops."""
+    """Bytes during the backward ops of a schedule, for any order of these ops. An op is known by its index in the
+    graph, a position is a place in the order."""
 
     def __init__(self, planned: Schedule, outside_memory: OutsideMemory) -> None:
         """Turn the actions of the backward pass into nodes, grouped by the op that they run before."""
@@ -101,31 +105,31 @@ class _Profile:
         counted = levels(planned, outside_memory)
         self.size = [value.bytes for value in graph.values]
         """By value."""
-        self.small = max(self.size) // SMALL
+        self.small_bytes = max(self.size) // SMALL
         """Bytes up to which a value is no reason to move an op."""
         tangents = {value.id for value in graph.values if value.kind == "tangent"}
         resident = {value.id for value in graph.values if value.kind in RESIDENT}
         outputs = {graph.base(value) for value in graph.outputs}
-        self.kept = outputs | {value for value in tangents if graph.values[value].held}
+        self.never_freed = outputs | {value for value in tangents if graph.values[value].held}
         """Values that are never freed."""
-        freed_with = dict[int, int]()
+        delayed_gradient = dict[int, int]()
         """By parameter that may change at once: its gradient, which is freed after the parameter's last read."""
         for of, gradient in graph.gradients:
             base = graph.base(gradient)
             if not frees_gradient(graph, choices, of):
-                self.kept.add(base)
+                self.never_freed.add(base)
             elif changed_at_once(graph, choices, of):
-                freed_with[graph.base(of)] = base
+                delayed_gradient[graph.base(of)] = base
         self.nodes: dict[int, tuple[_Node, ...]] = {}
-        """By op: its recomputations and itself."""
+        """By op: the recomputations and fetches before it, then the op itself."""
         group, action_bytes = list[_Node](), ActionBytes(planned, outside_memory)
         for action in planned.backward:
             if action.kind in ("receive", "give"):
                 continue
             read = (value for value in action.reads if value not in resident)
-            delays = (freed_with[value] for value in action.reads if value in freed_with)
-            group.append(_node(graph, choices, action, (*read, *delays), action_bytes, outputs | tangents))
-            if action.kind == "run" and not action.recomputed and action.op is not None:
+            delayed = (delayed_gradient[value] for value in action.reads if value in delayed_gradient)
+            group.append(_node(graph, choices, action, (*read, *delayed), action_bytes, outputs | tangents))
+            if action.kind == "run" and not action.recomputed and action.op is not None:  # the group's backward op
                 self.nodes[action.op] = tuple(group)
                 group.clear()
         self.start = counted.boundary + sum(self.size[value] for value in tangents)
@@ -141,15 +145,15 @@ class _Profile:
                 self.users[value].append(op)
 
     def set(self, order: Sequence[int]) -> None:
-        """Compute the bytes at all positions if the backward ops run in this order (their indices)."""
+        """Compute the bytes at all positions if the backward ops run in this order. ``order``: indices of ops."""
         self.position = {op: at for at, op in enumerate(order)}
         self.last = {value: max(self.position[op] for op in ops) for value, ops in self.users.items()}
         """By value: the position of the last op that uses it."""
         self.made = {value: at for at, op in enumerate(order) for value in self.makes[op]}
-        """By value: the position of the op that makes it."""
+        """By value that the backward pass computes: the position of the op that computes it."""
         freed = defaultdict[int, int](int)  # bytes by position
         for value, at in self.last.items():
-            if value not in self.kept:
+            if value not in self.never_freed:
                 freed[at] += self.size[value]
         level = self.start
         self.before = [level]
@@ -162,55 +166,55 @@ class _Profile:
         self.peak = max(self.levels)
 
     def levels_of(self, begin: int, end: int, ops: Sequence[int]) -> list[int]:
-        """Return the highest levels at the positions from ``begin`` to ``end`` if ``ops`` run there in this order.
-
-        The same ops run there now, in another order.
-        """
-        size, kept, whole_last, level = self.size, self.kept, self.last, self.before[begin]
-        last = {value: node for op in ops for node in self.nodes[op] for value in node.uses}  # among these ops
-        highest = list[int]()
+        """Return the highest levels at the positions from ``begin`` up to ``end`` (excluded) if ``ops`` run there in
+        this order. They are the ops that run there now, in another order."""
+        level, highest, last_position, never_freed = self.before[begin], list[int](), self.last, self.never_freed
+        last_user = {value: node for op in ops for node in self.nodes[op] for value in node.uses}  # among these ops
         for op in ops:
-            high = 0
+            op_level = 0
             for node in self.nodes[op]:
                 level += node.allocated
-                dead = [v for v in node.uses if last[v] is node and v not in kept and whole_last[v] < end]
+                freed = [
+                    value for value in node.uses
+                    if last_user[value] is node and value not in never_freed and last_position[value] < end
+                ]  # fmt: skip
                 during = level + node.temporary
-                if node.overwrites and not set(dead).isdisjoint(node.overwrites):
-                    during -= node.saved
-                high = max(high, during)
-                for value in dead:
-                    level -= size[value]
-            highest.append(high)
+                if node.overwrites and not set(freed).isdisjoint(node.overwrites):
+                    during -= node.in_place_saved
+                op_level = max(op_level, during)
+                for value in freed:
+                    level -= self.size[value]
+            highest.append(op_level)
         return highest
 
     def lives_at(self, at: int) -> list[int]:
-        """Return the values that are live throughout a position although its op does not read them, without small
+        """Return the values that are live throughout a position although its op does not use them, without small
         values."""
         values = list[int]()
         for value, last in self.last.items():
             exists = self.made.get(value, -1) < at  # -1: made in the forward pass
-            is_needed = last > at or (last < at and value in self.kept)
-            if exists and is_needed and self.size[value] > self.small:
+            is_needed = last > at or (last < at and value in self.never_freed)
+            if exists and is_needed and self.size[value] > self.small_bytes:
                 values.append(value)
         return values
 
     def gain_later(self, block: Iterable[int], at: int) -> int:
         """Return by how many bytes a position falls if the ops of a block, which run before it, run after it."""
         makes, uses = self._of(block)
-        # what the block makes is not live there yet, what it would have freed still is
-        made = sum(self.size[value] for value in makes if value in self.kept or self.last[value] >= at)
-        return made - sum(self.size[v] for v in uses - makes if v not in self.kept and self.last[v] < at)
+        not_yet_made = [value for value in makes if value in self.never_freed or self.last[value] >= at]
+        not_yet_freed = [value for value in uses - makes if value not in self.never_freed and self.last[value] < at]
+        return sum(self.size[value] for value in not_yet_made) - sum(self.size[value] for value in not_yet_freed)
 
     def gain_earlier(self, block: frozenset[int], at: int) -> int:
         """Return by how many bytes a position falls if the ops of a block, which run after it, run before it."""
         makes, uses = self._of(block)
         gain = 0
         for value in uses - makes:  # what the block frees is not live there any more
-            exists = value not in self.kept and self.made.get(value, -1) < at
-            if exists and all(op in block or self.position[op] < at for op in self.users[value]):
+            can_be_freed = value not in self.never_freed and self.made.get(value, -1) < at
+            if can_be_freed and all(op in block or self.position[op] < at for op in self.users[value]):
                 gain += self.size[value]
         for value in makes:  # what it makes for other ops is
-            if value in self.kept or any(op not in block for op in self.users[value]):
+            if value in self.never_freed or any(op not in block for op in self.users[value]):
                 gain -= self.size[value]
         return gain
 
@@ -241,17 +245,18 @@ def _node(
         action_bytes: counts its temporary bytes.
         fixed: values that no op overwrites.
     """
-    overwrites, saved = tuple[int, ...](), 0
+    overwrites, in_place_saved = tuple[int, ...](), 0
     if action.kind == "run":
         op: GraphOp = action.called(graph)
-        temporary = action_bytes.temporary_bytes(replace(action, into=None))
-        if choices.in_place and action.makes and action.makes[0] == op.makes[0]:
+        temporary = action_bytes.temporary_bytes(replace(action, into=None))  # as if it did not run in place
+        if choices.in_place and action.makes and action.makes[0] == op.makes[0]:  # only a first result overwrites
             overwrites = tuple(value for value in op.overwrites if value in reads and value not in fixed)
-            saved = graph.values[action.makes[0]].bytes + (0 if action.form is not None else op.scratch_saved)
+            scratch_saved = 0 if action.form is not None else op.scratch_saved
+            in_place_saved = graph.values[action.makes[0]].bytes + scratch_saved
     else:
         temporary = action_bytes.temporary_bytes(action)
     uses = tuple(dict.fromkeys((*action.makes, *reads)))
-    return _Node(action.makes, uses, action_bytes.owned_bytes(action.makes), temporary, overwrites, saved)
+    return _Node(action.makes, uses, action_bytes.owned_bytes(action.makes), temporary, overwrites, in_place_saved)
 
 
 _Move = tuple[int, int, list[int]]
@@ -267,7 +272,7 @@ class _Search:
         self.profiles, self.order = profiles, [op.index for op in graph.backward_ops]
         self.before = must_precede(graph)
         """By op: the ops that must run before it."""
-        for profile in profiles:  # a recomputed value belongs to the op that needs it first
+        for profile in profiles:  # a recomputed value is computed just before the op that needs it first
             maker = {value: op for op in self.order for value in profile.makes[op]}
             for op in self.order:
                 self.before[op] |= {maker[v] for v in profile.uses[op] if v in maker and maker[v] != op}
@@ -284,6 +289,7 @@ class _Search:
         while steps and moves < MOVES:
             safe_point()
             self.targets = [int(profile.peak * (1 - steps[0])) for profile in self.profiles]
+            """By profile: bytes above which a position is high."""
             for index in range(len(self.profiles)):
                 move = self._best_move(index)
                 if move is not None:
@@ -309,13 +315,13 @@ class _Search:
         The highest positions are tried first, until a move helps.
         """
         profile, target = self.profiles[index], self.targets[index]
-        hot = [at for at, level in enumerate(profile.levels) if level > target]
-        for at in sorted(hot, key=lambda at: -profile.levels[at])[:HOTTEST]:
-            best, lowest = None, 0
-            for move in self._moves(profile, at, hot[0], hot[-1]):
+        high = [at for at, level in enumerate(profile.levels) if level > target]
+        for at in sorted(high, key=lambda at: -profile.levels[at])[:HOTTEST]:
+            best, best_change = None, 0
+            for move in self._moves(profile, at, first=high[0], last=high[-1]):
                 change = self._change(move)
-                if change is not None and change < lowest:
-                    best, lowest = move, change
+                if change is not None and change < best_change:
+                    best, best_change = move, change
             if best is not None:
                 return best
         return None
@@ -335,11 +341,12 @@ class _Search:
         blocks = dict[tuple[bool, frozenset[int]], int]()  # (whether it runs later, ops): bytes that the move gains
         for value in profile.lives_at(at):
             if value in profile.made:
-                block = self._block([self.order[profile.made[value]]], self.after, lambda there: there <= at, at)
+                maker = self.order[profile.made[value]]
+                block = self._block([maker], self.after, lambda there: there <= at, at)
                 if block is not None:
                     blocks[True, block] = profile.gain_later(block, at)
             readers = [op for op in profile.users[value] if self.position[op] > at]
-            if readers and value not in profile.kept:
+            if readers and value not in profile.never_freed:
                 block = self._block(readers, self.before, lambda there: there >= at, at)
                 if block is not None:
                     blocks[False, block] = profile.gain_earlier(block, at)
@@ -357,7 +364,7 @@ class _Search:
         Args:
             ops: indices of ops.
             following: by op, the ops that must stay after it; for moves to the front, those that must stay before it.
-            inside: whether a position is on the same side as the ops.
+            inside: returns whether a position is on the side from which the ops move, or is ``at``.
             at: the position.
         """
         block = set(ops)
@@ -382,12 +389,12 @@ class _Search:
             last: the last high position.
         """
         inside = set(block)
-        moved = sorted(block, key=self.position.__getitem__)
+        moved = sorted(block, key=self.position.__getitem__)  # in their present order
         begin = self.position[moved[0]]
-        readers = (self.position[op] for each in block for op in self.after[each] if op not in inside)
-        limit = min(readers, default=len(self.order))
-        for end in sorted({at + 1, min(limit, last + 1), limit}):
-            if at < end <= limit:
+        followers = (self.position[op] for each in block for op in self.after[each] if op not in inside)
+        latest_end = min(followers, default=len(self.order))
+        for end in sorted({at + 1, min(latest_end, last + 1), latest_end}):
+            if at < end <= latest_end:
                 yield begin, end, [op for op in self.order[begin:end] if op not in inside] + moved
 
     def _earlier(self, block: Sequence[int], at: int, first: int) -> Iterable[_Move]:
@@ -400,12 +407,12 @@ class _Search:
             first: the first high position.
         """
         inside = set(block)
-        moved = sorted(block, key=self.position.__getitem__)
+        moved = sorted(block, key=self.position.__getitem__)  # in their present order
         end = self.position[moved[-1]] + 1
-        makers = (self.position[op] for each in block for op in self.before[each] if op not in inside)
-        limit = max(makers, default=-1) + 1
-        for begin in sorted({at, max(limit, first), limit}, reverse=True):
-            if limit <= begin <= at:
+        predecessors = (self.position[op] for each in block for op in self.before[each] if op not in inside)
+        earliest = max(predecessors, default=-1) + 1
+        for begin in sorted({at, max(earliest, first), earliest}, reverse=True):
+            if earliest <= begin <= at:
                 yield begin, end, moved + [op for op in self.order[begin:end] if op not in inside]
 
     def _change(self, move: _Move) -> int | None:
@@ -417,6 +424,7 @@ class _Search:
             new = profile.levels_of(begin, end, ops)
             if max(new) > profile.peak:
                 return None
+            present = profile.levels[begin:end]
             change += sum((level - target) ** 2 for level in new if level > target)
-            change -= sum((level - target) ** 2 for level in profile.levels[begin:end] if level > target)
+            change -= sum((level - target) ** 2 for level in present if level > target)
         return change

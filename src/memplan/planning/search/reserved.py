@@ -28,8 +28,8 @@ TOLERABLE = 1.02
 
 
 def least_reserved(search: Search, tries: int = TRIES) -> tuple[Choices, int]:
-    """Return the choices of those tried under which the allocator reserves least, and these bytes. They do not depend
-    on measured seconds.
+    """Return the choices of those tried under which the allocator reserves least, and the reserved bytes. They do not
+    depend on measured seconds.
 
     Args:
         search: of a step on a card.
@@ -40,34 +40,36 @@ def least_reserved(search: Search, tries: int = TRIES) -> tuple[Choices, int]:
 
 
 class _Descent:
-    """Descent by single moves in reserved bytes."""
+    """Lowers the reserved bytes move by move. A move changes a few decisions of a candidate."""
 
     def __init__(self, search: Search, tries: int) -> None:
-        self.search, self.tries = search, min(tries, max(1, OPS // max(1, len(search.graph.ops))))
-        """The tries are those that are left."""
+        self.search = search
+        self.tries_left = min(tries, max(1, OPS // max(1, len(search.graph.ops))))
         self.reserved = 0
-        """Bytes of the best state."""
+        """Bytes that the best state reserves."""
         flat = search.flat
-        self.bytes = flat.bytes[[*flat.drop_rows.tolist(), *flat.form_rows]]
-        """By row of a candidate: the bytes of its value."""
+        self.value_bytes = flat.bytes[[*flat.drop_rows.tolist(), *flat.form_rows]]
+        """By decision of a candidate: the bytes of the value that it is about."""
 
     def run(self) -> State:
         """Return the best state."""
         local, tried = self.search.local(budget=0), set[Move]()
         best = self.search.lowest
         self.reserved = self._reserved(best.column)
-        for start in (self.search.near_bound, self.search.cheapest) if self.tries > 0 else ():
+        for start in (self.search.near_bound, self.search.cheapest) if self.tries_left > 0 else ():
             reserved = self._reserved(start.column)
             if reserved < self.reserved:
                 self.reserved, best = reserved, start
-        while self.tries > 0 and self.reserved > TOLERABLE * best.peak:
+        while self.tries_left > 0 and self.reserved > TOLERABLE * best.peak:
             moves = [move for move in local.moves(best) if move not in tried and self._is_large(move)]
             if not moves:
                 break
             columns = apply_moves(best.column, moves)
             evaluated = self.search.evaluator.evaluate(columns)
-            order = np.lexsort((evaluated.seconds, evaluated.peak)).tolist()
-            better = self._first_better(columns, (k for k in order if evaluated.peak[k] < self.reserved), moves, tried)
+            by_peak = np.lexsort((evaluated.seconds, evaluated.peak)).tolist()  # then by seconds
+            # reserved bytes are never fewer than the live ones
+            order = (k for k in by_peak if evaluated.peak[k] < self.reserved)
+            better = self._first_better(columns, order, moves, tried)
             if better is None:
                 break
             best = local.drop_unneeded(local.state(better))
@@ -76,9 +78,16 @@ class _Descent:
     def _first_better(
         self, columns: Column, order: Iterable[int], moves: list[Move], tried: set[Move]
     ) -> Column | None:
-        """Return the first candidate that reserves less; None if none does, or the tries are used up."""
+        """Return the first candidate that reserves less than the best state; None if none does, or no tries are left.
+
+        Args:
+            columns: the candidates.
+            order: indices of candidates, in the order in which to try them.
+            moves: the move that leads to each candidate.
+            tried: moves that were tried; those tried here are added.
+        """
         for k in order:
-            if self.tries <= 0:
+            if self.tries_left <= 0:
                 break
             tried.add(moves[k])
             reserved = self._reserved(columns[:, k])
@@ -88,10 +97,11 @@ class _Descent:
         return None
 
     def _reserved(self, column: Column) -> int:
-        self.tries -= 1
+        """Return the bytes that the allocator reserves for a candidate, which takes a try."""
+        self.tries_left -= 1
         return reserved_bytes(self.search.evaluator.schedule_of(column), self.search.outside_memory)
 
     def _is_large(self, move: Move) -> bool:
-        """Return whether a move changes how a value is saved that is not in the pool of small blocks."""
+        """Return whether a move is about a value that is too large for the allocator's pool of small blocks."""
         rows, _ = move
-        return bool((self.bytes[list(rows)] > LARGEST_SMALL).any())
+        return bool((self.value_bytes[list(rows)] > LARGEST_SMALL).any())

@@ -62,6 +62,7 @@ class Solution:
     lower_bound_seconds: float
     """No schedule within the budget adds fewer seconds."""
     notes: tuple[str, ...] = ()
+    """Notes for the plan."""
 
     @property
     def gap(self) -> float:
@@ -105,9 +106,12 @@ class Search:
         self.evaluator = Evaluator(self.graph, self.outside_memory, gradients=self.gradients)
         self.flat = self.evaluator.flat
         self.drop_count = len(self.flat.droppable)
-        small = int(self.flat.bytes.max(initial=0)) // 4096  # see Heuristics.small_values
-        self.small = small if self.switches.small_values else 0
-        self.relaxation = Relaxation(self.flat, small=small)
+        """Number of the first rows of a candidate, which say what is recomputed; the others say which forms are used.
+        """
+        negligible = int(self.flat.bytes.max(initial=0)) // 4096  # see Heuristics.small_values
+        self.small = negligible if self.switches.small_values else 0
+        """Bytes up to which values are always saved."""
+        self.relaxation = Relaxation(self.flat, small=negligible)
         self.lower_bound = self.relaxation.unavoidable.peak
         self.save_all = self.local(budget=0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.earlier_results: list[State] = []
@@ -147,7 +151,7 @@ class Search:
     def _search_nearest(self, budget: int, squared: int) -> Solution:
         """Compute the result of `nearest`, which caches it."""
         nearest = self._best_repair(budget, [self.lowest.column, self._all_recomputed, self.save_all.column], squared)
-        # fewer seconds, nowhere above the levels of the nearest candidate, or the budget
+        # its own levels are now the budget: fewer seconds, nowhere above them or the budget proper
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self.local(profile.at_least(budget))
         state = local.state(nearest.column)
@@ -201,13 +205,13 @@ class Search:
         return LocalSearch(self.evaluator, budget, small=self.small, squared=squared)
 
     def _search_from(self, budget: int, *more: Column, earlier_results: Sequence[State] = ()) -> State | None:
-        """Search from several candidates: ``more``, all values saved, the rounded relaxation, and the nearest earlier
-        results."""
+        """Search from several candidates: ``more``, all values saved, the rounded relaxation, and the earlier results
+        of the nearest budgets. None if no result fits the budget."""
         starts = [*more, self.save_all.column]
         if self.switches.relaxation:
             starts += self._rounded_relaxation(budget)
-        near = sorted(earlier_results, key=lambda state: abs(state.peak - budget))[:2]
-        return self._optimize(budget, [*starts, *(state.column for state in near)])
+        nearest_two = sorted(earlier_results, key=lambda state: abs(state.peak - budget))[:2]
+        return self._optimize(budget, [*starts, *(state.column for state in nearest_two)])
 
     def _rounded_relaxation(self, budget: int) -> list[Column]:
         """Return the solution of the linear relaxation, rounded to a candidate, in a list; empty if there is no
@@ -224,18 +228,20 @@ class Search:
 
     def _optimize(self, budget: int, starts: Iterable[Column]) -> State | None:
         """Repair and improve every start. Return the state within the budget that adds the fewest seconds, or None."""
-        local, fits, seen = self.local(budget), list[State](), set[bytes]()  # seen: candidates
+        local, fitting, seen = self.local(budget), list[State](), set[bytes]()  # seen: candidates
         for start in starts:
             state = local.drop_unneeded(local.state(start))
             if state.column.tobytes() in seen:
                 continue
             seen.add(state.column.tobytes())
             state = local.repair(state, self.switches.rounds)
+            if state.fits and self.switches.improve:  # without pairs: only the best start is worth their time
+                state = local.improve(state, self.switches.rounds, pairs=False)
             if state.fits:
-                fits.append(local.improve(state, self.switches.rounds, pairs=False) if self.switches.improve else state)
-        if not fits:
+                fitting.append(state)
+        if not fitting:
             return None
-        best = min(fits, key=lambda state: state.seconds)
+        best = min(fitting, key=lambda state: state.seconds)
         fractions = self._fractions(budget)
         sufficient_seconds = 0.0 if fractions is None else fractions.seconds * CLOSE
         if self.switches.improve and best.seconds > sufficient_seconds:
@@ -289,8 +295,8 @@ class Search:
     def _near_bound(self, start: Column) -> State:
         """Return the state nearest to a budget just below the lower bound, repaired from a candidate."""
         # just below, so that positions exactly at the bound have an excess, too
-        under = self.lower_bound - (self.save_all.peak - self.lower_bound) // 50
-        return self._best_repair(under, [start], STEEP)
+        budget = self.lower_bound - (self.save_all.peak - self.lower_bound) // 50
+        return self._best_repair(budget, [start], STEEP)
 
     @cached_property
     def _lowest_column(self) -> Column:
@@ -305,14 +311,14 @@ class Search:
             return state.peak, state.seconds
 
         starts = [self.save_all.column, self._all_recomputed]
-        low, local = self.lower_bound, self.local(budget=0)
+        not_reached, local = self.lower_bound, self.local(budget=0)  # no smaller budget can be reached
         near = (self.near_bound.column, self._near_bound(self._all_recomputed).column)
         best = min((local.state(column) for column in (*starts, *near)), key=by_peak)
-        while best.peak - low > best.peak // 400:  # each halving takes as long, even for the last bytes
-            budget = low + (best.peak - low) // 2
+        while best.peak - not_reached > best.peak // 400:  # each halving takes as long, even for the last bytes
+            budget = not_reached + (best.peak - not_reached) // 2
             best = min(best, self._reach_budget(budget, best.column, starts), key=by_peak)
             if best.peak > budget:
-                low = budget + 1
+                not_reached = budget + 1
         return best.column
 
     def _reach_budget(self, budget: int, start: Column, others: list[Column]) -> State:
@@ -341,7 +347,8 @@ class Search:
         return self._solved[budget]
 
     def _result(self, state: State, budget: int) -> Solution:
-        """Return a state as choices, with the lower bound of the seconds that any schedule within the budget adds."""
+        """Return a state as a solution, with the lower bound of the seconds that any schedule within the budget
+        adds."""
         fractions = self._fractions(budget) if state.seconds > 0 else None
         bound = 0.0 if fractions is None else min(fractions.seconds, state.seconds)
         return Solution(self.evaluator.choices(state.column), state.peak, state.seconds, bound, self._notes())
@@ -354,8 +361,8 @@ class Search:
 
     def _notes(self) -> tuple[str, ...]:
         """Return the notes for the plan: heuristics that are off, and whether the search was slow."""
-        switched = [switch.name for switch in fields(self.switches) if not getattr(self.switches, switch.name)]
-        notes = [f"switched off in the search: {', '.join(switched)}"] if switched else []
+        off = [switch.name for switch in fields(self.switches) if not getattr(self.switches, switch.name)]
+        notes = [f"switched off in the search: {', '.join(off)}"] if off else []
         if not self.flat.regular:
             notes.append(
                 "a gradient of this step lies in memory of something else: candidates are evaluated one by one"
