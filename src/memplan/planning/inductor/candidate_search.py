@@ -73,7 +73,7 @@ class Fusing:
         self._candidates: dict[Choices, Candidate] = {}
         """By choices: the step in fused kernels that was lowered for them."""
         self._targets: dict[Choices, int] = {}
-        """Target in bytes for which each candidate was first planned."""
+        """By choices: target in bytes for which the candidate was first planned."""
         self._results: dict[int, Solution | Infeasible] = {}
         """Search results by target."""
         self._seconds = step_seconds(search.graph)
@@ -85,7 +85,7 @@ class Fusing:
         return tuple(self._candidates.values())
 
     def candidate(self, choices: Choices) -> Candidate:
-        """Lower choices, unless that was done before."""
+        """Return the candidate of these choices. They are lowered, unless that was done before."""
         plan = as_fused(self._search.graph, choices)
         if plan.choices not in self._candidates:
             self._candidates[plan.choices] = lower_and_predict(plan, self._search.outside_memory)
@@ -98,13 +98,14 @@ class Fusing:
             return None
         best = self._aimed_search(budget)
         if best is None and self._is_feasible(budget):
-            return self._fastest_known(budget)
+            return self._fastest_known(budget)  # one of those that `_is_feasible` lowered
         return best
 
     def frontier(self, points: int) -> list[Solution]:
         """Return the Pareto frontier in bytes and seconds of the lowered candidates, from the highest peak to the
         lowest. Peaks are those of the generated code."""
-        candidates = [self.candidate(replace(plan.choices, joined=True)) for plan in self._search.frontier(points)]
+        plans = self._search.frontier(points)
+        candidates = [self.candidate(replace(plan.choices, joined=True)) for plan in plans]
         candidates += [self.lowest, *self.candidates]  # in this order: `lowest` lowers further candidates
         fastest, frontier = float("inf"), list[Solution]()
         for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.schedule.seconds)):
@@ -123,14 +124,16 @@ class Fusing:
         candidates, so that the error for a budget that is too small names a peak that the next call can reach."""
         search = self._search.deterministic
         lowest_plan = search.floor()
-        target, base = lowest_plan.peak, base_level(search.graph, lowest_plan.choices, search.outside_memory)
+        always_live = base_level(search.graph, lowest_plan.choices, search.outside_memory)
+        target = lowest_plan.peak
         floor = self._lower_plan(lowest_plan, target)
         yield floor
+        # `search.nearest` lowers what it can towards a target below the floor
         if floor.peak > lowest_plan.peak:  # lower levels leave room for what the code allocates beyond them
-            under = target - int(_FIRST_STEP * (target - base))
-            yield self.candidate(replace(search.nearest(under, STEEP).choices, joined=True))
+            below_floor = target - int(_FIRST_STEP * (target - always_live))
+            yield self.candidate(replace(search.nearest(below_floor, STEEP).choices, joined=True))
         for _ in range(_MAX_REPETITIONS):  # an op with the highest level op by op may need less when it is fused
-            target -= int(_SECOND_STEP * (target - base))
+            target -= int(_SECOND_STEP * (target - always_live))
             candidate = self._lower_plan(search.nearest(target), target)
             yield candidate
             if candidate.peak > target:
@@ -151,13 +154,14 @@ class Fusing:
                 plan = self._search.nearest(target)  # its code may need less
             if best is not None and best.schedule.seconds - plan.seconds <= _MIN_SAVING * self._seconds:
                 break  # not worth lowering
-            before = len(self._candidates)
+            count_before = len(self._candidates)
             candidate = self._lower_plan(plan, target)
-            if plan.peak > target and candidate.peak > budget and len(self._candidates) == before:
+            is_new = len(self._candidates) > count_before
+            if plan.peak > target and candidate.peak > budget and not is_new:
                 break  # lower targets lead to the same candidate
             if candidate.peak <= budget:
-                faster = best is None or candidate.schedule.seconds < best.schedule.seconds
-                best = candidate if faster else best
+                is_faster = best is None or candidate.schedule.seconds < best.schedule.seconds
+                best = candidate if is_faster else best
                 choices = candidate.schedule.choices
                 saves_all = not choices.recompute and not choices.saved_forms  # so that none can be faster
                 if saves_all or budget - candidate.peak <= self._tolerance:
@@ -179,13 +183,14 @@ class Fusing:
         return self._results[target]
 
     def _lower_plan(self, plan: Solution, target: int) -> Candidate:
-        """Lower a plan of the op-by-op search, and record the target that it was planned for."""
+        """Return the candidate of a plan of the op-by-op search, and record the target that it was planned for."""
         candidate = self.candidate(replace(plan.choices, joined=True))
         self._targets.setdefault(candidate.schedule.choices, target)
         return candidate
 
     def _counted_peak(self, candidate: Candidate) -> int:
-        """Return a candidate's peak as the op-by-op search counts it, at most the target that it was planned for."""
+        """Return a candidate's peak as the op-by-op search counts it, in bytes; the target that it was planned for if
+        that is smaller."""
         peak = levels(candidate.schedule, self._search.outside_memory).peak
         return min(peak, self._targets.get(candidate.schedule.choices, peak))
 
@@ -195,8 +200,8 @@ class Fusing:
         return min(fit, key=lambda candidate: candidate.schedule.seconds, default=None)
 
     def _peaks_nearest_to(self, budget: int) -> tuple[int, int] | None:
-        """Return the peak of the candidate nearest to the budget, as the search counts it and as its code has it; None
-        if there are no candidates."""
+        """Return (peak as the op-by-op search counts it, peak of the generated code) of the candidate nearest to the
+        budget; None if there are no candidates."""
         nearest = min(self.candidates, key=lambda candidate: abs(candidate.peak - budget), default=None)
         return None if nearest is None else (self._counted_peak(nearest), nearest.peak)
 
@@ -227,16 +232,21 @@ def _as_fusible_op(op: GraphOp) -> GraphOp:
     seconds = op.seconds
     if torch.Tag.pointwise in getattr(op_schema.overload(op.target), "tags", ()):
         seconds *= FUSED_SHARE
-    # A norm computed from its saved statistics is pointwise, too.
-    cheaper = op.cheaper_recompute
+    cheaper = op.cheaper_recompute  # a norm from its saved statistics: pointwise, too
     if cheaper is not None:
         cheaper = replace(cheaper, seconds=cheaper.seconds * FUSED_SHARE, overwrites=(), scratch_into=None)
+    # without `overwrites` and `scratch_into` it has no in-place form
     return replace(op, seconds=seconds, cheaper_recompute=cheaper, overwrites=(), scratch_into=None)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetBounds:
-    """Bounds on the next search target, from the targets so far and the peaks of their code. All are bytes."""
+    """Bounds on the next target of the op-by-op search, from the targets so far and the peaks of their code. All are
+    bytes.
+
+    A target is the budget given to the search. A plan's *search peak* is counted op by op; its *peak* is that of the
+    code generated for it.
+    """
 
     budget: int
     tolerance: int
@@ -247,24 +257,25 @@ class TargetBounds:
     """Smallest target whose candidate exceeded the budget."""
 
     def first_target(self, known: tuple[int, int] | None = None) -> int:
-        """Return the first target. ``known``: a similar budget's peaks, of the search and of the code."""
+        """Return the first target. ``known``: (search peak, peak) of a plan with a similar peak."""
         return self.budget if known is None else self._target_near_budget(*known)
 
     def narrowed(self, target: int, search_peak: int, peak: int) -> TargetBounds:
-        """Return the bounds after a search. The plan for ``target`` has the peak ``search_peak`` as the search counts
-        it, and ``peak`` in the generated code."""
-        # Targets between the target and the plan's peak lead to the same candidate.
+        """Return the bounds after a search for ``target`` whose plan has these peaks."""
+        # All targets between the target and the search peak lead to the same plan.
         if peak <= self.budget:
             return replace(self, largest_fitting=max(target, search_peak, self.largest_fitting or 0))
         others = () if self.smallest_over is None else (self.smallest_over,)
         return replace(self, smallest_over=min(target, search_peak, *others))
 
     def next_target_after(self, target: int, search_peak: int, peak: int) -> int | None:
-        """Return the next target after a search, None if no other candidate is to be expected. ``target``: that of the
-        search; ``search_peak``, ``peak``: the peak of its plan as the search counts it, and of the code."""
-        # the end of the range of targets that lead to this candidate, towards the next target
-        end = max(target, search_peak) if peak <= self.budget else min(target, search_peak)
-        next_target = self._target_near_budget(end, peak)
+        """Return the next target after a search for ``target`` whose plan has these peaks; None if no other candidate
+        is to be expected."""
+        # All targets between the target and the search peak lead to the same plan. A larger target has to be above
+        # both, a smaller one below both.
+        fits_budget = peak <= self.budget
+        end_of_same_plan = max(target, search_peak) if fits_budget else min(target, search_peak)
+        next_target = self._target_near_budget(end_of_same_plan, peak)
         if self.largest_fitting is None or self.smallest_over is None:
             return next_target
         if self.smallest_over - self.largest_fitting <= self.tolerance:
@@ -274,9 +285,10 @@ class TargetBounds:
         return (self.largest_fitting + self.smallest_over) // 2
 
     def _target_near_budget(self, search_peak: int, peak: int) -> int:
-        """Return the target for a candidate near the budget: it lies above the budget by as much as a plan's peak lies
-        above the peak of its code.
+        """Return the target for a plan whose code's peak is near the budget, if code differs from plans as it does for
+        a plan with these peaks.
 
         Half of the tolerance is subtracted, so that a code slightly larger than expected stays within the budget.
         """
-        return self.budget + search_peak - peak - self.tolerance // 2
+        code_needs_less = search_peak - peak
+        return self.budget + code_needs_less - self.tolerance // 2

@@ -33,7 +33,7 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
     with torch.autocast(home.type, enabled=False):
         try:
             trace = record_for(step.build, home.target, steps=1, known=kernels.known)
-            if kernels.measure():  # the code calls kernels that were not measured before
+            if kernels.measure():  # the code calls kernels that were not measured before: now with their workspaces
                 trace = record_for(step.build, home.target, steps=1, known=kernels.known)
         except MemplanError as error:
             raise CompileError(
@@ -45,7 +45,8 @@ def fused_timeline(fused: Fused, codes: Mapping[str, inductor.Code], outside_mem
 
 
 class _Step:
-    """A step to be recorded: it runs generated code on tensors without data, and allocates the memory outside of it."""
+    """A step to be recorded: it runs generated code on tensors without data, and allocates what the step has in memory
+    besides the code's buffers."""
 
     def __init__(self, fused: Fused, codes: Mapping[str, inductor.Code], outside_memory: OutsideMemory) -> None:
         self.graph, self.choices, self.outside_memory = fused.schedule.graph, fused.schedule.choices, outside_memory
@@ -60,7 +61,10 @@ class _Step:
         """Parameters, buffers, inputs and constants, once they are allocated."""
 
     def build(self) -> Callable[[], None]:
-        """Allocate what stays allocated during the step (parameters, inputs, optimizer state), and return the step."""
+        """Allocate what stays allocated during the step, and return the step as a function.
+
+        That is parameters, inputs and what the graph does not contain: optimizer state and accumulated gradients.
+        """
         resident = [value for value in self.graph.values if value.kind in RESIDENT]
         bases = {value.id: _empty(value) for value in resident if not value.is_view}
         self.inputs = [
@@ -68,7 +72,7 @@ class _Step:
             for value in resident
         ]
         self.outside_tensors = [self._bytes(self.outside_memory.held_bytes)]
-        if self.choices.gradients.adds:
+        if self.choices.gradients.adds:  # the step adds to gradients of earlier micro-batches, which exist already
             trained = (self.graph.values[parameter] for parameter, _ in self.graph.gradients)
             self.outside_tensors += [self._bytes(value.own_bytes) for value in trained if value.kind == "parameter"]
         return self.step
@@ -79,14 +83,15 @@ class _Step:
         outputs, saved = self.passes.forward(list(self.inputs))
         loss = self._default_loss()
         tangents = [_empty(value) for value in self.tangents]
-        self._bytes(self.outside_memory.loss_bytes)
+        self._bytes(self.outside_memory.loss_bytes)  # allocated and freed at once: its peak counts
+        # backward() itself holds the gradient of a scalar until it returns
         live: list[Tensor] = [tangent for tangent, value in zip(tangents, self.tangents, strict=True) if value.held]
         for gradients in self.passes.backward(list(self.inputs), saved, tangents):
             live += [gradient for value, gradient in gradients if not self._is_freed_at_once(value)]
             gradients.clear()
         if not self.choices.gradients.updates:
             self._bytes(self.outside_memory.update)
-        del outputs, live, loss
+        del outputs, live, loss  # the caller holds them until here
 
     def _default_loss(self) -> list[Tensor]:
         """Return the 0-d tensors that computing the default loss allocates; none if the step has a loss of its own.
@@ -103,7 +108,7 @@ class _Step:
 
     def _is_freed_at_once(self, value: int) -> bool:
         """Return whether the gradient of a value is freed as soon as it is complete. If the backward pass itself
-        updates the parameter with it, the workspace of that update is allocated here."""
+        updates the parameter with it, allocate and free the workspace of that update."""
         if not frees_gradient(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:

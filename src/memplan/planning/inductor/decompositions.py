@@ -56,7 +56,7 @@ def _norm(op: Any) -> Callable[..., Any]:
         """Compute the norm of x; its parameters are the first tensors among the other arguments."""
         decomposition = inductor.decomposition(op)
         if decomposition is None:
-            return NotImplemented
+            return NotImplemented  # the op is then traced as it is
         parameter = next((argument for argument in arguments if isinstance(argument, Tensor)), x)
         if parameter.dtype == x.dtype:
             return decomposition(x, *arguments)
@@ -76,12 +76,13 @@ def _cross_entropy_backward(
     samples do not count; the other arguments are those of ``nll_loss_backward``.
     """
     is_counted = target != ignore
-    index = torch.where(is_counted, target, 0)
+    index = torch.where(is_counted, target, 0)  # an ignored target need not be a valid index
     scale = torch.where(is_counted, 1.0 if weight is None else weight[index], 0.0).to(log_probs.dtype)
-    is_mean = reduction == 1
+    is_mean = reduction == 1  # ATen's number for it: 0 is "none", 2 is "sum"
     scale = scale * (grad_output / total_weight if is_mean else grad_output)
     classes = torch.arange(log_probs.shape[1], device=log_probs.device)
-    classes = classes.view(-1, *[1] * (log_probs.dim() - 2))
+    spatial_dims = log_probs.dim() - 2  # (samples, classes, *spatial)
+    classes = classes.view(-1, *[1] * spatial_dims)
     one_hot = classes == index.unsqueeze(1)
     return (log_probs.exp() - one_hot.to(log_probs.dtype)) * scale.unsqueeze(1)
 
@@ -98,6 +99,7 @@ def _with_fake_kernels() -> Mapping[Any, Callable[..., Any]]:
         if aten_op is not None:  # None: this torch has no such op
             name = target.split(".")[1].strip("_")
             _, _, signature = _torch.schema_of(aten_op).partition("(")
+            # memplan::NAME with `results` as its fake kernel, then torch's op as its kernel
             register = define(f"{name}({signature}", lambda *args, results=results, **kwargs: results(args, kwargs))
             register(aten_op)
             replacements[aten_op] = overload(f"memplan.{name}.default")

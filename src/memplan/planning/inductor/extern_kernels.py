@@ -43,6 +43,7 @@ class OnCPU:
 
     def __init__(self, graph: JointGraph) -> None:
         self._opaque_workspaces = _workspaces_of_opaque_calls(graph)
+        """Bytes by (op, key of the call)."""
 
     def known(self, semantics: Semantics) -> Semantics:
         """Return the CPU's semantics with the workspaces of opaque calls, convolutions and products."""
@@ -55,7 +56,7 @@ class OnCPU:
             name = _ATEN_POOLS.get(name, name)
             if not _is_opaque(name):
                 return measured.temporaries(name, args, kwargs, result, in_backward)
-            key_of_call = args[-1]
+            key_of_call = args[-1]  # an opaque op's last argument
             size = self._opaque_workspaces.get((name, key_of_call), 0)
             return (Temporary(size),) if size else ()
 
@@ -71,7 +72,9 @@ class OnCard:
     torch's name of the card."""
 
     def __init__(self, graph: JointGraph, place: str) -> None:
-        self._opaque_workspaces, self._place = _workspaces_of_opaque_calls(graph), place
+        self._place = place
+        self._opaque_workspaces = _workspaces_of_opaque_calls(graph)
+        """Bytes by (op, key of the call)."""
         self._unknown = dict[str, KernelCall]()
         """By key: calls of kernels whose workspaces are not measured yet."""
 
@@ -84,12 +87,17 @@ class OnCard:
         ) -> Sequence[Temporary]:
             """Return the temporaries of a kernel call: measured, else by the device's formulas."""
             call = KernelCall.of(name, args, kwargs)
-            size = self._opaque_workspaces.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
+            if _is_opaque(name):
+                key_of_call = args[-1]  # an opaque op's last argument
+                size = self._opaque_workspaces.get((name, key_of_call), 0)
+            else:
+                size = measured.get(call.key)
             if size is not None:
                 return (Temporary(size),) if size else ()
             if call.key not in measured and _is_measurable(call.name):  # those that failed are in it, as None
                 self._unknown[call.key] = call
             temporaries = semantics.temporaries(call.name, args, kwargs, result, in_backward)
+            # workspaces that libraries keep are counted with the graph
             return [temporary for temporary in temporaries if not temporary.permanent]
 
         return replace(semantics, temporaries=workspaces)

@@ -75,21 +75,27 @@ def bytes_by_action(schedule: Schedule) -> dict[int, int]:
             sizes[index] = work_of(graph, op).bytes
             names = _TWICE.get(op.target, ())
             arguments = op_schema.arguments_of(op.target, op.args, op.kwargs) if names else {}
-            if arguments.get("train", arguments.get("training", True)):  # in evaluation statistics are arguments
+            # batch norms name it train or training; in evaluation statistics are arguments, and nothing is read twice
+            in_training = arguments.get("train", arguments.get("training", True))
+            if in_training:
                 sizes[index] += sum(graph.values[arguments[name].value].own_bytes for name in names)
             if form is not None:  # it is read in place of the value
                 sizes[index] += graph.values[form.encoded].bytes - graph.values[form.value].bytes
         elif form is not None and action.kind in ("store", "fetch"):
             store, fetch, _ = registry.find(form.lever).works(graph, form)
             sizes[index] = (store if action.kind == "store" else fetch).bytes
-        elif action.kind == "write" or action.copies:
+        elif action.kind == "write" or action.copies:  # a copy: each byte is read and written
             assert action.value is not None
             sizes[index] = 2 * graph.values[action.value].own_bytes
     return sizes
 
 
 class _Grouping:
-    """Describes each kernel as a group of the plan's ops. An op's *mark* is the index of its action in `actions`."""
+    """Describes each kernel as a group of the plan's ops.
+
+    A kernel's *origins* are the traced ops that it computes. Each has the *mark* of the plan's op that it comes from:
+    an index into `actions`.
+    """
 
     def __init__(self, fused: Fused, rates: Rates) -> None:
         self.fused, self.graph, self.rates = fused, fused.schedule.graph, rates
@@ -108,19 +114,20 @@ class _Grouping:
         return (*groups[:forward_kernels], *self.copies(), *groups[forward_kernels:])
 
     def work(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> dict[int, list[Work]]:
-        """Return the FLOPs of each kernel, by its index in ``called`` (as for `groups`).
+        """Return the FLOPs of each kernel, by its index in ``called`` (as for `groups`). The bytes are 0: kernels have
+        their own.
 
         An op that was decomposed into ops without FLOPs, such as a product with a single column, counts for the kernel
         with the most bytes of those that compute it.
         """
-        work_of_kernel, counted_nodes = defaultdict[int, list[Work]](list), set[tuple[str, str]]()
+        work_of_kernel, counted_origins = defaultdict[int, list[Work]](list), set[tuple[str, str]]()
         marks_with_flops, kernels_of_mark = set[int | None](), defaultdict[int, list[int]](list)
         for index, (part, kernel) in enumerate(called):
             for origin in kernel.origins:
                 if origin.mark is not None:
                     kernels_of_mark[origin.mark].append(index)
-                if origin.flops and (part.name, origin.name) not in counted_nodes:
-                    counted_nodes.add((part.name, origin.name))
+                if origin.flops and (part.name, origin.name) not in counted_origins:  # several kernels may share it
+                    counted_origins.add((part.name, origin.name))
                     marks_with_flops.add(origin.mark)
                     work_of_kernel[index].append(Work(origin.flops, bytes=0, rate=self.rate(origin.mark)))
         for mark, kernels in kernels_of_mark.items():
@@ -175,9 +182,10 @@ class _Grouping:
         return "float32" if op is None else work_of(self.graph, op).rate
 
     def bound(self, size: int, work: Sequence[Work]) -> Bound:
-        """Return what takes longer: "memory", for ``size`` bytes, or computation, for the FLOPs of ``work``."""
-        computing = sum(self.rates.seconds(item) - self.rates.call for item in work)
-        return "compute" if computing > size / self.rates.bandwidth else "bandwidth"
+        """Return which takes longer: "bandwidth", to move ``size`` bytes, or "compute", for the FLOPs of ``work``."""
+        compute_seconds = sum(self.rates.seconds(item) - self.rates.call for item in work)
+        move_seconds = size / self.rates.bandwidth
+        return "compute" if compute_seconds > move_seconds else "bandwidth"
 
 
 _LAYERS = 3
@@ -195,8 +203,8 @@ def unfused(fusion: Fusion) -> tuple[str, ...]:
         if not group.fused and _is_fallback(group.kernel):
             kernel, ops = _short(group.kernel), dict.fromkeys(map(_short, group.ops))
             calls[kernel, *(op for op in ops if op != kernel)].append(group)
-    moved = {names: sum(group.bytes for group in groups) for names, groups in calls.items()}
-    order = sorted(calls, key=lambda names: (names[0].startswith("aten::"), -moved[names]))
+    bytes_moved = {names: sum(group.bytes for group in groups) for names, groups in calls.items()}
+    order = sorted(calls, key=lambda names: (names[0].startswith("aten::"), -bytes_moved[names]))
     return tuple(_note(names, calls[names]) for names in order)
 
 

@@ -47,7 +47,8 @@ the time for 2x2 and 3x3, 1.4 times for 5x5."""
 
 
 def _faster_pool(aten_op: Any, dims: int) -> Callable[..., Any]:
-    """Return a replacement of a max pool that calls the faster of torch's kernel and Inductor's decomposition.
+    """Return a replacement of a max pool over ``dims`` dimensions that calls the faster of torch's kernel and
+    Inductor's decomposition.
 
     The decomposition is up to ten times as fast as Inductor's lowering of the op itself.
     """

@@ -16,8 +16,8 @@ from memplan.planning.schedule.scheduler import Schedule
 
 def affordable_pairs(schedule: Schedule) -> Mapping[int, int]:
     """Return those `pairs` that a single kernel can compute without raising the peak of the step, counted op by op."""
-    level = levels(schedule)
-    byte_levels, actions = (*level.forward, *level.backward), (*schedule.forward, *schedule.backward)
+    counted = levels(schedule)
+    level_of_action, actions = (*counted.forward, *counted.backward), (*schedule.forward, *schedule.backward)
     affordable = dict[int, int]()
     for weight_part, input_part in pairs(schedule).items():
         index = actions[input_part].op
@@ -25,7 +25,7 @@ def affordable_pairs(schedule: Schedule) -> Mapping[int, int]:
         op = schedule.graph.ops[index]
         # The gradient of the input is then allocated together with that of the weight, before the input is freed.
         earlier_bytes = op.scratch + sum(schedule.graph.values[value].bytes for value in op.makes)
-        if max(byte_levels[weight_part : input_part + 1]) + earlier_bytes <= level.peak:
+        if max(level_of_action[weight_part : input_part + 1]) + earlier_bytes <= counted.peak:
             affordable[weight_part] = input_part
     return affordable
 
@@ -38,9 +38,10 @@ def pairs(schedule: Schedule) -> Mapping[int, int]:
         op = None if action.op is None else action.called(schedule.graph)
         if op is None or op.target != CONVOLUTION_BACKWARD:
             continue
-        gradient, window, output_mask = op.args[0], op.args[2:10], op.args[10]
-        convolution = repr((op.gradient_of, gradient, window))
-        computes_weight_gradient = output_mask[1]
+        # convolution_backward(grad_output, input, weight, ..., groups, output_mask): the parts differ in input and mask
+        gradient, weight_to_groups, output_mask = op.args[0], op.args[2:10], op.args[10]
+        convolution = repr((op.gradient_of, gradient, weight_to_groups))
+        computes_weight_gradient = output_mask[1]  # of (input, weight, bias)
         if computes_weight_gradient:
             weight_parts[convolution] = index
         elif convolution in weight_parts:

@@ -36,11 +36,15 @@ class Part:
     concatenated."""
 
     name: str
+    """``forward``, or ``backward 0`` and so on."""
     lowerable: inductor.Lowerable
+    """The part as Inductor takes it."""
     arguments: tuple[str, ...]
+    """Tensors that it reads: arguments of the pass, and results of earlier parts."""
     freed_arguments: frozenset[str]
     """Arguments that nothing reads afterwards."""
     results: tuple[str, ...]
+    """Tensors that it computes and that later parts or the caller of the pass need."""
     returned: tuple[str, ...]
     """Results of the pass that are returned after this part; it or an earlier part computes them."""
     freed_results: frozenset[str]
@@ -116,10 +120,10 @@ def fused(planned: Schedule) -> Fused:
     """Trace both passes of a schedule of `as_fused` into core ops, and cut them into parts that can be compiled."""
     graph, mode, decomposition_of = planned.graph, inductor.fake_mode(), decompositions(planned.graph.is_on_card)
     functions: dict[str, Any] = {"mark": inductor.mark, "laid_out": laid_out}
-    exec(compile(program(planned, marked=True), "<memplan fused>", "exec"), functions)
+    exec(compile(program(planned, marked=True), "<memplan fused>", "exec"), functions)  # adds forward and backward
     resident = [value for value in graph.values if value.kind in RESIDENT]
     read = read_in_backward(planned)
-    handed = tuple(index for index, value in enumerate(resident) if value.id in read)
+    read_inputs = tuple(index for index, value in enumerate(resident) if value.id in read)
 
     def forward(*inputs: Tensor) -> list[Tensor]:
         """Return the outputs, then the saved tensors."""
@@ -129,16 +133,16 @@ def fused(planned: Schedule) -> Fused:
     def backward(*arguments: Tensor) -> list[Tensor]:
         """Return all gradients. ``arguments``: the inputs that it reads, then saved tensors, then tangents."""
         inputs: list[Any] = [None] * len(resident)
-        for index, tensor in zip(handed, arguments, strict=False):
+        for index, tensor in zip(read_inputs, arguments, strict=False):  # the first of the arguments
             inputs[index] = tensor
-        tangents_begin = len(handed) + len(planned.saved)
-        saved, tangents = list(arguments[len(handed) : tangents_begin]), list(arguments[tangents_begin:])
+        saved_begin, tangents_begin = len(read_inputs), len(read_inputs) + len(planned.saved)
+        saved, tangents = list(arguments[saved_begin:tangents_begin]), list(arguments[tangents_begin:])
         return [gradient for group in functions["backward"](inputs, saved, tangents) for _, gradient in group]
 
     with lowering("forward"):
         forward_trace = inductor.traced(forward, _fake_tensors(resident, mode), mode, decomposition_of)
     backward_inputs = [
-        *(resident[index] for index in handed),
+        *(resident[index] for index in read_inputs),
         *(graph.values[value] for value in planned.saved),
         *(value for value in graph.values if value.kind == "tangent"),
     ]
@@ -147,7 +151,7 @@ def fused(planned: Schedule) -> Fused:
     assert not backward_trace.written, "the backward pass does not change its inputs"
     if planned.choices.joined:
         derivatives.join(backward_trace, affordable_pairs(planned))
-    return _partition(planned, forward_trace, backward_trace, handed)
+    return _partition(planned, forward_trace, backward_trace, read_inputs)
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -165,9 +169,9 @@ def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tenso
     dims = range(tensor.dim())
     if has_strides(tensor):
         return tensor
-    order = sorted(dims, key=lambda dim: -stride[dim])
-    inverse = [order.index(dim) for dim in dims]
-    copy = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+    by_stride = sorted(dims, key=lambda dim: -stride[dim])  # contiguous in this order of dimensions
+    inverse = [by_stride.index(dim) for dim in dims]
+    copy = tensor.permute(by_stride).clone(memory_format=torch.contiguous_format).permute(inverse)
     return copy if has_strides(copy) else tensor
 
 
@@ -189,27 +193,31 @@ def _partition(
     chunks = tuple(tuple(chunk) for chunk in _chunks(planned))  # the groups of gradients that each part returns
     inputs, ops, gradients = inductor.inputs_ops_results(backward_trace)
     saved_begin, saved_end = len(read_inputs), len(read_inputs) + len(planned.saved)
-    used = {*inductor.read_by(ops), *gradients}
-    read_saved = [index for index, node in enumerate(inputs[saved_begin:saved_end]) if node in used]
+    read_nodes = {*inductor.read_by(ops), *gradients}
+    read_saved = [index for index, node in enumerate(inputs[saved_begin:saved_end]) if node in read_nodes]
     arguments = [*inputs[:saved_begin], *(inputs[saved_begin + index] for index in read_saved), *inputs[saved_end:]]
+    # a chunk consists of groups of values; each value has a gradient
     remaining_gradients = iter(gradients)
     gradients_of_chunk = [[next(remaining_gradients) for group in chunk for _ in group] for chunk in chunks]
     resident = [value for value in planned.graph.values if value.kind in RESIDENT]
     node_of = {resident[index].id: node for index, node in zip(read_inputs, inputs, strict=False)}
     updated_at_once = list[list[fx.Node]]()
     for chunk in chunks:
-        returned = (v for group in chunk for v in group if v in node_of)
-        updated_at_once.append([node_of[v] for v in returned if changed_at_once(planned.graph, planned.choices, v)])
+        read_values = (value for group in chunk for value in group if value in node_of)
+        updated = (value for value in read_values if changed_at_once(planned.graph, planned.choices, value))
+        updated_at_once.append([node_of[value] for value in updated])
     backward = _cut_into_parts(
         backward_trace, arguments, ops, gradients_of_chunk, updated_at_once, kept_by_caller=inputs[:saved_begin],
         backward=True,
     )  # fmt: skip
     inputs, ops, results = inductor.inputs_ops_results(forward_trace)
-    outputs = len(planned.graph.outputs)
-    read_results = [  # outputs, saved tensors that are read, new values of inputs
-        *results[:outputs], *(results[outputs + index] for index in read_saved),
-        *results[outputs + len(planned.saved) :],
-    ]  # fmt: skip
+    outputs_end, saved_end = len(planned.graph.outputs), len(planned.graph.outputs) + len(planned.saved)
+    # outputs, saved tensors that are read, new values of inputs
+    read_results = [
+        *results[:outputs_end],
+        *(results[outputs_end + index] for index in read_saved),
+        *results[saved_end:],
+    ]
     forward = _cut_into_parts(forward_trace, inputs, ops, [read_results], [[]], kept_by_caller=inputs, backward=False)
     saved = tuple(planned.saved[index] for index in read_saved)
     return Fused(planned, forward, backward, read_inputs, saved, forward_trace.written, chunks)
@@ -220,12 +228,15 @@ def _chunks(planned: Schedule) -> Iterator[list[tuple[int, ...]]]:
     pass frees no gradient, else parts that each free about a `CHUNKS`-th of the bytes."""
     values, graph = planned.graph.values, planned.graph
     groups = returned_gradients(planned)
-    freed = [sum(values[v].own_bytes for v in group if frees_gradient(graph, planned.choices, v)) for group in groups]
-    bytes_of_chunk, chunk, chunk_bytes = sum(freed) / CHUNKS, list[tuple[int, ...]](), 0
+    freed = [  # bytes by group
+        sum(values[value].own_bytes for value in group if frees_gradient(graph, planned.choices, value))
+        for group in groups
+    ]
+    bytes_per_chunk, chunk, chunk_bytes = sum(freed) / CHUNKS, list[tuple[int, ...]](), 0
     for group, group_bytes in zip(groups, freed, strict=True):
         chunk.append(group)
         chunk_bytes += group_bytes
-        if bytes_of_chunk and chunk_bytes >= bytes_of_chunk:
+        if bytes_per_chunk and chunk_bytes >= bytes_per_chunk:
             yield chunk
             chunk, chunk_bytes = [], 0
     if chunk:
@@ -252,8 +263,8 @@ def _cut_into_parts(
     op_index = {node: index for index, node in enumerate(ops)}
     ends, end = list[int](), 0
     for part_results, updated in zip(results, updated_at_once, strict=True):
-        waits_for = (*part_results, *inductor.readers(ops, updated))
-        end = max([end, *(op_index.get(node, -1) + 1 for node in waits_for)])
+        included = (*part_results, *inductor.readers(ops, updated))
+        end = max([end, *(op_index.get(node, -1) + 1 for node in included)])  # -1: an argument that is a result
         ends.append(end)
     cuts = [ops[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     last_part: dict[fx.Node, int] = {}
@@ -269,9 +280,11 @@ def _cut_into_parts(
         parts.append(Part(
             f"backward {part}" if backward else "forward",
             inductor.lowerable(traced, part_ops, part_outputs, freeable, backward=backward),
-            tuple(node.name for node in read), frozenset(node.name for node in last_read),
-            tuple(node.name for node in part_outputs), tuple(node.name for node in part_results),
-            frozenset(node.name for node in returned if last_part[node] == part),
+            arguments=tuple(node.name for node in read),
+            freed_arguments=frozenset(node.name for node in last_read),
+            results=tuple(node.name for node in part_outputs),
+            returned=tuple(node.name for node in part_results),
+            freed_results=frozenset(node.name for node in returned if last_part[node] == part),
         ))  # fmt: skip
     return PassParts(tuple(node.name for node in arguments), tuple(parts))
 
@@ -282,19 +295,19 @@ class CompiledPasses:
 
     def __init__(self, step: Fused, compiler: Compiler) -> None:
         self._step = step
-        self._outputs, self._saved = len(step.schedule.graph.outputs), len(step.saved)
-        """How many outputs and saved values the forward function returns."""
+        self._output_count, self._saved_count = len(step.schedule.graph.outputs), len(step.saved)
         self._forward = [(part, compiler(part)) for part in step.forward.parts]
+        """Parts of the forward pass, each with its compiled function."""
         self._backward = [(part, compiler(part)) for part in step.backward.parts]
-        """Both: parts of the pass, each with its compiled function."""
+        """The same of the backward pass."""
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs and the saved tensors. ``inputs`` is cleared."""
-        targets = [inputs[index] for index in self._step.written]
-        (results,) = _run(self._step.forward.arguments, self._forward, inputs)
-        saved_end = self._outputs + self._saved
-        _torch.copy_all(targets, results[saved_end:])
-        return results[: self._outputs], results[self._outputs : saved_end]
+        written_inputs = [inputs[index] for index in self._step.written]
+        (results,) = _run(self._step.forward.arguments, self._forward, inputs)  # it has a single part
+        outputs_end, saved_end = self._output_count, self._output_count + self._saved_count
+        _torch.copy_all(written_inputs, results[saved_end:])
+        return results[:outputs_end], results[outputs_end:saved_end]
 
     def backward(
         self, inputs: list[Any], saved: list[Tensor], tangents: list[Tensor]
@@ -306,7 +319,7 @@ class CompiledPasses:
             tensors.clear()
         results_of_parts = _run(self._step.backward.arguments, self._backward, arguments)
         for chunk, results in zip(self._step.chunks, results_of_parts, strict=True):
-            results.reverse()
+            results.reverse()  # so that `pop` takes them in order and this list keeps none alive
             for group in chunk:
                 yield [(value, results.pop()) for value in group]
 
@@ -314,11 +327,11 @@ class CompiledPasses:
 def _run(
     names: Sequence[str], parts: Sequence[tuple[Part, inductor.Boxed]], tensors: list[Any]
 ) -> Iterator[list[Tensor]]:
-    """Run the parts of a pass in order, yield the results of each, and free tensors that no later part reads. The list
-    of tensors is cleared."""
+    """Run the parts of a pass in order, yield the results of each, and free tensors that no later part reads. ``names``
+    are those of ``tensors``, the arguments of the pass; that list is cleared."""
     used = {name for part, _ in parts for name in (*part.arguments, *part.returned)}
     live = {name: tensor for name, tensor in zip(names, tensors, strict=True) if name in used}
-    tensors.clear()
+    tensors.clear()  # the caller's list would keep them alive
     for part, function in parts:
         arguments = [live.pop(name) if name in part.freed_arguments else live[name] for name in part.arguments]
         live.update(zip(part.results, function(arguments), strict=True))

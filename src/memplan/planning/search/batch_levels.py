@@ -207,9 +207,8 @@ class Batch(Needs):
             slot: in which the value is decoded, by candidate of ``columns``.
             columns: the candidates that decode it.
         """
-        is_last_use = (
-            self.last_direct[index][columns] < slot * self.slot_size
-        )  # no op reads the form in this slot or later
+        # no op reads the form in this slot or later
+        is_last_use = self.last_direct[index][columns] < slot * self.slot_size
         self.slot_level[slot, columns] -= self.flat.form_bytes[index] * is_last_use
 
     def _run_in_slots(
