@@ -32,8 +32,9 @@ CONVOLUTIONS = frozenset([CONVOLUTION, CONVOLUTION_BACKWARD, CHUNKED])
 REDUCED = frozenset([torch.bfloat16, torch.float16])
 
 _Key = tuple[int, str]
+"""(number of threads, `KernelCall.key`)."""
 _known: dict[_Key, int] = {}
-"""Measured bytes, by number of threads and call."""
+"""Measured workspaces in bytes."""
 _failed: set[_Key] = set()
 """Calls that failed when they were measured."""
 
@@ -53,11 +54,12 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
             if _needs_measurement(call):
                 calls[op.index] = call
     distinct = {call.key: call for call in calls.values()}
-    _measure(sorted(distinct.values(), key=lambda call: (call.bytes, call.key), reverse=True), limit)
+    largest_first = sorted(distinct.values(), key=lambda call: (call.bytes, call.key), reverse=True)
+    _measure(largest_first, limit)
     ops = list(graph.ops)
     for index, call in calls.items():
         workspace = _known.get(_key(call))
-        if workspace is not None:
+        if workspace is not None:  # and 0-d tensors for numbers among the arguments
             ops[index] = replace(ops[index], scratch=workspace + NUMBERS)
     return replace(graph, ops=tuple(ops))
 
@@ -70,17 +72,17 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
         semantics: which temporaries, results and strides ops have.
         limit: approximate limit on measuring during the recording, in seconds: later calls go by the formulas.
     """
-    spent = 0.0
+    measuring_seconds = 0.0
 
     def temporaries(
         name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
     ) -> Sequence[Temporary]:
         """Return the buffers that a call allocates in addition to its results."""
-        nonlocal spent
+        nonlocal measuring_seconds
         begin = time.perf_counter()
-        size = measured(name, args, kwargs, measure_new=spent < limit)
-        spent += time.perf_counter() - begin
-        if size is None:
+        size = measured(name, args, kwargs, measure_new=measuring_seconds < limit)
+        measuring_seconds += time.perf_counter() - begin
+        if size is None:  # not measured: its formula counts
             return semantics.temporaries(name, args, kwargs, result, in_backward)
         return (Temporary(size),) if size else ()
 
@@ -122,14 +124,14 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
     calls = [call for call in calls if _key(call) not in _known and _key(call) not in _failed]
     if not calls or _torch.is_profiled():
         return
-    profile, end, ran = _torch.memory_profile(), time.perf_counter() + limit, list[KernelCall]()
+    profile, deadline, ran = _torch.memory_profile(), time.perf_counter() + limit, list[KernelCall]()
     with torch.no_grad(), torch.autocast("cpu", enabled=False), profile:
         for call in calls:
-            if ran and time.perf_counter() >= end:
+            if ran and time.perf_counter() >= deadline:
                 break
             args, kwargs = call.on_zeros(HOST)
             try:
-                with _torch.marker(str(len(ran))):
+                with _torch.marker(str(len(ran))):  # marks the allocator's events with the call's number
                     result = call.run(args, kwargs)
                 del result  # outside of the marker: a call's net bytes are its results
             except Exception:  # any error of the kernel: then the formula counts
@@ -140,8 +142,8 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
 
 
 def _workspaces(profile: _torch.Profile, calls: int) -> list[int]:
-    """Return the peak of each call in bytes, less its results. ``calls``: their number. The mark of an allocator event
-    is the index of the call that it belongs to."""
+    """Return the peak of each call in bytes, less its results. ``calls``: number of calls that the profile has events
+    of; an event's mark is the number of its call."""
     current, peak = [0] * calls, [0] * calls
     for event in profile.events:
         if event.mark:

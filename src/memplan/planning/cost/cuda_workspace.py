@@ -37,7 +37,8 @@ class OnCard:
     graph: JointGraph
     """The graph, whose ops have the workspaces of CUDA's kernels."""
     workspace_by_op: Mapping[int, int]
-    """Bytes of workspaces that libraries keep allocated from their first call on, by index of the op that makes it."""
+    """Bytes of workspaces that libraries keep allocated from their first call on, by index of the op that calls them
+    first."""
     expected: Mapping[int, ExpectedScratch] = field(default_factory=dict)
     """Possible workspaces, by index of the op, where a model of cuDNN's choice predicts them."""
 
@@ -60,10 +61,10 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     """
     library = find_cudnn(environment=None)
     semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
-    temporaries_of_ops = [
-        (_products_of if _declares_scratch(op) else _temporaries_of)(graph, op, semantics.temporaries)
-        for op in graph.ops
-    ]
+    temporaries_of_ops = list[Sequence[Temporary]]()
+    for op in graph.ops:  # an op that declares its own scratch may still call a library
+        temporaries_of = _products_of if _declares_scratch(op) else _temporaries_of
+        temporaries_of_ops.append(temporaries_of(graph, op, semantics.temporaries))
     all_temporaries = [temporary for temporaries in temporaries_of_ops for temporary in temporaries]
     cudnn_bytes, expected_bytes = ({}, {}) if library is None else _cudnn_bytes(library, device, all_temporaries)
     workspace_by_op = {
@@ -81,7 +82,7 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
         queries = dict.fromkeys(temporary.query for temporary in temporaries if temporary.query in expected_bytes)
         uncertain = {query: expected_bytes[query] for query in queries if query is not None}
         if uncertain:  # the scratch of each combination of possible workspaces
-            probabilities = defaultdict[int, float](float)
+            probabilities = defaultdict[int, float](float)  # by scratch in bytes
             distributions = [zip(sizes.sizes, sizes.probabilities, strict=True) for sizes in uncertain.values()]
             for outcome in product(*distributions):
                 sizes = dict(zip(uncertain, (size for size, _ in outcome), strict=True))
@@ -129,10 +130,11 @@ def _scratch(
     scratch = cudnn_peak = 0
     for temporary in temporaries:
         if temporary.query is not None:
-            later_results = op.outputs[(temporary.after or 0) + 1 :]
-            sizes = (graph.values[value].bytes for value in later_results if value is not None)
+            results_before = (temporary.after or 0) + 1  # `after`: the last result that is allocated before it
+            later_results = (value for value in op.outputs[results_before:] if value is not None)
+            later_bytes = sum(round_to_blocks(graph.values[value].bytes) for value in later_results)
             workspace = round_to_blocks(cudnn_bytes.get(temporary.query, temporary.bytes))
-            cudnn_peak = max(cudnn_peak, workspace - sum(map(round_to_blocks, sizes)))
+            cudnn_peak = max(cudnn_peak, workspace - later_bytes)
         elif not temporary.permanent:
             scratch += round_to_blocks(temporary.bytes)
     return scratch + cudnn_peak
@@ -143,9 +145,10 @@ def _requests(temporaries: Sequence[Temporary]) -> tuple[tuple[int, ...], int]:
     the results (see `GraphOp`); none if a library's workspace is among them."""
     if any(temporary.query is not None or temporary.permanent for temporary in temporaries):
         return (), 0
-    in_order = sorted(temporaries, key=lambda temporary: not temporary.first)
-    sizes = [round_to_blocks(temporary.bytes) for temporary in in_order]
-    return (*sizes, *range(-len(sizes), 0)), sum(temporary.first for temporary in temporaries)
+    before_results_first = sorted(temporaries, key=lambda temporary: not temporary.first)
+    sizes = [round_to_blocks(temporary.bytes) for temporary in before_results_first]
+    frees = range(-len(sizes), 0)  # of each request, the last first
+    return (*sizes, *frees), sum(temporary.first for temporary in temporaries)
 
 
 def libraries(graph: JointGraph, home: Home) -> Mapping[int, int]:
@@ -186,25 +189,29 @@ def measure(place: str, calls: Iterable[KernelCall]) -> None:
 
 
 def _products_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:
-    """Return the workspaces that libraries keep allocated for the products inside of an op of `memplan.kernels`."""
+    """Return the workspaces that libraries keep allocated for the products inside of an op of `memplan.kernels`.
+    ``formulas``: the temporaries of a call of a torch op."""
     if op.target not in (TOKEN_STATISTICS, TOKEN_STATISTICS_BACKWARD):
         return ()
     named = dict(zip(KERNELS[op.target], op.args, strict=True))
     hidden, weight = (meta_tensor(graph.values[named[name].value]) for name in ("hidden", "weight"))
     scores = hidden.new_empty(hidden.shape[0], weight.shape[0])
-    temporaries = formulas("aten.mm.default", (hidden, weight.to(hidden.dtype).t()), {}, scores, False)
+    operands = hidden, weight.to(hidden.dtype).t()
+    temporaries = formulas("aten.mm.default", operands, {}, scores, False)  # False: in the thread of the forward pass
     return [temporary for temporary in temporaries if temporary.permanent]
 
 
 def _temporaries_of(graph: JointGraph, op: GraphOp, formulas: Any) -> Sequence[Temporary]:
-    """Return an op's temporaries, from formulas called with meta tensors; () if no formula applies."""
+    """Return an op's temporaries, from ``formulas`` called with meta tensors; () if no formula applies."""
     if op.is_view:
         return ()
     args = map_refs(op.args, lambda value: meta_tensor(graph.values[value]))
     kwargs = map_refs(op.kwargs, lambda value: meta_tensor(graph.values[value]))
     outputs = [None if value is None else meta_tensor(graph.values[value]) for value in op.outputs]
     result = outputs if op.multiple else outputs[0]
-    try:  # a planned backward pass runs in the caller's thread, so both passes share a library's handle
-        return formulas(op.target, tuple(args), dict(kwargs), result, False)
+    # a planned backward pass runs in the caller's thread, so both passes share a library's handle
+    in_backward = False
+    try:
+        return formulas(op.target, tuple(args), dict(kwargs), result, in_backward)
     except Exception:  # the formula needs a result that no op reads, so that the graph lacks its shape
         return ()

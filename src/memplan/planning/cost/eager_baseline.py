@@ -45,7 +45,7 @@ def baseline(
     """
     home = home or Home()
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if torch.is_autocast_enabled(home.type):
+    if torch.is_autocast_enabled(home.type):  # recorded with the step, which runs outside of the caller's autocast
         autocast = partial(torch.autocast, home.type, dtype=torch.get_autocast_dtype(home.type))
 
     def build() -> Callable[[], None]:

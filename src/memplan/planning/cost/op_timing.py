@@ -47,9 +47,11 @@ LIMIT = 1.5
 CARD_LIMIT = 10.0
 """The same on a card, where most of the time is loading kernels in an op's first run."""
 _RUNS = 3
+"""Timed runs of an op at most."""
 _ENOUGH_SECONDS = 0.01
 """Seconds of runs after which an op is not run again."""
-_BLOCK = 1 << 16
+_RANDOM_ELEMENTS = 1 << 16
+"""Random numbers that are drawn for a synthetic tensor; a larger tensor repeats them."""
 _REQUESTED = "requested_bytes.all.peak"
 
 
@@ -82,11 +84,11 @@ def with_costs(
         seconds = _estimate_missing(measured | known_here, costs.works)
     scratch = _measurements_on(on).scratch  # measured when the ops were timed on a card
     if scratch:
-        keys = [costs.keys.get((op.index, op.target), "") for op in graph.ops]  # "" for views
-        ops = (
-            op if op.requests and op.target in KERNELS else replace(op, scratch=scratch.get(key, op.scratch))
-            for op, key in zip(graph.ops, keys, strict=True)
-        )
+        ops = list[GraphOp]()
+        for op in graph.ops:
+            declares_requests = bool(op.requests) and op.target in KERNELS
+            key = costs.keys.get((op.index, op.target), "")  # "" for views
+            ops.append(op if declares_requests else replace(op, scratch=scratch.get(key, op.scratch)))
         graph = replace(graph, ops=tuple(ops))
     return _with_seconds(graph, costs, {**seconds, **known})
 
@@ -186,32 +188,35 @@ def _computed_forms(graph: JointGraph) -> Iterator[SavedForm]:
 
 
 def _form_keys(graph: JointGraph, form: SavedForm) -> tuple[str, str, str]:
-    """Return three signatures of an encoding: of storing it, of fetching the value, and of all ops that read the
-    encoding directly."""
+    """Return three signatures for the costs of an encoding: of storing it, of fetching the value from it, and of all
+    ops that read the encoding itself instead of the value."""
     store_verb, fetch_verb = registry.find(form.lever).verbs
     encoding = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
     return f"{store_verb} {encoding}", f"{fetch_verb} {encoding}", f"{len(form.direct)} direct {encoding}"
 
 
 def _form_calls(graph: JointGraph, form: SavedForm) -> tuple[tuple[_TimedCall, ...], ...]:
-    """Return three groups of calls to time for an encoding: to store it, to fetch the value (none if that is
-    impossible), and of all ops that read the encoding directly."""
+    """Return three groups of calls to time for an encoding, as `_form_keys`: to store it, to fetch the value (none if
+    that is impossible), and of all ops that read the encoding itself."""
     lever = registry.find(form.lever)
     store = (_TimedCall(lever.store(graph, form)),)
     fetch = (_TimedCall(lever.fetch(graph, form)),) if form.whole else ()
-    direct: list[_TimedCall] = []
+    readers: list[_TimedCall] = []
     for op in (graph.ops[index] for index in form.direct):
-        call = lever.read_directly(graph, form, op, in_place=False)
-        direct.append(_TimedCall(call, replaced=(op.target, op.args, op.kwargs)))
-    return store, fetch, tuple(direct)
+        reads_encoding = lever.read_directly(graph, form, op, in_place=False)
+        reads_value = (op.target, op.args, op.kwargs)
+        readers.append(_TimedCall(reads_encoding, replaced=reads_value))
+    return store, fetch, tuple(readers)
 
 
 @dataclass(frozen=True)
 class _TimedCall:
-    """A call to time, less the time of the call that it replaces."""
+    """A call to time, less the time of the call that it replaces. Calls are (target, args, kwargs) of an op, with a Ref
+    in place of each tensor."""
 
     call: Called
     replaced: Called | None = None
+    """None: the call replaces none."""
 
 
 @dataclass(frozen=True)
@@ -219,10 +224,11 @@ class _Costs:
     """What a graph's ops and encodings compute and the calls to time for them, by signature (see `signature`)."""
 
     keys: Mapping[tuple[int, str], str]
-    """Signatures by index and target of the op."""
+    """Signatures by index and target of the op: a cheaper recompute op has the index of its op."""
     works: Mapping[str, Work]
+    """FLOPs and bytes by signature."""
     timed: Mapping[str, tuple[_TimedCall, ...]]
-    """Calls to measure; the seconds of a signature are their sum."""
+    """Calls to measure by signature; its seconds are their sum."""
 
     @classmethod
     def of(cls, graph: JointGraph) -> _Costs:
@@ -245,11 +251,17 @@ class _Costs:
         return self.keys[op.index, op.target]
 
     def seconds(self, graph: JointGraph) -> dict[str, float]:
-        """Return the seconds that the ops and encodings of the graph have now, by signature."""
+        """Return the seconds that the ops and encodings of the graph have now, by signature.
+
+        An encoding has three: to store it, to fetch the value, and the seconds that ops take longer which read the
+            encoding
+        directly, not the value (see `_form_keys`).
+        """
         seconds = {self.key(op): op.seconds for op in _calls(graph)}
         for form in _computed_forms(graph):
-            form_seconds = form.store_seconds, form.fetch_seconds, form.direct_seconds
-            seconds.update(zip(_form_keys(graph, form), form_seconds, strict=True))
+            store_key, fetch_key, direct_readers_key = _form_keys(graph, form)
+            seconds[store_key], seconds[fetch_key] = form.store_seconds, form.fetch_seconds
+            seconds[direct_readers_key] = form.direct_seconds
         return seconds
 
     def roofline_seconds(self) -> dict[str, float]:
@@ -272,8 +284,8 @@ def _with_seconds(graph: JointGraph, costs: _Costs, seconds: Mapping[str, float]
     forms = list[SavedForm]()
     for form in graph.forms:
         if not form.is_copied:
-            store, fetch, direct = (seconds[key] for key in _form_keys(graph, form))
-            form = replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct)
+            store, fetch, direct_readers = (seconds[key] for key in _form_keys(graph, form))
+            form = replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct_readers)
         forms.append(form)
     return replace(graph, ops=tuple(map(op_with_seconds, graph.ops)), forms=tuple(forms))
 
@@ -285,11 +297,11 @@ def _estimate_missing(measured: Mapping[str, float], works: Mapping[str, Work]) 
     """Return the seconds of all works, by signature as all arguments. Works that were not measured have their roofline
     seconds, scaled by the ratio of measured to roofline seconds of the works of their kind: with FLOPs, or without."""
     roofline_seconds = {key: roofline.CPU.seconds(work) for key, work in works.items()}
-    overall = _ratio(measured, roofline_seconds)
+    ratio_of_all = _ratio(measured, roofline_seconds)
     ratios = dict[bool, float]()  # by whether works have FLOPs
     for has_flops in (True, False):
         of_kind = {key: seconds for key, seconds in measured.items() if bool(works[key].flops) is has_flops}
-        ratios[has_flops] = _ratio(of_kind, roofline_seconds, overall)
+        ratios[has_flops] = _ratio(of_kind, roofline_seconds, default=ratio_of_all)
     return {key: measured.get(key, roofline_seconds[key] * ratios[bool(work.flops)]) for key, work in works.items()}
 
 
@@ -349,14 +361,14 @@ def _measure_until(graph: JointGraph, costs: _Costs, keys: list[str], on: str, l
     Returns:
         The seconds by signature. Calls that could not be measured are missing; `unmeasured` has the reason.
     """
-    measurements, end = _measurements_on(on), time.perf_counter() + limit
+    measurements, deadline = _measurements_on(on), time.perf_counter() + limit
     seconds, refused, on_card = measurements.seconds, measurements.refused, torch.device(on).type != "cpu"
     with isolated(on):
         for key in keys:
             safe_point()
             if key in seconds or key in refused:
                 continue
-            if time.perf_counter() >= end:
+            if time.perf_counter() >= deadline:
                 refused[key] = "the time for measuring was up"  # planning again must not measure again
                 continue
             if on_card and key.partition("(")[0] in NEEDS_SEEDS:
@@ -396,14 +408,14 @@ def _extra_seconds(graph: JointGraph, timed: _TimedCall, on: str) -> float:
 def _fastest_run(graph: JointGraph, timed_call: Called, on: str) -> float:
     """Return the seconds of the fastest of a few runs of a call: other load on the machine only adds time.
     ``timed_call``: the target, args and kwargs of an op, with a Ref in place of each tensor."""
-    call, wait = _synthetic_call(graph, timed_call, on), torch.get_device_module(torch.device(on)).synchronize
+    call, synchronize = _synthetic_call(graph, timed_call, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
         """Run the call once and return its seconds."""
-        wait(on)
+        synchronize(on)
         begin = time.perf_counter()
         call()
-        wait(on)
+        synchronize(on)
         return time.perf_counter() - begin
 
     total_seconds, times = run(), list[float]()  # the first run also prepares kernels
@@ -428,9 +440,11 @@ def workspace_on(on: str, call: Callable[[], Any]) -> int:
     del result  # not before: results must count as allocated above
     if not workspace or _REQUESTED not in after:
         return workspace
-    requested = after[_REQUESTED] - after["requested_bytes.all.current"]
-    allocations, live = (after[name] - before[name] for name in ("allocation.all.allocated", "allocation.all.current"))
-    temporaries = max(1, allocations - live)
+    requested = after[_REQUESTED] - after["requested_bytes.all.current"]  # peak, less results
+    counts = ("allocation.all.allocated", "allocation.all.current")
+    allocated, still_live = (after[name] - before[name] for name in counts)
+    temporaries = max(1, allocated - still_live)
+    # each of them may be rounded up by almost a block
     return min(workspace, round_to_blocks(requested) + ALLOCATOR_BLOCK * (temporaries - 1))
 
 
@@ -464,9 +478,9 @@ def _synthetic(value: Value, on: str) -> torch.Tensor:
     generator = _generator if torch.device(on).type == "cpu" else None
     if dtype == torch.bool:
         flat = torch.rand(count, device=on, generator=generator) < 0.5
-    elif dtype.is_floating_point or dtype.is_complex:  # a random block, repeated: drawing takes long
-        block = torch.rand(min(count, _BLOCK), device=on, generator=generator).mul_(0.9).add_(0.1).to(dtype)
-        flat = block.repeat(-(-count // _BLOCK))[:count]
+    elif dtype.is_floating_point or dtype.is_complex:  # random numbers, repeated: drawing takes long
+        drawn = torch.rand(min(count, _RANDOM_ELEMENTS), device=on, generator=generator).mul_(0.9).add_(0.1).to(dtype)
+        flat = drawn.repeat(-(-count // _RANDOM_ELEMENTS))[:count]
     else:
         flat = torch.zeros(count, dtype=dtype, device=on)
     return flat.as_strided(value.shape, value.stride)

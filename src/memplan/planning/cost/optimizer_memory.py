@@ -37,7 +37,7 @@ class Update:
     state: int
     """Bytes of the optimizer's state."""
     most: int
-    """Peak bytes of an update beyond parameters, gradients and state."""
+    """Peak bytes that an update allocates in addition to parameters, gradients and state."""
     packed: int = 0
     """Bytes of the state that are low halves of master weights."""
     moments_fit_8_bits: bool = False
@@ -64,6 +64,7 @@ def memory_outside_graph(
     loss_bytes = int(loss_bytes_ratio * sum(value.bytes for value in graph.values if value.kind == "tangent"))
     trained = [graph.values[value] for value, _ in graph.gradients]
     trained_names, other_bytes = {value.path for value in trained}, dict[Cause, int]()
+    # parameters that get their gradients in other steps
     idle_parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in trained_names]
     if gradients.adds:
         other_bytes["parameter_gradient"] = sum(home.allocated(p.numel() * p.element_size()) for p in idle_parameters)
@@ -78,17 +79,18 @@ def memory_outside_graph(
     idle_layouts = [(tuple(p.shape), p.stride(), str(p.dtype).removeprefix("torch.")) for p in idle_parameters]
     update_with_idle = update_of(optimizer, [*layouts, *idle_layouts], home) if idle_parameters else update
     other_bytes["optimizer_state"] = update_with_idle.state - update.state
-    saved = 0
+    moment_bytes_saved = 0
     if isinstance(optimizer, EightBitMoments):
-        saved = update_of(optimizer.exact, layouts, home).state - update.state
+        moment_bytes_saved = update_of(optimizer.exact, layouts, home).state - update.state
     update_bytes = dict[int, int]()
     if gradients.updates:  # each parameter is updated by itself
         update_by_layout = {layout: update_of(optimizer, [layout], home) for layout in dict.fromkeys(layouts)}
         pairs = zip(parameters, layouts, strict=True)
         update_bytes = {value.id: update_by_layout[layout].most for value, layout in pairs}
     return OutsideMemory(
-        state=update.state, packed=update.packed, moment_bytes_saved=saved,
+        state=update.state, packed=update.packed, moment_bytes_saved=moment_bytes_saved,
         moments_fit_8_bits=update.moments_fit_8_bits,
+        # idle parameters are updated only if they have gradients of other micro-batches
         update=(update_with_idle if gradients.adds else update).most,
         update_by_parameter=update_bytes, other_bytes=other_bytes, workspace_by_op=workspace_by_op,
         loss_bytes=loss_bytes, home=home,
@@ -139,4 +141,5 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_TensorLayout], home: Home 
     live = sum(home.allocated(storage.bytes) for storage in live_at(trace, second_step))
     inputs = (s for s in live_at(trace, first_step) if s.cause in ("weight", "parameter_gradient"))
     state = live - sum(home.allocated(storage.bytes) for storage in inputs)
-    return Update(state, simulate(trace).steps[1].peak_allocated - live, packed, moments_fit_8_bits)
+    most = simulate(trace).steps[1].peak_allocated - live
+    return Update(state, most, packed, moments_fit_8_bits)
