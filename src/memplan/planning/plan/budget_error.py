@@ -51,27 +51,30 @@ class Remedy(Printed):
 
 
 def budget_error(
-    floor: Schedule, outside_memory: OutsideMemory, budget: int, predicted: Timeline | None = None
+    smallest_peak: Schedule, outside_memory: OutsideMemory, budget: int, predicted: Timeline | None = None
 ) -> BudgetError:
-    """Build the error of a budget that no plan meets. ``floor`` is the schedule with the smallest peak that the search
-    reached; ``predicted`` the timeline of a step of fused kernels, whose memory differs from that of the single ops."""
-    trace = trace_of(floor, outside_memory)
+    """Build the error of a budget that no plan meets. ``smallest_peak`` is the schedule with the smallest peak that the
+    search reached; ``predicted`` the timeline of a step of fused kernels, whose memory differs from that of the single
+    ops."""
+    trace = trace_of(smallest_peak, outside_memory)
     timeline = simulate(trace, settings=outside_memory.home.allocator_conf)
-    least = (predicted or timeline).peak_reserved
+    smallest_budget = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
     storages = tuple(_peak_storage(trace, storage) for storage in live)
-    peak, wanted = format_bytes(least), format_bytes(budget)
-    helpful = (remedy for remedy in _remedies(floor, live, least) if format_bytes(remedy.bytes) != peak)
+    smallest, given = format_bytes(smallest_budget), format_bytes(budget)
+    # a remedy that needs as much in the message's digits is none
+    helpful = (r for r in _remedies(smallest_peak, live, smallest_budget) if format_bytes(r.bytes) != smallest)
     remedies = tuple(sorted(helpful, key=lambda remedy: remedy.bytes))
-    if peak == wanted:
-        peak, wanted = f"{peak} ({least} bytes)", f"{wanted} ({budget} bytes)"
-    holding = ", ".join(map(str, storages[:3]))
+    if smallest == given:  # they differ only in further digits
+        smallest, given = f"{smallest} ({smallest_budget} bytes)", f"{given} ({budget} bytes)"
+    largest_storages = ", ".join(map(str, storages[:3]))
+    where = _op_at(trace, timeline.peak_tick)
     return BudgetError(
-        f"The budget is {wanted}",
-        expected=f"at least {peak}, the smallest peak found: {_op_at(trace, timeline.peak_tick)} it takes {holding}",
-        do=f"Give {format_bytes(least)} ({least} bytes)"
+        f"The budget is {given}",
+        expected=f"at least {smallest}, the smallest peak found: {where} it takes {largest_storages}",
+        do=f"Give {format_bytes(smallest_budget)} ({smallest_budget} bytes)"
         + (f", or {'; or '.join(map(str, remedies))}" if remedies else ""),
-        smallest_budget=least,
+        smallest_budget=smallest_budget,
         timeline=predicted or timeline,
         held_by=storages,
         lower_by=remedies,
@@ -100,25 +103,26 @@ def _op_at(trace: Trace, tick: int) -> str:
     return f"in {op.phase}, at {short(op.name)}{layer}" + (f" ({op.where})" if op.where else "")
 
 
-def _remedies(floor: Schedule, live: list[Storage], peak: int) -> list[Remedy]:
+def _remedies(smallest_peak: Schedule, live: list[Storage], peak: int) -> list[Remedy]:
     """Return what users can change to need less, each with an estimate of the smallest budget then. ``live`` are the
-    storages at the peak of ``floor``. For fused kernels the ``peak`` differs from their bytes; the difference is
-    assumed to scale with the inputs."""
+    storages at the peak of ``smallest_peak``. For fused kernels the ``peak`` differs from their bytes; the difference
+    is assumed to scale with the inputs."""
     scaling = [storage for storage in live if storage.cause in _SCALING]
-    scaling_bytes = sum(storage.bytes for storage in scaling)
-    total = max(0, peak - sum(storage.bytes for storage in live) + scaling_bytes)  # what scales with the inputs
-    wide = sum(storage.bytes for storage in scaling if storage.dtype == "float32" and storage.cause != "input")
-    wide = wide * total // max(scaling_bytes, 1)
-    inputs = [value.shape for value in floor.graph.values if value.kind == "input"]
+    live_scaling_bytes = sum(storage.bytes for storage in scaling)
+    fixed_bytes = sum(storage.bytes for storage in live) - live_scaling_bytes
+    scaling_bytes = max(0, peak - fixed_bytes)
+    live_float32_bytes = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input")
+    float32_bytes = live_float32_bytes * scaling_bytes // max(live_scaling_bytes, 1)
+    inputs = [value.shape for value in smallest_peak.graph.values if value.kind == "input"]
     remedies = list[Remedy]()
-    if total and inputs and inputs[0] and inputs[0][0] > 1:
-        remedies.append(Remedy("halve the batch", peak - total // 2))
-    spatial_dims = max((len(shape) - 2 for shape in inputs if len(shape) in (4, 5)), default=0)
-    if total and spatial_dims:
-        remedies.append(Remedy("halve the resolution", peak - total + total // 2**spatial_dims))
-    if wide and not any(value.dtype in _NARROW for value in floor.graph.values):
-        remedies.append(Remedy("run in bfloat16 (autocast)", peak - wide // 2))
-    gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
-    if gradients and not floor.choices.gradients.frees:
-        remedies.append(Remedy(UPDATE_EARLY.remedy, peak - gradients))
+    if scaling_bytes and inputs and inputs[0] and inputs[0][0] > 1:
+        remedies.append(Remedy("halve the batch", peak - scaling_bytes // 2))
+    spatial_dims = max((len(shape) - 2 for shape in inputs if len(shape) in (4, 5)), default=0)  # (N, C, *spatial)
+    if scaling_bytes and spatial_dims:
+        remedies.append(Remedy("halve the resolution", peak - scaling_bytes + scaling_bytes // 2**spatial_dims))
+    if float32_bytes and not any(value.dtype in _NARROW for value in smallest_peak.graph.values):
+        remedies.append(Remedy("run in bfloat16 (autocast)", peak - float32_bytes // 2))
+    gradient_bytes = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
+    if gradient_bytes and not smallest_peak.choices.gradients.frees:
+        remedies.append(Remedy(UPDATE_EARLY.remedy, peak - gradient_bytes))
     return remedies

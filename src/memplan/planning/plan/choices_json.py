@@ -11,7 +11,7 @@ from memplan.planning.levers.registry import LEVERS, RELEASE_GRADIENTS, UPDATE_E
 from memplan.planning.schedule.actions import Choices
 
 _FLAGS = ((UPDATE_EARLY.field, "updates"), (RELEASE_GRADIENTS.field, "adds"))
-"""Names in JSON, and the fields of `GradientUse` they stand for."""
+"""(name in JSON, field of `GradientUse`)."""
 _ALWAYS = ("recompute", "encode")
 """Lists that every plan has. A plan that is older than a lever lacks the lever's list."""
 
@@ -23,15 +23,15 @@ def to_plain(choices: Choices, names: Mapping[str, int]) -> dict[str, Any]:
     """
     name_of = {value: name for name, value in names.items()}
     plain = _json.to_plain(choices)
-    use = plain.pop("gradients")
+    gradient_use = plain.pop("gradients")
     del plain["saved_forms"]
     if not choices.order:  # as in plans that are older than orders
         del plain["order"]
     levers = sorted({*_ALWAYS, "offload", *dict(choices.saved_forms)})
-    lists = {lever: choices.saved_by(lever) for lever in levers} | {"recompute": choices.recompute}
-    for lever, values in lists.items():
+    values_of_lever = {lever: choices.saved_by(lever) for lever in levers} | {"recompute": choices.recompute}
+    for lever, values in values_of_lever.items():
         plain[lever] = [name_of[value] for value in sorted(values)]
-    return plain | {name: use[field] for name, field in _FLAGS}
+    return plain | {name: gradient_use[field] for name, field in _FLAGS}
 
 
 def by_id(plain: Any, names: Mapping[str, int]) -> dict[str, Any]:
@@ -42,10 +42,10 @@ def by_id(plain: Any, names: Mapping[str, int]) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise Unreadable("is no mapping").within(".choices")
     fields = dict(plain)
-    levers = [lever.name for lever in LEVERS if lever.name in plain or lever.name in _ALWAYS]
-    lists = {lever: _value_ids(lever, fields.pop(lever, None), names) for lever in dict.fromkeys((*_ALWAYS, *levers))}
-    fields["recompute"] = lists.pop("recompute")
-    fields["saved_forms"] = [[lever, value] for lever, values in lists.items() for value in values]
+    levers = dict.fromkeys((*_ALWAYS, *(lever.name for lever in LEVERS if lever.name in plain)))
+    values_of_lever = {lever: _value_ids(lever, fields.pop(lever, None), names) for lever in levers}
+    fields["recompute"] = values_of_lever.pop("recompute")
+    fields["saved_forms"] = [[lever, value] for lever, values in values_of_lever.items() for value in values]
     fields["gradients"] = {field: fields.pop(name) for name, field in _FLAGS if name in fields}
     return fields
 

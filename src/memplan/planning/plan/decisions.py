@@ -37,21 +37,21 @@ def decide(graph: JointGraph, schedule: Schedule, outside_memory: OutsideMemory 
 
 
 def tiled(graph: JointGraph, plain: JointGraph, tiles: Sequence[TileOfStep]) -> list[Decision]:
-    """Return a decision for each segment that runs piece by piece. ``plain`` is the step without tiles."""
+    """Return a decision for each segment that runs piece by piece in ``graph``. ``plain`` is the step without tiles."""
     decisions = list[Decision]()
     for tile in tiles:
         ops = [op for op in plain.forward_ops if op.call is not None and tile.first <= op.call <= tile.last]
-        in_pieces = [op for op in graph.ops if op.target in TILE_OPS and graph.call_of(op) == tile.last]
-        results = [value for op in in_pieces if op.phase == "forward" for value in op.makes]
-        before = sum(plain.values[value].bytes for op in ops for value in op.makes)
+        tile_ops = [op for op in graph.ops if op.target in TILE_OPS and graph.call_of(op) == tile.last]
+        bytes_before = sum(plain.values[value].bytes for op in ops for value in op.makes)
+        results = [value for op in tile_ops if op.phase == "forward" for value in op.makes]
         reason = TILE.reason_of(
-            before - sum(graph.values[value].bytes for value in results), tile,
-            max((op.scratch for op in in_pieces), default=0),
-            once=any(op.target == TILE_WITH_GRADIENTS for op in in_pieces),
+            bytes_before - sum(graph.values[value].bytes for value in results), tile,
+            max((op.scratch for op in tile_ops), default=0),
+            once=any(op.target == TILE_WITH_GRADIENTS for op in tile_ops),
         )  # fmt: skip
         layers = list(dict.fromkeys(op.layer for op in ops if op.layer))
         layer = layers[0] if len(layers) < 2 else f"{layers[0]} to {layers[-1]}"
-        seconds = max(0.0, sum(op.seconds for op in in_pieces) - _seconds_with_derivatives(plain, ops))
+        seconds = max(0.0, sum(op.seconds for op in tile_ops) - _seconds_with_derivatives(plain, ops))
         decisions.append(_segment_decision(TILE.name, plain, ops, seconds, layer, reason))
     return decisions
 
@@ -61,13 +61,13 @@ def by_kernels(graph: JointGraph, plain: JointGraph, groups: Sequence[Group]) ->
     decisions = list[Decision]()
     for group in groups:
         ops = [op for op in plain.forward_ops if op.call in group.calls]
-        kernel = [op for op in graph.ops if graph.call_of(op) == group.last]
+        kernel_ops = [op for op in graph.ops if graph.call_of(op) == group.last]  # in the place of the last call
         reason = KERNEL.reason_of(
             group.kernel, saved_bytes(plain, group.calls), saved_bytes(graph, (group.last,)),
-            max((op.scratch for op in kernel if op.target in KERNELS), default=0),
+            max((op.scratch for op in kernel_ops if op.target in KERNELS), default=0),
         )  # fmt: skip
         layer = next((op.layer for op in ops if op.layer), "")
-        seconds = sum(op.seconds for op in kernel) - _seconds_with_derivatives(plain, ops)
+        seconds = sum(op.seconds for op in kernel_ops) - _seconds_with_derivatives(plain, ops)
         decisions.append(_segment_decision(KERNEL.name, plain, ops, seconds, layer, reason))
     return decisions
 
@@ -125,34 +125,34 @@ class _Decider:
             self.seconds[value] = copies[value].use_seconds + wait
         for action in (*schedule.forward, *schedule.backward):
             self._note(action)
-        for forms in self.forms.values():
+        for forms in self.forms.values():  # copies first, then those that the value can be decoded from
             forms.sort(key=lambda form: (not form.is_copied, not form.whole))
         for action in schedule.backward:
             form = None if action.form is None else graph.form[action.form]
-            if form is None or not form.is_copied:
+            if form is None or not form.is_copied:  # a copy's action is no reader to name
                 for value in action.reads:
                     self.readers[value].append(action)
-        rates = {
+        seconds_per_byte = {
             value: graph.maker[value].recompute_op.seconds / graph.values[value].bytes
             for value in self._saved_values()
             if value in self.recomputable and graph.values[value].bytes
         }
         self.costliest: int | None = None
         """Saved but recomputable value with the most seconds of recomputation per byte; None if there is no other."""
-        if len(rates) > 1 and any(rates.values()):
-            self.costliest = max(rates, key=lambda value: rates[value])
+        if len(seconds_per_byte) > 1 and any(seconds_per_byte.values()):
+            self.costliest = max(seconds_per_byte, key=lambda value: seconds_per_byte[value])
 
     def _note(self, action: Action) -> None:
         """Record what an action recomputes or encodes, and the seconds that it adds."""
         if action.kind == "run":
             if action.recomputed:
                 self.recomputed.update(action.makes)
-                self.seconds[action.makes[0]] += action.called(self.graph).seconds
+                self.seconds[action.makes[0]] += action.called(self.graph).seconds  # once for all results
         elif action.form is not None:
             form = self.graph.form[action.form]
             if action.kind == "store":
                 self.forms[form.value].append(form)
-            if not form.is_copied:
+            if not form.is_copied:  # those of copies are known: see `__init__`
                 self.seconds[form.value] += form.use_seconds if action.kind == "store" else form.fetch_seconds
 
     def _saved_values(self) -> list[int]:
@@ -184,7 +184,8 @@ class _Decider:
         return decisions
 
     def _encoding_decision(self, form: SavedForm, *others: SavedForm) -> tuple[str, Reason]:
-        """Return lever and reason of a value's encoding, less the bytes of ``others``, its further encodings."""
+        """Return the lever of a value's encoding, and the reason. ``others`` are the value's further encodings: the
+        reason names them, and its bytes are less theirs."""
         reason = registry.find(form.lever).reason(self, form)
         if others and not form.is_copied:
             other_bytes = sum(self.graph.values[other.encoded].bytes for other in others)
@@ -212,14 +213,14 @@ class _Decider:
     def freed_after(self, form: SavedForm) -> str:
         """Describe the op after which an offloaded value is freed."""
         forward = self.schedule.forward
-        copied = next(index for index, a in enumerate(forward) if a.kind == "stored" and a.form == form.encoded)
-        return self._describe_ops([next(action for action in reversed(forward[:copied]) if action.kind == "run")])
+        copy_end = next(index for index, a in enumerate(forward) if a.kind == "stored" and a.form == form.encoded)
+        return self._describe_ops([next(action for action in reversed(forward[:copy_end]) if action.kind == "run")])
 
     def fetched_before(self, form: SavedForm) -> str:
         """Describe the op before which the copy back to the device begins."""
         backward = self.schedule.backward
-        fetch = next(index for index, a in enumerate(backward) if a.kind == "fetch" and a.form == form.encoded)
-        return self._describe_ops([next(action for action in backward[fetch:] if action.kind == "run")])
+        copy_begin = next(index for index, a in enumerate(backward) if a.kind == "fetch" and a.form == form.encoded)
+        return self._describe_ops([next(action for action in backward[copy_begin:] if action.kind == "run")])
 
     def waits(self, form: SavedForm) -> float:
         """Seconds that the step waits for the copies of a form."""
@@ -243,18 +244,18 @@ class _Decider:
         """The fewest backward ops whose move explains the order: all but a longest sequence in captured order."""
         # longest increasing subsequence of op indices, by patience sorting
         order = self.schedule.choices.order
-        ends = list[int]()
+        smallest_ends = list[int]()
         """By length less 1: the smallest last op of an increasing subsequence of that length."""
-        before = dict[int, int]()
+        predecessor = dict[int, int]()
         """By op: the op before it in its subsequence, -1 for the first."""
         for op in order:
-            length = bisect_left(ends, op)
-            before[op] = ends[length - 1] if length else -1
-            ends[length : length + 1] = [op]
-        stays, last = set[int](), ends[-1] if ends else -1
-        while last >= 0:
-            stays.add(last)
-            last = before[last]
+            length_before = bisect_left(smallest_ends, op)  # of the longest subsequence that the op can extend
+            predecessor[op] = smallest_ends[length_before - 1] if length_before else -1
+            smallest_ends[length_before : length_before + 1] = [op]  # replaced, or appended
+        stays, op = set[int](), smallest_ends[-1] if smallest_ends else -1
+        while op >= 0:
+            stays.add(op)
+            op = predecessor[op]
         return [self.graph.ops[op] for op in order if op not in stays]
 
     @property
@@ -277,11 +278,12 @@ class _Decider:
     # -- reasons
 
     def needed(self, value: int) -> str:
-        """Describe what reads a value in the backward pass: ops, else one that recomputes a value; else ""."""
+        """Describe what reads a value in the backward pass: its ops, else a value that is recomputed from it. Empty if
+        nothing reads it."""
         readers = self.readers[value]
-        plain = [action for action in readers if not action.recomputed]
-        if plain:
-            return f"needed by {self._describe_ops(plain)}"
+        backward_ops = [action for action in readers if not action.recomputed]
+        if backward_ops:
+            return f"needed by {self._describe_ops(backward_ops)}"
         if readers:
             recomputed = self._name(readers[0].makes[0])
             return f"needed to recompute {recomputed}" + _and_more(len(readers) - 1, "other")

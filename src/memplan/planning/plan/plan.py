@@ -107,13 +107,14 @@ class Plan(Saved, Displayed):
         pieces or by kernels, are ``reordered``: they add in another order."""
         if self.lost.lossy:
             return "lossy"
-        return "reordered" if self.choices.fused or self.tiles or self.kernels else "exact"
+        adds_in_other_order = self.choices.fused or self.tiles or self.kernels
+        return "reordered" if adds_in_other_order else "exact"
 
     @property
     def lost(self) -> Precision:
         """Precision that the plan actually uses, which may be less lossy than what ``precision`` allows."""
-        saves = any(decision.scope.kind == "value" and decision.grade == "lossy" for decision in self.decisions)
-        return self.precision if saves else replace(self.precision, save="exact")
+        saves_lossy = any(decision.scope.kind == "value" and decision.grade == "lossy" for decision in self.decisions)
+        return self.precision if saves_lossy else replace(self.precision, save="exact")
 
     @property
     def total_seconds(self) -> float | None:
@@ -176,17 +177,10 @@ class Plan(Saved, Displayed):
     @property
     def summary(self) -> str:
         """A summary in a paragraph."""
-        before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
+        eager_peak, peak = format_bytes(self.eager_peak), format_bytes(self.peak)
         budget = f"the budget of {format_bytes(self.budget)}"
-        floor, lower_bound = format_bytes(self.floor), format_bytes(self.lower_bound)
-        if self.choices.fused:
-            floor = f"The least looked at is {floor}, no less than {lower_bound} can be."
-        else:
-            order = "order of ops" if self.changes_nothing else "order"  # else the sentence before names it in full
-            floor = f"The least budget found is {floor}; its {order} needs at least {lower_bound}"
-            floor += " with these pieces." if self.tiles else " with these kernels." if self.kernels else "."
         if self.changes_nothing:
-            return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
+            return f"A step on {self.device} fits {budget} as it is: predicted peak {eager_peak}. {self._floor_text}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
         share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
         levers = Counter(decision.lever for decision in self.decisions if decision.scope.kind == "value")
@@ -204,9 +198,19 @@ class Plan(Saved, Displayed):
             bound = f"No plan{of_what} in this order of ops and budget adds less than {least} "
             bound += f"(gap {format_seconds(self.gap)}). "
         return (
-            f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
-            f"{format_seconds(self.seconds)} added{share}{counts}. {self._lossy}{bound}{floor}"
+            f"A step on {self.device} in {budget}: predicted peak {eager_peak} -> {peak}, "
+            f"{format_seconds(self.seconds)} added{share}{counts}. {self._lossy}{bound}{self._floor_text}"
         )
+
+    @property
+    def _floor_text(self) -> str:
+        """Sentence about the smallest budget that the search could meet, and its lower bound."""
+        floor, lower_bound = format_bytes(self.floor), format_bytes(self.lower_bound)
+        if self.choices.fused:
+            return f"The least looked at is {floor}, no less than {lower_bound} can be."
+        order = "order of ops" if self.changes_nothing else "order"  # else the sentence before names it in full
+        of_what = " with these pieces" if self.tiles else " with these kernels" if self.kernels else ""
+        return f"The least budget found is {floor}; its {order} needs at least {lower_bound}{of_what}."
 
     @property
     def _lossy(self) -> str:
@@ -276,7 +280,7 @@ def check_settings(
         plan: a plan for this graph.
         gradients: use of each parameter's gradient.
         optimizer: a callable that makes the optimizer of the parameters, or None.
-        state: bytes of the optimizer's state.
+        state: bytes of the optimizer's state with these settings.
         peak: bytes that the plan's choices need with these settings.
         budget: in bytes.
         fused: whether the engine ``inductor`` is to run it.

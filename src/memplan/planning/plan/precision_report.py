@@ -29,10 +29,10 @@ def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
     for block, ops in blocks(graph).items():
         results = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
         cast_weights = [v for op in ops for v in op.makes if v in copies]
-        reason, low = LOWER_PRECISION.of_block(graph, ops, precision.compute, results, cast_weights)
-        if not low:
+        reason, lower_values = LOWER_PRECISION.of_block(graph, ops, precision.compute, results, cast_weights)
+        if not lower_values:  # the block computes as it is written
             continue
-        names = tuple(dict.fromkeys(graph.values[v].name for v in (low[0], low[-1])))
+        names = tuple(dict.fromkeys(graph.values[v].name for v in (lower_values[0], lower_values[-1])))
         scope, where = Scope("segment", names), next((op.where for op in ops if op.where), None)
         decisions.append(Decision(
             LOWER_PRECISION.name, scope, reason.grade, reason.bytes, seconds=0.0,
@@ -49,23 +49,23 @@ def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
     layers = [(op, graph.layer_of(op).split(".")) for op in (*graph.forward_ops, *graph.backward_ops)]
     deepest = max((len(names) for _, names in layers), default=0)
     depth = 1
-    for more in range(2, deepest + 1):
-        if len({tuple(names[:more]) for _, names in layers}) > BLOCKS:
+    for deeper in range(2, deepest + 1):
+        if len({tuple(names[:deeper]) for _, names in layers}) > BLOCKS:
             break
-        depth = more
+        depth = deeper
     groups: dict[str, list[GraphOp]] = defaultdict(list)
     for op, names in layers:
         groups[".".join(names[:depth])].append(op)
     return groups
 
 
-def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
-    """Return the blocks that compute in lower precision and take longer there than in the exact step. ``low`` is the
+def slower_blocks(exact: JointGraph, lower: JointGraph, compute: str) -> tuple[str, ...]:
+    """Return the blocks that compute in lower precision and take longer there than in the exact step. ``lower`` is the
     step that computes in ``compute``; both graphs have seconds."""
     exact_seconds = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
     slower = list[str]()
-    for block, ops in blocks(low).items():
-        computes_low = any(low.values[v].dtype == compute for op in ops for v in op.makes)
+    for block, ops in blocks(lower).items():
+        computes_low = any(lower.values[v].dtype == compute for op in ops for v in op.makes)
         takes_longer = block in exact_seconds and sum(op.seconds for op in ops) > exact_seconds[block]
         if block and computes_low and takes_longer:
             slower.append(block)

@@ -34,12 +34,13 @@ def segments_note(schedule: Schedule, outside_memory: OutsideMemory) -> Iterator
     expandable = home.allocator.expandable_segments
     other = replace(home, allocator=replace(home.allocator, expandable_segments=not expandable))
     reserved = reserved_bytes(schedule, outside_memory)
-    otherwise = reserved_bytes(schedule, replace(outside_memory, home=other))
-    if otherwise > (1 - WORTH_SAYING) * reserved:
+    reserved_by_other = reserved_bytes(schedule, replace(outside_memory, home=other))
+    if reserved_by_other > (1 - WORTH_SAYING) * reserved:
         return
+    # the text of settings leaves out defaults, such as segments of a fixed size
     parts = str(other.allocator), "expandable_segments:False" if expandable else ""
     setting = ",".join(filter(None, parts))
     yield (
-        f"with PYTORCH_ALLOC_CONF={setting} the allocator would reserve {format_bytes(otherwise)} instead of "
+        f"with PYTORCH_ALLOC_CONF={setting} the allocator would reserve {format_bytes(reserved_by_other)} instead of "
         f"{format_bytes(reserved)} for this plan: set it before the program starts, and plan again"
     )

@@ -35,12 +35,13 @@ def workspace_band(
     peaks = [timeline_of(schedule, outside_memory).peak_reserved]
     for seed in range(_DRAWS):
         random = Random(seed)
-        drawn = {  # convolutions of the same shapes (``asked``) get the same workspace
+        drawn = {  # convolutions with the same questions to cuDNN get the same workspace
             scratch.asked: random.choices(scratch.sizes.sizes, scratch.sizes.probabilities)[0]
             for scratch in dict.fromkeys(expected.values())
         }
         ops = tuple(
             replace(op, scratch=drawn[expected[op.index].asked]) if op.index in expected else op for op in graph.ops
         )
-        peaks.append(timeline_of(replace(schedule, graph=replace(graph, ops=ops)), outside_memory).peak_reserved)
+        with_drawn = replace(schedule, graph=replace(graph, ops=ops))
+        peaks.append(timeline_of(with_drawn, outside_memory).peak_reserved)
     return min(peaks), max(peaks)
