@@ -24,10 +24,10 @@ class Rebuild:
         index, the index of its forward op and the values that it reads are updated here."""
         index = len(self.ops)
         self._new_index.setdefault(op.index, index)  # of several ops that replace one, the first
-        forward = None if op.gradient_of is None else self._new_index[op.gradient_of]
+        gradient_of = None if op.gradient_of is None else self._new_index[op.gradient_of]
         arguments = (changes.get("args", op.args), changes.get("kwargs", op.kwargs))
         reads = tuple(dict.fromkeys(self.values[v].base for v in refs(arguments)))
-        self.ops.append(replace(op, **{**changes, "index": index, "gradient_of": forward, "reads": reads}))
+        self.ops.append(replace(op, **{**changes, "index": index, "gradient_of": gradient_of, "reads": reads}))
 
     def value(self, name: str, like: Value, **changes: Any) -> int:
         """Add a value for a result of a new op and return its id. It is a copy of ``like`` with memory of its own, in

@@ -70,7 +70,7 @@ class Value:
     @property
     def held(self) -> bool:
         """Whether its memory stays allocated after a schedule frees it: ``backward()`` itself holds the gradient of a
-        scalar, such as a loss, until it returns."""
+        0-d output, such as a loss, until it returns."""
         return self.kind == "tangent" and not self.shape
 
     @property
@@ -166,6 +166,7 @@ class SavedForm:
     lever: str
     """Name of the lever (see `memplan.planning.levers.registry`)."""
     value: int
+    """Id of the forward value."""
     encoded: int
     """Id of the saved form, a value of kind ``encoded`` or ``host``: its bytes are live between the passes."""
     how: str = ""
@@ -205,7 +206,8 @@ class SavedForm:
 def peak_of(requests: Sequence[int]) -> int:
     """Return the most bytes of `GraphOp.requests` that are live at once."""
     sizes = [request for request in requests if request > 0]
-    return max(accumulate((request if request > 0 else -sizes[-request - 1] for request in requests), initial=0))
+    changes = (request if request > 0 else -sizes[-request - 1] for request in requests)  # -1 frees the first
+    return max(accumulate(changes, initial=0))
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class JointGraph:
     @cached_property
     def ranked_forms(self) -> tuple[SavedForm, ...]:
         """Saved forms by rank: if several whole forms are chosen for a value, the first is used. Copies come last."""
-        levers = list(dict.fromkeys(form.lever for form in self.forms))
+        levers = list(dict.fromkeys(form.lever for form in self.forms))  # in the order of the registry
         return tuple(sorted(self.forms, key=lambda form: (form.is_copied, levers.index(form.lever), form.value)))
 
     def forms_by(self, lever: str) -> tuple[SavedForm, ...]:

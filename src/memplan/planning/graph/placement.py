@@ -57,7 +57,7 @@ def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
     parameters and buffers on several devices, inputs on another card, or a device that is neither."""
     devices = {name: tensor.device for name, tensor in (*step.named_parameters(), *step.named_buffers())}
     devices |= {f"input {index}": tensor.device for index, tensor in enumerate(tensors) if tensor.device.type != HOST}
-    # The first tensor on each device. Meta tensors can stand for any device.
+    # The name of the first tensor on each device. Meta tensors can stand for any device.
     first_on = {device: name for name, device in reversed(devices.items()) if device.type != "meta"}
     for device, name in first_on.items():
         if device.type not in (HOST, "cuda"):

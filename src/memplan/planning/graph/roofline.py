@@ -93,11 +93,11 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
     """Return the FLOPs and bytes of an op."""
     if op.target in WORKS:
         return WORKS[op.target](map_refs(op.args, graph.values.__getitem__))
-    chunked = op.target == op_schema.CHUNKED  # a convolution with a further argument, the number of pieces
-    formula = _torch.flop_formula("aten.convolution.default" if chunked else op.target)
+    is_chunked = op.target == op_schema.CHUNKED  # a convolution with a further argument, the number of pieces
+    formula = _torch.flop_formula("aten.convolution.default" if is_chunked else op.target)
     flops = 0
     if formula is not None:
-        args = map_refs(op.args[:-1] if chunked else op.args, lambda value: _meta_tensor(graph.values[value]))
+        args = map_refs(op.args[:-1] if is_chunked else op.args, lambda value: _meta_tensor(graph.values[value]))
         kwargs = map_refs(op.kwargs, lambda value: _meta_tensor(graph.values[value]))
         results = tuple(None if value is None else _meta_tensor(graph.values[value]) for value in op.outputs)
         flops = int(formula(*args, **kwargs, out_val=results if op.multiple else results[0]))
@@ -108,6 +108,7 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
         # A view reads its own elements only, an expanded tensor each element of its base once.
         bytes_moved += min(element_bytes, graph.values[value.base].bytes)
     dtype = next((graph.values[v].dtype for v in (*refs(op.args), *op.makes)), "float32")
+    # by default torch lets float32 convolutions run as TF32 (torch.backends.cudnn.allow_tf32)
     rate = "tf32" if dtype == "float32" and "conv" in op.target else dtype
     is_own = op.target.partition(".")[0] in OWN or op.target in op_schema.OWN
     return Work(flops, bytes_moved, rate, foreign=not is_own)

@@ -34,14 +34,17 @@ class _Walk:
         self.outputs = {graph.values[value].base for value in graph.outputs}
         self.live, self.changed = {*self.resident}, set[int]()
         """Live values, and those whose elements must not be read any more."""
-        self.delivered = set[int]()  # gradients whose memory the receiver keeps
-        self.recomputed = {*graph.irreplaceable}  # these must never be recomputed, as if they had been
+        self.delivered = set[int]()
+        """Gradients whose memory the receiver keeps."""
+        self.recomputed = {*graph.irreplaceable}
+        """Values that were recomputed, and those that must never be, as if they had been."""
         self.ran, self.written, self.returned = set[int](), set[int](), set[int]()
         """Ops that ran for the first time, values that were written, and values whose gradient was returned."""
         self.last_in_order = -1
         """Index of the last op that must not change its place: in the forward pass, random, or with a side effect."""
-        # by kind of action, form and value: values that it reads, values that it makes, and scratch
+        # the actions on saved forms that a schedule may have
         allowed = self.allowed = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
+        """(kind, form, value) of an action -> values that it reads, values that it makes, and bytes of scratch."""
         allowed["receive", None, None] = set[int](), self.tangents, outside_memory.loss_bytes
         for f in graph.forms:
             allowed["store", f.encoded, f.value] = {f.value}, {f.encoded}, f.store_scratch
@@ -65,7 +68,8 @@ class _Walk:
                 self.place = f"{phase} action {index} ({action.kind} {subject})"
                 is_first = (phase, index) == ("backward", 0)
                 self.require((action.kind == "receive") == is_first, "tangents come first, once")
-                self.require(action.kind == "run" or action.into is action.op is None, "only ops do that")
+                names_no_op = action.op is None and action.into is None
+                self.require(action.kind == "run" or names_no_op, "only ops do that")
                 self.check_action(action, phase)
                 for value in action.frees:
                     self.free(value)
@@ -76,11 +80,12 @@ class _Walk:
                 self.changed |= self.outputs - self.resident - {*self.plan.saved}  # the backward pass does not get them
         must_run = {op.index for op in self.graph.ops if op.makes or op.discarded or op.once}
         self.require(self.ran == must_run, "not all ran once")
-        due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.returned
-        self.require(not due, f"the write or the gradient of {self.names(due)} is missing")
-        odd = self.live ^ (self.resident | self.outputs | self.delivered)
-        self.require(not odd, f"{self.names(odd)} should have been freed, or should not")
-        self.allocate((), 0 if self.gradient_use.updates else self.outside_memory.update)
+        missing = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.returned
+        self.require(not missing, f"the write or the gradient of {self.names(missing)} is missing")
+        wrong = self.live ^ (self.resident | self.outputs | self.delivered)
+        self.require(not wrong, f"{self.names(wrong)} should have been freed, or should not")
+        update_bytes = 0 if self.gradient_use.updates else self.outside_memory.update
+        self.allocate((), transient=update_bytes)
         return self.peak
 
     def check_action(self, action: Action, phase: str) -> None:
@@ -91,9 +96,9 @@ class _Walk:
             self.run(action, self.graph.ops[action.op], phase)
         elif reads is not None and makes.isdisjoint(self.graph.irreplaceable - self.tangents):
             self.check(action, reads, makes)
-            self.allocate(makes, scratch)
+            self.allocate(makes, transient=scratch)
         elif (action.kind, phase) == ("write", "forward"):
-            self.check(action, (self.values[source].base,), ())
+            self.check(action, reads=(self.values[source].base,), makes=())
             is_due = (value, source) in self.graph.mutations and value not in self.written
             self.require(is_due, "not this, or not twice")
             self.written.add(value)
@@ -105,14 +110,16 @@ class _Walk:
         """Check that an op runs on its operands, once and in an allowed order, or again where it may."""
         op = op.cheaper_recompute if action.recomputed and op.cheaper_recompute else op
         scratch = op.scratch if action.into is None else op.scratch - op.scratch_saved
-        makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
+        makes, idle, reads = {*action.makes}, set[int](), [*op.reads]  # idle: operands that its kernel does not read
         if action.recomputed:
             may = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
             may = may and self.recomputed.isdisjoint(makes)
             self.require(may, f"{op.target} must not run again here, or so often")
             self.recomputed |= makes
-            norm = op.target == "aten._native_batch_norm_legit_functional.default"
-            if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:  # results and statistics of the batch
+            is_norm = op.target == "aten._native_batch_norm_legit_functional.default"
+            # (input, weight, bias, running_mean, running_var, training, ...) -> (output, mean, rstd, new
+            # running_mean...)
+            if is_norm and op.args[5] is True and makes <= {*op.outputs[:3]}:
                 running_statistics = op.args[3:5]
                 idle = {self.values[arg.value].base for arg in running_statistics if isinstance(arg, Ref)}
         else:
@@ -133,22 +140,24 @@ class _Walk:
             fits = fits and action.into in {*op.overwrites} & {*reads} - self.tangents
             self.require(fits, f"{op.target} must not write over {self.names([action.into])}")
             self.free(action.into)
-        self.allocate(makes, op.discarded + scratch + self.size({*op.makes} - makes))
+        unread_results = {*op.makes} - makes
+        self.allocate(makes, transient=op.discarded + scratch + self.size(unread_results))
 
     def return_gradient(self, action: Action, of: int, source: int, phase: str) -> None:
-        """Check that gradient ``source`` of value ``of`` is returned once, and copied if it shares memory."""
+        """Check that gradient ``source`` of value ``of`` is returned once, and copied if it shares memory or has other
+        strides."""
         values, base, is_parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
         updates, adds = is_parameter and self.gradient_use.updates, is_parameter and self.gradient_use.adds
         known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
         self.require(known and of not in self.returned, "there is no such thing to do here, or it is done")
-        self.check(action, (base,), ())
-        shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
-        foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
-        may_stay = adds or not (shared or foreign)
+        self.check(action, reads=(base,), makes=())
+        shares_memory = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
+        shares_memory = shares_memory or base in self.resident | self.outputs | self.tangents
+        may_stay = adds or not (shares_memory or values[source].stride != values[of].stride)
         self.require(action.copies or may_stay, "a gradient that is not its alone must be copied")
         copy_bytes = values[of].own_bytes if action.copies else 0
         update_bytes = self.outside_memory.update_by_parameter.get(of, 0) if updates else 0
-        self.allocate((), copy_bytes + update_bytes)
+        self.allocate((), transient=copy_bytes + update_bytes)
         if not (updates or adds):
             self.level += copy_bytes
             self.delivered |= set[int]() if action.copies else {base}
