@@ -42,46 +42,53 @@ STATISTICS = 8
 def planned_with_kernels(
     study: Study, settings: Settings, budget: int, captured: Callable[[Sequence[Group]], Study], error: BudgetError
 ) -> Planned:
-    """Return a plan within the budget in which kernels replace groups of calls. ``study`` and ``error`` are those of
-    the step without kernels; ``captured`` returns the study of the step with kernels in the place of groups, or raises
-    GroupGone. Raises BudgetError if there is none; its ``smallest_budget`` is the smallest peak that was reached."""
-    groups, reasons = offered(study, settings)
+    """Return a plan within the budget in which kernels replace groups of calls. Raises BudgetError if there is none;
+    its ``smallest_budget`` is the smallest peak that was reached.
+
+    Args:
+        study, error: the step without kernels, and its error for this budget.
+        settings: options of the plan.
+        budget: in bytes.
+        captured: returns the study of the step with kernels in the place of groups, or raises GroupGone.
+    """
+    groups, reasons = offered(study, settings)  # why kernels do not replace the other groups
     kinds, tried, current = frozenset[str](), {frozenset[str]()}, study
     kind_of, levels_without = _kind_of(groups), dict[str, int]()
     for op in over_budget_ops_of(study, settings, _SMALLEST_PEAK):  # the op with the most live bytes first
         if op.call in kind_of:
             levels_without.setdefault(kind_of[op.call], op.level)
-    gone, rounds = set[str](), 0  # kinds of which a group could not be replaced: after a second, all of that kind
+    kinds_with_refusal, rounds = set[str](), 0
     while rounds < ROUNDS:
         safe_point()
-        above = over_budget_ops_of(current, settings, _SMALLEST_PEAK)
-        following = _next_kinds(groups, above, kinds, tried, levels_without)
-        if following is None:
+        highest = over_budget_ops_of(current, settings, _SMALLEST_PEAK)
+        next_kinds = _next_kinds(groups, highest, kinds, tried, levels_without)
+        if next_kinds is None:
             break
-        tried.add(following)
-        _log.info("trying kernels: %s", ", ".join(sorted(following)))
+        tried.add(next_kinds)
+        _log.info("trying kernels: %s", ", ".join(sorted(next_kinds)))
         try:
-            replaced = captured([group for group in groups if group.kernel in following])
+            replaced = captured([group for group in groups if group.kernel in next_kinds])
             failures = _failures(replaced, settings)
             if failures:
                 reasons += [f"{kernel}: {failure}" for kernel, failure in failures.items()]
                 groups = [group for group in groups if group.kernel not in failures]
                 continue
-            kinds, current, rounds = following, replaced, rounds + 1
+            kinds, current, rounds = next_kinds, replaced, rounds + 1
             planned = current.planned(settings, budget)
         except GroupGone as reason:
             _log.info("a group cannot be replaced: %s", reason)
             kind = reason.group.kernel
             reasons.append(f"{kind}: {reason}")
-            without = [group for group in groups if group != reason.group]
-            groups = [group for group in without if group.kernel != kind] if kind in gone else without
-            gone.add(kind)
-            tried.discard(following)  # there are fewer groups of these kinds now
+            groups = [group for group in groups if group != reason.group]
+            if kind in kinds_with_refusal:  # the second refusal: give up on the kind
+                groups = [group for group in groups if group.kernel != kind]
+            kinds_with_refusal.add(kind)
+            tried.discard(next_kinds)  # there are fewer groups of these kinds now
         except RecordingError as reason:
             _log.info("the step cannot be traced with kernels: %s", reason)
-            new = following - kinds or following
-            reasons.append(f"{', '.join(sorted(new))}: {reason}")
-            groups = [group for group in groups if group.kernel not in new]
+            new_kinds = next_kinds - kinds or next_kinds
+            reasons.append(f"{', '.join(sorted(new_kinds))}: {reason}")
+            groups = [group for group in groups if group.kernel not in new_kinds]
         except BudgetError as lower:
             error = min(error, lower, key=lambda known: known.smallest_budget)
         else:
@@ -94,11 +101,14 @@ def with_kernel_remedy(error: BudgetError, study: Study, settings: Settings, bud
     above its budget."""
     if settings.allow != "exact" or budget < study.least_peak(settings):
         return error
-    kind_of = _kind_of(offered(study, settings)[0])
-    above = over_budget_ops_of(study, settings, budget) if kind_of else []
-    if kind_of and not above:  # on a card the allocator's reserved bytes are above the budget, live bytes need not be
-        above = over_budget_ops_of(study, settings, _SMALLEST_PEAK)[:1]
-    if not any(op.call in kind_of for op in above):
+    groups, _ = offered(study, settings)
+    if not groups:
+        return error
+    kind_of = _kind_of(groups)
+    over_budget = over_budget_ops_of(study, settings, budget)
+    if not over_budget:  # on a card the allocator's reserved bytes are above the budget, live bytes need not be
+        over_budget = over_budget_ops_of(study, settings, _SMALLEST_PEAK)[:1]
+    if not any(op.call in kind_of for op in over_budget):
         return error
     return error.but(do=f"{error.do}; or let kernels replace groups of ops, which add in another order: "
                      "allow='reordered' (--allow reordered)")  # fmt: skip
@@ -126,7 +136,7 @@ def offered(study: Study, settings: Settings) -> tuple[list[Group], list[str]]:
 
 
 def _next_kinds(
-    groups: Sequence[Group], above: Sequence[OverBudgetOp], kinds: frozenset[str], tried: Collection[frozenset[str]],
+    groups: Sequence[Group], highest: Sequence[OverBudgetOp], kinds: frozenset[str], tried: Collection[frozenset[str]],
     levels_without: Mapping[str, int],
 ) -> frozenset[str] | None:  # fmt: skip
     """Return the kinds of kernels to try next; None if there is no other choice.
@@ -137,16 +147,16 @@ def _next_kinds(
 
     Args:
         groups: groups that kernels can replace.
-        above: ops of the schedule with the smallest peak, the one with the most live bytes first.
+        highest: ops of the schedule with the smallest peak, the op with the most live bytes first.
         kinds: kinds of the last capture.
         tried: all choices that were tried.
         levels_without: most live bytes during the groups of each kind, in the step without kernels.
     """
-    present, kind_of = frozenset(group.kernel for group in groups), _kind_of(groups)
-    top = frozenset(kind_of[op.call] for op in above[:1] if op.call in kind_of)
-    worse = frozenset(kind for kind in top & kinds if levels_without.get(kind, 0) < above[0].level)
-    candidates = [kinds | top, kinds - worse, present]
-    return next((candidate & present for candidate in candidates if candidate & present not in tried), None)
+    all_kinds, kind_of = frozenset(group.kernel for group in groups), _kind_of(groups)
+    kind_at_peak = frozenset(kind_of[op.call] for op in highest[:1] if op.call in kind_of)
+    worse = frozenset(kind for kind in kind_at_peak & kinds if levels_without.get(kind, 0) < highest[0].level)
+    candidates = [kinds | kind_at_peak, kinds - worse, all_kinds]
+    return next((candidate & all_kinds for candidate in candidates if candidate & all_kinds not in tried), None)
 
 
 def _kind_of(groups: Sequence[Group]) -> dict[int, str]:
@@ -168,9 +178,9 @@ def _failures(study: Study, settings: Settings) -> dict[str, str]:
 
 
 def _rows(graph: JointGraph, group: Group) -> int:
-    """Return the rows of a norm's result."""
-    made = [graph.values[value].shape for op in graph.forward_ops if op.call == group.last for value in op.makes]
-    return prod(made[-1][:-1]) if made else 0
+    """Return the number of rows of a norm's result: the norm is over the last dimension."""
+    shapes = [graph.values[value].shape for op in graph.forward_ops if op.call == group.last for value in op.makes]
+    return prod(shapes[-1][:-1]) if shapes else 0
 
 
 def _scratch(graph: JointGraph, group: Group) -> int:
@@ -179,14 +189,18 @@ def _scratch(graph: JointGraph, group: Group) -> int:
 
 
 def _sums_of_filters(graph: JointGraph, group: Group) -> int:
-    """Return the bytes of the sums for the weight's gradient in the kernel of a depthwise convolution."""
-    sums = 0
+    """Return the bytes of the partial sums of the weight's and bias's gradient in the kernel of a depthwise
+    convolution."""
+    sums_bytes = 0
     for op in graph.backward_ops:
-        if op.target == CONVOLUTION_BACKWARD and graph.call_of(op) in group.calls and op.outputs[1:] != (None, None):
+        computes_weight_or_bias = op.outputs[1:] != (None, None)  # outputs: gradients of input, weight, bias
+        if op.target == CONVOLUTION_BACKWARD and graph.call_of(op) in group.calls and computes_weight_or_bias:
             d_y, _, weight = (graph.values[arg.value] for arg in op.args[:3] if isinstance(arg, Ref))
             (samples, channels, *sizes), taps = d_y.shape, prod(weight.shape[2:])
-            sums = 4 * parts_of(samples, prod(sizes), taps)[0] * (taps + (op.outputs[2] is not None)) * channels
-    return sums
+            parts, *_ = parts_of(samples, prod(sizes), taps)
+            sums_of_channel = taps + (op.outputs[2] is not None)  # a sum for each tap of the filter, and for the bias
+            sums_bytes = 4 * parts * sums_of_channel * channels  # float32
+    return sums_bytes
 
 
 def _notes(reasons: Sequence[str]) -> tuple[str, ...]:

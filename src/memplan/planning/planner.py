@@ -93,13 +93,13 @@ class Planner:
         except BudgetError as error:
             if settings.plan is not None or settings.engine != "graph":
                 raise
-            on_cpu = settings.home.card is None  # only there segments run piece by piece
+            on_cpu = settings.home.card is None
             if settings.allow != "reordered":
                 remedied = with_tile_remedy(error, study, settings, budget) if on_cpu else error
                 if remedied is error:  # else it names the same setting already
                     remedied = with_kernel_remedy(error, study, settings, budget)
                 raise remedied from None
-            if on_cpu:
+            if on_cpu:  # only there segments run piece by piece
                 try:
                     return planned_in_tiles(
                         study, settings, budget, lambda tiles: self._rewritten(study, call, settings, tiles), error
@@ -149,15 +149,15 @@ class Planner:
         Studies are cached by ``key`` and precision. An earlier plan's tiles and kernels (``settings.plan``) are part of
         the study. Raises UsageError if the tiles or kernels of the earlier plan do not apply to this call."""
         precision = settings.fixed_precision
-        earlier = settings.plan
-        if earlier is not None and (earlier.tiles or earlier.kernels):
+        earlier_plan = settings.plan
+        if earlier_plan is not None and (earlier_plan.tiles or earlier_plan.kernels):
             plain = self.study(call, replace(settings, plan=None, precision=precision), key, captured)
             try:
-                return self._rewritten(plain, call, settings, earlier.tiles, earlier.kernels)
+                return self._rewritten(plain, call, settings, earlier_plan.tiles, earlier_plan.kernels)
             except (NotTileable, GroupGone) as reason:
-                what = "segments in pieces" if earlier.tiles else "groups of ops by kernels"
+                rewritten = "segments in pieces" if earlier_plan.tiles else "groups of ops by kernels"
                 raise UsageError(
-                    f"The plan is for another model, or for other inputs: of its {what}, {reason}",
+                    f"The plan is for another model, or for other inputs: of its {rewritten}, {reason}",
                     expected="the model and the inputs that it was made for",
                     do="Plan this step again",
                 ) from None
@@ -180,7 +180,7 @@ class Planner:
         for (study_key, study_precision), study in self._studies.items():
             if key is not None and study_key == key and _computes_alike(study_precision, precision):
                 captured = study.captured
-                return replace(captured, graph=with_forms(captured.graph, Situation(precision.save)))
+                return replace(captured, graph=with_forms(captured.graph, Situation(save=precision.save)))
         safe_point()
         _log.info("tracing the step")
         return capture(self._model, call, precision)

@@ -81,21 +81,22 @@ class _PrecisionSearch:
         self._studies: dict[Precision, Study] = {}
         """By precision that was tried."""
         self.best: Planned | None = None
-        self._seconds = float("inf")
-        """Predicted seconds of a step with the best plan."""
+        """The fastest plan so far that fits."""
+        self._best_seconds = float("inf")
+        """Predicted seconds of a step with it."""
         self.budget_errors = list[BudgetError]()
         """Errors of precisions without a plan within the budget."""
         self._skipped = list[tuple[_OpByOpBytes, Precision]]()
         """Skipped precisions that are far from fitting, with their op-by-op bytes."""
         self._errors = dict[str, Precision]()
-        """First precision that failed with each error."""
+        """By error other than the budget's: the first precision that failed with it."""
 
     def may_gain(self, precision: Precision) -> bool:
         """Return whether a plan in this precision may be faster than the best so far. Lowering fused kernels takes
         seconds per candidate, so saving in fewer bits is tried only if nothing fits yet or much is recomputed."""
         if self._settings.engine == "graph" or precision.save == "exact" or self.best is None:
             return True
-        return self.best.plan.seconds > _SUBSTANTIAL_RECOMPUTATION * self._seconds
+        return self.best.plan.seconds > _SUBSTANTIAL_RECOMPUTATION * self._best_seconds
 
     def try_skipped(self) -> None:
         """Plan in the skipped precisions that may need less than the others, so that the reported smallest budget does
@@ -138,7 +139,7 @@ class _PrecisionSearch:
             return  # the plan does not use the lower precision
         seconds = planned.plan.total_seconds or 0.0
         if self.best is None or seconds < self._seconds_to_beat:
-            self.best, self._seconds = planned, seconds
+            self.best, self._best_seconds = planned, seconds
 
     def _is_worth_lowering(self, study: Study, settings: Settings, even_if_far: bool) -> bool:
         """Return whether to compile fused kernels for a study: not if it is far from the budget, or saves nothing in
@@ -159,7 +160,7 @@ class _PrecisionSearch:
         """Whether moments in 8 bits apply: the optimizer is Adam or AdamW, or was not looked at yet."""
         if self._settings.optimizer is None or not self._settings.moments_in_8_bits:
             return False
-        for precision, study in self._studies.items():
+        for precision, study in self._studies.items():  # any study: the optimizer is the same
             return study.search(replace(self._settings, precision=precision)).outside_memory.moments_fit_8_bits
         return True
 
@@ -182,8 +183,8 @@ class _PrecisionSearch:
     @property
     def _seconds_to_beat(self) -> float:
         """Seconds of a step below which a plan replaces the best so far: the best's seconds, less a margin."""
-        exact = self.best is not None and not self.best.plan.precision.lossy
-        return (WORTH_LOSING if exact else WORTH_IT) * self._seconds
+        is_exact = self.best is not None and not self.best.plan.precision.lossy
+        return (WORTH_LOSING if is_exact else WORTH_IT) * self._best_seconds
 
     def without_slower_blocks(self) -> Precision | None:
         """Return a lower precision in which the blocks that it slows down compute as written; None if it slows down
@@ -284,8 +285,8 @@ def with_lossy_remedy(
     of_call = study(settings)
     outside = of_call.search(settings).outside_memory
     may_have_moments = settings.moments_in_8_bits and outside.moments_fit_8_bits
-    saved = _MOST_SAVED_OF_STATE * outside.state if may_have_moments else 0
-    if budget < of_call.least_peak(settings) - saved:
+    moments_save = _MOST_SAVED_OF_STATE * outside.state if may_have_moments else 0
+    if budget < of_call.least_peak(settings) - moments_save:
         return error
     try:
         plan = fastest(
@@ -330,6 +331,7 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
     Computing in fewer bits is left out under the user's own autocast.
     """
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    # op by op, a search that may save in bfloat16 covers the plans that save exactly (see `Plan.lost`)
     saves: tuple[Save, ...] = ("exact", "bfloat16", "int8") if settings.engine == "inductor" else ("bfloat16", "int8")
     precisions = [EXACT]
     under_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

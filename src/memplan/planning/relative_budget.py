@@ -21,6 +21,7 @@ class Relative:
 
     share: Fraction = Fraction(1)
     less: int = 0
+    """Bytes that are subtracted."""
 
     def of(self, eager: int) -> int:
         """Return the budget in bytes of a step that takes ``eager`` bytes without a plan.

@@ -223,18 +223,19 @@ def _check_shared_memory(model: nn.Module) -> None:
         if _torch.untraceable_reason(tensor) is None and tensor.numel()
     }
     ranges = sorted((_torch.storage_key(t.untyped_storage()), *_byte_range(t), name) for name, t in named.items())
-    # Sorted by where they begin, a tensor overlaps an earlier one if it begins before the furthest end so far.
-    last = (0, 0, "")  # (storage, end, name) of the tensor with the furthest end
+    # Sorted by where they begin, a tensor overlaps an earlier tensor if it begins before the furthest end so far.
+    furthest = (0, 0, "")  # (storage, end, name) of the tensor with the furthest end
     for storage, begin, end, name in ranges:
-        shares = storage == last[0] and begin < last[1]
-        if shares and (named[name].requires_grad or named[last[2]].requires_grad):
+        furthest_storage, furthest_end, other = furthest
+        shares = storage == furthest_storage and begin < furthest_end
+        if shares and (named[name].requires_grad or named[other].requires_grad):
             raise UsageError(
-                f"early=True, and {last[2]} and {name} share memory",
+                f"early=True, and {other} and {name} share memory",
                 expected="parameters with memory of their own: an early update of one would change the other, which "
                 "may still be read",
                 do="Use one Parameter in both places, or leave early out",
             )
-        last = max(last, (storage, end, name))
+        furthest = max(furthest, (storage, end, name))
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:

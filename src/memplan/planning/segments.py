@@ -34,13 +34,13 @@ MOST_PIECES = 128
 PIECES = (2, 4, 8, 16, 32, 64)
 """Numbers of pieces to try at first; more, where these do not suffice."""
 PIECE_SHARE = 8
-"""At first, a piece of a level takes one part in so many of the budget at most."""
+"""At first, a piece of a level takes at most 1/8 of the budget."""
 LEAST_ELEMENTS = 4
 """Fewest elements of a spatial dimension in a piece of the smallest result."""
 _INTEGERS = "int64", "int32"
 """Dtypes of tokens."""
 LEAST_SHARE = 4
-"""A segment saves at least one part in so many of the bytes above the budget."""
+"""A segment saves at least 1/4 of the bytes above the budget."""
 CALL_SECONDS = 1e-3
 """Seconds added to those of each segment: of segments that add next to none, the one that saves the most is chosen."""
 BACKWARD_FACTOR = 2.0
@@ -58,14 +58,17 @@ class Segment:
     last: int
     """Numbers of its first and last call."""
     tiled: Tiled
+    """The segment as a program that runs piece by piece."""
     operands: tuple[tuple[int, int], ...]
     """(call that computes it, bytes) of each value from before the segment, without weights and the step's inputs."""
     result_bytes: int
+    """Bytes of its results that are read after it."""
     inner_bytes: int
     """Bytes of the values that only ops of the segment read."""
     ops: tuple[GraphOp, ...]
     """Ops that a piece runs: the segment's, after ``repeated`` ones of earlier segments."""
     repeated: int
+    """Number of these repeated ops."""
     derivative_seconds: tuple[float, ...]
     """Seconds of the derivative of each op."""
     weight_bytes: int
@@ -82,16 +85,17 @@ class Segment:
         repeated ops, all runs are additional.
         """
         tiled = self.tiled
-        unsplit = [0] * self.repeated + [1] * (len(self.ops) - self.repeated)
-        passes = zip(
-            unsplit, self.ops, self.derivative_seconds, tiled.runs("statistics"), tiled.runs("backward"),
+        unsplit_runs = [0] * self.repeated + [1] * (len(self.ops) - self.repeated)
+        by_op = zip(
+            self.ops, self.derivative_seconds, unsplit_runs, tiled.runs("statistics"), tiled.runs("backward"),
             tiled.derivatives(), tiled.overlap(pieces), strict=True,
         )  # fmt: skip
-        return sum(
-            op.seconds * ((statistics_runs + 1 + backward_runs) * overlap - once)
-            + derivative_seconds * (derivative_runs * overlap - once)
-            for once, op, derivative_seconds, statistics_runs, backward_runs, derivative_runs, overlap in passes
-        )
+        added = 0.0
+        for op, derivative_seconds, unsplit, statistics_runs, backward_runs, derivative_runs, overlap in by_op:
+            op_runs = statistics_runs + 1 + backward_runs  # 1: the forward pass
+            added_of_op = op.seconds * (op_runs * overlap - unsplit)
+            added += added_of_op + derivative_seconds * (derivative_runs * overlap - unsplit)
+        return added
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,9 @@ class OverBudgetOp:
     level: int
     """Live bytes."""
     live: tuple[LiveValue, ...]
+    """Values that are live during the op."""
     scratch: int
+    """Bytes of its workspace, part of the level."""
     backward: bool
     """Whether the op runs in the backward pass."""
     tile: bool
@@ -126,8 +132,8 @@ class OverBudgetOp:
 
 
 class Segments:
-    """The segments that a step can be cut into. The graph is without tiles, with seconds; ``in_place`` are calls that
-    change an operand, with which no segment may begin."""
+    """The segments that a step can be cut into: ranges of calls of torch functions. The graph is without tiles, with
+    seconds; ``in_place`` are calls that change an operand, with which no segment may begin."""
 
     def __init__(self, graph: JointGraph, in_place: Collection[int] = ()) -> None:
         """Note which values depend on data and get gradients, and the seconds of derivatives."""
@@ -153,18 +159,18 @@ class Segments:
         self._fixed -= {of for of, _ in graph.gradients}
         for op in self._ops:
             reads, results = self._nodes[op.index].reads, [value for value in op.outputs if value is not None]
-            stops = op.target == "aten.detach.default" or self._fixed.issuperset(reads)
-            self._fixed.update(v for v in results if stops or not self._likes[v].dtype.is_floating_point)
+            stops_gradient = op.target == "aten.detach.default" or self._fixed.issuperset(reads)
+            self._fixed.update(v for v in results if stops_gradient or not self._likes[v].dtype.is_floating_point)
             if self._static.issuperset(reads):
                 self._static.update(results)
-        self._data = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
+        self._data_ops = [op for op in self._ops if not self._static.issuperset(self._nodes[op.index].reads)]
         """Forward ops that depend on data."""
         self._derivative_seconds = Counter[int]()
         """Seconds of the ops of its derivative, by index of the forward op."""
         for op in graph.ops:
             if op.gradient_of is not None:
                 self._derivative_seconds[op.gradient_of] += op.seconds  # pyright: ignore[reportArgumentType]
-        self.calls = list(dict.fromkeys(op.call for op in self._data if op.call is not None))
+        self.calls = list(dict.fromkeys(op.call for op in self._data_ops if op.call is not None))
         """Calls that depend on data, in order."""
         self._segments: dict[tuple[int, int, Axis, int, Ranges], Segment | None] = {}
         """Results of `segment` by its arguments."""
@@ -184,9 +190,9 @@ class Segments:
 
     @cached_property
     def _bytes(self) -> Mapping[int, int]:
-        """Bytes of the largest result of each call; of one that joins others, of the largest of these."""
+        """By call: bytes of its largest result; of a concatenation, of the largest operand."""
         sizes = Counter[int]()
-        for op in self._data:
+        for op in self._data_ops:
             node = self._nodes[op.index]
             for value in node.reads if node.name == "cat" else node.outputs:
                 if op.call is not None:
@@ -201,7 +207,7 @@ class Segments:
 
     def _layer(self, first: int, last: int) -> str:
         """Return the layer of the first op between two calls as "layer1.0: ", empty if unknown."""
-        for op in self._data:
+        for op in self._data_ops:
             if op.layer and op.call is not None and first <= op.call <= last:
                 return f"{op.layer}: "
         return ""
@@ -216,7 +222,8 @@ class Segments:
         rank = max((len(shape) for shape in inputs), default=0)
         if rank >= 3:
             shape = next(shape for shape in inputs if len(shape) == rank)
-            axes.append(Axis(max(range(2, rank), key=lambda dim: (shape[dim], -dim))))
+            spatial_dims = range(2, rank)  # after samples and channels
+            axes.append(Axis(max(spatial_dims, key=lambda dim: (shape[dim], -dim))))  # the first of equal sizes
         return tuple(axes)
 
     def token_axes(self, call: int) -> tuple[Axis, ...]:
@@ -225,13 +232,16 @@ class Segments:
         Tokens are the second dimension of the step's 2-d integer inputs and of the call's 3-d results.
         """
         values, batch = self._graph.values, [axis.samples for axis in self.axes if axis.dim == 0]
-        results = [values[v].shape for op in self._data if op.call == call for v in op.outputs if v is not None]
+        results = [values[v].shape for op in self._data_ops if op.call == call for v in op.outputs if v is not None]
         tokens = [value.shape for value in values if value.kind == "input" and value.dtype in _INTEGERS]
         shapes = [shape for shape in tokens if len(shape) == 2] + [shape for shape in results if len(shape) == 3]
-        # by batch size: of several shapes with the same one, the first counts
-        axes = {shape[0]: Axis(1, shape[0], shape[1]) for shape in reversed(shapes) if shape[0] and shape[1] > 1}
+        # by batch size: of several shapes with the same batch size, the first counts
+        axes = {
+            shape[0]: Axis(1, samples=shape[0], tokens=shape[1])
+            for shape in reversed(shapes) if shape[0] and shape[1] > 1
+        }  # fmt: skip
         rows = dict.fromkeys(shape[0] for shape in results if len(shape) == 2)
-        return (*axes.values(), *(Axis(0, count) for count in rows if count > 1 and count not in batch))
+        return (*axes.values(), *(Axis(0, samples=count) for count in rows if count > 1 and count not in batch))
 
     def segment(self, first: int, last: int, axis: Axis, pieces: int, repeats: Ranges = ()) -> Segment | None:
         """Return the segment from call ``first`` to call ``last``, cut along ``axis``; None if it cannot run piece by
@@ -245,8 +255,8 @@ class Segments:
         """Build the result of `segment`; note the reason if a single call cannot run piece by piece."""
         if (first, last) in self._refused:
             return None
-        indices = [index for index, op in enumerate(self._data) if op.call in (first, last)]
-        inside = self._data[indices[0] : indices[-1] + 1]
+        indices = [index for index, op in enumerate(self._data_ops) if op.call in (first, last)]
+        inside = self._data_ops[indices[0] : indices[-1] + 1]
         try:
             if any(op.random for op in inside):
                 raise NotTileable("it draws random numbers")
@@ -258,12 +268,13 @@ class Segments:
             if first == last:
                 self._untileable[first] = str(reason)
             return None
-        if sum(at >= len(earlier) for at in tiled.norms) > MAX_NORMS:
+        own_norms = sum(at >= len(earlier) for at in tiled.norms)  # not those of repeated ops
+        if own_norms > MAX_NORMS:
             return None
         ops = *earlier, *inside
         values, program = self._graph.values, tiled.program
-        inputs = {values[v].base for v in program.inputs if v not in program.static}
-        operands = tuple((self._call_of(v), values[v].bytes) for v in inputs if values[v].kind not in RESIDENT)
+        data_inputs = {values[v].base for v in program.inputs if v not in program.static}
+        operands = tuple((self._call_of(v), values[v].bytes) for v in data_inputs if values[v].kind not in RESIDENT)
         results = {values[v].base for v in program.outputs}
         return Segment(
             first, last, tiled, operands,
@@ -276,12 +287,13 @@ class Segments:
         )  # fmt: skip
 
     def _repeated(self, inside: Sequence[GraphOp], repeats: Ranges) -> list[GraphOp]:
-        """Return the ops in ranges of earlier calls whose results the ops of a segment depend on."""
+        """Return the ops in ranges of earlier calls whose results the ops of a segment (``inside``) depend on, in their
+        order."""
         needed = {value for op in inside for value in self._nodes[op.index].reads}
         ops = list[GraphOp]()
-        for op in reversed(self._data):
-            within = op.call is not None and any(first <= op.call <= last for first, last in repeats)
-            if within and not needed.isdisjoint(self._nodes[op.index].outputs):
+        for op in reversed(self._data_ops):
+            in_ranges = op.call is not None and any(first <= op.call <= last for first, last in repeats)
+            if in_ranges and not needed.isdisjoint(self._nodes[op.index].outputs):
                 needed.update(self._nodes[op.index].reads)
                 ops.append(op)
         if any(op.random or op.once for op in ops):
@@ -298,6 +310,7 @@ class Segments:
         computed = {value for node in nodes for value in node.outputs}
         inputs = tuple(dict.fromkeys(v for node in nodes for v in node.reads if v not in computed))
         results = (node.outputs[0] for node in nodes[len(earlier) :] if node.outputs)
+        # those that the step returns, or that an op outside of the segment reads
         outputs = tuple(v for v in results if v in self._graph.outputs or self._readers.get(v, set()) - indices)
         static, fixed = self._static.intersection(inputs), self._fixed.intersection(inputs)
         return Program(nodes, inputs, frozenset(static), outputs, self._likes, frozenset(fixed))
@@ -309,22 +322,23 @@ class Segments:
         ``premium``: a segment that does not reach the target by itself is chosen only if it saves more than this many
         times the bytes per second of the best segment that does.
         """
-        needed = op.level - target
-        # the best segment that reaches the target, and the best that does not: ((bytes per second, -ops), tile)
-        reaching, others = ((0.0, 0), None), ((0.0, 0), None)
-        for segment, axis, most in self._candidates(op.call, tiles):
+        excess = op.level - target
+        # the best segment that reaches the target, and the best that does not: (bytes per second, -ops, tile)
+        reaching, others = (0.0, 0, None), (0.0, 0, None)
+        for segment, axis, max_pieces in self._candidates(op.call, tiles):
             for pieces in PIECES:
-                if pieces > most:
+                if pieces > max_pieces:
                     break
-                saved = min(op.level - self._expected_bytes(segment, op, pieces), needed)
-                rate = saved / (segment.seconds(pieces) + CALL_SECONDS), -len(segment.ops)
-                tile = Tile(segment.first, segment.last, axis, pieces)
-                if saved == needed:  # more pieces would only add borders
-                    reaching = max(reaching, (rate, tile), key=lambda known: known[0])
+                saved = min(op.level - self._expected_bytes(segment, op, pieces), excess)
+                bytes_per_second = saved / (segment.seconds(pieces) + CALL_SECONDS)
+                rated = bytes_per_second, -len(segment.ops), Tile(segment.first, segment.last, axis, pieces)
+                if saved == excess:  # more pieces would only add borders
+                    reaching = max(reaching, rated, key=lambda known: known[:2])
                     break
-                if saved * LEAST_SHARE >= needed:
-                    others = max(others, (rate, tile), key=lambda known: known[0])
-        return reaching[1] if reaching[0][0] * premium >= others[0][0] else others[1]
+                if saved * LEAST_SHARE >= excess:
+                    others = max(others, rated, key=lambda known: known[:2])
+        (reaching_rate, _, reaching_tile), (other_rate, _, other_tile) = reaching, others
+        return reaching_tile if reaching_rate * premium >= other_rate else other_tile
 
     def finer(self, tile: Tile, tiles: Sequence[Tile] = ()) -> Tile | None:
         """Return the segment in twice as many pieces; None if no axis has enough elements, or if these are too many
@@ -348,39 +362,44 @@ class Segments:
         """
         outside = {call for call in self.calls if not any(tile.first <= call <= tile.last for tile in tiles)}
         largest = max((self._bytes[call] for call in outside), default=0)
-        large = {
-            v for op in self._data if op.call is not None and 2 * self._bytes[op.call] > largest
+        large = {  # values of more than half of the largest
+            v for op in self._data_ops if op.call is not None and 2 * self._bytes[op.call] > largest
             for v in self._nodes[op.index].outputs if 2 * self._base_bytes(v) > largest
         }  # fmt: skip
-        uses = {
-            op.call for op in self._data
+        using_large = {
+            op.call for op in self._data_ops
             if not large.isdisjoint((*self._nodes[op.index].reads, *self._nodes[op.index].outputs))
         }  # fmt: skip
-        groups = groupby(self.calls, lambda call: call in uses and call in outside)
-        runs = [list(calls) for chosen, calls in groups if chosen]
+        groups = groupby(self.calls, lambda call: call in using_large and call in outside)
+        successive_calls = [list(calls) for is_in_level, calls in groups if is_in_level]
         level = list[Tile]()
-        for run in runs:
-            new = self._tiles_of(run, level, large, budget)
-            if new and run is runs[-1]:
+        for calls in successive_calls:
+            new = self._tiles_of(calls, level, large, budget)
+            if new and calls is successive_calls[-1]:
                 new[-1] = self._up_to_loss(new[-1], tiles, [*level, *new[:-1]], large, budget)
             level += new
         return tuple(sorted((*tiles, *level), key=lambda tile: tile.first))
 
-    def _tiles_of(self, run: Sequence[int], level: Sequence[Tile], large: Collection[int], budget: int) -> list[Tile]:
-        """Return the tiles that contain as many of some successive calls as can run piece by piece. ``run`` are the
-        calls; ``level`` earlier tiles of the same level, which can be repeated; ``large`` the values for which they
-        are."""
+    def _tiles_of(self, calls: Sequence[int], level: Sequence[Tile], large: Collection[int], budget: int) -> list[Tile]:
+        """Return tiles of some successive calls, each of as many calls as can run piece by piece together.
+
+        Args:
+            calls: the calls.
+            level: earlier tiles of the same level, which can be repeated.
+            large: values whose tiles are repeated by the tiles that read them.
+            budget: bytes, of which a piece takes a small part.
+        """
         new, begin = list[Tile](), 0
-        while begin < len(run):
-            best = None
-            for end in range(begin, len(run)) if run[begin] not in self._in_place else ():
-                tile = self._tile_of(run[begin], run[end], [*level, *new], large, budget)
+        while begin < len(calls):
+            longest = None  # (index of its last call, tile)
+            for end in range(begin, len(calls)) if calls[begin] not in self._in_place else ():
+                tile = self._tile_of(calls[begin], calls[end], [*level, *new], large, budget)
                 if tile is None:
                     break
-                best = end, tile
-            begin = begin + 1 if best is None else best[0] + 1
-            if best is not None:
-                new.append(best[1])
+                longest = end, tile
+            begin = begin + 1 if longest is None else longest[0] + 1
+            if longest is not None:
+                new.append(longest[1])
         return new
 
     def _up_to_loss(
@@ -388,14 +407,14 @@ class Segments:
     ) -> Tile:
         """Return the tile up to the loss, if a few calls after it compute that: its gradients then need no second run.
         Else the tile unchanged. ``tiles``: those of earlier levels; other arguments: see `_tiles_of`."""
-        at = self.calls.index(tile.last)
-        for last in self.calls[at + 1 : at + 1 + MAX_CALLS]:
-            further = self._tile_of(tile.first, last, level, large, budget)
-            if further is None or any(tile.last < other.first <= last for other in tiles):
+        begin = self.calls.index(tile.last) + 1
+        for last in self.calls[begin : begin + MAX_CALLS]:
+            longer = self._tile_of(tile.first, last, level, large, budget)
+            if longer is None or any(tile.last < other.first <= last for other in tiles):
                 break
-            segment = self.segment(further.first, last, further.axis, further.pieces, ranges(further, level))
+            segment = self.segment(longer.first, last, longer.axis, longer.pieces, ranges(longer, level))
             if segment is not None and segment.tiled.yields_gradients:
-                return further
+                return longer
         return tile
 
     def _tile_of(
@@ -403,27 +422,27 @@ class Segments:
     ) -> Tile | None:
         """Return the tile of the calls from ``first`` to ``last`` in the fewest pieces that are small; None if they
         cannot run piece by piece. Other arguments: see `_tiles_of`."""
-        reads = {
-            value for op in self._data if op.call is not None and first <= op.call <= last
+        large_reads = {
+            value for op in self._data_ops if op.call is not None and first <= op.call <= last
             for value in self._nodes[op.index].reads if value in large
         }  # fmt: skip
-        makers = {self._call_of(value) for value in reads}
+        makers = {self._call_of(value) for value in large_reads}
         for axis in self.axes:
             repeats = tuple(
                 tile.first for tile in level
                 if tile.last < first and tile.axis == axis and any(tile.first <= call <= tile.last for call in makers)
             )  # fmt: skip
-            best = None
+            smallest_pieces = None
             for pieces in PIECES:
                 tile = Tile(first, last, axis, pieces, repeats)
                 segment = self.segment(first, last, axis, pieces, ranges(tile, level))
-                if segment is None or pieces * (LEAST_ELEMENTS if axis.dim else 1) > segment.tiled.elements:
+                if segment is None or pieces > _max_pieces(segment, axis):
                     break
-                best = tile
+                smallest_pieces = tile
                 if BACKWARD_FACTOR * segment.inner_bytes * PIECE_SHARE <= pieces * budget:
                     break
-            if best is not None:
-                return best
+            if smallest_pieces is not None:
+                return smallest_pieces
         return None
 
     def _candidates(self, call: int, tiles: Sequence[Tile]) -> Iterator[tuple[Segment, Axis, int]]:
@@ -447,7 +466,7 @@ class Segments:
                     if segment is None:
                         break
                     if not any(_cuts(tile, first, last) for tile in tiles):
-                        yield segment, axis, segment.tiled.elements // (LEAST_ELEMENTS if axis.dim else 1)
+                        yield segment, axis, _max_pieces(segment, axis)
 
     def _overwritten(self, tiled: Tiled, inside: Sequence[GraphOp]) -> int:
         """Return the bytes of a result's gradient whose memory the segment's derivative reuses; 0 if it reuses none.
@@ -457,19 +476,19 @@ class Segments:
         """
         values, program = self._graph.values, tiled.program
         kinds = (values[values[v].base].kind for v in program.inputs)
-        needed = [kind not in ("input", "buffer", "constant") for kind in kinds]  # whether each gets a gradient
-        if True not in needed or tiled.overwritten(needed) is None:
+        gets_gradient = [kind not in ("input", "buffer", "constant") for kind in kinds]  # by input
+        if True not in gets_gradient or tiled.overwritten(gets_gradient) is None:
             return 0
         indices = {op.index for op in inside}
         derivatives = {op.index for op in self._graph.backward_ops if op.gradient_of in indices}
         operands = {value for index in derivatives for value in self._graph.ops[index].reads}
-        made_by = self._graph.maker
-        incoming = {v for v in operands if v in made_by and made_by[v].phase == "backward"}
-        incoming = {v for v in incoming if made_by[v].index not in derivatives}
+        maker = self._graph.maker
+        gradients = {v for v in operands if v in maker and maker[v].phase == "backward"}
+        incoming = {v for v in gradients if maker[v].index not in derivatives}  # of the segment's results
         if any(incoming.intersection(op.reads) for op in self._graph.backward_ops if op.index not in derivatives):
             return 0  # an op outside of the segment reads it, too
-        first_needed = program.inputs[needed.index(True)]  # as many bytes as the overwritten gradient
-        return program.likes[first_needed].bytes
+        first_input = program.inputs[gets_gradient.index(True)]
+        return program.likes[first_input].bytes  # as many as the overwritten gradient has
 
     def _call_of(self, value: int) -> int:
         """Return the number of the call that computes a value, -1 if none or unknown."""
@@ -487,31 +506,38 @@ class Segments:
         own = [live for live in op.live if first <= live.call <= last and not live.stays]
         later_gradients = (live for live in op.live if live.backward and live.call > last)
         incoming = [live for live in later_gradients if any(first <= reader <= last for reader in live.readers)]
-        others = op.level - op.scratch - sum(live.bytes for live in (*own, *incoming))
+        other_bytes = op.level - op.scratch - sum(live.bytes for live in (*own, *incoming))
         # the segment's operands have to be live: those that are not yet are added, recognized by their bytes
-        before = Counter(live.bytes for live in op.live if not live.backward and live.call < first)
-        missing = Counter(size for _, size in segment.operands) - before
-        others += sum(size * count for size, count in missing.items())
+        live_before = Counter(live.bytes for live in op.live if not live.backward and live.call < first)
+        missing = Counter(size for _, size in segment.operands) - live_before
+        other_bytes += sum(size * count for size, count in missing.items())
         if not op.backward and not segment.tiled.yields_gradients:
-            return others + segment.result_bytes + segment.inner_bytes // pieces
-        if not op.backward:
-            others += segment.weight_bytes
+            return other_bytes + segment.result_bytes + segment.inner_bytes // pieces
+        if not op.backward:  # its gradients are computed in the forward pass
+            other_bytes += segment.weight_bytes
         gradients = segment.result_bytes + sum(size for _, size in segment.operands) - segment.overwritten_bytes
-        return others + gradients + int(BACKWARD_FACTOR * segment.inner_bytes / pieces)
+        return other_bytes + gradients + int(BACKWARD_FACTOR * segment.inner_bytes / pieces)
 
 
 def ranges(tile: Tile, tiles: Sequence[Tile]) -> Ranges:
-    """Return first and last calls of the tiles that a tile repeats, and of those that these repeat."""
+    """Return first and last calls of the tiles that a tile repeats, and of those that these repeat.
+
+    ``tile.repeats`` has the first calls of the tiles, which are among ``tiles``."""
     repeated = [other for other in tiles if other.first in tile.repeats and other.first < tile.first]
     nested = {pair for other in repeated for pair in ranges(other, tiles)}
     return tuple(sorted({(other.first, other.last) for other in repeated} | nested))
 
 
 def _cuts(tile: Tile, first: int, last: int) -> bool:
-    """Return whether the calls ``first`` to ``last`` overlap a tile without containing more than it."""
+    """Return whether the calls ``first`` to ``last`` overlap a tile without containing the whole tile and more."""
     overlaps = first <= tile.last and tile.first <= last
-    larger = first <= tile.first and tile.last <= last and (first, last) != (tile.first, tile.last)
-    return overlaps and not larger
+    contains_more = first <= tile.first and tile.last <= last and (first, last) != (tile.first, tile.last)
+    return overlaps and not contains_more
+
+
+def _max_pieces(segment: Segment, axis: Axis) -> int:
+    """Return the most pieces of a segment: each has a sample, or `LEAST_ELEMENTS` elements of a spatial dimension."""
+    return segment.tiled.elements // (LEAST_ELEMENTS if axis.dim else 1)
 
 
 def over_budget_ops(
@@ -530,8 +556,8 @@ def over_budget_ops(
             call = graph.call_of(op)
             if call is not None and (call not in highest or highest[call].level < level):
                 highest[call] = OverBudgetOp(
-                    call, level, tuple(values[value] for value in live), max(0, op.scratch),
-                    index >= len(counted.forward), op.target in TILE_OPS,
+                    call, level, live=tuple(values[value] for value in live), scratch=max(0, op.scratch),
+                    backward=index >= len(counted.forward), tile=op.target in TILE_OPS,
                 )  # fmt: skip
         live.difference_update(action.frees)
         if action.into is not None:  # its memory is the result's now

@@ -67,6 +67,7 @@ class Planned:
     """A plan with everything needed to run it."""
 
     captured: Captured
+    """The call that it is for."""
     schedule: Schedule
     outside_memory: OutsideMemory
     plan: Plan
@@ -105,9 +106,9 @@ class Study:
         self._steps: dict[tuple[int, GradientUse, Engine], _Step] = {}
         """Results of `step` by id() of the optimizer, use of gradients and engine."""
         self._channels_last: Study | None = None
-        """The same step with convolutions in channels last, if that is equivalent."""
+        """The same step with convolutions in channels last; None if that is not equivalent, or was not tried yet."""
         self._channels_last_tried = captured.channels_last
-        """Whether it is not captured again for that."""
+        """Whether channels last was tried, or the step is in channels last itself."""
 
     def planned(self, settings: Settings, budget: int) -> Planned:
         """Return the plan for a budget in bytes. Raises BudgetError.
@@ -125,8 +126,8 @@ class Study:
                 return _Planning(study, settings, budget).fused()
             except (BudgetError, CompileError) as error:  # the other layout may still fit
                 errors.append(error)
-        refused = [error for error in errors if isinstance(error, BudgetError)]
-        raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
+        budget_errors = [error for error in errors if isinstance(error, BudgetError)]
+        raise min(budget_errors, key=lambda error: error.smallest_budget) if budget_errors else errors[-1]
 
     def layouts(self, settings: Settings) -> list[Study]:
         """Return the studies for fused kernels, in the order to try them.
@@ -151,18 +152,18 @@ class Study:
         """Return a lower bound of any plan's peak, with segments in pieces, too.
 
         It is the larger of two levels: between the passes, with the step's outputs, their gradients and what a loss
-        outside allocates; and at the end of the backward pass, with the gradients.
+        outside of the graph allocates; and at the end of the backward pass, with the gradients that are not freed.
         """
         search = self.search(settings)
         graph, choices = search.graph, Choices(gradients=settings.gradients)
-        resident = sum(_resident(graph, settings, search.outside_memory).values())
+        always_live = sum(_resident(graph, settings, search.outside_memory).values())
         staying = (parameter for parameter, _ in graph.gradients if not frees_gradient(graph, choices, parameter))
-        at_end = sum(graph.values[parameter].own_bytes for parameter in staying)
+        gradients_at_end = sum(graph.values[parameter].own_bytes for parameter in staying)
         bases = {graph.base(value) for value in graph.outputs}
         outputs = (value for value in graph.values if value.id in bases and value.kind not in RESIDENT)
-        tangents = (value for value in graph.values if value.kind == "tangent")  # the outputs' gradients
-        between = sum(value.bytes for value in (*outputs, *tangents)) + search.outside_memory.loss_bytes
-        return resident + max(at_end, between)
+        output_gradients = (value for value in graph.values if value.kind == "tangent")
+        between_passes = sum(value.bytes for value in (*outputs, *output_gradients)) + search.outside_memory.loss_bytes
+        return always_live + max(gradients_at_end, between_passes)
 
     def frontier(self, settings: Settings, points: int) -> list[Solution]:
         """Return the frontier of plans between saving everything and the floor, in at most ``points`` budgets.
@@ -185,7 +186,8 @@ class Study:
 
     def step(self, settings: Settings) -> _Step:
         """Return the cached search and baseline for the settings' optimizer, use of gradients and engine."""
-        key = id(settings.optimizer), settings.gradients, settings.engine  # a step keeps its optimizer alive
+        # a step keeps its optimizer alive, so that no other gets the same id()
+        key = id(settings.optimizer), settings.gradients, settings.engine
         if key not in self._steps:
             self._steps[key] = _Step(self, settings)
         return self._steps[key]
@@ -213,8 +215,9 @@ class _Step:
     def search_as_captured(self) -> Search:
         """Like `search`, with the backward ops in the order in which they were captured."""
         study, settings, graph = self._study, self._settings, self._study.captured.graph
-        steady = None  # the graph with seconds that are the same on every machine, if these are not
-        if settings.device is None and not isinstance(settings.costs, str):
+        steady = None  # the graph with seconds that are the same on every machine, if its own were measured
+        are_measured = settings.device is None and not isinstance(settings.costs, str)  # else estimates
+        if are_measured:
             steady = with_costs(graph, device=settings.home.card, how="roofline")
         if settings.engine == "inductor":
             graph, steady = as_fusible(graph), steady and as_fusible(steady)
@@ -251,10 +254,11 @@ class _Step:
         trace, timeline = baseline(
             study.model, study.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
         )
-        # what the recording lacks: it has workspaces
+        # what the recording lacks: gradients and state of parameters that other steps train; it has workspaces
         added = {cause: size for cause, size in outside_memory.other_bytes.items() if cause != "workspace"}
-        course = memory_timeline_of(trace, timeline, moments=_MOMENTS).step(len(timeline.steps) - 1).plus(added)
-        return timeline.steps[-1].peak_reserved + sum(added.values()), course
+        last_step = len(timeline.steps) - 1
+        memory_timeline = memory_timeline_of(trace, timeline, moments=_MOMENTS).step(last_step).plus(added)
+        return timeline.steps[-1].peak_reserved + sum(added.values()), memory_timeline
 
 
 @dataclass(frozen=True)
@@ -264,10 +268,10 @@ class _Bounds:
     predicted: Timeline
     floor: int
     """Smallest peak that the search reached, in bytes."""
-    lower: int
+    peak_bound: int
     """Lower bound of any plan's peak, in bytes."""
-    seconds: float
-    """Lower bound of the added seconds."""
+    seconds_bound: float
+    """Lower bound of the added seconds; 0 if none is known."""
 
 
 class _Planning:
@@ -283,16 +287,18 @@ class _Planning:
         outside_memory, budget, earlier = self._outside_memory, self._budget, self._settings.plan
         if earlier is not None:
             self._check_graph(earlier)
-            planned, bound, search = schedule(self._graph, earlier.choices), earlier.lower_bound_seconds, self._search
+            planned, search = schedule(self._graph, earlier.choices), self._search
+            added_seconds_bound = earlier.lower_bound_seconds
             self._check_settings(earlier, timeline_of(planned, outside_memory).peak_reserved)
             planned = with_fewest_pieces(planned, partial(fits, outside_memory=outside_memory, budget=budget))
         else:
-            planned, bound, search = self._within_budget()
+            planned, added_seconds_bound, search = self._within_budget()
         validate(self._graph, planned, budget=budget, outside_memory=outside_memory)
         timeline, floor = timeline_of(planned, outside_memory), search.floor_peak
         if self._settings.home.card is not None:  # the search counts live bytes, a card reserves more
             _, floor = self._study.step(self._settings).least_reserved
-        bounds = _Bounds(timeline, min(floor, timeline.peak_reserved), search.lower_bound, bound)
+        floor = min(floor, timeline.peak_reserved)
+        bounds = _Bounds(timeline, floor, search.lower_bound, added_seconds_bound)
         return Planned(self._study.captured, planned, outside_memory, self._plan(planned, bounds))
 
     def _within_budget(self) -> tuple[Schedule, float, Search]:
@@ -316,7 +322,8 @@ class _Planning:
             excess = timeline_of(planned, outside_memory).peak_reserved - budget
             if excess <= 0:
                 return planned, result.lower_bound_seconds, search
-            target = min(target, levels(planned, outside_memory).peak) - excess
+            live_peak = levels(planned, outside_memory).peak
+            target = min(target, live_peak) - excess
 
     def _least_reserved(self, fewest_live: Schedule) -> Schedule:
         """Return the schedule that reserves least: ``fewest_live``, which has the fewest live bytes, or another."""
@@ -331,16 +338,16 @@ class _Planning:
         If all values can be saved, backward ops run in the captured order, else in the order that needs less. If only
         the captured order meets the budget, it is used after all: the other order was chosen by a peak near the floor.
         """
-        captured, ordered = self._study.step(self._settings).search_as_captured, self._search
-        if captured.save_all.peak <= budget:
-            return captured.within(budget), ordered
-        result = ordered.within(budget)
-        if ordered is captured or not isinstance(result, Infeasible) or budget < captured.lower_bound:
-            return result, ordered
-        other = captured.within(budget)
-        if isinstance(other, Infeasible) and result.smallest <= other.smallest:
-            return result, ordered
-        return other, captured
+        as_captured, reordered = self._study.step(self._settings).search_as_captured, self._search
+        if as_captured.save_all.peak <= budget:
+            return as_captured.within(budget), reordered
+        result = reordered.within(budget)
+        if reordered is as_captured or not isinstance(result, Infeasible) or budget < as_captured.lower_bound:
+            return result, reordered
+        captured_result = as_captured.within(budget)
+        if isinstance(captured_result, Infeasible) and result.smallest <= captured_result.smallest:
+            return result, reordered
+        return captured_result, as_captured
 
     def fused(self) -> Planned:
         """Plan for the engine ``inductor``: by an earlier plan's choices, else by a search over candidates."""
@@ -356,9 +363,8 @@ class _Planning:
                 raise budget_error(lowest.schedule, self._outside_memory, self._budget, lowest.timeline)
         validate(graph, candidate.schedule, outside_memory=self._outside_memory)
         floor = min(known.peak for known in fusing.candidates)
-        plan = self._plan(
-            candidate.schedule, _Bounds(candidate.timeline, floor, self._study.least_peak(settings), seconds=0.0)
-        )
+        bounds = _Bounds(candidate.timeline, floor, self._study.least_peak(settings), seconds_bound=0.0)
+        plan = self._plan(candidate.schedule, bounds)
         fusion = fusion_of(candidate.fused, candidate.codes, settings.device or settings.home.card)
         plan = replace(plan, fusion=fusion, notes=(*plan.notes, *(unfused(fusion) if fusion else (UNTOLD,))))
         captured = replace(self._study.captured, graph=graph)
@@ -382,7 +388,7 @@ class _Planning:
     def _plan(self, planned: Schedule, bounds: _Bounds) -> Plan:
         """Return the plan of a schedule: its decisions and choices, predicted memory and time."""
         study, settings, graph, outside_memory = self._study, self._settings, self._graph, self._outside_memory
-        precision, timeline = settings.fixed_precision, None
+        precision, timeline = settings.fixed_precision, None  # no timeline by cause for fused kernels
         plain = graph if study.plain is None else study.plain.captured.graph
         eager_peak, eager_timeline = study.step(settings).without_plan
         # pieces and kernels are choices of the plan: their seconds count as added to the step, not as the step's own
@@ -408,12 +414,12 @@ class _Planning:
             predicted=bounds.predicted,
             eager_peak=eager_peak,
             floor=bounds.floor,
-            lower_bound=bounds.lower,
+            lower_bound=bounds.peak_bound,
             seconds=planned.seconds + piece_seconds,
             tiles=study.tiles,
             kernels=study.kernels,
             step_seconds=step_seconds(plain) or None,
-            lower_bound_seconds=bounds.seconds + piece_seconds,
+            lower_bound_seconds=bounds.seconds_bound + piece_seconds,
             resident=_resident(graph, settings, outside_memory),
             program=program(planned),
             notes=self._notes(planned, bounds),
@@ -441,27 +447,29 @@ class _Planning:
         expected = {} if settings.home.card is None else on_card(captured.graph, settings.home.card).expected
         if expected:
             # the schedule's simulation is not valid for fused kernels, whose code says when each buffer is live
-            ends = None if planned.choices.fused else workspace_band(planned, self._outside_memory, expected)
-            notes.append(_expected_workspaces(len(expected), bounds.predicted.peak_reserved, ends, self._budget))
+            band = None if planned.choices.fused else workspace_band(planned, self._outside_memory, expected)
+            notes.append(_expected_workspaces(len(expected), bounds.predicted.peak_reserved, band, self._budget))
         notes.extend(map(str, captured.opaque))
         notes.extend(foreign(captured.graph))
         if captured.printed:
             notes.append("what forward() prints is not shown while it is traced: it has no values then")
-        read = dict.fromkeys(call.name_of(condition.input) for condition in captured.conditions)
-        if read:
-            notes.append(f"values of {', '.join(read)} decide what is computed: a call where they decide otherwise is "
-                         "planned anew")  # fmt: skip
+        inputs = ", ".join(dict.fromkeys(call.name_of(condition.input) for condition in captured.conditions))
+        if inputs:
+            notes.append(
+                f"values of {inputs} decide what is computed: a call where they decide otherwise is planned anew"
+            )
         return tuple(notes)
 
 
-def _expected_workspaces(count: int, peak: int, ends: tuple[int, int] | None, budget: int) -> str:
-    """Return the note on ``count`` ops with expected workspaces. ``ends``: bounds in bytes that hold the plan's peak in
-    95 % of steps."""
+def _expected_workspaces(count: int, peak: int, band: tuple[int, int] | None, budget: int) -> str:
+    """Return the note on ``count`` ops with expected workspaces. ``band``: bounds in bytes that hold the plan's peak in
+    95 % of steps; None if unknown."""
     note = f"the workspaces of {count} ops are those that cuDNN is expected to choose"
-    if ends is None:
+    if band is None:
         return note
-    needs = f"the plan needs about {format_bytes(peak)} (95 %: {format_bytes(ends[0])} to {format_bytes(ends[1])})"
-    return f"{note}: {needs}" + (", whose upper end is above the budget" if ends[1] > budget else "")
+    lowest, highest = band
+    needs = f"the plan needs about {format_bytes(peak)} (95 %: {format_bytes(lowest)} to {format_bytes(highest)})"
+    return f"{note}: {needs}" + (", whose upper end is above the budget" if highest > budget else "")
 
 
 def _without_storages(timeline: MemoryTimeline) -> MemoryTimeline:
@@ -489,8 +497,9 @@ def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) ->
     begin = time.perf_counter()
     if _measures(settings):
         graph = cpu_workspace.with_measured_scratch(graph)
+    workspace_seconds = time.perf_counter() - begin
     limit = share * seconds_to_measure(settings.home.name)
-    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # timing takes less after kernels ran once
+    limit = max(limit - workspace_seconds, limit / 2)  # timing takes less after kernels ran once
     return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
 
 
@@ -507,11 +516,11 @@ def fits(planned: Schedule, outside_memory: OutsideMemory, budget: int) -> list[
 
 def _resident(graph: JointGraph, settings: Settings, outside_memory: OutsideMemory) -> dict[str, int]:
     """Return the bytes that are allocated during the whole step, by cause."""
-    names = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}  # causes by kind
+    cause_of_kind = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}
     sizes: dict[str, int] = {}
     for value in graph.values:
         if value.kind in RESIDENT:
-            cause = names[value.kind]
+            cause = cause_of_kind[value.kind]
             sizes[cause] = sizes.get(cause, 0) + value.bytes
     if settings.gradients.adds:
         trained = (graph.values[of] for of, _ in graph.gradients)

@@ -27,13 +27,14 @@ ALIKE = 3
 AT_ONCE = 4
 """New segments in a capture at most, as the first may make others unnecessary."""
 PREMIUMS = 2.0, 1.0
-"""Of two searches, the second where the first finds no plan: see `Segments.around`. The first adds few segments, of
-which the plan is quickly made; the second adds many small ones, and so reaches smaller budgets."""
+"""``premium`` of `Segments.around` in two searches, the second where the first has no plan. The first adds few
+segments, of which the plan is quickly made; the second adds many small ones, and so reaches smaller budgets."""
 FAR = 2.0
 """Tiles of whole levels come first for budgets below the smallest without tiles, divided by this: they reach the
 smallest budgets, in longer steps."""
 FEW = 2
-"""Captures at most to find a faster plan around ops where one by levels fits: each takes seconds for large networks."""
+"""Captures at most to find a faster plan around ops where a plan by levels fits: each takes seconds for large networks.
+"""
 
 
 def planned_in_tiles(
@@ -43,13 +44,13 @@ def planned_in_tiles(
     step without tiles; ``captured`` returns the study of the step with tiles, or raises NotTileable. Raises BudgetError
     if there is none; its ``smallest_budget`` is the smallest peak that was reached."""
     search = _TileSearch(study, settings, budget, captured, error)
-    first, second = (partial(search.around_ops, premium) for premium in PREMIUMS)
-    far = FAR * budget < error.smallest_budget
-    for way in (search.in_levels, first, second) if far else (first, search.in_levels, second):
-        planned = way()
-        if planned is not None and far and way == search.in_levels:
-            other = search.around_ops(PREMIUMS[0], FEW)
-            return planned if other is None else min(planned, other, key=lambda found: found.plan.seconds)
+    few_segments, many_segments = (partial(search.around_ops, premium) for premium in PREMIUMS)
+    is_far = FAR * budget < error.smallest_budget
+    if is_far and (by_levels := search.in_levels()) is not None:
+        around_ops = search.around_ops(PREMIUMS[0], captures=FEW)  # may be faster
+        return by_levels if around_ops is None else min(by_levels, around_ops, key=lambda each: each.plan.seconds)
+    for attempt in (few_segments, many_segments) if is_far else (few_segments, search.in_levels, many_segments):
+        planned = attempt()
         if planned is not None:
             return planned
     error, segments = search.error, search.segments
@@ -68,7 +69,7 @@ class _TileSearch:
     ) -> None:  # fmt: skip
         self.segments = Segments(study.captured.graph, study.captured.in_place_calls)
         self.error, self.tried = error, study
-        """The error with the smallest peak so far, and the last study with tiles."""
+        """The error with the smallest peak so far, and the last study that was planned."""
         self._study, self._settings, self._budget, self._captured = study, settings, budget, captured
 
     def around_ops(self, premium: float, captures: int = ROUNDS + REFUSALS) -> Planned | None:
@@ -78,16 +79,16 @@ class _TileSearch:
         self.tried = self._study
         for _ in range(captures):
             safe_point()
-            more = _more_tiles(segments, self.tried, settings, budget, tiles, premium)
-            if more == tiles:
+            next_tiles = _more_tiles(segments, self.tried, settings, budget, tiles, premium)
+            if next_tiles == tiles:
                 break
-            _log.info("trying %d segments piece by piece", len(more))
+            _log.info("trying %d segments piece by piece", len(next_tiles))
             try:
-                self.tried = self._captured(more)
-                tiles = more
+                self.tried = self._captured(next_tiles)
+                tiles = next_tiles
                 return self.tried.planned(settings, budget)
             except NotTileable as reason:
-                if not self._refuse(more, reason, refusals):
+                if not self._refuse(next_tiles, reason, refusals):
                     break
             except RecordingError as reason:
                 _log.info("the step cannot be traced with its segments in pieces: %s", reason)
@@ -105,7 +106,7 @@ class _TileSearch:
         they are built anew.
         """
         segments, settings, budget = self.segments, self._settings, self._budget
-        tiles, levels, refusals = segments.next_level((), budget), 1, list[str]()
+        tiles, level_count, refusals = segments.next_level((), budget), 1, list[str]()
         for _ in range(ROUNDS + REFUSALS):
             safe_point()
             if not any(tile.repeats for tile in tiles):
@@ -118,7 +119,7 @@ class _TileSearch:
                 if not self._refuse(tiles, reason, refusals):
                     break
                 tiles = ()
-                for _ in range(levels):
+                for _ in range(level_count):
                     tiles = segments.next_level(tiles, budget)
                 continue
             except RecordingError as reason:
@@ -130,17 +131,18 @@ class _TileSearch:
                 break
             over = over_budget_ops_of(self.tried, settings, budget)
             finer, deeper = _finer(segments, tiles, over), segments.next_level(tiles, budget)
-            enough = all(op.level - budget <= op.scratch // 2 for op in over)  # with half the scratch each fits
-            more = next((more for more in ((finer, deeper) if enough else (deeper, finer)) if more != tiles), None)
-            if more is None:
+            finer_may_fit = all(op.level - budget <= op.scratch // 2 for op in over)  # with half of their scratch
+            changes = (finer, deeper) if finer_may_fit else (deeper, finer)
+            next_tiles = next((changed for changed in changes if changed != tiles), None)
+            if next_tiles is None:
                 break
-            levels += more is deeper
-            tiles = more
+            level_count += next_tiles is deeper
+            tiles = next_tiles
         return None
 
     def _refuse(self, tiles: Sequence[Tile], reason: NotTileable, refusals: list[str]) -> bool:
-        """Exclude the segment among these that cannot run piece by piece, as a trace shows more than the graph. Returns
-        whether others may: it is known which one it was, and not the last of several for the same reason.
+        """Exclude the segment among ``tiles`` that cannot run piece by piece. Return whether another capture may
+        succeed: the segment is known, and it was not the last of several that failed for the same reason.
 
         ``refusals``: earlier reasons, to which this one is added.
         """
@@ -149,7 +151,8 @@ class _TileSearch:
             return False
         self.segments.refuse(tiles[reason.at], str(reason))
         refusals.append(str(reason))
-        return len(refusals) < ALIKE or len(set(refusals[-ALIKE:])) > 1
+        last_reasons = refusals[-ALIKE:]
+        return len(last_reasons) < ALIKE or len(set(last_reasons)) > 1
 
     def _note(self, error: BudgetError) -> None:
         """Remember the error if its peak is the smallest so far."""
@@ -158,8 +161,8 @@ class _TileSearch:
 
 def _finer(segments: Segments, tiles: tuple[Tile, ...], over: Sequence[OverBudgetOp]) -> tuple[Tile, ...]:
     """Return the tiles with twice as many pieces where an op of a tile is in ``over`` and more pieces are possible."""
-    slow = {tile for tile in tiles for op in over if op.tile and tile.first <= op.call <= tile.last}
-    return tuple((segments.finer(tile, tiles) or tile) if tile in slow else tile for tile in tiles)
+    over_budget = {tile for tile in tiles for op in over if op.tile and tile.first <= op.call <= tile.last}
+    return tuple((segments.finer(tile, tiles) or tile) if tile in over_budget else tile for tile in tiles)
 
 
 def with_tile_remedy(error: BudgetError, study: Study, settings: Settings, budget: int) -> BudgetError:
@@ -183,7 +186,7 @@ def _more_tiles(
     """
     if budget < study.least_peak(settings):
         return tiles
-    chosen, new = list(tiles), 0
+    chosen, new_count = list(tiles), 0
     for op in over_budget_ops_of(study, settings, budget):
         index = next((index for index, tile in enumerate(chosen) if tile.first <= op.call <= tile.last), None)
         if index is not None and chosen[index] not in tiles:
@@ -193,12 +196,12 @@ def _more_tiles(
             if finer is not None:
                 chosen[index] = finer
                 continue
-        if new < AT_ONCE:
-            larger = segments.around(op, budget, chosen, premium)
-            if larger is not None:
-                chosen = [tile for tile in chosen if not larger.first <= tile.first <= larger.last]
-                chosen.append(larger)
-                new += 1
+        if new_count < AT_ONCE:
+            around_op = segments.around(op, budget, chosen, premium)
+            if around_op is not None:  # in place of the tiles that it contains
+                chosen = [tile for tile in chosen if not around_op.first <= tile.first <= around_op.last]
+                chosen.append(around_op)
+                new_count += 1
     return tuple(sorted(chosen, key=lambda tile: tile.first))
 
 
