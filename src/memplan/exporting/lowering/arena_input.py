@@ -18,27 +18,31 @@ IN_ARENA = ("float32", *BYTES)
 
 
 def with_input_in_arena(graph: JointGraph, path: str) -> JointGraph:
-    """Return a graph without encodings with the input of this name in the arena, or as it is if no op reads it."""
+    """Return the graph, which has no saved forms, with an input in the arena; unchanged if no op reads the input.
+
+    `path` is the input's index as text (see `Value.path`); empty: no input.
+    """
     original = next((value for value in graph.values if value.kind == "input" and value.path == path), None)
-    read = {graph.base(value) for op in graph.ops for value in refs((op.args, op.kwargs))}
-    if original is None or original.id not in read:
+    bases_read = {graph.base(value) for op in graph.ops for value in refs((op.args, op.kwargs))}
+    if original is None or original.id not in bases_read:
         return graph
     rebuild = Rebuild(graph)
-    copied = rebuild.value(original.name, original)
-    rebuild.values = [replace(v, base=copied) if v.base == original.id != v.id else v for v in rebuild.values]
+    in_arena = rebuild.value(original.name, original)
+    # views of the input become views of its place in the arena, which alone takes bytes
+    rebuild.values = [replace(v, base=in_arena) if v.base == original.id != v.id else v for v in rebuild.values]
     rebuild.values[original.id] = replace(rebuild.values[original.id], bytes=0)
 
     def moved(value: int) -> Ref:
-        return Ref(copied if value == original.id else value)
+        return Ref(in_arena if value == original.id else value)
 
-    first = replace(
-        graph.ops[0], index=-1, target=ARENA_INPUT, phase="forward", kwargs={}, outputs=(copied,), makes=(copied,),
+    arena_op = replace(
+        graph.ops[0], index=-1, target=ARENA_INPUT, phase="forward", kwargs={}, outputs=(in_arena,), makes=(in_arena,),
         multiple=False, discarded=0, scratch=0, scratch_into=None, overwrites=(), random=False, once=True, layer="",
         where=None, gradient_of=None, holds=(), cheaper_recompute=None, call=None, seconds=0.0,
     )  # fmt: skip
-    rebuild.add(first, args=(Ref(original.id),))
+    rebuild.add(arena_op, args=(Ref(original.id),))
     for op in graph.ops:
-        overwrites = tuple(copied if value == original.id else value for value in op.overwrites)
+        overwrites = tuple(moved(value).value for value in op.overwrites)
         args, kwargs = map_refs(op.args, moved), map_refs(op.kwargs, moved)
         rebuild.add(op, args=args, kwargs=kwargs, overwrites=overwrites)
     return replace(rebuild.finished(), outputs=tuple(moved(value).value for value in graph.outputs))

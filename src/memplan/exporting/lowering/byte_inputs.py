@@ -19,7 +19,10 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, short
 
 NORMALIZE = "memplan.normalize.default"
-"""``factor[c] * x + addend[c]`` of bytes, with one number for all channels or one for each."""
+"""``factor[c] * x + addend[c]`` of bytes, with one number for all channels or one for each.
+
+An op that normalizes the bytes of its operand as it reads them has both constants in ``kwargs["bytes"]``.
+"""
 BYTES = ("uint8", "int8")
 
 
@@ -28,22 +31,26 @@ class Affine:
     """A value that is a byte input times a factor plus an addend."""
 
     x: int
+    """Id of the byte input."""
     factor: torch.Tensor
     addend: torch.Tensor
+    """Like the factor of shape (), or (C, 1, ...): a number for each channel."""
 
 
 def normalization(low: Lowering, op: GraphOp) -> bool:
-    """Add the kernel that computes an op from the bytes of an input; return whether the op is a normalization."""
+    """Add a kernel for an op whose result is a byte input times a factor plus an addend: it computes the result from
+    the bytes. Return False, with nothing added, for another op."""
     if not op.target.startswith("aten.") or not op.args or not isinstance(op.args[0], Ref):
         return False
-    result = _cast(low, op) or _changed(low, op)
+    result = _cast(low, op) or _scaled_or_shifted(low, op)
     if result is None:
         return False
     output, constants = output_of(op), list[Ref]()
     for name, tensor in (("factor", result.factor), ("addend", result.addend)):
-        flat = tensor.reshape(-1).float()
-        constants.append(Ref(low.value(name, low.values[output], shape=tuple(flat.shape), op=None)))
-        low.make_constant(constants[-1].value, flat)
+        by_channel = tensor.reshape(-1).float()
+        constant = low.value(name, low.values[output], shape=tuple(by_channel.shape), op=None)
+        low.make_constant(constant, by_channel)
+        constants.append(Ref(constant))
     low.affine[output] = result
     low.change(output, stride=conv.contiguous(low.values[output].shape))
     low.call(op, NORMALIZE, (Ref(result.x), *constants), (output,))
@@ -55,15 +62,17 @@ def _cast(low: Lowering, op: GraphOp) -> Affine | None:
     x = low.values[op.args[0].value]
     if op.target != "aten._to_copy.default" or low.dtypes[output_of(op)] != "float32":
         return None
+    if x.kind != "input" or x.dtype not in BYTES:
+        return None
     one = torch.ones((), dtype=torch.float64)
-    return Affine(x.id, one, 0 * one) if x.kind == "input" and x.dtype in BYTES else None
+    return Affine(x.id, factor=one, addend=torch.zeros_like(one))
 
 
-def _changed(low: Lowering, op: GraphOp) -> Affine | None:
+def _scaled_or_shifted(low: Lowering, op: GraphOp) -> Affine | None:
     """Return the affine form of the result if the op adds, subtracts, multiplies or divides by a constant and its first
     operand has an affine form; else None."""
-    before, name = low.affine.get(op.args[0].value), short(op.target)
-    if before is None or name not in ("add", "sub", "mul", "div"):
+    operand, name = low.affine.get(op.args[0].value), short(op.target)
+    if operand is None or name not in ("add", "sub", "mul", "div"):
         return None
     arguments = arguments_of(op.target, op.args, op.kwargs)
     number = _constant(low, arguments["other"], low.shape(op.args[0]))
@@ -71,9 +80,12 @@ def _changed(low: Lowering, op: GraphOp) -> Affine | None:
         return None
     if name in ("mul", "div"):
         factor = number if name == "mul" else 1 / number
-        return Affine(before.x, before.factor * factor, before.addend * factor)
+        return Affine(operand.x, operand.factor * factor, operand.addend * factor)
     shift = number * arguments.get("alpha", 1) * (1 if name == "add" else -1)
-    return Affine(before.x, before.factor + 0 * shift, before.addend + shift)  # both of the same shape
+    factor, addend = torch.broadcast_tensors(
+        operand.factor, operand.addend + shift
+    )  # a number for each channel in both
+    return Affine(operand.x, factor, addend)
 
 
 def _constant(low: Lowering, other: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -95,50 +107,57 @@ def _constant(low: Lowering, other: Any, shape: tuple[int, ...]) -> torch.Tensor
 
 def with_direct_reads(graph: JointGraph, low: Lowering) -> JointGraph:
     """Let kernels that can normalize bytes as they read them read the inputs, in place of normalized buffers."""
-    normalized = {output_of(op): op for op in graph.ops if op.target == NORMALIZE}
-    if not normalized:
+    normalize_ops = {output_of(op): op for op in graph.ops if op.target == NORMALIZE}
+    if not normalize_ops:
         return graph
     rebuild = Rebuild(graph)
     for op in graph.ops:
-        position = _position(op)
-        read = None if position is None else graph.values[op.args[position].value]
-        source = None if read is None else normalized.get(read.base)
-        if position is None or read is None or source is None or not _can_read(graph, op, read, source):
+        position = _byte_operand_position(op)
+        operand = None if position is None else graph.values[op.args[position].value]
+        normalize_op = None if operand is None else normalize_ops.get(operand.base)
+        if position is None or operand is None or normalize_op is None:
             rebuild.add(op)
             continue
-        x, constants = source.args[0], source.args[1:]
-        if read.is_view:  # the kernel gets the same view of the bytes
-            part = rebuild.value(read.name, read, base=x.value, dtype=graph.values[x.value].dtype, op=None)
-            low.offsets.update({part: low.offsets[read.id]} if read.id in low.offsets else {})
+        if not _knows_channels(graph, op, operand, normalize_op):
+            rebuild.add(op)
+            continue
+        x, factor_and_addend = normalize_op.args[0], normalize_op.args[1:]
+        if operand.is_view:  # the kernel gets the same view of the bytes
+            view = rebuild.value(operand.name, operand, base=x.value, dtype=graph.values[x.value].dtype, op=None)
+            if operand.id in low.offsets:
+                low.offsets[view] = low.offsets[operand.id]
             rebuild.add(
                 replace(
-                    op, index=-1 - len(rebuild.ops), target="aten.alias.default", args=(x,), kwargs={}, outputs=(part,),
+                    op, index=-1 - len(rebuild.ops), target="aten.alias.default", args=(x,), kwargs={}, outputs=(view,),
                     makes=(), overwrites=(), random=False, gradient_of=None,
                 )
             )  # fmt: skip
-            x = Ref(part)
+            x = Ref(view)
         args = (*op.args[:position], x, *op.args[position + 1 :])
-        rebuild.add(op, args=args, kwargs={**op.kwargs, "bytes": constants})
+        rebuild.add(op, args=args, kwargs={**op.kwargs, "bytes": factor_and_addend})
     return rebuild.finished()
 
 
-def _position(op: GraphOp) -> int | None:
-    """Return the position of the argument that an op's kernel can read as bytes, with factor and addend in
-    ``kwargs["bytes"]``; None if it cannot. Of a weight's gradient it is the second."""
-    if op.target == "aten.mm.default":
-        return int(op.phase == "backward")
+def _byte_operand_position(op: GraphOp) -> int | None:
+    """Return the position of the argument that an op's kernel can read as bytes and normalize (see `NORMALIZE`): the
+    input of a convolution or linear layer, in the forward pass or for its weight's gradient. None if it cannot."""
+    if op.target == "aten.mm.default":  # (input, weight) or, for the weight's gradient, (output's gradient, input)
+        return 1 if op.phase == "backward" else 0
+    # the weight's gradient reads (output's gradient, input); addmm has the bias first
     return {conv.GATHER: 0, conv.WEIGHT_GRADIENT: 1, "aten.addmm.default": 1}.get(op.target)
 
 
-def _can_read(graph: JointGraph, op: GraphOp, read: Value, source: GraphOp) -> bool:
-    """Return whether the kernel knows the channel of each byte: a product takes one number for all channels."""
+def _knows_channels(graph: JointGraph, op: GraphOp, operand: Value, normalize_op: GraphOp) -> bool:
+    """Return whether the kernel of `op` knows which factor and addend each byte has. Kernels of convolutions know the
+    channel, except of a view; matrix products take one number for all channels."""
     if op.target in (conv.GATHER, conv.WEIGHT_GRADIENT):
-        return not read.is_view
-    return graph.values[source.args[1].value].shape == (1,)
+        return not operand.is_view
+    factor = normalize_op.args[1]
+    return graph.values[factor.value].shape == (1,)
 
 
 def buffered(graph: JointGraph) -> frozenset[int]:
     """Return the byte inputs of which normalized buffers are computed."""
-    in_arena: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target == ARENA_INPUT}
-    read: list[int] = [op.args[0].value for op in graph.ops if op.target == NORMALIZE]
-    return frozenset(in_arena.get(value, value) for value in read)
+    input_of: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target == ARENA_INPUT}
+    normalized: list[int] = [op.args[0].value for op in graph.ops if op.target == NORMALIZE]
+    return frozenset(input_of.get(value, value) for value in normalized)

@@ -45,8 +45,9 @@ def convolution_backward(low: Lowering, op: GraphOp) -> None:
         low.call(op, CHANNEL_SUM, (g,), (bias_gradient,))
     if weight_gradient is not None:
         x = low.dense(op, x)
-        wide, narrow = (x, g) if transposed else (g, x)
-        low.call(op, WEIGHT_GRADIENT, (wide, narrow, *geometry), (weight_gradient,))
+        # the tensor with the channels of the weight's dimension 0, and that with those of dimension 1
+        of_dim_0, of_dim_1 = (x, g) if transposed else (g, x)
+        low.call(op, WEIGHT_GRADIENT, (of_dim_0, of_dim_1, *geometry), (weight_gradient,))
 
 
 def _check(low: Lowering, op: GraphOp, x: Ref) -> None:
@@ -60,14 +61,14 @@ def _check(low: Lowering, op: GraphOp, x: Ref) -> None:
 
 def _geometry(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> tuple[Any, ...]:
     """Return stride, padding and dilation as pairs: a one-dimensional convolution is one over planes of height 1."""
-    pairs = ((1, stride), (0, padding), (1, dilation))  # with the value for a height of 1
-    return tuple((height, sizes[0]) if len(sizes) == 1 else tuple(sizes) for height, sizes in pairs)
+    with_value_for_height_1 = ((stride, 1), (padding, 0), (dilation, 1))
+    return tuple((value, sizes[0]) if len(sizes) == 1 else tuple(sizes) for sizes, value in with_value_for_height_1)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    strides, step = list[int](), 1
+    strides, stride = list[int](), 1
     for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
+        strides.append(stride)
+        stride *= max(size, 1)  # torch counts a dimension of size 0 as 1
     return tuple(reversed(strides))

@@ -10,7 +10,7 @@ import torch
 
 from memplan._torch import decompositions
 from memplan.errors import RecordingError
-from memplan.exporting.lowering.device_graph import WAYS, Lowering, refusal
+from memplan.exporting.lowering.device_graph import ALTERNATIVES, Lowering, refusal
 from memplan.exporting.lowering.own_decompositions import own_decompositions
 from memplan.planning.graph.joint_graph import GraphOp, Ref, map_refs, refs
 from memplan.planning.graph.op_schema import overload, short
@@ -36,34 +36,35 @@ def decomposed(low: Lowering, op: GraphOp, lower: Lower, is_kept: Callable[[str]
     operands = list(dict.fromkeys(refs((op.args, op.kwargs))))
     if not op.target.startswith("aten.") or op.random or (op.once and not op.makes):
         return False
-    found = decompositions.decomposition(
+    decomposition = decompositions.decomposition(
         overload(op.target),
         [_meta(low, value) for value in operands],
-        lambda tensors: _call(op, dict(zip(operands, tensors, strict=True))),
+        lambda tensors: _arguments_with(op, dict(zip(operands, tensors, strict=True))),
         is_kept,
         own_decompositions(),
     )
-    if found is None:
+    if decomposition is None:
         return False
     # node of the decomposition -> value of the graph
-    number_of: dict[Any, int] = dict(zip(found.inputs, operands, strict=True))
-    for node, tensor in found.constants.items():
-        number_of[node] = low.value("constant", low.values[operands[0]], shape=tuple(tensor.shape))
-        low.make_constant(number_of[node], tensor)
-    results = found.outputs
-    for node, number in zip(results, op.outputs, strict=False):  # results without elements are left out
-        if node is not None and number is not None and results.count(node) == 1:
-            number_of.setdefault(node, number)
-    for call in found.calls:
+    value_of: dict[Any, int] = dict(zip(decomposition.inputs, operands, strict=True))
+    for node, tensor in decomposition.constants.items():
+        value_of[node] = low.value("constant", low.values[operands[0]], shape=tuple(tensor.shape))
+        low.make_constant(value_of[node], tensor)
+    results = decomposition.outputs
+    for node, output in zip(results, op.outputs, strict=False):  # results without elements are left out
+        if node is not None and output is not None and results.count(node) == 1:
+            value_of.setdefault(node, output)
+    for call in decomposition.calls:
         try:
-            _add(low, op, call, number_of, lower)
+            _add(low, op, call, value_of, lower)
         except RecordingError as error:
             inner = short(call.target)
-            do = WAYS.get(short(op.target)) or WAYS.get(inner, "")
+            do = ALTERNATIVES.get(short(op.target)) or ALTERNATIVES.get(inner, "")
             raise refusal(op, f", which is made of {inner}", do=do) from error
-    for node, number in zip(results, op.outputs, strict=False):
-        if number is not None and node is not None and number_of[node] != number:
-            _same(low, op, number, number_of[node])
+    # results that are an operand, a constant or another result
+    for node, output in zip(results, op.outputs, strict=False):
+        if output is not None and node is not None and value_of[node] != output:
+            _equate(low, op, output, value_of[node])
     return True
 
 
@@ -74,44 +75,54 @@ def _meta(low: Lowering, number: int) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride, dtype=dtype, device="meta")
 
 
-def _call(op: GraphOp, tensors: dict[int, Any]) -> tuple[Any, Any]:
+def _arguments_with(op: GraphOp, tensors: dict[int, Any]) -> tuple[Any, Any]:
     """Return (args, kwargs) of an op with tensors, by value, in place of its operands."""
     return map_refs(op.args, tensors.__getitem__), map_refs(op.kwargs, tensors.__getitem__)
 
 
-def _add(low: Lowering, op: GraphOp, call: decompositions.CoreCall, number_of: dict[Any, int], lower: Lower) -> None:
-    """Lower a call of op's decomposition. `number_of` has the graph's value of each node of the decomposition so far;
-    those of the call's results are added to it."""
-    args, kwargs = (decompositions.mapped(part, lambda node: Ref(number_of[node])) for part in (call.args, call.kwargs))
-    reads = list(refs((args, kwargs)))
-    base = low.values[reads[0]].base if call.is_view else None
+def _add(low: Lowering, op: GraphOp, call: decompositions.CoreCall, value_of: dict[Any, int], lower: Lower) -> None:
+    """Lower a call of op's decomposition. `value_of` has the graph's value of each node of the decomposition so far:
+    operands, constants, and results of op or of earlier calls. Results of the call are added to it."""
+    args, kwargs = (decompositions.mapped(part, lambda node: Ref(value_of[node])) for part in (call.args, call.kwargs))
+    operands = list(refs((args, kwargs)))
+    viewed_base = low.values[operands[0]].base if call.is_view else None
     for node in call.outputs:
-        if node is None:
-            continue
-        tensor = decompositions.tensor_of(node)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        fields = {"shape": tuple(tensor.shape), "stride": tuple(tensor.stride()), "dtype": dtype}
-        if node not in number_of:
-            like = low.values[next(value for value in (*op.outputs, *refs((op.args, op.kwargs))) if value is not None)]
-            number_of[node] = low.value(like.name, like, op=None, **fields)
-        number = number_of[node]
-        size = 0 if base is not None else tensor.numel() * tensor.element_size()
-        low.change(number, base=number if base is None else base, bytes=size, **fields)
-        low.dtypes[number] = dtype
-    outputs = tuple(None if node is None else number_of[node] for node in call.outputs)
-    makes = () if call.is_view else tuple(number for number in outputs if number is not None)
+        if node is not None:
+            _set_result(low, op, node, viewed_base, value_of)
+    outputs = tuple(None if node is None else value_of[node] for node in call.outputs)
+    makes = () if call.is_view else tuple(output for output in outputs if output is not None)
     part = replace(
         op, target=call.target, args=tuple(args), kwargs=dict(kwargs), outputs=outputs, makes=makes,
-        once=op.once and not call.is_view, multiple=call.multiple, reads=tuple(low.values[v].base for v in reads),
+        once=op.once and not call.is_view,  # a view with `once` would be scheduled (see GraphOp.is_view)
+        multiple=call.multiple, reads=tuple(low.values[v].base for v in operands),
         discarded=0, scratch=0, overwrites=(), cheaper_recompute=None,
     )  # fmt: skip
     lower(low, part)
 
 
-def _same(low: Lowering, op: GraphOp, number: int, of: int) -> None:
-    """Make value `number`, a result of the op, a constant or an alias with the elements of value `of`."""
-    if of in low.known:
-        low.make_constant(number, low.known[of])
+def _set_result(low: Lowering, op: GraphOp, node: Any, viewed_base: int | None, value_of: dict[Any, int]) -> None:
+    """Give the value of a call's result the layout that the decomposition traced; of a view, the base `viewed_base`.
+
+    A result of op has a value already, but torch's strides and base for it may differ from the decomposition's.
+    """
+    tensor = decompositions.tensor_of(node)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout = {"shape": tuple(tensor.shape), "stride": tuple(tensor.stride()), "dtype": dtype}
+    if node not in value_of:  # an intermediate value: device and name as of a value of op
+        like = low.values[next(value for value in (*op.outputs, *refs((op.args, op.kwargs))) if value is not None)]
+        value_of[node] = low.value(like.name, like, op=None)
+    value = value_of[node]
+    if viewed_base is None:
+        low.change(value, base=value, bytes=tensor.numel() * tensor.element_size(), **layout)
     else:
-        low.change(number, stride=low.values[of].stride, dtype=low.values[of].dtype)
-        low.alias(op, number, Ref(of))
+        low.change(value, base=viewed_base, bytes=0, **layout)
+    low.dtypes[value] = dtype
+
+
+def _equate(low: Lowering, op: GraphOp, result: int, value: int) -> None:
+    """Make a result of the op equal to another value: a constant if that is known at export, else an alias of it."""
+    if value in low.known:
+        low.make_constant(result, low.known[value])
+    else:
+        low.change(result, stride=low.values[value].stride, dtype=low.values[value].dtype)
+        low.alias(op, result, Ref(value))

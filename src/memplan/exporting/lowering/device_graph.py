@@ -20,11 +20,11 @@ TO_FLOAT = "memplan.to_float.default"
 """Integers as floats; exact below 2 ** 24."""
 FILL = "memplan.fill.default"
 WRITE = "memplan.write_output.default"
-"""Copy a value to the caller's memory, from this element on, where the caller gave any."""
+"""(value, start): copy the value to the caller's `output`, from element `start` on, unless that pointer is null."""
 ARENA_INPUT = "memplan.arena_input.default"
 """An input of the caller at its place in the arena."""
 INSERT = "memplan.insert_channels.default"
-"""Write channels into a copy of a value, or into zeros."""
+"""(value or None, part, channel): a copy of the value, or zeros, with `part` in its channels from `channel` on."""
 WORD = 4
 """Bytes of a float; the size of every buffer is a multiple."""
 
@@ -35,8 +35,7 @@ ZEROS = ("aten.new_zeros.default", "aten.zeros_like.default", "aten.new_ones.def
          "aten.empty_like.default")  # fmt: skip
 """Ops that fill a tensor like another, of which they read the shape alone."""
 
-
-WAYS: Mapping[str, str] = {
+ALTERNATIVES: Mapping[str, str] = {
     "rrelu_with_noise_functional": "Use nn.LeakyReLU with the mean of both slopes",
     "avg_pool3d": "Use nn.GroupNorm in place of nn.LocalResponseNorm, and planes in place of volumes",
     "max_pool3d_with_indices": "Use planes: nn.MaxPool2d",
@@ -100,12 +99,12 @@ def refusal(op: GraphOp, why: str, near: str = "", do: str = "") -> RecordingErr
         op: its layer and source line are in the message.
         why: follows the op's name in the message.
         near: what could be used instead.
-        do: what to write in its place; empty: what `WAYS` has for the op, or a general advice.
+        do: what to write in its place; empty: what `ALTERNATIVES` has for the op, or a general advice.
     """
     return RecordingError(
         f"{short(op.target)}{why}",
         expected="operations that memplan has C kernels for" + (f" (near: {near})" if near else ""),
-        do=do or WAYS.get(short(op.target), "Write this part with other operations, or leave it on the host"),
+        do=do or ALTERNATIVES.get(short(op.target), "Write this part with other operations, or leave it on the host"),
         layer=op.layer or None,
         where=op.where,
     )
@@ -117,13 +116,13 @@ class Lowering(Rebuild):
     def __init__(self, graph: JointGraph, constants: Mapping[int, torch.Tensor]) -> None:
         super().__init__(graph)
         self.known: dict[int, torch.Tensor] = {}
-        """Values that are constant."""
+        """Elements of the values that are known at export."""
         self.offsets: dict[int, int] = {}
         """As for `DeviceGraph`."""
         self.dtypes: dict[int, str] = {value.id: value.dtype for value in graph.values}
         """The dtype that each value has in PyTorch: computed flags and integers are floats on the device."""
         self.affine: dict[int, Any] = {}
-        """Values that are normalized bytes of inputs (see byte_inputs.py)."""
+        """Normalized bytes of inputs: byte_inputs.Affine by value."""
         self.mutations = dict(graph.mutations)
         """By value that the step changes: its value after the step."""
         for value, tensor in constants.items():
@@ -151,14 +150,14 @@ class Lowering(Rebuild):
     ) -> int:
         """Add a contiguous value with its own memory: of `size` bytes, or as many as shape and dtype take."""
         stride = torch.empty(tuple(shape), device="meta").stride()
-        size_bytes = words(math.prod(shape) * getattr(torch, dtype).itemsize if size is None else size)
+        own_bytes = math.prod(shape) * getattr(torch, dtype).itemsize if size is None else size
         return self.value(
             name,
             like,
             shape=tuple(shape),
             stride=tuple(stride),
             dtype=dtype,
-            bytes=size_bytes,
+            bytes=words(own_bytes),
             base=len(self.values),
             op=None,
         )
@@ -166,7 +165,14 @@ class Lowering(Rebuild):
     # -- ops
 
     def call(self, op: GraphOp, target: str, args: Sequence[Any], makes: Sequence[int | None], **changes: Any) -> None:
-        """Add the call of a kernel that replaces an op or a part of it; `changes` are other fields of the new op."""
+        """Add the call of a kernel that replaces an op or a part of it.
+
+        Args:
+            op: its layer, source line and phase become those of the call.
+            target, args: kernel and arguments.
+            makes: results, also views; None for one that nothing reads.
+            changes: other fields of the new `GraphOp`.
+        """
         owned = tuple(value for value in makes if value is not None and self.values[value].base == value)
         fields: dict[str, Any] = {
             "target": target, "args": tuple(args), "kwargs": {}, "outputs": tuple(makes), "makes": owned,
@@ -214,13 +220,13 @@ class Lowering(Rebuild):
         number = self.buffer(f"{value.name}_float", value, value.shape)
         if not is_contiguous(value):  # convert its whole base, and return the same view of the result
             base = self.values[value.base]
-            number = self.buffer(f"{base.name}_float", base, base.shape)
-            self.call(op, TO_FLOAT, (Ref(base.id),), (number,), once=False)
-            part = self.value(f"{value.name}_float", value, dtype="float32", base=number, op=None)
+            float_base = self.buffer(f"{base.name}_float", base, base.shape)
+            self.call(op, TO_FLOAT, (Ref(base.id),), (float_base,), once=False)
+            view = self.value(f"{value.name}_float", value, dtype="float32", base=float_base, op=None)
             if value.id in self.offsets:
-                self.offsets[part] = self.offsets[value.id]
-            self.call(op, "aten.alias.default", (Ref(number),), (part,))
-            return Ref(part)
+                self.offsets[view] = self.offsets[value.id]
+            self.call(op, "aten.alias.default", (Ref(float_base),), (view,))
+            return Ref(view)
         self.call(op, TO_FLOAT, (ref,), (number,), once=False)
         return Ref(number)
 
@@ -228,7 +234,8 @@ class Lowering(Rebuild):
         """Change a computed value of flags or integers to float32, in which kernels compute."""
         value = self.values[number]
         if value.dtype != "float32":
-            self.change(number, dtype="float32", bytes=words(math.prod(value.shape) * WORD) if value.bytes else 0)
+            size = words(math.prod(value.shape) * WORD) if value.bytes else 0  # views and constants stay at 0 bytes
+            self.change(number, dtype="float32", bytes=size)
 
     def overwritable(self, number: int, *operands: Any) -> tuple[int, ...]:
         """Return the storages of operands that an elementwise op can write its result `number` to."""
@@ -237,9 +244,10 @@ class Lowering(Rebuild):
         reusable = list[int]()
         for value in values:
             base = self.values[value.base]
-            same = value.stride == result.stride and value.shape == result.shape
-            whole = base.bytes == result.bytes > 0 and (value.dtype, base.dtype) == (result.dtype, result.dtype)
-            if same and whole and not self.offsets.get(value.id) and is_contiguous(value):
+            same_layout = value.stride == result.stride and value.shape == result.shape
+            same_dtype = value.dtype == base.dtype == result.dtype
+            is_whole_storage = base.bytes == result.bytes > 0 and not self.offsets.get(value.id)
+            if same_layout and same_dtype and is_whole_storage and is_contiguous(value):
                 reusable.append(base.id)
         # Another operand that views the storage with other strides would read elements that are overwritten.
         safe = [base for base in reusable if all(v.stride == result.stride for v in values if v.base == base)]
@@ -250,18 +258,18 @@ class Lowering(Rebuild):
     def view(self, op: GraphOp) -> None:
         """Add a view op; strides and storage offsets of its outputs come from running it on meta tensors."""
 
-        def meta(value: int) -> torch.Tensor:
-            of = self.values[value]
-            # of any size: meta tensors have no memory
-            storage = torch.empty(1 << 40, dtype=getattr(torch, of.dtype), device="meta")
-            return storage.as_strided(of.shape, of.stride, self.offsets.get(value, 0))
+        def meta(number: int) -> torch.Tensor:
+            value = self.values[number]
+            # large enough for each view: meta tensors have no memory
+            storage = torch.empty(1 << 40, dtype=getattr(torch, value.dtype), device="meta")
+            return storage.as_strided(value.shape, value.stride, self.offsets.get(number, 0))
 
         def run() -> Any:
             return overload(op.target)(*map_refs(op.args, meta), **map_refs(op.kwargs, meta))
 
         try:
             results = run()
-        except RuntimeError:  # of PyTorch's strides the view exists, of the contiguous ones of a kernel it does not
+        except RuntimeError:  # the view needs PyTorch's strides, which the operand no longer has: view a copy
             op = replace(op, args=(self.dense(op, op.args[0]), *op.args[1:]))
             results = run()
         results = results if isinstance(results, (tuple, list)) else (results,)

@@ -28,14 +28,15 @@ class InsideBits(Encode):
     def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[SavedForm, Value]]:
         """Yield an encoding for each activation whose gradient the backward pass computes."""
         for value, readers in sorted(_readers(graph).items()):
-            activation, size = graph.values[value], words(-(-prod(graph.values[value].shape) // 8))
+            activation = graph.values[value]
+            mask_bytes = words(-(-prod(activation.shape) // 8))  # a bit for each element, rounded up
             name = f"{activation.name}_{INSIDE}"
-            encoded = Value(
-                -1, name, "encoded", base=-1, bytes=size, shape=(size,), stride=(1,), dtype="uint8",
+            mask = Value(  # the registry of levers assigns the ids that are -1
+                -1, name, "encoded", base=-1, bytes=mask_bytes, shape=(mask_bytes,), stride=(1,), dtype="uint8",
                 place=activation.place,
             )  # fmt: skip
             direct = tuple(op.index for op in readers)
-            yield SavedForm(NAME, value, encoded=-1, how=INSIDE, whole=False, direct=direct), encoded
+            yield SavedForm(NAME, value, encoded=-1, how=INSIDE, whole=False, direct=direct), mask
 
 
 def bounds_of(op: GraphOp) -> tuple[float, float]:
@@ -45,14 +46,17 @@ def bounds_of(op: GraphOp) -> tuple[float, float]:
 
 
 def _readers(graph: JointGraph) -> dict[int, list[GraphOp]]:
-    """Return the values of the forward pass whose bits gradients can read, each with these ops, of the same bounds."""
-    ops_of: dict[int, dict[tuple[float, float], list[GraphOp]]] = defaultdict(lambda: defaultdict(list))
+    """Return by activation the gradient ops that can read its bits. Bits are of one pair of bounds: where gradients
+    have several, the most ops with the same."""
+    ops_by_bounds: dict[int, dict[tuple[float, float], list[GraphOp]]] = defaultdict(lambda: defaultdict(list))
     for op in graph.backward_ops:
         if op.target == GRADIENT and isinstance(op.args[0], Ref) and isinstance(op.args[1], Ref):
             gradient, value = graph.values[op.args[0].value], graph.values[op.args[1].value]
             maker = graph.maker.get(value.id)
-            whole = value.base == value.id and value.kind == "result" and value.bytes == WORD * prod(value.shape)
-            alike = is_contiguous(value) and is_contiguous(gradient) and gradient.base != value.id
-            if whole and alike and value.bytes >= SMALLEST and maker is not None and maker.phase == "forward":
-                ops_of[value.id][bounds_of(op)].append(op)
-    return {value: max(by_bounds.values(), key=len) for value, by_bounds in ops_of.items()}
+            is_computed = value.kind == "result" and maker is not None and maker.phase == "forward"
+            is_whole_storage = not value.is_view and value.bytes == WORD * prod(value.shape)
+            # the kernel numbers bits by elements, and reads the gradient at the same position
+            same_layout = is_contiguous(value) and is_contiguous(gradient) and gradient.base != value.id
+            if is_computed and is_whole_storage and same_layout and value.bytes >= SMALLEST:
+                ops_by_bounds[value.id][bounds_of(op)].append(op)
+    return {value: max(by_bounds.values(), key=len) for value, by_bounds in ops_by_bounds.items()}

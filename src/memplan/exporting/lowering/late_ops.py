@@ -22,13 +22,19 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
             continue
         position = next(p for p, other in enumerate(order) if other.index == op.index)
         results = set(op.makes)
-        readers = [
-            p for p in range(position + 1, len(order)) if not results.isdisjoint((*order[p].reads, *order[p].outputs))
-        ]
-        if not readers or readers[0] == position + 1:
+        first_reader = next(
+            (
+                p
+                for p, later in enumerate(order[position + 1 :], start=position + 1)
+                if not results.isdisjoint((*later.reads, *later.outputs))  # `outputs`: a view of a result
+            ),
+            None,
+        )
+        if first_reader is None or first_reader == position + 1:
             continue
-        if _bytes_kept_longer(graph, order, position, readers[0]) < sum(graph.values[v].bytes for v in op.makes):
-            order.insert(readers[0] - 1, order.pop(position))
+        result_bytes = sum(graph.values[value].bytes for value in op.makes)
+        if _bytes_kept_longer(graph, order, position, first_reader) < result_bytes:
+            order.insert(first_reader - 1, order.pop(position))  # -1: the op before it has left the list
     rebuild = Rebuild(graph)
     for op in order:
         rebuild.add(op)
@@ -38,15 +44,15 @@ def with_delayed_ops(graph: JointGraph) -> JointGraph:
 def with_early_writes(graph: JointGraph) -> JointGraph:
     """Move each op that copies a value to the caller's memory to right after the op that computes the value, before any
     op overwrites it."""
-    source: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target in ALIASES}
+    operand_of: dict[int, int] = {output_of(op): op.args[0].value for op in graph.ops if op.target in ALIASES}
     order = [op for op in graph.ops if op.target != WRITE]
     for op in graph.ops:
         if op.target == WRITE:
             value: int = op.args[0].value
-            while value in source:
-                value = source[value]
-            computed = [at for at, other in enumerate(order) if value in other.outputs]  # empty for an input
-            order.insert(computed[-1] + 1 if computed else 0, replace(op, args=(Ref(value), *op.args[1:])))
+            while value in operand_of:  # an alias, which may be made much later than the value itself
+                value = operand_of[value]
+            makers = [position for position, other in enumerate(order) if value in other.outputs]  # empty for an input
+            order.insert(makers[-1] + 1 if makers else 0, replace(op, args=(Ref(value), *op.args[1:])))
     rebuild = Rebuild(graph)
     for op in order:
         rebuild.add(op)
@@ -56,6 +62,6 @@ def with_early_writes(graph: JointGraph) -> JointGraph:
 def _bytes_kept_longer(graph: JointGraph, order: Sequence[GraphOp], position: int, reader: int) -> int:
     """Return the bytes of operands that would live longer if the op at index `position` of `order` moved to just before
     the op at index `reader`."""
-    read_anyway = {base for other in order[reader:] for base in other.reads}
-    operands = [graph.values[base] for base in order[position].reads if base not in read_anyway]
+    read_later = {base for later in order[reader:] for base in later.reads}
+    operands = [graph.values[base] for base in order[position].reads if base not in read_later]
     return sum(value.bytes for value in operands if value.kind not in RESIDENT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from memplan.exporting.lowering.convolution_splitting import CHANNEL_SUM
 from memplan.exporting.lowering.device_graph import Lowering, output_of, refusal
@@ -28,7 +28,10 @@ ROW_INPUT = "memplan.row_norm_input_gradient.default"
 
 
 def batch_norm(low: Lowering, op: GraphOp) -> None:
-    """Split a batch norm, with running statistics or without."""
+    """Split a batch norm, with running statistics or without.
+
+    The results of ``_native_batch_norm_legit_functional`` from the fourth on are the new running statistics.
+    """
     x, weight, bias = low.dense(op, op.args[0]), op.args[1], op.args[2]
     running: tuple[Any, Any]
     if op.target.endswith("no_stats"):
@@ -41,20 +44,23 @@ def batch_norm(low: Lowering, op: GraphOp) -> None:
     output = low.dense_result(output_of(op))
     like, channels = low.values[output], low.values[x.value].shape[1]
     mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), like, (channels,))
-    if any(source is not None and source not in low.mutations.values() for source in op.outputs[3:]):
+    new_running = [value for value in op.outputs[3:] if value is not None]
+    if any(value not in low.mutations.values() for value in new_running):
         raise refusal(op, " whose running statistics are no buffers", do="Use track_running_stats=False")
-    for target, source in list(low.mutations.items()):
-        if source in op.outputs[3:]:
-            del low.mutations[target]
+    for buffer, new_value in list(low.mutations.items()):
+        if new_value in new_running:  # the kernel writes the buffer itself
+            del low.mutations[buffer]
+    # once: a second run would update the running statistics again
     low.call(op, BATCH_STATISTICS, (x, *running, momentum, eps), (mean, deviation), once=True)
     args = (x, weight, bias, Ref(mean), Ref(deviation))
     low.call(op, BATCH_APPLY, args, (output,), overwrites=low.overwritable(output, x), once=False)
 
 
 def fixed_batch_norm(low: Lowering, op: GraphOp, eps: float | None = None) -> None:
-    """Lower a batch norm in evaluation mode, which normalizes by its running statistics."""
+    """Lower a batch norm in evaluation mode, which normalizes by its running statistics. `eps`: None for an op whose
+    last argument it is."""
     output, x = low.dense_result(output_of(op)), low.dense(op, op.args[0])
-    args = (x, *op.args[1:5], op.args[-1] if eps is None else eps)
+    args = (x, *op.args[1:5], op.args[-1] if eps is None else eps)  # weight, bias, running mean and variance
     low.call(op, BATCH_FIXED, args, (output,), overwrites=low.overwritable(output, x), once=False)
 
 
@@ -78,7 +84,8 @@ def batch_norm_backward(low: Lowering, op: GraphOp) -> None:
             low.call(op, BATCH_FIXED_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g))
         return
     sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), like, channels)
-    low.call(op, BATCH_SUMS, (g, x, saved_mean, saved_deviation, None), sums)
+    eps = None  # of a variance alone, not of a deviation
+    low.call(op, BATCH_SUMS, (g, x, saved_mean, saved_deviation, eps), sums)
     if input_gradient is not None:
         args = (g, x, weight, saved_mean, saved_deviation, Ref(sums[0]), Ref(sums[1]))
         low.call(op, BATCH_INPUT, args, (input_gradient,), overwrites=low.overwritable(input_gradient, g, x))
@@ -98,32 +105,41 @@ def layer_norm_backward(low: Lowering, op: GraphOp) -> None:
 
 def group_norm(low: Lowering, op: GraphOp) -> None:
     """Split a norm over groups of channels."""
-    x, weight, bias, n, channels, inner, groups, eps = op.args
-    rows = (n * groups, channels // groups * inner, inner, channels)
-    _row_norm(low, op, x, weight, bias, eps, rows)
+    x, weight, bias, n, channels, plane, groups, eps = op.args
+    _row_norm(low, op, x, weight, bias, eps, _group_rows(n, channels, plane, groups))
 
 
 def group_norm_backward(low: Lowering, op: GraphOp) -> None:
     """Split the gradients of a norm over groups of channels."""
-    g, x, mean, deviation, weight, n, channels, inner, groups, _ = op.args
-    rows = (n * groups, channels // groups * inner, inner, channels)
-    _row_norm_backward(low, op, (g, x, mean, deviation, weight), rows)
+    g, x, mean, deviation, weight, n, channels, plane, groups, _ = op.args
+    _row_norm_backward(low, op, (g, x, mean, deviation, weight), _group_rows(n, channels, plane, groups))
 
 
-_Rows = tuple[int, int, int, int]
-"""Number of rows, elements of a row, successive elements that share a weight, weights."""
+class _Rows(NamedTuple):
+    """Rows of elements, each with a mean and a deviation: arguments of the kernels, in this order."""
+
+    rows: int
+    row_size: int
+    elements_per_weight: int
+    """Successive elements that share a weight."""
+    weights: int
 
 
 def _layer_rows(low: Lowering, x: Ref, shape: Any) -> _Rows:
     size = math.prod(shape)
-    return math.prod(low.shape(x)) // size, size, 1, size
+    return _Rows(math.prod(low.shape(x)) // size, row_size=size, elements_per_weight=1, weights=size)
+
+
+def _group_rows(n: int, channels: int, plane: int, groups: int) -> _Rows:
+    return _Rows(n * groups, row_size=channels // groups * plane, elements_per_weight=plane, weights=channels)
 
 
 def _row_norm(low: Lowering, op: GraphOp, x: Ref, weight: Any, bias: Any, eps: float, rows: _Rows) -> None:
     """Add the kernels of a layer or group norm: one for mean and deviation of each row, one that normalizes."""
     output, x = low.dense_result(output_of(op)), low.dense(op, x)
-    mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), low.values[output], (rows[0],))
-    low.call(op, ROW_STATISTICS, (x, eps, *rows[:2]), (mean, deviation))
+    shape = (rows.rows,)
+    mean, deviation = _outputs_or_buffers(low, op.outputs[1:3], ("mean", "deviation"), low.values[output], shape)
+    low.call(op, ROW_STATISTICS, (x, eps, rows.rows, rows.row_size), (mean, deviation))
     args = (x, weight, bias, Ref(mean), Ref(deviation), *rows)
     low.call(op, ROW_APPLY, args, (output,), overwrites=low.overwritable(output, x))
 
@@ -135,7 +151,7 @@ def _row_norm_backward(low: Lowering, op: GraphOp, operands: tuple[Ref, Ref, Ref
     g, x = low.dense(op, g), low.dense(op, x)
     input_gradient, weight_sum, bias_sum = op.outputs
     if weight_sum is not None or bias_sum is not None:
-        sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), low.values[x.value], (rows[3],))
+        sums = _outputs_or_buffers(low, (weight_sum, bias_sum), ("sum", "sum"), low.values[x.value], (rows.weights,))
         low.call(op, ROW_SUMS, (g, x, mean, deviation, *rows), sums)
     if input_gradient is not None:
         low.dense_result(input_gradient)

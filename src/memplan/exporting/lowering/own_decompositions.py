@@ -34,13 +34,13 @@ def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     if not dims:
         return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
     for shift, dim in zip(shifts, dims, strict=True):
-        at = -shift % x.shape[dim]
-        x = torch.cat([x.narrow(dim, at, x.shape[dim] - at), x.narrow(dim, 0, at)], dim) if at else x
-    return x.clone()
+        first = -shift % x.shape[dim]  # index of the element that comes to index 0
+        x = torch.cat([x.narrow(dim, first, x.shape[dim] - first), x.narrow(dim, 0, first)], dim) if first else x
+    return x.clone()  # never the operand itself
 
 
 def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    return source.expand(x.shape).clone()
+    return source.expand(x.shape).to(x.dtype).clone()
 
 
 def _slice_scatter(
@@ -75,15 +75,16 @@ def _trilinear(
 def _weight_norm_backward(g: Tensor, v: Tensor, scale: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of v and of scale for w = scale * v / norms, given w's (Salimans, Kingma, 2016, eq. 3)."""
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
-    along = (g * v).sum(others, keepdim=True) / norms
-    return scale / norms * (g - v * (along / norms)), along
+    scale_gradient = (g * v).sum(others, keepdim=True) / norms
+    return scale / norms * (g - v * (scale_gradient / norms)), scale_gradient
 
 
 def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    parts = [x.narrow(dim, 0, 1)]
+    x = x if dtype is None else x.to(dtype)
+    sums = [x.narrow(dim, 0, 1)]
     for k in range(1, x.shape[dim]):
-        parts.append(parts[-1] + x.narrow(dim, k, 1))
-    return torch.cat(parts, dim)
+        sums.append(sums[-1] + x.narrow(dim, k, 1))
+    return torch.cat(sums, dim)
 
 
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:

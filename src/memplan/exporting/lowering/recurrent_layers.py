@@ -31,8 +31,9 @@ class Kind:
 
     gates: int
     cell: Cell
-    keeps: bool
-    """Whether its op has a third result: cells with the first one, or the state's part of a gate."""
+    has_third_result: bool
+    """Whether its op also returns what else the gradient reads of all steps: an LSTM's cells with the first one, or a
+    GRU's state's part of the new gate."""
 
 
 def _lstm(x: Tensor, h: Tensor, state: State) -> tuple[Tensor, State, tuple[Tensor, ...]]:
@@ -62,16 +63,16 @@ def _relu(x: Tensor, h: Tensor, state: State) -> tuple[Tensor, State, tuple[Tens
 
 
 KINDS: Mapping[str, Kind] = {
-    "lstm": Kind(gates=4, cell=_lstm, keeps=True),
-    "gru": Kind(gates=3, cell=_gru, keeps=True),
-    "rnn_tanh": Kind(gates=1, cell=_tanh, keeps=False),
-    "rnn_relu": Kind(gates=1, cell=_relu, keeps=False),
+    "lstm": Kind(gates=4, cell=_lstm, has_third_result=True),
+    "gru": Kind(gates=3, cell=_gru, has_third_result=True),
+    "rnn_tanh": Kind(gates=1, cell=_tanh, has_third_result=False),
+    "rnn_relu": Kind(gates=1, cell=_relu, has_third_result=False),
 }
 FORWARD = {f"memplan.{name}.default": name for name in KINDS}
 """Kinds by op: ``(gates, weight, bias, backwards, *state) -> (activated, states[, cells or gate])``."""
 BACKWARD = {f"memplan.{name}_backward.default": name for name in KINDS}
 """Kinds by op: ``(activated, states, kept, weight, g, g_cells, backwards) -> (gates' gradients, those of the first
-state...[, of the state's part of the new gate])``."""
+state...[, of the state's part of the new gate])``. ``kept``: the forward op's third result, None for an RNN."""
 
 
 def _forward(name: str, gates: Tensor, weight: Tensor, bias: Tensor | None, backwards: bool, *state: Tensor) -> State:
@@ -85,44 +86,47 @@ def _forward(name: str, gates: Tensor, weight: Tensor, bias: Tensor | None, back
         state: the first state: h, and c of an LSTM.
 
     Returns:
-        The activated gates; the states, with the first state before (with `backwards` after) the others; and, if the
-        kind keeps more for its gradient, that: an LSTM's cells likewise, a GRU's state's part of the new gate.
+        The activated gates; the states, with the first state before (with `backwards` after) the others; of an LSTM
+        the cells likewise, of a GRU the state's part of the new gate.
     """
     steps, kind = gates.shape[0], KINDS[name]
-    activated, states, kept = torch.empty_like(gates), *_stores(name, gates, state)
+    activated, states, third = torch.empty_like(gates), *_empty_results(name, gates, state)
     order = range(steps - 1, -1, -1) if backwards else range(steps)
-    first, shift = (steps, 0) if backwards else (0, 1)
-    now = state
-    for store, part in zip((states, kept) if name == "lstm" else (states,), state, strict=True):
-        store[first] = part
+    # row of the first state; from the number of a step to the row of the state behind it
+    first_row, shift = (steps, 0) if backwards else (0, 1)
+    for rows, part in zip((states, third) if name == "lstm" else (states,), state, strict=True):
+        rows[first_row] = part
     for t in order:
-        activated[t], now, more = kind.cell(gates[t], F.linear(now[0], weight, bias), now)
-        states[t + shift] = now[0]
-        for value in more:
-            kept[t + shift if name == "lstm" else t] = value
-    return (activated, states, kept) if kind.keeps else (activated, states)
+        state_gates = F.linear(state[0], weight, bias)
+        activated[t], state, also_read = kind.cell(gates[t], state_gates, state)
+        states[t + shift] = state[0]
+        for value in also_read:
+            third[t + shift if name == "lstm" else t] = value
+    return (activated, states, third) if kind.has_third_result else (activated, states)
 
 
-def _stores(name: str, gates: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return memory for the states of all steps and the first one, and for the third result of the op, which an LSTM
-    also has of the first state."""
+def _empty_results(name: str, gates: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return memory for the second and the third result of `_forward`: an LSTM's cells have a row more, for the
+    first."""
     steps, size = gates.shape[0], tuple(state[0].shape)
-    return gates.new_empty((steps + 1, *size)), gates.new_empty((steps + (name == "lstm"), *size))
+    third_rows = steps + 1 if name == "lstm" else steps
+    return gates.new_empty((steps + 1, *size)), gates.new_empty((third_rows, *size))
 
 
 def _fake_forward(
     name: str, gates: Tensor, weight: Tensor, bias: Tensor | None, backwards: bool, *state: Tensor
 ) -> State:  # fmt: skip
-    stores = _stores(name, gates, state)
-    return (gates.new_empty(gates.shape), *stores[: 1 + KINDS[name].keeps])
+    states, third = _empty_results(name, gates, state)
+    return (gates.new_empty(gates.shape), states, *([third] if KINDS[name].has_third_result else []))
 
 
 def _fake_backward(
     name: str, activated: Tensor, states: Tensor, kept: Tensor | None, weight: Tensor, g: Tensor,
     g_cells: Tensor | None, backwards: bool,
 ) -> State:  # fmt: skip
-    state, more = states.shape[1:], {"lstm": [states.shape[1:]], "gru": [g.shape]}.get(name, [])
-    return tuple(g.new_empty(shape) for shape in (activated.shape, state, *more))
+    state = states.shape[1:]
+    third_result = {"lstm": [state], "gru": [g.shape]}.get(name, [])  # gradient of the first cell; see `BACKWARD`
+    return tuple(g.new_empty(shape) for shape in (activated.shape, state, *third_result))
 
 
 def _not_run(*args: Any) -> State:
@@ -131,10 +135,10 @@ def _not_run(*args: Any) -> State:
 
 for _name in KINDS:
     _state = "Tensor h, Tensor c" if _name == "lstm" else "Tensor h"
-    _results = ", ".join(["Tensor"] * (2 + KINDS[_name].keeps))
+    _results = ", ".join(["Tensor"] * (3 if KINDS[_name].has_third_result else 2))
     _schema = f"{_name}(Tensor gates, Tensor weight, Tensor? bias, bool backwards, {_state}) -> ({_results})"
     define(_schema, partial(_fake_forward, _name))(partial(_forward, _name))
-    _results = ", ".join(["Tensor"] * (2 if _name.startswith("rnn") else 3))
+    # the backward op of the same kinds has a third result
     _schema = (
         f"{_name}_backward(Tensor activated, Tensor states, Tensor? kept, Tensor weight, Tensor g, Tensor? g_cells, "
         f"bool backwards) -> ({_results})"
@@ -143,37 +147,42 @@ for _name in KINDS:
 
 
 class _Recurrence(torch.autograd.Function):
-    """One direction of one layer: from the input's part of the gates the outputs of all steps and, of an LSTM, the
-    cells."""
+    """One direction of one layer: from the input's part of the gates and the first state, the states of all steps and,
+    of an LSTM, the cells."""
 
     @staticmethod
     def forward(
         ctx: Any, name: str, backwards: bool, gates: Tensor, weight: Tensor, bias: Tensor | None, *state: Tensor
     ) -> State:  # fmt: skip
         """Compute all steps of a layer, and save what their derivative reads."""
-        activated, states, *kept = getattr(torch.ops.memplan, name)(gates, weight, bias, backwards, *state)
-        ctx.save_for_backward(activated, states, weight, *kept)
+        activated, states, *third = getattr(torch.ops.memplan, name)(gates, weight, bias, backwards, *state)
+        ctx.save_for_backward(activated, states, weight, *third)
         ctx.name, ctx.backwards = name, backwards
         ctx.set_materialize_grads(False)
-        begin, steps = int(not backwards), gates.shape[0]
-        return tuple(store.narrow(0, begin, steps) for store in (states, *(kept if name == "lstm" else ())))
+        first_step_row, steps = 0 if backwards else 1, gates.shape[0]  # without the row of the first state
+        cells = third if name == "lstm" else []
+        return tuple(rows.narrow(0, first_step_row, steps) for rows in (states, *cells))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        g, g_cells = (*gradients, None)[:2]
-        activated, states, weight, *kept = ctx.saved_tensors
+        g, g_cells = (*gradients, None)[:2]  # only an LSTM returns cells
+        activated, states, weight, *third = ctx.saved_tensors
         steps, batch, hidden = activated.shape[0], *states.shape[1:]
         g = states.new_zeros((steps, batch, hidden)) if g is None else g
-        call = getattr(torch.ops.memplan, f"{ctx.name}_backward")
-        gates, *first = call(activated, states, kept[0] if kept else None, weight, g, g_cells, ctx.backwards)
-        of_state = gates
-        if ctx.name == "gru":
-            of_state = torch.cat([gates[..., : 2 * hidden], first.pop()], 2)
-        of_state = of_state.reshape(steps * batch, -1)
-        before = states.narrow(0, int(ctx.backwards), steps).reshape(steps * batch, hidden)
-        _, _, _, weighed, biased, *_ = ctx.needs_input_grad
-        of_weight = torch.mm(of_state.t(), before) if weighed else None
-        return None, None, gates, of_weight, of_state.sum(0) if biased else None, *first
+        backward_op = getattr(torch.ops.memplan, f"{ctx.name}_backward")
+        gates_gradient, *first_state_gradients = backward_op(
+            activated, states, third[0] if third else None, weight, g, g_cells, ctx.backwards
+        )
+        state_gates_gradient = gates_gradient  # the gates are the sum of the input's and the state's part
+        if ctx.name == "gru":  # except the new gate, in which the reset gate multiplies the state's part
+            new_gate_gradient = first_state_gradients.pop()
+            state_gates_gradient = torch.cat([gates_gradient[..., : 2 * hidden], new_gate_gradient], 2)
+        state_gates_gradient = state_gates_gradient.reshape(steps * batch, -1)
+        states_before = states.narrow(0, 1 if ctx.backwards else 0, steps).reshape(steps * batch, hidden)
+        _, _, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        weight_gradient = torch.mm(state_gates_gradient.t(), states_before) if needs_weight else None
+        bias_gradient = state_gates_gradient.sum(0) if needs_bias else None
+        return None, None, gates_gradient, weight_gradient, bias_gradient, *first_state_gradients
 
 
 def recurrent_functions() -> dict[str, Callable[..., Any]]:
@@ -190,25 +199,28 @@ def _layers(
     Arguments are those of ``torch._VF``'s functions, `both` for bidirectional. NotImplemented for an LSTM with
     projections, whose number of weights differs.
     """
-    each, first = 2 + 2 * bias, tuple(state) if name == "lstm" else (state,)
-    if len(weights) != layers * (1 + both) * each:
+    tensors_per_direction = 4 if bias else 2
+    directions = 2 if both else 1
+    first_state = tuple(state) if name == "lstm" else (state,)  # each of shape (layers * directions, batch, hidden)
+    if len(weights) != layers * directions * tensors_per_direction:
         return NotImplemented
     x = x.transpose(0, 1) if batch_first else x
-    last = list[State]()
+    last_states = list[State]()
     for layer in range(layers):
         if layer and dropout:
             x = F.dropout(x, dropout, training)
         outputs = list[Tensor]()
-        for direction in range(1 + both):
-            at = layer * (1 + both) + direction
-            w_input, w_state, *biases = weights[at * each : (at + 1) * each]
+        for direction in range(directions):
+            row = layer * directions + direction
+            w_input, w_state, *biases = weights[row * tensors_per_direction : (row + 1) * tensors_per_direction]
             b_input, b_state = biases or (None, None)
             steps, batch = x.shape[:2]
             gates = F.linear(x.reshape(steps * batch, -1), w_input, b_input).view(steps, batch, -1)
-            begin = [part[at] for part in first]
+            begin = [part[row] for part in first_state]
             states: State = _Recurrence.apply(name, bool(direction), gates, w_state, b_state, *begin)
             outputs.append(states[0])
-            last.append(tuple(store[0 if direction else -1] for store in states))  # the second direction ends at step 0
+            last_step = 0 if direction else -1  # the second direction ends at step 0
+            last_states.append(tuple(rows[last_step] for rows in states))
         x = torch.cat(outputs, 2) if both else outputs[0]
-    ends = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
-    return (x.transpose(0, 1) if batch_first else x, *ends)
+    stacked = tuple(torch.stack(parts) for parts in zip(*last_states, strict=True))
+    return (x.transpose(0, 1) if batch_first else x, *stacked)
