@@ -26,11 +26,11 @@ class UpdateCall:
 
     function: str
     target: str
-    """C declarations of the arguments that the kernel gets for it."""
+    """C declarations of the kernel's parameters for it."""
     emit: str
     """C for the update of element ``k`` by gradient ``g``."""
     first: str
-    """C for the arguments."""
+    """C for the arguments that the kernel's call has for these parameters."""
     of_zeros: bool = True
     """Whether a gradient of zero changes anything, too: by weight decay or moments."""
 
@@ -122,18 +122,23 @@ class CallWriter:
         return self.pointer(argument) if isinstance(argument, Ref) or argument is None else str(int(argument))
 
     def byte_input(self, op: GraphOp) -> tuple[str, dict[str, str], tuple[Any, ...]]:
-        """Return how a kernel reads the input of an op, which may be bytes: suffix of its name, macros, arguments."""
-        constants = op.kwargs.get("bytes")
-        if constants is None:
+        """Return how a kernel reads the input of an op, which may be bytes: suffix of its name, macros, arguments.
+
+        The arguments are factor and addend of the normalization (see `byte_inputs.NORMALIZE`); () for an input in
+        floats.
+        """
+        factor_and_addend = op.kwargs.get("bytes")
+        if factor_and_addend is None:
             return "", {"INPUT": "float", "CONSTANTS": "", "FLOATS": "1", "VALUE(v, channel)": "(v)"}, ()
-        kind = next(v.dtype for v in map(self.value, filter(_is_ref, op.args)) if v.dtype in C_BYTES)
-        by_channel = math.prod(self.shape(constants[0])) > 1
-        at = "channel" if by_channel else "0"
+        dtypes = [self.value(argument).dtype for argument in op.args if isinstance(argument, Ref)]
+        dtype = next(dtype for dtype in dtypes if dtype in C_BYTES)
+        by_channel = math.prod(self.shape(factor_and_addend[0])) > 1
+        index = "channel" if by_channel else "0"
         macros = {
-            "INPUT": C_BYTES[kind], "CONSTANTS": ", const float *gain, const float *offset", "FLOATS": "0",
-            "VALUE(v, channel)": f"(gain[{at}] * (float)(v) + offset[{at}])",
+            "INPUT": C_BYTES[dtype], "CONSTANTS": ", const float *gain, const float *offset", "FLOATS": "0",
+            "VALUE(v, channel)": f"(gain[{index}] * (float)(v) + offset[{index}])",
         }  # fmt: skip
-        return f"_of_{kind}{'_channels' if by_channel else ''}", macros, constants
+        return f"_of_{dtype}{'_channels' if by_channel else ''}", macros, factor_and_addend
 
     # -- elementwise
 
@@ -146,69 +151,79 @@ class CallWriter:
         match = form_of(op.target, op.args, op.kwargs)
         if match is None:
             raise refusal(op, " with these arguments")
-        form, operands, numbers = match
+        function, operands, numbers = match[0].function, match[1], match[2]
         output = Ref(output_of(op))
         result, *_ = values = [self.value(ref) for ref in (output, *operands)]
         pointers = [self.pointer(ref) for ref in (output, *operands)]
         same_layout = all(value.shape == result.shape and value.stride == result.stride for value in values)
-        if (same_layout and is_dense(result)) or all(math.prod(value.shape) == 1 for value in values):
-            name = self._each("elementwise", form.function, len(operands), len(numbers))
-            return self.call(name, *pointers, math.prod(result.shape), *numbers)
-        name = self._each("strided", form.function, len(operands), len(numbers))
+        one_loop = (same_layout and is_dense(result)) or all(math.prod(value.shape) == 1 for value in values)
+        kernel = self._loop_kernel(function, operands=len(operands), numbers=len(numbers), strided=not one_loop)
+        if one_loop:
+            return self.call(kernel, *pointers, math.prod(result.shape), *numbers)
         strides = [_broadcast_strides(value, result.shape) for value in values]
-        return self._strided_call(name, result.shape, strides, pointers, numbers)
+        return self._strided_call(kernel, result.shape, strides, pointers, numbers)
 
-    def _each(self, source: str, function: str, operands: int, numbers: int) -> str:
-        """Add the kernel that calls the C function of one element for all; return its name."""
+    def _loop_kernel(self, function: str, *, operands: int, numbers: int, strided: bool) -> str:
+        """Add the kernel that calls the C function of one element for all elements; return its name.
+
+        Args:
+            function: name in templates/element_functions.c.
+            operands, numbers: how many tensors, and how many floats behind them, the function takes.
+            strided: whether the operands have strides of their own; else all are read in one loop.
+        """
         self.element_function(function)
-        letters, names, strided = "abc"[:operands], "pqrs"[:numbers], source == "strided"
+        letters, parameters = "abc"[:operands], "pqrs"[:numbers]  # names in the C text
         elements = [f"row_{letter}[l * s->{letter}[3]]" if strided else f"{letter}[i]" for letter in letters]
         defines = {
             "OPERANDS": ", ".join(f"const float *{letter}" for letter in letters),
-            "PARAMETERS": "".join(f", float {name}" for name in names),
-            "VALUE": f"{function}({', '.join((*elements, *names))})",
+            "PARAMETERS": "".join(f", float {name}" for name in parameters),
+            "VALUE": f"{function}({', '.join((*elements, *parameters))})",
         }
-        if strided:
-            defines["ROW(x)"] = "i * s->x[0] + j * s->x[1] + k * s->x[2]"
-            defines["ROWS"] = " ".join(f"const float *row_{letter} = {letter} + ROW({letter});" for letter in letters)
-        return self.instance(source, f"{'strided' if strided else 'each'}_{function}", defines)
+        if not strided:
+            return self.instance("elementwise", f"each_{function}", defines)
+        defines["ROW(x)"] = "i * s->x[0] + j * s->x[1] + k * s->x[2]"
+        defines["ROWS"] = " ".join(f"const float *row_{letter} = {letter} + ROW({letter});" for letter in letters)
+        return self.instance("strided", f"strided_{function}", defines)
 
     def element_function(self, function: str) -> None:
         """Add the C function that computes one element, after those that it calls."""
         functions = element_functions()
-        for called in re.findall(r"\b(\w+)\(", functions[function].partition(")")[2]):
+        body = functions[function].partition(")")[2]  # behind the parameters
+        for called in re.findall(r"\b(\w+)\(", body):
             if called in functions and called != function:
                 self.element_function(called)
         self.kernels.setdefault(function, functions[function])
 
     def _strided_call(
-        self, name: str, shape: Sequence[int], strides: Sequence[Sequence[int]], pointers: Sequence[str],
+        self, kernel: str, shape: Sequence[int], strides: Sequence[Sequence[int]], pointers: Sequence[str],
         numbers: Sequence[float] = (),
     ) -> str:  # fmt: skip
-        """Return the call of a kernel of nested loops over a shape; loops that it has not stand around the call."""
-        sizes, merged = merged_loops(shape, strides)
-        outer, head = max(len(sizes) - LOOPS, 0), ""
-        for loop in range(outer):
-            head += f"for (int d{loop} = 0; d{loop} < {sizes[loop]}; d{loop}++)\n{'    ' * (loop + 2)}"
-        steps = ["".join(f" + d{loop} * {of[loop]}" for loop in range(outer)) for of in merged]
-        missing = max(LOOPS - len(sizes), 0)
-        rows = [[1] * missing + sizes[outer:], *([0] * missing + of[outer:] for of in merged)]
-        table = self.table("strided", *rows, *[[0] * LOOPS] * (5 - len(rows)))
-        return head + self.call(name, *(p + step for p, step in zip(pointers, steps, strict=True)), table, *numbers)
+        """Return the call of a kernel of `LOOPS` nested loops over a shape, within for loops over what it has more.
+
+        `strides` and `pointers` are of the result, then of each operand.
+        """
+        sizes, merged_strides = merged_loops(shape, strides)
+        outer_count = max(len(sizes) - LOOPS, 0)
+        outer_loops = "".join(
+            f"for (int d{loop} = 0; d{loop} < {sizes[loop]}; d{loop}++)\n{'    ' * (loop + 2)}"
+            for loop in range(outer_count)
+        )
+        first_elements = [
+            pointer + "".join(f" + d{loop} * {steps[loop]}" for loop in range(outer_count))
+            for pointer, steps in zip(pointers, merged_strides, strict=True)
+        ]
+        missing = max(LOOPS - len(sizes), 0)  # loops of the kernel that run once
+        rows = [[1] * missing + sizes[outer_count:], *([0] * missing + steps[outer_count:] for steps in merged_strides)]
+        unused_rows = [[0] * LOOPS] * (5 - len(rows))  # the C struct has sizes, and strides of four tensors
+        table = self.table("strided", *rows, *unused_rows)
+        return outer_loops + self.call(kernel, *first_elements, table, *numbers)
 
     def strided_copy(self, to: str, like: Value, start: int, source: str, strides: Sequence[int]) -> str:
-        """Return the call that copies `source`, with these strides, to `to` from element `start` on.
-
-        The copy has the shape and strides of `like`.
-        """
-        name = self._each("strided", "copy", 1, 0)
-        return self._strided_call(
-            name, like.shape, (like.stride, strides), (f"{to} + {start}" if start else to, source)
-        )
-
-
-def _is_ref(argument: Any) -> bool:
-    return isinstance(argument, Ref)
+        """Return the call that copies the elements at C pointer `source`, with these strides, to pointer `to` from
+        element `start` on. The copy has the shape and strides of `like`."""
+        kernel = self._loop_kernel("copy", operands=1, numbers=0, strided=True)
+        first_element = f"{to} + {start}" if start else to
+        return self._strided_call(kernel, like.shape, (like.stride, strides), (first_element, source))
 
 
 def with_macros(text: str, macros: Mapping[str, str]) -> str:
@@ -219,33 +234,34 @@ def with_macros(text: str, macros: Mapping[str, str]) -> str:
 
 def _broadcast_strides(value: Value, shape: tuple[int, ...]) -> list[int]:
     """Return the strides of a value expanded to a shape."""
-    missing = len(shape) - len(value.shape)
-    steps = [0 if size == 1 else step for size, step in zip(value.shape, value.stride, strict=True)]
-    return [0] * missing + steps
+    new_dims = len(shape) - len(value.shape)
+    strides = [0 if size == 1 else stride for size, stride in zip(value.shape, value.stride, strict=True)]
+    return [0] * new_dims + strides
 
 
-def merged_loops(shape: Sequence[int], steps: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+def merged_loops(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """Merge nested loops over successive dimensions where every operand is contiguous across them.
 
-    Returns the sizes of the loops, and for each operand its strides.
+    `strides`: of each operand by dimension. Returns the sizes of the loops, and each operand's strides in them.
 
     Example:
         >>> merged_loops((2, 3, 4), [(12, 4, 1), (0, 4, 1)])
         ([2, 12], [[12, 1], [0, 1]])
     """
-    sizes, merged = list[int](), [list[int]() for _ in steps]
+    sizes, loop_strides = list[int](), [list[int]() for _ in strides]
     for dim, size in enumerate(shape):
         if size == 1:
             continue
-        if sizes and all(loops[-1] == strides[dim] * size for loops, strides in zip(merged, steps, strict=True)):
-            sizes[-1] *= size
-            for loops in merged:
-                loops.pop()
+        operands = list(zip(loop_strides, strides, strict=True))
+        if sizes and all(of_loops[-1] == by_dim[dim] * size for of_loops, by_dim in operands):
+            sizes[-1] *= size  # one loop over this dimension and the one before it
+            for of_loops in loop_strides:
+                of_loops.pop()
         else:
             sizes.append(size)
-        for loops, strides in zip(merged, steps, strict=True):
-            loops.append(strides[dim])
-    return (sizes, merged) if sizes else ([1], [[0] for _ in steps])
+        for of_loops, by_dim in operands:
+            of_loops.append(by_dim[dim])
+    return (sizes, loop_strides) if sizes else ([1], [[0] for _ in strides])
 
 
 def number(value: float) -> str:
@@ -259,7 +275,7 @@ def number(value: float) -> str:
 
     if math.isnan(value):
         return "NAN"
-    if math.isinf(value) or abs(value) > 3.4028235e38:
+    if math.isinf(value) or abs(value) > 3.4028235e38:  # the largest float32
         return "INFINITY" if value > 0 else "-INFINITY"
     text = str(np.float32(value))
     return (text if any(mark in text for mark in ".e") else f"{text}.0") + "f"

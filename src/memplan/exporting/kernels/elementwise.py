@@ -39,17 +39,24 @@ def _gradient(function: str, *numbers: tuple[str, float], of: str = "self") -> t
 def _binary(function: str, with_number: str, *numbers: tuple[str, float]) -> tuple[Elementwise, ...]:
     """Return the C functions of an op with two operands: the one for two tensors and, if `with_number` names one, the
     one for a tensor and a number."""
-    plain = Elementwise(function, ("self", "other"), numbers, lambda arguments: isinstance(arguments["other"], Ref))
+    of_tensors = Elementwise(
+        function, ("self", "other"), numbers, suits=lambda arguments: isinstance(arguments["other"], Ref)
+    )
     if not with_number:
-        return (plain,)
-    return plain, Elementwise(with_number, ("self",), (("other", 0.0), *numbers))
+        return (of_tensors,)
+    return of_tensors, _with_number(with_number, *numbers)
+
+
+def _with_number(function: str, *numbers: tuple[str, float]) -> Elementwise:
+    """Return the C function of an op with a tensor and a number `other`, and more numbers."""
+    return Elementwise(function, ("self",), (("other", 0.0), *numbers))
 
 
 def _comparison(function: str) -> dict[str, tuple[Elementwise, ...]]:
-    """Return the C functions of a comparison, with a tensor and with a number: 1 where it holds, else 0."""
-    of_number = Elementwise(f"{function}_number", ("self",), (("other", 0.0),))
+    """Return the C functions of a comparison, by op, with a tensor and with a number: 1 where it holds, else 0."""
     name = {"equal": "eq", "different": "ne", "less": "lt", "at_most": "le", "more": "gt", "at_least": "ge"}[function]
-    return {f"{name}.Tensor": _binary(function, f"{function}_number"), f"{name}.Scalar": (of_number,)}
+    number_function = f"{function}_number"
+    return {f"{name}.Tensor": _binary(function, number_function), f"{name}.Scalar": (_with_number(number_function),)}
 
 
 _ALPHA = ("alpha", 1.0)
@@ -57,14 +64,14 @@ _INFINITY = float("inf")
 _ELU = (("alpha", 1.0), ("scale", 1.0), ("input_scale", 1.0))
 _TANH = lambda arguments: arguments.get("approximate") == "tanh"  # noqa: E731
 
-_TABLE: dict[str, tuple[Elementwise, ...]] = {
+_FUNCTIONS: dict[str, tuple[Elementwise, ...]] = {
     **{
-        name: forms
+        name: functions
         for function in ("equal", "different", "less", "at_most", "more", "at_least")
-        for name, forms in _comparison(function).items()
+        for name, functions in _comparison(function).items()
     },
     "abs.default": _unary("absolute"),
-    "add.Scalar": _binary("add", "add_number", _ALPHA)[1:],
+    "add.Scalar": (_with_number("add_number", _ALPHA),),
     "add.Tensor": _binary("add", "add_number", _ALPHA),
     "clamp.default": _unary("clip", ("min", -_INFINITY), ("max", _INFINITY)),
     "atan2.default": _binary("angle", with_number=""),
@@ -83,7 +90,7 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "sinh.default": _unary("hyperbolic_sine"),
     "trunc.default": _unary("round_to_zero"),
     "where.self": (Elementwise("choose", ("condition", "self", "other")),),
-    "div.Scalar": _binary("divide", "divide_number")[1:],
+    "div.Scalar": (_with_number("divide_number"),),
     "div.Tensor": _binary("divide", "divide_number"),
     "elu.default": _unary("elu", *_ELU),
     "elu_backward.default": (
@@ -113,14 +120,14 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "log1p.default": _unary("logarithm_1p"),
     "maximum.default": _binary("larger", with_number=""),
     "minimum.default": _binary("smaller", with_number=""),
-    "mul.Scalar": _binary("multiply", "scale")[1:],
+    "mul.Scalar": (_with_number("scale"),),
     "mul.Tensor": _binary("multiply", "scale"),
     "neg.default": _unary("negate"),
     "pow.Tensor_Scalar": _unary("power", ("exponent", 2.0)),
     "reciprocal.default": _unary("reciprocal"),
     "relu.default": _unary("relu"),
     "rsqrt.default": _unary("reciprocal_root"),
-    "rsub.Scalar": _unary("subtract_from", ("other", 0.0), _ALPHA),
+    "rsub.Scalar": (_with_number("subtract_from", _ALPHA),),
     "sgn.default": _unary("sign"),
     "sigmoid.default": _unary("sigmoid"),
     "sigmoid_backward.default": _gradient("sigmoid_gradient", of="output"),
@@ -132,7 +139,7 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "softplus.default": _unary("softplus", ("beta", 1.0), ("threshold", 20.0)),
     "softplus_backward.default": _gradient("softplus_gradient", ("beta", 1.0), ("threshold", 20.0)),
     "sqrt.default": _unary("square_root"),
-    "sub.Scalar": _binary("subtract", "subtract_number", _ALPHA)[1:],
+    "sub.Scalar": (_with_number("subtract_number", _ALPHA),),
     "sub.Tensor": _binary("subtract", "subtract_number", _ALPHA),
     "tanh.default": _unary("hyperbolic_tangent"),
     "tanh_backward.default": _gradient("hyperbolic_tangent_gradient", of="output"),
@@ -140,7 +147,7 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
 }
 
 ELEMENTWISE: Mapping[str, tuple[Elementwise, ...]] = {
-    **{f"aten.{name}": forms for name, forms in _TABLE.items()},
+    **{f"aten.{name}": functions for name, functions in _FUNCTIONS.items()},
     "memplan.is_not_zero.default": _unary("is_not_zero"),
 }
 """C functions of each op; a call uses the first that suits its arguments."""
@@ -151,10 +158,10 @@ def form_of(
 ) -> tuple[Elementwise, list[Any], list[float]] | None:
     """Return the C function of a call, its operands and its numbers; None if no function suits the arguments."""
     arguments = arguments_of(target, args, kwargs)
-    for form in ELEMENTWISE[target]:
-        if form.suits(arguments):
+    for function in ELEMENTWISE[target]:
+        if function.suits(arguments):
             numbers = [
-                default if arguments.get(name) is None else float(arguments[name]) for name, default in form.numbers
+                default if arguments.get(name) is None else float(arguments[name]) for name, default in function.numbers
             ]
-            return form, [arguments[name] for name in form.operands], numbers
+            return function, [arguments[name] for name in function.operands], numbers
     return None

@@ -54,10 +54,10 @@ def quantized(weight: np.ndarray, headroom: float = 1.0) -> Quantized:
         >>> quantized(np.array([[1.0, -0.5], [0.0, 0.0]], np.float32)).numbers.tolist()
         [[127, -64], [0, 0]]
     """
-    rows = weight.reshape(weight.shape[0], -1).astype(np.float32)
-    scales = (np.abs(rows).max(axis=1, initial=0.0) * np.float32(headroom) / LARGEST).astype(np.float32)
-    divisors = np.where(scales > 0, scales, np.float32(1.0))[:, None]
-    numbers = np.clip(np.rint(rows / divisors), -LARGEST, LARGEST).astype(np.int8)
+    slices = weight.reshape(weight.shape[0], -1).astype(np.float32)
+    scales = (np.abs(slices).max(axis=1, initial=0.0) * np.float32(headroom) / LARGEST).astype(np.float32)
+    divisors = np.where(scales > 0, scales, np.float32(1.0))[:, None]  # a slice of zeros is divided by 1
+    numbers = np.clip(np.rint(slices / divisors), -LARGEST, LARGEST).astype(np.int8)
     return Quantized(numbers.reshape(weight.shape), scales)
 
 
@@ -75,16 +75,16 @@ def trainable(weight: np.ndarray, headroom: float) -> Quantized:
 
 
 def readable(graphs: Iterable[JointGraph], parameters: Iterable[str]) -> set[str]:
-    """Return those of the parameters whose reading ops all have kernels for int8 weights."""
-    wanted, allowed, refused = set(parameters), set[str](), set[str]()
+    """Return the names of those of the parameters whose reading ops, in all graphs, have kernels for int8 weights."""
+    names, in_int8, in_float32 = set(parameters), set[str](), set[str]()
     for graph in graphs:
         for value in graph.values:
-            if value.kind == "parameter" and value.path in wanted:  # `parameters` also names buffers
-                (allowed if _readable(graph, value) else refused).add(value.path)
-    return allowed - refused
+            if value.kind == "parameter" and value.path in names:  # `parameters` also names buffers
+                (in_int8 if _is_readable(graph, value) else in_float32).add(value.path)
+    return in_int8 - in_float32
 
 
-def _readable(graph: JointGraph, parameter: Value) -> bool:
+def _is_readable(graph: JointGraph, parameter: Value) -> bool:
     """Return whether a kernel for int8 weights exists for every op that reads the parameter."""
     if len(parameter.shape) < 2 or not is_contiguous(parameter):
         return False
@@ -97,28 +97,31 @@ def _reads_as_weight(graph: JointGraph, op: GraphOp, parameter: Value) -> bool:
     """Return whether an op can read the parameter in int8: as its weight and nothing else, in a layout in which its
     kernel knows the scale of each element."""
     position = WEIGHT_AT.get(op.target)
-    reads = [value for value in refs((op.args, op.kwargs)) if graph.base(value) == parameter.id]
+    views_read = [value for value in refs((op.args, op.kwargs)) if graph.base(value) == parameter.id]
     weight = None if position is None else op.args[position]
-    if op.target in _PRODUCTS and "bytes" in op.kwargs:
+    if op.target in _PRODUCTS and "bytes" in op.kwargs:  # no kernel reads an input in bytes and a weight in int8
         return False
-    if len(reads) != 1 or not isinstance(weight, Ref) or weight.value != reads[0]:
+    if len(views_read) != 1 or not isinstance(weight, Ref) or weight.value != views_read[0]:
         return False
-    value = graph.values[reads[0]]
+    view = graph.values[weight.value]
     if op.target in _PRODUCTS:
-        return by_column(graph, value) is not None
-    return is_contiguous(value) and value.shape[0] == parameter.shape[0] and _is_whole(value, parameter)
+        return by_column(graph, view) is not None
+    return is_contiguous(view) and view.shape[0] == parameter.shape[0] and _is_whole(view, parameter)
 
 
 def by_column(graph: JointGraph, value: Value) -> bool | None:
-    """Return True if each column of a matrix has a scale, False if each row has, None if neither does."""
+    """Return True if each column of a matrix, a view of an int8 weight, has a scale, False if each row has, None if
+    neither does."""
     weight = graph.values[graph.base(value.id)]
-    rows, inner = weight.shape[0], math.prod(weight.shape[1:])
+    scales, elements_per_scale = weight.shape[0], math.prod(weight.shape[1:])
     if len(value.shape) != 2 or not _is_whole(value, weight):
         return None
-    for columns, shape, strides in ((False, (rows, inner), (inner, 1)), (True, (inner, rows), (1, inner))):
+    by_row = ((scales, elements_per_scale), (elements_per_scale, 1))  # (shape, strides)
+    transposed = ((elements_per_scale, scales), (1, elements_per_scale))
+    for is_transposed, (shape, strides) in ((False, by_row), (True, transposed)):
         dims = zip(shape, value.stride, strides, strict=True)
-        if value.shape == shape and all(size == 1 or stride == wanted for size, stride, wanted in dims):
-            return columns
+        if value.shape == shape and all(size == 1 or stride == expected for size, stride, expected in dims):
+            return is_transposed
     return None
 
 

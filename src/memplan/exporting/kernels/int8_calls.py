@@ -22,7 +22,7 @@ from memplan.exporting.lowering.device_graph import output_of
 from memplan.planning.graph.joint_graph import GraphOp, Ref
 
 
-def _each(kernel: str) -> Emit:
+def _elementwise(kernel: str) -> Emit:
     """Return the function that writes the call of a kernel with the op's result, arguments and number of elements."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
@@ -36,8 +36,8 @@ def _pool(kernel: str) -> Emit:
     """Return the function that writes the call of an integer pool's kernel."""
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
-        x, sizes, *numbers = op.args
-        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, w.table("pool", *sizes), *numbers)]
+        x, pool_sizes, *rescaling = op.args
+        return [w.call(w.kernel(kernel), Ref(output_of(op)), x, w.table("pool", *pool_sizes), *rescaling)]
 
     return emit
 
@@ -49,33 +49,41 @@ def _convolutions(w: CallWriter, op: GraphOp) -> list[str]:
     """
     x, *stages = op.args
     output, rings = (None if value is None else Ref(value) for value in op.outputs)
-    define = {"INPUT": C_BYTES[w.value(x).dtype]}
-    suffix = "_of_uint8" if define["INPUT"].startswith("unsigned") else ""
-    rows = [_row(w, *stage) for stage in stages]
+    input_type = {"INPUT": C_BYTES[w.value(x).dtype]}
+    suffix = "_of_uint8" if input_type["INPUT"].startswith("unsigned") else ""
+    structs = w.array("int8_stage", [_stage_members(w, *stage) for stage in stages])
     first: Stage = stages[0][-1]
     batch = math.prod(w.shape(x)) // (first.channels * first.height * first.width)
-    if len(stages) == 1 and (first.rows, first.columns, *first.kernel) == (1, 1, 1, 1) and first.groups == 1:
-        name = w.instance("int8_linear", f"int8_linear{suffix}", define)
-        return [w.call(name, output, x, w.array("int8_stage", rows), batch)]
-    first_row = _row_kernel(w, suffix, define)
-    macros = define | {"FIRST_ROW": first_row, "ROW": _row_kernel(w, suffix="", define={"INPUT": "signed char"})}
-    name = w.instance("int8_convolutions", f"int8_convolutions{suffix}", macros)
-    return [w.call(name, output, rings, x, w.array("int8_stage", rows), len(stages), batch)]
+    is_linear = (first.rows, first.columns, *first.kernel) == (1, 1, 1, 1) and first.groups == 1
+    if len(stages) == 1 and is_linear:
+        name = w.instance("int8_linear", f"int8_linear{suffix}", input_type)
+        return [w.call(name, output, x, structs, batch)]
+    row_kernels = {
+        "FIRST_ROW": _row_kernel(w, suffix, input_type),
+        "ROW": _row_kernel(w, suffix="", input_type={"INPUT": "signed char"}),  # of later stages, which read int8
+    }
+    name = w.instance("int8_convolutions", f"int8_convolutions{suffix}", input_type | row_kernels)
+    return [w.call(name, output, rings, x, structs, len(stages), batch)]
 
 
-def _row_kernel(w: CallWriter, suffix: str, define: dict[str, str]) -> str:
+def _row_kernel(w: CallWriter, suffix: str, input_type: dict[str, str]) -> str:
     """Add the kernel that computes a row of a convolution, and those for four elements and for one that it calls.
 
-    Return its C name. `define` has the macros for the type of the input, `suffix` tells the variants apart.
+    Return its C name. `input_type` has the macro for the type of the input, `suffix` tells the variants apart.
     """
     parts = {
-        part: w.instance(f"int8_{part.lower()}", f"int8_{part.lower()}{suffix}", define) for part in ("FOUR", "ONE")
+        part: w.instance(f"int8_{part.lower()}", f"int8_{part.lower()}{suffix}", input_type) for part in ("FOUR", "ONE")
     }
-    return w.instance("int8_row", f"int8_row{suffix}", define | parts)
+    return w.instance("int8_row", f"int8_row{suffix}", input_type | parts)
 
 
-def _row(w: CallWriter, weight: Ref, rescale: Ref, zeros: Ref | None, table: Ref | None, stage: Stage) -> list[Any]:
-    """Return the members of the C struct of a convolution in a chain: pointers to its constants, and its sizes."""
+def _stage_members(
+    w: CallWriter, weight: Ref, rescale: Ref, zeros: Ref | None, table: Ref | None, stage: Stage
+) -> list[Any]:
+    """Return the members of the C struct of a convolution in a chain: pointers to its constants, and its sizes.
+
+    Constants that are None become null pointers.
+    """
     groups = stage.groups
     return [
         *map(w.pointer, (weight, rescale, zeros, table)), stage.channels // groups, stage.height, stage.width,
@@ -86,11 +94,11 @@ def _row(w: CallWriter, weight: Ref, rescale: Ref, zeros: Ref | None, table: Ref
 
 
 INT8: dict[str, Emit] = {
-    QUANTIZE: _each("int8_quantize"),
-    DEQUANTIZE: _each("int8_dequantize"),
-    LOOKUP: _each("int8_lookup"),
-    ADD: _each("int8_add"),
-    MULTIPLY: _each("int8_multiply"),
+    QUANTIZE: _elementwise("int8_quantize"),
+    DEQUANTIZE: _elementwise("int8_dequantize"),
+    LOOKUP: _elementwise("int8_lookup"),
+    ADD: _elementwise("int8_add"),
+    MULTIPLY: _elementwise("int8_multiply"),
     AVERAGE: _pool("int8_average"),
     LARGEST: _pool("int8_largest"),
     CONVOLUTIONS: _convolutions,

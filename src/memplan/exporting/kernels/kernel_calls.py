@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -71,22 +70,24 @@ def _channels(w: CallWriter, x: Ref) -> tuple[int, int, int]:
 # -- convolutions
 
 
-def _convolution_table(
-    w: CallWriter, wide: Ref, narrow: Ref, weight: Value, stride_to_groups: Sequence[Any]
-) -> str:  # fmt: skip
-    """Return C for the sizes of a convolution, where dimension 0 of the weight has the channels of `wide`.
+def _convolution_table(w: CallWriter, of_dim_0: Ref, of_dim_1: Ref, weight: Value, geometry: Sequence[Any]) -> str:
+    """Return C for the sizes of a convolution between two tensors: `of_dim_0` has the channels of the weight's
+    dimension 0, `of_dim_1` those of its dimension 1.
 
-    A 1x1 convolution without stride or padding is described as one long row, which has the longer inner loop.
+    `geometry` has stride, padding and dilation as pairs, and the number of groups. A 1x1 convolution without stride or
+    padding is described as one long row, which has the longer inner loop.
     """
-    (sh, sw), (ph, pw), (dh, dw), groups = stride_to_groups
-    batch, channels = w.shape(narrow)[:2]
-    height, width = _plane(w.shape(narrow))
-    rows, columns = _plane(w.shape(wide))
-    kh, kw = _kernel(weight)
-    if (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0):
+    (stride_h, stride_w), (pad_h, pad_w), (step_h, step_w), groups = geometry
+    batch, channels_1 = w.shape(of_dim_1)[:2]
+    channels_0 = w.shape(of_dim_0)[1]
+    height, width = _plane(w.shape(of_dim_1))
+    rows, columns = _plane(w.shape(of_dim_0))
+    kernel_h, kernel_w = _kernel(weight)
+    if (kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w) == (1, 1, 1, 1, 0, 0):
         height, width, rows, columns = 1, height * width, 1, rows * columns
-    return w.table("convolution", batch, groups, channels // groups, height, width, w.shape(wide)[1] // groups,
-                   rows, columns, kh, kw, sh, sw, ph, pw, dh, dw, weight.stride[0])  # fmt: skip
+    return w.table("convolution", batch, groups, channels_1 // groups, height, width, channels_0 // groups, rows,
+                   columns, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, step_h, step_w,
+                   weight.stride[0])  # fmt: skip
 
 
 def _plane(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -99,22 +100,26 @@ def _tiled_table(
 ) -> str:
     """Return C for the sizes of a convolution in tiles, which computes `result` from `source`.
 
-    `geometry` has strides, padding and dilation as pairs, and the number of groups. A row of `source` is read at
-    ``row * step + pad + kernel row * dilation``, divided by the last of the steps; a transposed convolution divides by
-    the stride and walks the kernel backwards.
+    `geometry` is as for `_convolution_table`. Row r of the result reads by row k of the kernel the row
+    ``(r * stride + start + k * step) / phases`` of the source, if that is whole. A convolution has phases 1; a
+    transposed one has a stride of 1, its own stride as phases, and walks the kernel backwards.
     """
     strides, pads, dilations, groups = geometry
-    batch, outer = w.shape(result)[:2]
-    inner, outer = w.shape(source)[1] // groups, outer // groups
-    kernel, taps = _kernel(weight), math.prod(weight.shape[2:])
-    row, wide = weight.stride[0], inner if transposed else outer
-    signs = [1, -1] if transposed else [-1, 1]
-    steps = strides, [signs[0] * pad for pad in pads], [signs[1] * step for step in dilations], (1, 1)
+    batch, result_channels = w.shape(result)[:2]
+    inner, outer = w.shape(source)[1] // groups, result_channels // groups  # channels of a group
+    taps = math.prod(weight.shape[2:])
     if transposed:
-        steps = (1, 1), steps[1], steps[2], strides
-    by_outer, by_inner = (taps, row) if transposed else (row, taps)
+        stride, phases = (1, 1), strides
+        start, step = pads, [-dilation for dilation in dilations]
+    else:
+        stride, phases = strides, (1, 1)
+        start, step = [-pad for pad in pads], dilations
+    # distances in the weight, [channels of all groups][channels of one group][taps]
+    by_dim_0, by_dim_1 = weight.stride[0], taps
+    by_group = (inner if transposed else outer) * by_dim_0
+    by_outer, by_inner = (by_dim_1, by_dim_0) if transposed else (by_dim_0, by_dim_1)
     return w.table("tiled_convolution", batch, groups, inner, *_plane(w.shape(source)), outer, *_plane(w.shape(result)),
-                   *kernel, *itertools.chain.from_iterable(steps), wide * row, by_outer, by_inner)  # fmt: skip
+                   *_kernel(weight), *stride, *start, *step, *phases, by_group, by_outer, by_inner)  # fmt: skip
 
 
 def _kernel(weight: Value) -> tuple[int, ...]:
@@ -127,49 +132,61 @@ def _convolution(w: CallWriter, op: GraphOp) -> list[str]:
     x, weight, bias, *geometry = op.args
     output, transposed, groups = Ref(output_of(op)), op.target == conv.SCATTER, geometry[3]
     addend = op.args[conv.ADDEND] if len(op.args) > conv.ADDEND else None
-    scales, (suffix, defines, constants) = w.scales_of(weight), w.byte_input(op)
-    weights, kind = ((weight,), "float") if scales is None else ((weight, scales), "signed char")
+    scales, (suffix, macros, factor_and_addend) = w.scales_of(weight), w.byte_input(op)
+    weights, weight_type = ((weight,), "float") if scales is None else ((weight, scales), "signed char")
     suffix += "" if scales is None else "_int8"
-    defines |= {"WEIGHT": kind, "SCALES": "" if scales is None else ", const float *scale"}
+    macros |= {"WEIGHT": weight_type, "SCALES": "" if scales is None else ", const float *scale"}
     if w.shape(output)[1] // groups >= FEWEST_ROWS:
+        template = "convolution_tiles"
         table = _tiled_table(w, output, x, w.value(weight), geometry[:4], transposed=transposed)
-        add, given = "convolution_add", ""
-        if scales and not transposed:
-            add, given = "convolution_add_scaled", "scale + group * c->outer, "
-        elif scales:
-            add = "convolution_add_int8"
-        w.instance("convolution_add", add, {
-            "WEIGHT": kind, "TILE": tile(w, kind), "SCALES": ", const float *scale" if given else "",
-            "DIRECT": "0" if given else "WIDE == 4", "SCALED(row, v)": "scale[row] * (v)" if given else "(v)",
-        })  # fmt: skip
-        value = "VALUE(v, group * c->inner + (channel))"
-        defines |= {
-            "IN_PLACE": "1" if defines["FLOATS"] == "1" and not (scales and transposed) else "0",
-            "ADD(to, w, p, count, c)": f"{add}(to, w, {given}p, count, c)",
-            "INNER(channel, v)": f"(scale[group * c->inner + (channel)] * {value})" if scales and transposed else value,
-        }
-        source, suffix = "convolution_tiles", f"{suffix}_transposed" if scales and transposed else suffix
+        macros |= _tile_macros(w, weight_type, macros["FLOATS"] == "1", transposed=transposed)
+        suffix += "_transposed" if scales and transposed else ""
     else:
-        source = "convolution_scatter" if transposed else "convolution_gather"
-        wide, narrow = (x, output) if transposed else (output, x)
-        table = _convolution_table(w, wide, narrow, w.value(weight), geometry[:4])
-        defines["SCALED(row, weight)"] = "(weight)" if scales is None else "scale[row] * (float)(weight)"
-    name = w.instance(source, f"{source}{suffix}", defines)
-    return [w.call(name, output, x, *constants, *weights, bias, addend, table)]
+        template = "convolution_scatter" if transposed else "convolution_gather"
+        of_dim_0, of_dim_1 = (x, output) if transposed else (output, x)
+        table = _convolution_table(w, of_dim_0, of_dim_1, w.value(weight), geometry[:4])
+        macros["SCALED(row, weight)"] = "(weight)" if scales is None else "scale[row] * (float)(weight)"
+    name = w.instance(template, f"{template}{suffix}", macros)
+    return [w.call(name, output, x, *factor_and_addend, *weights, bias, addend, table)]
+
+
+def _tile_macros(w: CallWriter, weight_type: str, reads_floats: bool, *, transposed: bool) -> dict[str, str]:
+    """Add the kernel that adds a panel's products to the result; return the macros with which convolution_tiles.c calls
+    it. ``reads_floats``: whether the source is float, and not bytes.
+
+    Rows of a float source are read where they lie, unless they are scaled first.
+    Scales of int8 weights are those of the weight's dimension 0. That is the result's channels, whose sums are scaled,
+    or of a transposed convolution the source's channels, which are scaled as they are read.
+    """
+    scales_sums = weight_type != "float" and not transposed
+    scales_source = weight_type != "float" and transposed
+    add = "convolution_add_scaled" if scales_sums else "convolution_add_int8" if scales_source else "convolution_add"
+    w.instance("convolution_add", add, {
+        "WEIGHT": weight_type, "TILE": tile(w, weight_type), "SCALES": ", const float *scale" if scales_sums else "",
+        "DIRECT": "0" if scales_sums else "WIDE == 4", "SCALED(row, v)": "scale[row] * (v)" if scales_sums else "(v)",
+    })  # fmt: skip
+    scale_argument = "scale + group * c->outer, " if scales_sums else ""
+    value = "VALUE(v, group * c->inner + (channel))"
+    return {
+        "IN_PLACE": "1" if reads_floats and not scales_source else "0",
+        "ADD(to, w, p, count, c)": f"{add}(to, w, {scale_argument}p, count, c)",
+        "INNER(channel, v)": f"(scale[group * c->inner + (channel)] * {value})" if scales_source else value,
+    }
 
 
 def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a convolution's weight gradient, in the variant that updates the weight if that is fused."""
-    wide, narrow, *geometry = op.args
+    of_dim_0, of_dim_1, *geometry = op.args  # see `_convolution_table`
+    groups = geometry[3]
     weight = w.graph.values[output_of(op)]
-    if w.shape(wide)[1] // geometry[3] >= FEWEST_ROWS:
-        table = _tiled_table(w, wide, narrow, weight, geometry, transposed=False)
+    if w.shape(of_dim_0)[1] // groups >= FEWEST_ROWS:
+        table = _tiled_table(w, of_dim_0, of_dim_1, weight, geometry, transposed=False)
         tile(w)
-        name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient_tiles")
+        name, target, factor_and_addend = gradient_kernel(w, op, "convolution_weight_gradient_tiles")
     else:
-        table = _convolution_table(w, wide, narrow, weight, geometry)
-        name, first, constants = gradient_kernel(w, op, "convolution_weight_gradient")
-    return [w.call(name, first, wide, narrow, *constants, table)]
+        table = _convolution_table(w, of_dim_0, of_dim_1, weight, geometry)
+        name, target, factor_and_addend = gradient_kernel(w, op, "convolution_weight_gradient")
+    return [w.call(name, target, of_dim_0, of_dim_1, *factor_and_addend, table)]
 
 
 # -- norms
@@ -187,7 +204,7 @@ def _batch_norm_sums(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _pair(sizes: Any, default: int) -> tuple[int, int]:
-    """Return sizes of height and width from PyTorch's list of two, one (for both) or none (the default)."""
+    """Return sizes of height and width from PyTorch's list of two, one (for both) or none (the default for both)."""
     if sizes is None or len(sizes) == 0:
         return default, default
     return sizes[0], sizes[-1]
@@ -230,8 +247,9 @@ def _average_pool(w: CallWriter, op: GraphOp) -> list[str]:
     large, small = (output, source) if backward else (source, output)
     table = _pool_table(w, large, small, arguments["kernel_size"], arguments["stride"], arguments["padding"])
     kernel = w.kernel("average_pool_gradient" if backward else "average_pool_forward")
-    name = kernel.removesuffix("_forward")
-    return [w.call(name, output, source, table, arguments["count_include_pad"], arguments["divisor_override"] or 0)]
+    c_function = kernel.removesuffix("_forward")
+    divisor = arguments["divisor_override"] or 0  # 0: the size of the window
+    return [w.call(c_function, output, source, table, arguments["count_include_pad"], divisor)]
 
 
 def _adaptive_average_pool(w: CallWriter, op: GraphOp) -> list[str]:
@@ -246,13 +264,15 @@ def _adaptive_average_pool(w: CallWriter, op: GraphOp) -> list[str]:
 def _mirror_pad(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of reflection and replication padding, forward or backward."""
     output, backward = Ref(output_of(op)), "backward" in op.target
-    pads = op.args[-1]
+    pads = op.args[-1]  # left, right, and in two dimensions top, bottom
     small, large = (output, op.args[0]) if backward else (op.args[0], output)
     inner, outer = w.shape(small), w.shape(large)
     left, top = pads[0], pads[2] if len(pads) == 4 else 0
     if len(pads) == 2:  # over one dimension: planes of height 1
         inner, outer = ((*shape[:-1], 1, shape[-1]) for shape in (inner, outer))
-    table = w.table("pool", math.prod(inner[:-2]), *inner[-2:], *outer[-2:], 1, 1, 1, 1, top, left, 1, 1)
+    window_and_stride, dilation = (1, 1, 1, 1), (1, 1)
+    planes = math.prod(inner[:-2])
+    table = w.table("pool", planes, *inner[-2:], *outer[-2:], *window_and_stride, top, left, *dilation)
     pointers = [f"(float *){w.pointer(ref)}" for ref in (large, small)]
     return [w.call(w.kernel("pad_mirror"), *pointers, table, "reflection" in op.target, backward)]
 
@@ -267,11 +287,15 @@ def _sizes_around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
     return math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :])
 
 
-def _softmax(kernel: str, *flags: int) -> Emit:
-    """Return the function that writes the call of a softmax kernel over one dimension."""
+def _softmax(kernel: str, *, safe: bool | None = None) -> Emit:
+    """Return the function that writes the call of a softmax kernel over one dimension.
+
+    `safe`: whether a row of minus infinities becomes zeros, not NaN; None for a kernel without this argument.
+    """
 
     def emit(w: CallWriter, op: GraphOp) -> list[str]:
         x, dim = op.args[:2]
+        flags = () if safe is None else (safe,)
         return [w.call(w.kernel(kernel), Ref(output_of(op)), x, *_sizes_around(w.shape(x), dim), *flags)]
 
     return emit
@@ -305,9 +329,9 @@ def _negative_log_likelihood(w: CallWriter, op: GraphOp) -> list[str]:
 def _negative_log_likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of the loss's gradient or, where the log-softmax before it is merged in, of the cross
     entropy's."""
-    g, x, target, weight, reduction, ignored, total = op.args
+    g, x, target, weight, reduction, ignored, weight_sum = op.args
     sizes = _sizes_around(w.shape(x), 1 if len(w.shape(x)) > 1 else 0)
-    args = (target, weight, total, ignored, reduction, *sizes)
+    args = (target, weight, weight_sum, ignored, reduction, *sizes)
     if op.target == CROSS_ENTROPY:
         return [w.call(_by_index(w, "cross_entropy_gradient", target), Ref(output_of(op)), g, x, *args)]
     return [w.call(_by_index(w, "negative_log_likelihood_gradient", target), Ref(output_of(op)), g, *args)]
@@ -329,24 +353,31 @@ def _mean_squares(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _reduction_table(w: CallWriter, op: GraphOp) -> str:
-    """Return C for the sizes of a reduction: two loops over the dimensions that stay, three over the reduced ones."""
+    """Return C for the sizes of a reduction: two loops over the dimensions that stay, three over the reduced ones.
+
+    Raises RecordingError if the kernel would need more loops.
+    """
     x, dims = op.args[0], op.args[1] if len(op.args) > 1 else None
     shape, strides = w.shape(x), w.value(x).stride
-    reduced = _reduced(shape, dims)
-    sizes, steps = list[int](), list[int]()
-    for loop_dims, loops in (([d for d in range(len(shape)) if d not in reduced], 2), (reduced, 3)):
-        merged, (merged_steps,) = merged_loops([shape[d] for d in loop_dims], [[strides[d] for d in loop_dims]])
-        if len(merged) > loops:
+    reduced = _reduced_dims(shape, dims)
+    others = [dim for dim in range(len(shape)) if dim not in reduced]
+    sizes, steps = list[int](), list[int]()  # of the five loops
+    for loop_dims, loops in ((others, 2), (reduced, 3)):
+        merged_sizes, (merged_strides,) = merged_loops(
+            [shape[dim] for dim in loop_dims], [[strides[dim] for dim in loop_dims]]
+        )
+        missing = loops - len(merged_sizes)
+        if missing < 0:
             raise refusal(
-                op, f" over {len(merged)} dimensions that do not follow one another",
+                op, f" over {len(merged_sizes)} dimensions that do not follow one another",
                 do="Reduce one dimension after another, such as x.sum(6).sum(4)",
             )  # fmt: skip
-        sizes += [1] * (loops - len(merged)) + merged
-        steps += [0] * (loops - len(merged)) + merged_steps
+        sizes += [1] * missing + merged_sizes
+        steps += [0] * missing + merged_strides
     return w.table("reduction", sizes, steps)
 
 
-def _reduced(shape: Sequence[int], dims: Sequence[int] | None) -> list[int]:
+def _reduced_dims(shape: Sequence[int], dims: Sequence[int] | None) -> list[int]:
     """Return the non-negative dimensions that a reduction over `dims` reduces: all of them for None or []."""
     return list({dim % max(len(shape), 1) for dim in dims} if dims else range(len(shape)))
 
@@ -355,7 +386,7 @@ def _sum(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of a sum or mean."""
     x, dims = op.args[0], op.args[1] if len(op.args) > 1 else None
     shape = w.shape(x)
-    scale = 1.0 / math.prod(shape[d] for d in _reduced(shape, dims)) if ".mean." in op.target else 1.0
+    scale = 1.0 / math.prod(shape[dim] for dim in _reduced_dims(shape, dims)) if ".mean." in op.target else 1.0
     return [w.call(w.kernel("reduce_sum"), Ref(output_of(op)), x, scale, _reduction_table(w, op))]
 
 
@@ -368,8 +399,9 @@ def _extreme(w: CallWriter, op: GraphOp) -> list[str]:
 def _row_extreme(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of the largest or smallest elements along a dimension, and of their indices if these are read."""
     x, dim = op.args[:2]
-    outputs = [*_output_refs(op.outputs), None][:2]
-    return [w.call(w.kernel("row_extreme"), *outputs, x, short(op.target) == "min", *_sizes_around(w.shape(x), dim))]
+    values, indices = [*_output_refs(op.outputs), None][:2]
+    smallest = short(op.target) == "min"
+    return [w.call(w.kernel("row_extreme"), values, indices, x, smallest, *_sizes_around(w.shape(x), dim))]
 
 
 def _gather(w: CallWriter, op: GraphOp) -> list[str]:
@@ -397,16 +429,16 @@ def _by_index(w: CallWriter, kernel: str, index: Ref) -> str:
 def _sizes_by_index(w: CallWriter, op: GraphOp, x: Ref, dim: int, index: Ref) -> tuple[int, ...]:
     """Return (product of the sizes before a dimension, its size in x, its size in the index, product of those after).
 
-    Raises RecordingError if the index is smaller than x in another dimension.
+    Raises RecordingError if the index is smaller than x in another dimension: one offset serves both in the kernels.
     """
     outer, size, inner = _sizes_around(w.shape(x), dim)
-    of_index = _sizes_around(w.shape(index), dim)
-    if (of_index[0], of_index[2]) != (outer, inner):
+    index_outer, index_size, index_inner = _sizes_around(w.shape(index), dim)
+    if (index_outer, index_inner) != (outer, inner):
         raise refusal(
             op, " by an index of fewer rows", near="an index as large in the other dimensions",
             do="Narrow the tensor first: x[: len(index)]",
         )  # fmt: skip
-    return outer, size, of_index[1], inner
+    return outer, size, index_size, inner
 
 
 def _resize(w: CallWriter, op: GraphOp) -> list[str]:
@@ -415,27 +447,30 @@ def _resize(w: CallWriter, op: GraphOp) -> list[str]:
     output, backward = Ref(output_of(op)), "grad_output" in arguments
     source = arguments["grad_output"] if backward else arguments["self"]
     small, large = (output, source) if backward else (source, output)
-    corners, dims = bool(arguments.get("align_corners", False)), len(w.shape(small)) - 2
-    given = [arguments.get("scales_h"), arguments.get("scales_w", arguments.get("scales"))][-dims:]
-    pairs = list(zip(w.shape(small)[2:], w.shape(large)[2:], given, strict=True))
-    scales = [_scale(*pair, corners) for pair in pairs]
-    (height, rows), (width, columns) = [(1, 1)] * (2 - dims) + [pair[:2] for pair in pairs]
+    align_corners, dims = bool(arguments.get("align_corners", False)), len(w.shape(small)) - 2
+    factors = [arguments.get("scales_h"), arguments.get("scales_w", arguments.get("scales"))][-dims:]
+    small_sizes, large_sizes = w.shape(small)[2:], w.shape(large)[2:]
+    steps = [
+        _input_step(*sizes_and_factor, align_corners)
+        for sizes_and_factor in zip(small_sizes, large_sizes, factors, strict=True)
+    ]
+    if dims == 1:  # planes of height 1
+        small_sizes, large_sizes, steps = (1, *small_sizes), (1, *large_sizes), [0.0, *steps]
     windows = (1, 1, 1, 1, 0, 0, 1, 1)  # kernel, stride, padding and step of a pool; resizing has none
-    table = w.table("pool", math.prod(w.shape(small)[:2]), height, width, rows, columns, *windows)
+    table = w.table("pool", math.prod(w.shape(small)[:2]), *small_sizes, *large_sizes, *windows)
     pointers = [f"(float *)({w.pointer(ref)})" for ref in (large, small)]
     linear = "nearest" not in op.target
-    scales = [0.0] * (2 - dims) + scales
-    return [w.call(w.kernel("resize"), *pointers, table, *scales, linear, corners, backward)]
+    return [w.call(w.kernel("resize"), *pointers, table, *steps, linear, align_corners, backward)]
 
 
-def _scale(small: int, large: int, given: float | None, corners: bool) -> float:
+def _input_step(small: int, large: int, scale_factor: float | None, align_corners: bool) -> float:
     """Return the step in the input for each element of the output, as torch's `area_pixel_compute_scale` does.
 
-    `given` is the scale factor that the user passed, if any; `corners` is align_corners.
+    `scale_factor`: as the user passed it, or None.
     """
-    if corners:
+    if align_corners:
         return (small - 1) / (large - 1) if large > 1 else 0.0
-    return 1 / given if given else small / large
+    return 1 / scale_factor if scale_factor else small / large
 
 
 def _cat(w: CallWriter, op: GraphOp) -> list[str]:
@@ -443,15 +478,15 @@ def _cat(w: CallWriter, op: GraphOp) -> list[str]:
     tensors, dim = op.args[0], op.args[1] if len(op.args) > 1 else 0
     output = w.graph.values[output_of(op)]
     dim %= len(output.shape)
-    lines, index = list[str](), 0
+    calls, index = list[str](), 0
     for ref in tensors:
         tensor = w.value(ref)
-        if math.prod(tensor.shape):
-            like = replace(output, shape=tensor.shape)
+        if math.prod(tensor.shape):  # torch also takes empty tensors of other shapes
+            output_part = replace(output, shape=tensor.shape)
             start = index * output.stride[dim]
-            lines.append(w.strided_copy(w.pointer(output.id), like, start, w.pointer(ref), tensor.stride))
+            calls.append(w.strided_copy(w.pointer(output.id), output_part, start, w.pointer(ref), tensor.stride))
             index += tensor.shape[dim]
-    return lines
+    return calls
 
 
 def _into_zeros(
@@ -460,16 +495,16 @@ def _into_zeros(
     """Fill the output with zeros and copy `g` into the part of this shape and stride, from element `start` on."""
     output = w.graph.values[output_of(op)]
     zeros = w.call(w.kernel("fill"), Ref(output.id), 0.0, math.prod(output.shape))
-    like = replace(output, shape=shape, stride=stride)
-    return [zeros, w.strided_copy(w.pointer(output.id), like, start, w.pointer(g), w.value(g).stride)]
+    output_part = replace(output, shape=shape, stride=stride)
+    return [zeros, w.strided_copy(w.pointer(output.id), output_part, start, w.pointer(g), w.value(g).stride)]
 
 
 def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernels of an index's gradient: zeros, and the gradient at the index."""
     g, sizes, dim, index = op.args
     output, dim = w.graph.values[output_of(op)], dim % len(sizes)
-    stride = output.stride[:dim] + output.stride[dim + 1 :]
-    return _into_zeros(w, op, g, w.shape(g), stride, index % sizes[dim] * output.stride[dim])
+    strides_without_dim = output.stride[:dim] + output.stride[dim + 1 :]
+    return _into_zeros(w, op, g, w.shape(g), strides_without_dim, index % sizes[dim] * output.stride[dim])
 
 
 def _slice_backward(w: CallWriter, op: GraphOp) -> list[str]:
@@ -477,27 +512,27 @@ def _slice_backward(w: CallWriter, op: GraphOp) -> list[str]:
     g, sizes, dim, start, _, step = op.args
     output, dim = w.graph.values[output_of(op)], dim % len(sizes)
     start = min(start + sizes[dim] if start < 0 else start, sizes[dim])
-    stride = tuple(size * (step if d == dim else 1) for d, size in enumerate(output.stride))
-    return _into_zeros(w, op, g, w.shape(g), stride, start * output.stride[dim])
+    strides = tuple(stride * (step if d == dim else 1) for d, stride in enumerate(output.stride))
+    return _into_zeros(w, op, g, w.shape(g), strides, start * output.stride[dim])
 
 
 def _constant_pad(w: CallWriter, op: GraphOp) -> list[str]:
     """Fill the output with a number and copy the input into it; negative padding cuts the input."""
     x, pads, value = op.args if len(op.args) == 3 else (*op.args, 0.0)
     output, source = w.graph.values[output_of(op)], w.value(x)
-    before = [0] * len(output.shape)
-    for k in range(len(pads) // 2):  # pads begin with the last dimension
-        before[-1 - k] = pads[2 * k]
-    to = [max(pad, 0) for pad in before]  # where the input begins in the output
-    cut = [max(-pad, 0) for pad in before]  # where what is copied begins in the input
-    sizes = zip(output.shape, to, source.shape, cut, strict=True)
-    shape = tuple(min(out_size - offset, in_size - skipped) for out_size, offset, in_size, skipped in sizes)
-    start = sum(pad * step for pad, step in zip(to, output.stride, strict=True))
-    skip = sum(pad * step for pad, step in zip(cut, source.stride, strict=True))
+    pads_before = [0] * len(output.shape)
+    for k in range(len(pads) // 2):  # pads begin with the last dimension: (before, after) of each
+        pads_before[-1 - k] = pads[2 * k]
+    output_begin = [max(pad, 0) for pad in pads_before]  # of the copy, by dimension
+    source_begin = [max(-pad, 0) for pad in pads_before]
+    dims = zip(output.shape, output_begin, source.shape, source_begin, strict=True)
+    copied_shape = tuple(min(out_size - to, in_size - skipped) for out_size, to, in_size, skipped in dims)
+    start = sum(index * stride for index, stride in zip(output_begin, output.stride, strict=True))
+    source_start = sum(index * stride for index, stride in zip(source_begin, source.stride, strict=True))
     fill = w.call(w.kernel("fill"), Ref(output.id), float(value), math.prod(output.shape))
-    source_at = f"{w.pointer(x)} + {skip}" if skip else w.pointer(x)
-    like = replace(output, shape=shape)
-    return [fill, w.strided_copy(w.pointer(output.id), like, start, source_at, source.stride)]
+    source_at = f"{w.pointer(x)} + {source_start}" if source_start else w.pointer(x)
+    output_part = replace(output, shape=copied_shape)
+    return [fill, w.strided_copy(w.pointer(output.id), output_part, start, source_at, source.stride)]
 
 
 def _to_float(w: CallWriter, op: GraphOp) -> list[str]:
@@ -507,12 +542,12 @@ def _to_float(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _normalize(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel that makes floats of the bytes of an input."""
-    x, *constants = op.args
-    suffix, defines, _ = w.byte_input(replace(op, kwargs={"bytes": constants}))
-    shape, channels = w.shape(x), math.prod(w.shape(constants[0]))
-    planes = math.prod(shape[:2]) if channels > 1 else 1
-    name = w.instance("normalize", f"normalize{suffix}", defines)
-    return [w.call(name, Ref(output_of(op)), x, *constants, planes, channels, math.prod(shape) // planes)]
+    x, *factor_and_addend = op.args
+    suffix, macros, _ = w.byte_input(replace(op, kwargs={"bytes": factor_and_addend}))
+    shape, channels = w.shape(x), math.prod(w.shape(factor_and_addend[0]))
+    planes = math.prod(shape[:2]) if channels > 1 else 1  # one number for all: one long plane
+    name = w.instance("normalize", f"normalize{suffix}", macros)
+    return [w.call(name, Ref(output_of(op)), x, *factor_and_addend, planes, channels, math.prod(shape) // planes)]
 
 
 def _write_output(w: CallWriter, op: GraphOp) -> list[str]:
@@ -527,25 +562,21 @@ def _write_output(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _flip(w: CallWriter, op: GraphOp) -> list[str]:
     """Copy the input from its last element on, backwards in the dimensions that are flipped."""
-    x, dims = w.value(op.args[0]), {dim % len(w.shape(op.args[0])) for dim in op.args[1]}
-    strides = [-step if dim in dims else step for dim, step in enumerate(x.stride)]
-    start = sum(
-        (size - 1) * step for dim, (size, step) in enumerate(zip(x.shape, x.stride, strict=True)) if dim in dims
-    )
+    x, flipped = w.value(op.args[0]), {dim % len(w.shape(op.args[0])) for dim in op.args[1]}
+    strides = [-stride if dim in flipped else stride for dim, stride in enumerate(x.stride)]
+    last_element = sum((x.shape[dim] - 1) * x.stride[dim] for dim in flipped)
+    source = f"{w.pointer(op.args[0])} + {last_element}"
     output = w.graph.values[output_of(op)]
-    return [
-        w.strided_copy(
-            w.pointer(output.id), output, start=0, source=f"{w.pointer(op.args[0])} + {start}", strides=strides
-        )
-    ]
+    return [w.strided_copy(w.pointer(output.id), output, start=0, source=source, strides=strides)]
 
 
 def _insert(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel that copies a group of channels into a value, from one channel on."""
     before, part, channel = op.args
     output = w.graph.values[output_of(op)]
-    sizes = (math.prod(output.shape), channel * math.prod(output.shape[2:]), math.prod(w.shape(part)))
-    return [w.call(w.kernel("insert"), Ref(output.id), before, part, *sizes)]
+    start = channel * math.prod(output.shape[2:])
+    return [w.call(w.kernel("insert"), Ref(output.id), before, part, math.prod(output.shape), start,
+                   math.prod(w.shape(part)))]  # fmt: skip
 
 
 def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
@@ -567,10 +598,10 @@ def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     sizes = (math.prod(w.shape(rows)), w.shape(g)[-1], count, ignored)
     update = w.update_calls.get(output_of(op))
     if update is not None:
-        computed = w.value(rows).dtype == "float32"
-        name = f"embedding_{update.function}{'_by_float' if computed else ''}"
+        float_indices = w.value(rows).dtype == "float32"
+        name = f"embedding_{update.function}{'_by_float' if float_indices else ''}"
         macros = update.macros | {
-            "INDEX": "float" if computed else "int32_t", "ALL_ROWS": str(int(update.of_zeros))
+            "INDEX": "float" if float_indices else "int32_t", "ALL_ROWS": str(int(update.of_zeros))
         }  # fmt: skip
         return [w.call(w.instance("embedding_update", name, macros), update.first, g, rows, *sizes)]
     return [w.call(_by_index(w, "embedding_gradient", rows), Ref(output_of(op)), g, rows, *sizes)]
@@ -588,7 +619,7 @@ def _mask(w: CallWriter, op: GraphOp) -> list[str]:
 
 def threshold(p: float) -> int:
     """Return the number below which a random 32-bit integer drops an element, which happens with probability p."""
-    return min(round(p * 2**32), 2**32 - 1)
+    return min(round(p * 2**32), 2**32 - 1)  # p = 1: the largest of 32 bits
 
 
 def _dropout(w: CallWriter, op: GraphOp) -> list[str]:
@@ -604,8 +635,8 @@ def _fill(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _arena_input(w: CallWriter, op: GraphOp) -> list[str]:
     output = Ref(output_of(op))
-    size = math.prod(w.shape(output)) * (1 if w.value(output).dtype in C_BYTES else WORD)
-    return [w.call(w.kernel("arena_input"), output, op.args[0], size)]
+    element_bytes = 1 if w.value(output).dtype in C_BYTES else WORD
+    return [w.call(w.kernel("arena_input"), output, op.args[0], math.prod(w.shape(output)) * element_bytes)]
 
 
 CALLS: Mapping[str, Emit] = {
@@ -640,8 +671,8 @@ CALLS: Mapping[str, Emit] = {
     "aten.replication_pad2d.default": _mirror_pad,
     "aten.replication_pad2d_backward.default": _mirror_pad,
     "aten._log_softmax.default": _softmax("log_softmax"),
-    "aten._softmax.default": _softmax("softmax", 0),
-    "aten._safe_softmax.default": _softmax("softmax", 1),
+    "aten._softmax.default": _softmax("softmax", safe=False),
+    "aten._safe_softmax.default": _softmax("softmax", safe=True),
     "aten._log_softmax_backward_data.default": _softmax_gradient("log_softmax_gradient"),
     "aten._softmax_backward_data.default": _softmax_gradient("softmax_gradient"),
     "aten.nll_loss_forward.default": _negative_log_likelihood,

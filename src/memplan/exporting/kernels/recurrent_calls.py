@@ -24,7 +24,8 @@ def _kernel(w: CallWriter, kind: str, suffix: str = "") -> str:
 
 def _forward(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of one direction of a layer."""
-    sizes = (w.shape(op.args[0])[0], *w.shape(op.args[4]))
+    gates, _, _, _, state, *_ = op.args
+    sizes = (w.shape(gates)[0], *w.shape(state))  # steps, batch, hidden
     results = [Ref(output) for output in op.outputs if output is not None]
     return [w.call(_kernel(w, FORWARD[op.target]), *results, *op.args, *sizes)]
 
@@ -32,10 +33,13 @@ def _forward(w: CallWriter, op: GraphOp) -> list[str]:
 def _backward(w: CallWriter, op: GraphOp) -> list[str]:
     """Call the kernel of the gradient of one direction of a layer. Each kind reads other results of the forward
     pass."""
-    kind, (act, states, kept, weight, g, g_cells, backwards) = BACKWARD[op.target], op.args
-    read = {"lstm": (act, kept, weight, g, g_cells), "gru": (act, states, kept, weight, g)}.get(kind, (act, weight, g))
+    kind = BACKWARD[op.target]
+    activated, states, third_result, weight, g, g_cells, backwards = op.args
+    operands = {
+        "lstm": (activated, third_result, weight, g, g_cells), "gru": (activated, states, third_result, weight, g),
+    }.get(kind, (activated, weight, g))  # fmt: skip
     results = [Ref(output) for output in op.outputs if output is not None]
-    return [w.call(_kernel(w, kind, "_backward"), *results, *read, backwards, *w.shape(g))]
+    return [w.call(_kernel(w, kind, "_backward"), *results, *operands, backwards, *w.shape(g))]
 
 
 RECURRENT: dict[str, Emit] = {**dict.fromkeys(FORWARD, _forward), **dict.fromkeys(BACKWARD, _backward)}

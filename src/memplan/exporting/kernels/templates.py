@@ -36,7 +36,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "batch_norm_sums": ("sum_of", "moment"),
     "channel_sum": ("sum_of",),
     "recurrent": ("dot", "axpy"),
-    **{f"{kind}{way}": ("recurrent",) for kind in ("lstm", "gru", "rnn") for way in ("", "_backward")},
+    **{f"{kind}{suffix}": ("recurrent",) for kind in ("lstm", "gru", "rnn") for suffix in ("", "_backward")},
     "clip_norm": ("dot",),
     "update_sgd_int8": ("drawn",),
     "row_norm_statistics": ("sum_of", "moment"),
@@ -70,10 +70,10 @@ def filled(name: str, replacements: Mapping[str, str]) -> str:
 @cache
 def element_functions() -> dict[str, str]:
     """Return the C functions of templates/element_functions.c, by name."""
-    text = template("element_functions").replace(" {\n", "\n{\n")
+    text = template("element_functions").replace(" {\n", "\n{\n")  # as in the other templates: a line of its own
     functions = {}
-    for part in text.split("\n\n"):
-        match = re.match(r"static float (\w+)\(", part)
+    for paragraph in text.split("\n\n"):
+        match = re.match(r"static float (\w+)\(", paragraph)
         if match:
-            functions[match.group(1)] = part.strip() + "\n"
+            functions[match.group(1)] = paragraph.strip() + "\n"
     return functions
