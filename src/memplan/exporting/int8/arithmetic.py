@@ -18,18 +18,19 @@ LARGEST_WEIGHT = 127
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """The real numbers ``scale * (q - zero)`` of integers q from -128 to 127."""
+    """The real numbers ``scale * (q - zero_point)`` of integers q from -128 to 127."""
 
     scale: float
     """Exact in float32."""
     zero: int
+    """The integer that stands for 0."""
 
     @classmethod
     def of_range(cls, low: float, high: float) -> Affine:
         """Return the type that covers a range and has an integer for 0."""
         low, high = min(low, 0.0), max(high, 0.0)
         scale = float(np.float32((high - low) / (HIGHEST - LOWEST)))
-        if not scale > 0:
+        if not scale > 0:  # a range of 0 alone, or one that is 0 in float32
             return cls(1.0, 0)
         return cls(scale, int(np.clip(round(LOWEST - low / scale), LOWEST, HIGHEST)))
 
@@ -45,9 +46,10 @@ class Affine:
         """Return inputs in float32 as int8, bit for bit as the device's kernel does: it multiplies by the reciprocal of
         the scale and rounds half away from 0."""
         scaled = np.clip(floats.astype(np.float32) * self.reciprocal, LOWEST - self.zero, HIGHEST - self.zero)
-        whole = np.trunc(scaled)
-        rest = scaled - whole
-        return (whole + self.zero + (rest >= 0.5) - (rest <= -0.5).astype(np.float32)).astype(np.int8)
+        truncated = np.trunc(scaled)
+        fraction = scaled - truncated
+        rounded = truncated + (fraction >= 0.5) - (fraction <= -0.5).astype(np.float32)
+        return (rounded + self.zero).astype(np.int8)
 
     @property
     def reciprocal(self) -> np.float32:
@@ -71,15 +73,15 @@ def multiplier(real: float) -> tuple[int, int]:
     """
     if real <= 0:
         return 0, 1
-    fraction, exponent = math.frexp(real)
-    number, shift = round(fraction * 2**31), 31 - exponent
-    if number == 2**31:
-        number, shift = 2**30, shift - 1
-    if shift > 62:
-        number, shift = number >> min(shift - 62, 31), 62
+    fraction, exponent = math.frexp(real)  # fraction from 0.5 to below 1
+    m, shift = round(fraction * 2**31), 31 - exponent
+    if m == 2**31:  # the fraction was rounded up to 1
+        m, shift = 2**30, shift - 1
+    if shift > 62:  # so small a number has fewer digits
+        m, shift = m >> min(shift - 62, 31), 62
     if shift <= 0:
         raise OverflowError(f"{real} is not below 2 ** 30")
-    return number, shift
+    return m, shift
 
 
 def shifted(products: np.ndarray, shifts: np.ndarray | int) -> np.ndarray:

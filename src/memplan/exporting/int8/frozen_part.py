@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ def frozen_part(
         frozen: elements of parameters, buffers and constants that do not change, by value.
         inputs: the model's inputs.
         written: values that are copied to the caller's memory.
-        among: `calls` of another graph's frozen part: other ops stay in float32. None: no bound.
+        among: ops that integer kernels may compute, as `calls` of another graph's frozen part; None: all.
     """
     return _Finder(graph, frozen, inputs, written, among).frozen_part()
 
@@ -83,8 +84,8 @@ class _Finder:
         values = graph.values
         self.floats = {v for v in inputs if values[v].dtype == "float32"}
         """Values in float32 that are inputs or views of them."""
-        self.bytes: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
-        """By value that is an affine function of an input of eight bits: the input, factor and addend."""
+        self.affine: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}
+        """By value that is ``factor * x + addend`` of an input x of eight bits: (x, factor, addend)."""
         self.byte_inputs = {v for v in inputs if values[v].dtype in BYTES}
         """Inputs of eight bits."""
         self.layers: list[Layer] = []
@@ -93,14 +94,12 @@ class _Finder:
         """By value that such a layer computes: the layer."""
         self.stops: list[Stop] = []
         """Ops that read these layers and stay in float32."""
-        self.readers: dict[int, int] = {}
+        self.use_count: Counter[int] = Counter()
         """By value: the number of ops that read it, and of its uses as a result of the step."""
         for op in graph.ops:
-            for value in set(refs((op.args, op.kwargs))):
-                self.readers[value] = self.readers.get(value, 0) + 1
-        kept = (*graph.outputs, *written, *(g for _, g in graph.gradients), *(s for _, s in graph.mutations))
-        for value in kept:
-            self.readers[value] = self.readers.get(value, 0) + 1
+            self.use_count.update(set(refs((op.args, op.kwargs))))
+        self.use_count.update((*graph.outputs, *written))
+        self.use_count.update(value for _, value in (*graph.gradients, *graph.mutations))
 
     def frozen_part(self) -> FrozenPart:
         """Follow the forward pass and return the layers that integer kernels compute, with the values at their ends."""
@@ -108,28 +107,28 @@ class _Finder:
             if op.phase == "forward":
                 self._op(op)
         layers = self._connected()
-        inside = {op.index for layer in layers for op in layer.ops}
-        outs = {layer.out for layer in layers}
-        outside = {v for op in self.graph.ops if op.index not in inside for v in refs((op.args, op.kwargs))}
-        kept = (*self.graph.outputs, *self.written, *(s for _, s in self.graph.mutations))
-        borders = tuple(layer.out for layer in layers if layer.out in outside or layer.out in kept)
-        read = dict.fromkeys(v for layer in layers for v in layer.reads if v not in outs and v in self.floats)
-        stops = tuple(stop for stop in self.stops if outs & set(refs((stop.op.args, stop.op.kwargs))))
-        return FrozenPart(self.graph, tuple(layers), borders, tuple(read), stops)
+        layer_ops = {op.index for layer in layers for op in layer.ops}
+        results = {layer.out for layer in layers}
+        read_outside = {v for op in self.graph.ops if op.index not in layer_ops for v in refs((op.args, op.kwargs))}
+        step_results = {*self.graph.outputs, *self.written, *(new for _, new in self.graph.mutations)}
+        borders = tuple(layer.out for layer in layers if layer.out in read_outside | step_results)
+        operands = dict.fromkeys(value for layer in layers for value in layer.reads)  # unique, in order
+        float_inputs = tuple(value for value in operands if value in self.floats and value not in results)
+        stops = tuple(stop for stop in self.stops if results & set(refs((stop.op.args, stop.op.kwargs))))
+        return FrozenPart(self.graph, tuple(layers), borders, float_inputs, stops)
 
     def _connected(self) -> list[Layer]:
         """Return the layers before or after a convolution, also through other layers: elsewhere rounding to eight bits
         is not worth its error."""
-        after = set[int]()  # results of convolutions, and of layers that depend on them
+        descendants = set[int]()  # results of convolutions, and of layers that depend on them
         for layer in self.layers:
-            if isinstance(layer, Convolution) or not after.isdisjoint(layer.reads):
-                after.add(layer.out)
-        before = set[int]()  # operands and results of convolutions, and what these depend on
+            if isinstance(layer, Convolution) or not descendants.isdisjoint(layer.reads):
+                descendants.add(layer.out)
+        ancestors = set[int]()  # operands and results of convolutions, and what these depend on
         for layer in reversed(self.layers):
-            if isinstance(layer, Convolution) or layer.out in before:
-                before |= {*layer.reads, layer.out}
-        connected = after | before
-        return [layer for layer in self.layers if layer.out in connected]
+            if isinstance(layer, Convolution) or layer.out in ancestors:
+                ancestors |= {*layer.reads, layer.out}
+        return [layer for layer in self.layers if layer.out in descendants | ancestors]
 
     # -- ops
 
@@ -138,30 +137,32 @@ class _Finder:
 
         An op that reads a layer but has no integer kernel is noted with the reason, in ``stops``.
         """
-        data = [value for value in dict.fromkeys(refs((op.args, op.kwargs))) if value not in self.known]
-        if not data or op.random or op.once:
-            if any(value in self.maker for value in data):
+        operands = [value for value in dict.fromkeys(refs((op.args, op.kwargs))) if value not in self.known]
+        reads_layer = any(value in self.maker for value in operands)
+        if op.random or op.once:
+            if reads_layer:
                 self.stops.append(Stop(op, "it draws random numbers, or has a side effect"))
-            elif not op.random and not op.once:
-                self._fold(op)
             return
-        inside = self.floats | self.byte_inputs | self.maker.keys() | self.bytes.keys()
-        if not all(value in inside for value in data):
-            if any(value in self.maker for value in data) and all(v in inside or self._is_running(v) for v in data):
+        if not operands:
+            self._fold(op)
+            return
+        readable = self.floats | self.byte_inputs | self.maker.keys() | self.affine.keys()
+        if not all(value in readable for value in operands):
+            others = [value for value in operands if value not in readable]
+            if reads_layer and all(map(self._is_running, others)):
                 self.stops.append(Stop(op, "it updates running statistics; call .eval() on the layer"))
             return
-        bytes_only = all(value in self.byte_inputs or value in self.bytes for value in data)
+        bytes_only = all(value in self.byte_inputs or value in self.affine for value in operands)
         if not (self.among is None or op.is_view or bytes_only or (op.layer, op.target) in self.among):
             return
         count = len(self.layers)
         try:
-            self._add(op, data)
+            self._add(op, operands)
         except _Refused as refused:
-            del self.layers[count:]
+            del self.layers[count:]  # layers that convert bytes for the op
             self.maker = {layer.out: layer for layer in self.layers}
-            if any(value in self.maker for value in data):
+            if any(value in self.maker for value in operands):
                 self.stops.append(Stop(op, str(refused)))
-            return
 
     def _is_running(self, value: int) -> bool:
         """Return whether a value is a buffer that the step changes, such as running statistics."""
@@ -177,25 +178,26 @@ class _Finder:
             if number is not None:
                 self.known[number] = tensor
 
-    def _add(self, op: GraphOp, data: list[int]) -> None:
-        """Add an op to the layers, as a layer or to the one before. `data` are its operands that are no constants.
+    def _add(self, op: GraphOp, operands: list[int]) -> None:
+        """Add a layer for an op, or merge the op into the layer that computes its operand.
 
-        Raises _Refused if no integer kernel computes it.
+        `operands` are those that are no constants. Raises _Refused if no integer kernel computes the op.
         """
         if op.outputs[0] is None or any(output is not None for output in op.outputs[1:]):
             raise _Refused("several results are read")
-        if any(not is_contiguous(self.graph.values[v]) for v in (*data, op.outputs[0])):
+        if any(not is_contiguous(self.graph.values[v]) for v in (*operands, op.outputs[0])):
             raise _Refused("its elements are not in the order of the shape")
-        if len(data) == 1 and (data[0] in self.byte_inputs or data[0] in self.bytes) and self._of_bytes(op, data[0]):
+        x = operands[0] if len(operands) == 1 else None  # the only operand
+        if x is not None and (x in self.byte_inputs or x in self.affine) and self._of_bytes(op, x):
             return
         if op.target in IDENTITIES or op.is_view:
             self._view(op)
         elif op.target in _RULES:
             _RULES[op.target](self, op)
-        elif len(data) == 1 and self._scaled(op, data[0]):
+        elif x is not None and self._scaled(op, x):
             pass
-        elif len(data) == 1 and op.target.removeprefix("aten.") in ELEMENTWISE:
-            self._activation(op, data[0])
+        elif x is not None and op.target.removeprefix("aten.") in ELEMENTWISE:
+            self._activation(op, x)
         else:
             raise _Refused("no integer kernel computes it")
 
@@ -203,46 +205,38 @@ class _Finder:
 
     def _of_bytes(self, op: GraphOp, x: int) -> bool:
         """If an op casts an input of eight bits to float32, or then adds or multiplies a constant, note its factor and
-        addend in ``bytes``. Return whether it does. `x` is its only operand that is no constant."""
+        addend in ``affine``. Return whether it does. `x` is its only operand that is no constant."""
         output = op.outputs[0]
         assert output is not None, "checked by the caller"
         if x in self.byte_inputs:
             if op.target != "aten._to_copy.default" or self.graph.values[output].dtype != "float32":
                 return False
-            unit = torch.ones((), dtype=torch.float64)
-            self.bytes[output] = (x, unit, 0 * unit)
+            self.affine[output] = (x, _ONE, _ZERO)
             return True
-        change = self._affine(op, x)
-        if change is None:
+        factor_and_addend = self._factor_and_addend(op, x)
+        if factor_and_addend is None:
             return False
-        source, factor, addend = self.bytes[x]
-        self.bytes[output] = (source, factor * change[0], addend * change[0] + change[1])
+        factor, addend = factor_and_addend
+        source, source_factor, source_addend = self.affine[x]
+        self.affine[output] = (source, source_factor * factor, source_addend * factor + addend)
         return True
 
-    def _affine(self, op: GraphOp, x: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _factor_and_addend(self, op: GraphOp, x: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (factor, addend) if an op's result is ``factor * x + addend`` with constants, else None. Each is
         a number, or a vector of a number for each channel."""
         name, arguments = short(op.target), arguments_of(op.target, op.args, op.kwargs)
         if name not in ("add", "sub", "mul", "div") or arguments.get("rounding_mode") is not None:
             return None
-        left, right, sign = arguments["self"], arguments["other"], 1.0
-        if left != Ref(x):
-            if name == "div":
-                return None
-            left, right = right, left
-            sign = -1.0 if name == "sub" else 1.0  # constant - x
-        other = self._by_channel(right, self.graph.values[x].shape)
-        if other is None or left != Ref(x):
+        x_is_first = arguments["self"] == Ref(x)
+        if not x_is_first and (arguments["other"] != Ref(x) or name == "div"):
             return None
-        unit = torch.ones((), dtype=torch.float64)
+        constant = self._by_channel(arguments["other" if x_is_first else "self"], self.graph.values[x].shape)
+        if constant is None:
+            return None
         if name in ("mul", "div"):
-            return (other if name == "mul" else 1 / other), 0 * unit
-        alpha = float(arguments.get("alpha", 1))
-        if sign < 0:
-            return -alpha * unit, other
-        if arguments["self"] != Ref(x) and alpha != 1:
-            return alpha * unit, other
-        return unit, alpha * other * (1 if name == "add" else -1)
+            return (constant if name == "mul" else 1 / constant), _ZERO
+        alpha = float(arguments.get("alpha", 1)) * (1 if name == "add" else -1)  # the factor of the second operand
+        return (_ONE, alpha * constant) if x_is_first else (alpha * _ONE, constant)
 
     def _by_channel(self, other: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Return an operand as a tensor in float64: a scalar, or a vector of a number for each channel.
@@ -263,27 +257,24 @@ class _Finder:
     def _source(self, op: GraphOp, x: int) -> int:
         """Return `x`, an operand of a layer. If it is computed from bytes of an input, add a depthwise 1x1 convolution
         that computes it: only convolutions read such bytes."""
-        if x not in self.bytes:
+        if x not in self.affine:
             if x in self.byte_inputs:
                 raise _Refused("it reads the bytes of an input as integers")
             return x
         shape = self.graph.values[x].shape
-        channels = shape[1] if len(shape) > 1 else 1
-        ones, zeros = np.ones((channels, 1, 1, 1)), np.zeros(channels)
-        plane = _plane(shape)
-        read = self._bytes_of(x, channels)
+        channels, plane = shape[1] if len(shape) > 1 else 1, _plane(shape)
         layer = Convolution(
-            [], (self.bytes[x][0],), x, weight=ones, bias=zeros, plane=plane, result=plane, groups=channels, bytes=read
-        )
+            [], (self.affine[x][0],), x, weight=np.ones((channels, 1, 1, 1)), bias=np.zeros(channels), plane=plane,
+            result=plane, groups=channels, bytes=self._bytes_of(x, channels),
+        )  # fmt: skip
         self._append(layer)
-        self.bytes.pop(x)
+        self.affine.pop(x)  # the layer computes it now
         return x
 
     def _bytes_of(self, x: int, channels: int) -> Bytes:
         """Return how a convolution computes `x` from the bytes of an input: a factor and an addend for each channel."""
-        source, factor, addend = self.bytes[x]
-        each = (np.broadcast_to(t.reshape(-1).numpy(), (channels,)).astype(np.float64) for t in (factor, addend))
-        return Bytes(self.graph.values[source].dtype, *each)
+        source, factor, addend = self.affine[x]
+        return Bytes(self.graph.values[source].dtype, _for_channels(factor, channels), _for_channels(addend, channels))
 
     # -- layers
 
@@ -296,23 +287,22 @@ class _Finder:
         the bytes."""
         assert op.outputs[0] is not None, "checked by the caller"
         channels = fields["weight"].shape[1] * fields.get("groups", 1)
-        if x in self.bytes:
+        if x in self.affine:
             fields |= {"bytes": self._bytes_of(x, channels)}
-            x = self.bytes[x][0]
+            x = self.affine[x][0]
         elif x in self.byte_inputs:
             raise _Refused("it reads the bytes of an input as integers")
         self._append(Convolution([op], (x,), op.outputs[0], **fields))
 
-    def _absorbing(self, x: int) -> Layer | None:
-        """Return the layer that computes a value, if nothing but the current op reads the value."""
-        layer = self.maker.get(x)
-        return layer if layer is not None and self.readers.get(x) == 1 else None
+    def _mergeable(self, x: int) -> Layer | None:
+        """Return the layer that computes operand `x` of an op, if nothing but this op reads `x`."""
+        return self.maker.get(x) if self.use_count[x] == 1 else None
 
-    def _change(self, x: int, change: Callable[[Layer], None]) -> None:
-        """Merge an op into the layer that computes its operand `x`: ``change(layer)`` sets ``layer.out`` to the op's
+    def _merge(self, x: int, merge: Callable[[Layer], None]) -> None:
+        """Merge an op into the layer that computes its operand `x`: ``merge(layer)`` sets ``layer.output`` to the op's
         result."""
         layer = self.maker.pop(x)
-        change(layer)
+        merge(layer)
         self.maker[layer.out] = layer
 
     def _view(self, op: GraphOp) -> None:
@@ -332,12 +322,12 @@ class _Finder:
         assert op.outputs[0] is not None, "checked by the caller"
         if any(self.known[v].numel() != 1 for v in refs((op.args, op.kwargs)) if v in self.known):
             raise _Refused("it reads a tensor of constants")
-        layer, bounds = self._absorbing(x), _bounds(op)
+        layer, bounds = self._mergeable(x), _bounds(op)
         if layer is not None and bounds is not None and layer.can_bound:
-            self._change(x, lambda layer: layer.bound(op, *bounds))
+            self._merge(x, lambda layer: layer.bound(op, *bounds))
         elif isinstance(layer, Convolution) and layer.before is None:
             layer.before = layer.out
-            self._change(x, lambda layer: layer.absorb(op))
+            self._merge(x, lambda layer: layer.absorb(op))
         else:
             self._append(Activation([op], (self._source(op, x),), op.outputs[0]))
 
@@ -347,26 +337,25 @@ class _Finder:
         It is folded into the convolution that computes `x`, or else, with a constant for each channel, becomes a
         depthwise convolution. With a single constant and no such convolution, return False.
         """
-        change, layer = self._affine(op, x), self._absorbing(x)
-        if change is None:
+        factor_and_addend, layer = self._factor_and_addend(op, x), self._mergeable(x)
+        if factor_and_addend is None:
             return False
-        if not isinstance(layer, Convolution) or not layer.scalable:
-            if all(t.dim() == 0 for t in change):
-                return False
-            self._by_channel_alone(op, x, *change)
+        if isinstance(layer, Convolution) and layer.scalable:
+            factor, addend = (_for_channels(tensor, len(layer.bias)) for tensor in factor_and_addend)
+            self._merge(x, lambda _: layer.scale(op, factor, addend))
             return True
-        wide = len(layer.bias)
-        factor, addend = (np.broadcast_to(t.reshape(-1).numpy(), (wide,)) for t in change)
-        self._change(x, lambda _: layer.scale(op, factor, addend))
+        if all(tensor.dim() == 0 for tensor in factor_and_addend):
+            return False
+        self._by_channel_alone(op, x, *factor_and_addend)
         return True
 
     def _by_channel_alone(self, op: GraphOp, x: int, factor: torch.Tensor, addend: torch.Tensor) -> None:
         """Add a factor and an addend for each channel as a depthwise convolution."""
         shape = self.graph.values[x].shape
         channels, plane = shape[1], _plane(shape)
-        each = [np.broadcast_to(t.reshape(-1).numpy(), (channels,)).astype(np.float64) for t in (factor, addend)]
-        weight = each[0].reshape(-1, 1, 1, 1)
-        self._convolve(op, x, weight=weight, bias=each[1], plane=plane, result=plane, groups=channels)
+        weight = _for_channels(factor, channels).reshape(-1, 1, 1, 1)
+        bias = _for_channels(addend, channels)
+        self._convolve(op, x, weight=weight, bias=bias, plane=plane, result=plane, groups=channels)
 
     def convolution(self, op: GraphOp) -> None:
         x, weight, bias, stride, padding, dilation, transposed, _, groups = op.args
@@ -377,14 +366,13 @@ class _Finder:
             raise _Refused("its weight is computed")
         if len(values[x.value].shape) not in (3, 4):
             raise _Refused("its planes have more than two dimensions")
-        kernel = self.known[weight.value].double().numpy()
-        kernel = kernel[:, :, None] if kernel.ndim == 3 else kernel
-        terms = np.zeros(len(kernel)) if bias is None else self.known[bias.value].double().numpy()
-        sizes = (_pair(s, d) for s, d in ((stride, 1), (padding, 0), (dilation, 1)))
+        weights = self.known[weight.value].double().numpy()
+        weights = weights[:, :, None] if weights.ndim == 3 else weights  # over one dimension: kernels of height 1
+        biases = np.zeros(len(weights)) if bias is None else self.known[bias.value].double().numpy()
         plane, result = _plane(values[x.value].shape), _plane(values[op.outputs[0] or 0].shape)
         self._convolve(
-            op, x.value, weight=kernel, bias=terms, plane=plane, result=result,
-            **dict(zip(("stride", "padding", "dilation"), sizes, strict=True)), groups=groups,
+            op, x.value, weight=weights, bias=biases, plane=plane, result=result, stride=_pair(stride, 1),
+            padding=_pair(padding, 0), dilation=_pair(dilation, 1), groups=groups,
         )  # fmt: skip
 
     def linear(self, op: GraphOp) -> None:
@@ -392,65 +380,67 @@ class _Finder:
         arguments = arguments_of(op.target, op.args, op.kwargs)
         if weight.value not in self.known or x.value in self.known or (arguments.get("beta", 1) != 1):
             raise _Refused("it is no product with a constant weight")
-        kernel = self.known[weight.value].double().numpy().T[:, :, None, None] * float(arguments.get("alpha", 1))
-        terms = np.zeros(len(kernel))
+        weights = self.known[weight.value].double().numpy().T[:, :, None, None] * float(arguments.get("alpha", 1))
+        biases = np.zeros(len(weights))
         if bias is not None:
             if bias.value not in self.known or self.known[bias.value].dim() != 1:
                 raise _Refused("its bias is computed")
-            terms = np.broadcast_to(self.known[bias.value].double().numpy(), terms.shape)
-        read = x.value
-        if read in self.bytes and any(t.dim() for t in self.bytes[read][1:]):
-            read = self._source(op, read)
-        self._convolve(op, read, weight=kernel, bias=terms, plane=(1, 1), result=(1, 1))
+            biases = np.broadcast_to(self.known[bias.value].double().numpy(), biases.shape)
+        operand = x.value
+        if operand in self.affine:
+            _, factor, addend = self.affine[operand]
+            if factor.dim() or addend.dim():  # by channel of the image, not by input of the layer
+                operand = self._source(op, operand)
+        self._convolve(op, operand, weight=weights, bias=biases, plane=(1, 1), result=(1, 1))
 
     def batch_norm(self, op: GraphOp) -> None:
         arguments = arguments_of(op.target, op.args, op.kwargs)
         if arguments.get("training"):
             raise _Refused("it computes statistics of the batch; call .eval() on the layer")
         x = arguments["input"].value
-        terms = {n: arguments.get(n) for n in ("weight", "bias", "running_mean", "running_var")}
-        read = {n: None if ref is None else self.known[ref.value].double().numpy() for n, ref in terms.items()}
-        mean, var = read["running_mean"], read["running_var"]
+        weight, bias, mean, variance = (
+            None if arguments.get(name) is None else self.known[arguments[name].value].double().numpy()
+            for name in ("weight", "bias", "running_mean", "running_var")
+        )
         assert mean is not None, "in evaluation mode it has one"
-        assert var is not None, "and the other"
-        factor = (1.0 if read["weight"] is None else read["weight"]) / np.sqrt(var + arguments["eps"])
-        addend = (0.0 if read["bias"] is None else read["bias"]) - mean * factor
-        layer = self._absorbing(x)
+        assert variance is not None, "and the other"
+        factor = (1.0 if weight is None else weight) / np.sqrt(variance + arguments["eps"])
+        addend = (0.0 if bias is None else bias) - mean * factor
+        layer = self._mergeable(x)
         if isinstance(layer, Convolution) and layer.scalable:
-            self._change(x, lambda _: layer.scale(op, factor, addend))
+            self._merge(x, lambda _: layer.scale(op, factor, addend))
         else:
             self._by_channel_alone(op, x, torch.from_numpy(factor), torch.from_numpy(addend))
 
     def add(self, op: GraphOp) -> None:
         arguments = arguments_of(op.target, op.args, op.kwargs)
         x, y = arguments["self"], arguments["other"]
-        pair = [ref.value for ref in (x, y) if isinstance(ref, Ref) and ref.value not in self.known]
-        if len(pair) == 1:
-            if not self._scaled(op, pair[0]):
-                self._activation(op, pair[0])
+        operands = [ref.value for ref in (x, y) if isinstance(ref, Ref) and ref.value not in self.known]
+        if len(operands) == 1:  # and a constant
+            if not self._scaled(op, operands[0]):
+                self._activation(op, operands[0])
             return
-        values = self.graph.values
-        if values[pair[0]].shape != values[pair[1]].shape:
+        first, second = (self.graph.values[value] for value in operands)
+        if first.shape != second.shape:
             raise _Refused("its operands have several shapes")
         factor = float(arguments.get("alpha", 1)) * (-1 if short(op.target) == "sub" else 1)
-        reads = tuple(self._source(op, value) for value in pair)
+        reads = tuple(self._source(op, value) for value in operands)
         assert op.outputs[0] is not None, "checked by the caller"
         self._append(Add([op], reads, op.outputs[0], factor))
 
     def multiply(self, op: GraphOp) -> None:
-        pair = [ref.value for ref in op.args[:2] if isinstance(ref, Ref) and ref.value not in self.known]
-        if len(pair) == 1:
-            if not self._scaled(op, pair[0]):
-                self._activation(op, pair[0])
+        operands = [ref.value for ref in op.args[:2] if isinstance(ref, Ref) and ref.value not in self.known]
+        if len(operands) == 1:  # and a constant
+            if not self._scaled(op, operands[0]):
+                self._activation(op, operands[0])
             return
-        shapes = [self.graph.values[value].shape for value in pair]
-        if math.prod(shapes[0]) < math.prod(shapes[1]):
-            pair, shapes = pair[::-1], shapes[::-1]
-        large, small = shapes
-        by_channel = small == large or (len(small) == len(large) > 2 and small == (*large[:2], *[1] * (len(large) - 2)))
-        if not by_channel:
+        # the larger one first
+        operands = sorted(operands, key=lambda value: -math.prod(self.graph.values[value].shape))
+        large, small = (self.graph.values[value].shape for value in operands)
+        by_channel = len(small) == len(large) > 2 and small == (*large[:2], *[1] * (len(large) - 2))
+        if small != large and not by_channel:
             raise _Refused("its operands have several shapes")
-        reads = tuple(self._source(op, value) for value in pair)
+        reads = tuple(self._source(op, value) for value in operands)
         assert op.outputs[0] is not None, "checked by the caller"
         self._append(Multiply([op], reads, op.outputs[0], math.prod(large) // math.prod(small)))
 
@@ -511,6 +501,9 @@ class _Finder:
         )  # fmt: skip
 
 
+_ONE = torch.ones((), dtype=torch.float64)
+_ZERO = torch.zeros((), dtype=torch.float64)
+
 _RULES: Mapping[str, Callable[[_Finder, GraphOp], None]] = {
     "aten.convolution.default": _Finder.convolution,
     "aten.addmm.default": _Finder.linear,
@@ -552,6 +545,11 @@ def _plane(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[2:-1]), math.prod(shape[2:][-1:])
 
 
+def _for_channels(tensor: torch.Tensor, channels: int) -> np.ndarray:
+    """Return a number, or a vector of one for each channel, as a vector in float64."""
+    return np.broadcast_to(tensor.reshape(-1).numpy(), (channels,)).astype(np.float64)
+
+
 def float_values(
     part: FrozenPart,
     tensors: Callable[[Value], torch.Tensor],
@@ -566,20 +564,20 @@ def float_values(
         floats: the type to which inputs of eight bits are cast.
         replaced: elements that later ops read in place of what was computed. What is yielded is what was computed.
     """
-    wanted, needed = {layer.out for layer in part.layers}, list[GraphOp]()
+    needed_values, needed_ops = {layer.out for layer in part.layers}, list[GraphOp]()
     for op in reversed(part.graph.ops):
-        if op.phase == "forward" and any(output in wanted for output in op.outputs if output is not None):
-            wanted |= set(refs((op.args, op.kwargs)))
-            needed.append(op)
+        if op.phase == "forward" and any(output in needed_values for output in op.outputs if output is not None):
+            needed_values |= set(refs((op.args, op.kwargs)))
+            needed_ops.append(op)
     values: dict[int, torch.Tensor] = {}
 
-    def element(value: int) -> torch.Tensor:
+    def tensor_of(value: int) -> torch.Tensor:
         if value not in values:
             values[value] = tensors(part.graph.values[value])
         return values[value]
 
-    for op in reversed(needed):
-        args, kwargs = (map_refs(part, element) for part in (op.args, op.kwargs))
+    for op in reversed(needed_ops):
+        args, kwargs = map_refs(op.args, tensor_of), map_refs(op.kwargs, tensor_of)
         if op.target == "aten._to_copy.default" and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": floats}
         results = overload(op.target)(*args, **kwargs)

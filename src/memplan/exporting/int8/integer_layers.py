@@ -26,23 +26,24 @@ class Integers:
 
     layer: Layer
     reads: tuple[Affine | None, ...]
-    """Types of what it reads; None: an input of eight bits as it is."""
+    """Types of its operands; None: an input of eight bits as it is."""
     type: Affine
-    """Type of the result."""
     before: Affine
     """Type of a convolution's result before its table; else that of the result."""
     low: int = LOWEST
     high: int = HIGHEST
+    """Bounds of the result, or before the table."""
     weight: np.ndarray | None = None
-    """int8: (wide, narrow of a group, kernel height, kernel width)."""
+    """int8: (output channels, input channels of a group, kernel height, kernel width)."""
     rescale: np.ndarray | None = None
-    """int32: for each channel the bias, the multiplier and its shift."""
+    """int32, (output channels, 3): bias, multiplier and shift. They turn a sum of products into an integer of
+    `type_before_table`: ``(sum + bias) * multiplier >> shift``, plus the zero point."""
     zeros: np.ndarray | None = None
     """int32: for each channel of an input of eight bits, the byte that stands for 0."""
     table: np.ndarray | None = None
-    """int8: 256 results of an activation."""
+    """int8: 256 results of an activation, of -128 to 127."""
     factors: tuple[int, ...] = ()
-    """Multipliers of an add, product or average, and then their shift."""
+    """Multipliers of an add (of each operand), product or average, and then their shift."""
 
 
 def integer_layers(
@@ -65,22 +66,22 @@ def integer_layers(
             types[value] = Affine.of_range(*ranges[value])
         return types[value]
 
-    done = list[Integers]()
+    converted = list[Integers]()
     for layer in layers:
-        before = layer.before if isinstance(layer, Convolution) else None
-        used = [ranges[value] for value in (*layer.reads, before, layer.out) if value is not None and value in ranges]
-        if not np.isfinite(used).all():
+        before_table = layer.before if isinstance(layer, Convolution) else None
+        values = [value for value in (*layer.reads, before_table, layer.out) if value is not None]
+        if not np.isfinite([ranges[value] for value in values if value in ranges]).all():
             raise _unfit(layer, "results that are not finite", "numbers, which have a range")
-        if isinstance(layer, (View, Largest)):
+        if isinstance(layer, (View, Largest)):  # their kernels copy integers as they are
             types[layer.out] = type_of(layer.reads[0])
         try:
-            done.append(_integers(layer, type_of, known))
+            converted.append(_integers(layer, type_of, known))
         except OverflowError:
-            low, high = ranges[layer.out if before is None else before]
+            low, high = ranges[layer.out if before_table is None else before_table]
             raise _unfit(
                 layer, f"results from {low:.3g} to {high:.3g}", "a range above a billionth of what the layer adds up"
             ) from None
-    return done
+    return converted
 
 
 def _unfit(layer: Layer, found: str, expected: str) -> InputError:
@@ -101,9 +102,9 @@ def _integers(layer: Layer, type_of: Callable[[int], Affine], known: Mapping[int
     if isinstance(layer, Activation):
         table = _table(layer.ops[-1], layer.reads[0], reads[0], result, known)
     elif isinstance(layer, Add):
-        real = [reads[0].scale / result.scale, layer.factor * reads[1].scale / result.scale]
-        _, shift = multiplier(max(map(abs, real)))
-        factors = (*(round(number * 2.0**shift) for number in real), shift)
+        real_factors = [reads[0].scale / result.scale, layer.factor * reads[1].scale / result.scale]
+        _, shift = multiplier(max(map(abs, real_factors)))  # one for both: the products are added before the shift
+        factors = (*(round(factor * 2.0**shift) for factor in real_factors), shift)
     elif isinstance(layer, Multiply):
         factors = multiplier(reads[0].scale * reads[1].scale / result.scale)
     elif isinstance(layer, Average):
@@ -114,65 +115,86 @@ def _integers(layer: Layer, type_of: Callable[[int], Affine], known: Mapping[int
 def _convolution(layer: Convolution, type_of: Callable[[int], Affine], known: Mapping[int, torch.Tensor]) -> Integers:
     """Return the integers of a convolution.
 
-    Steps, the real numbers that weights of 1 stand for by output channel, double until the sum of products and bias
-    stays below 2 ** 31 for any input.
+    The scales of the weights, one for each output channel, double until the sum of products and bias stays below 2 **
+    31 for any input.
     """
-    reads = None if layer.bytes else type_of(layer.reads[0])
-    if reads is None:
-        weight, bias, zeros, scale = _of_bytes(layer)
-        largest = 255 + int(np.abs(zeros).max())
+    input_type = None if layer.bytes else type_of(layer.reads[0])
+    if input_type is None:
+        weight, bias, zeros, input_scale = _of_bytes(layer)
+        largest_input = 255 + int(np.abs(zeros).max())
     else:
-        weight, bias, zeros, scale, largest = layer.weight, layer.bias, None, reads.scale, 2 * -LOWEST
-    before = type_of(layer.out if layer.before is None else layer.before)
-    flat = np.abs(weight).reshape(len(weight), -1)
-    steps = np.maximum(flat.max(axis=1, initial=0.0) / LARGEST_WEIGHT, np.abs(bias) / (scale * WORD / 2))
-    steps = np.where(steps > 0, steps, 1.0)
+        weight, bias, zeros, input_scale = layer.weight, layer.bias, None, input_type.scale
+        largest_input = 2 * -LOWEST  # less a zero point of -128 to 127
+    before_table = type_of(layer.out if layer.before is None else layer.before)
+    largest_weights = np.abs(weight).reshape(len(weight), -1).max(axis=1, initial=0.0)
+    scales = np.maximum(largest_weights / LARGEST_WEIGHT, np.abs(bias) / (input_scale * WORD / 2))
+    scales = np.where(scales > 0, scales, 1.0)
     while True:
-        numbers = np.clip(np.rint(weight / steps.reshape(-1, 1, 1, 1)), -LARGEST_WEIGHT, LARGEST_WEIGHT).astype(np.int8)
-        terms = np.rint(bias / (scale * steps)).astype(np.int64)
-        sums = np.abs(numbers.astype(np.int64)).reshape(len(weight), -1).sum(axis=1) * largest + np.abs(terms)
-        if (sums < WORD).all():
+        rounded = np.rint(weight / scales.reshape(-1, 1, 1, 1))
+        int8_weight = np.clip(rounded, -LARGEST_WEIGHT, LARGEST_WEIGHT).astype(np.int8)
+        int_bias = np.rint(bias / (input_scale * scales)).astype(np.int64)
+        magnitudes = np.abs(int8_weight.astype(np.int64)).reshape(len(weight), -1).sum(axis=1)
+        largest_sums = magnitudes * largest_input + np.abs(int_bias)
+        if (largest_sums < WORD).all():
             break
-        steps = np.where(sums < WORD, steps, 2 * steps)
-    pairs = [multiplier(scale * step / before.scale) for step in steps]
-    rescale = np.array([(term, *pair) for term, pair in zip(terms, pairs, strict=True)], np.int32)
-    low, high = before.bound(layer.low), before.bound(layer.high)
+        scales = np.where(largest_sums < WORD, scales, 2 * scales)
+    multipliers = [multiplier(input_scale * scale / before_table.scale) for scale in scales]
+    rescale = np.array([(term, *pair) for term, pair in zip(int_bias, multipliers, strict=True)], np.int32)
     table, result = None, type_of(layer.out)
     if layer.activation is not None:
         assert layer.before is not None
-        table = _table(layer.activation, layer.before, before, result, known)
-    return Integers(layer, (reads,), result, before, low, high, numbers, rescale, zeros, table)
+        table = _table(layer.activation, layer.before, before_table, result, known)
+    return Integers(
+        layer, (input_type,), type=result, before=before_table, low=before_table.bound(layer.low),
+        high=before_table.bound(layer.high), weight=int8_weight, rescale=rescale, zeros=zeros, table=table,
+    )  # fmt: skip
 
 
 def _of_bytes(layer: Convolution) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return (weight, bias, zeros, scale) of a convolution that reads bytes q as ``factor * q + addend`` by channel.
+    """Return (weight, bias, zero points, scale) of a convolution that reads bytes q as ``factor * q + addend`` by
+    channel.
 
-    The convolution reads ``scale * (q - zero)``: the weight contains the factors relative to the scale. `zeros` are
-    rounded to integers, and the bias corrects for that, exactly except for windows that reach into the padding.
+    The convolution reads ``scale * (q - zero point)``: the weight contains the factors relative to the scale. Zero
+    points are rounded to integers, and the bias corrects for that, exactly except for windows that reach into the
+    padding.
     """
     assert layer.bytes is not None
-    factor, addend, wide = layer.bytes.factor, layer.bytes.addend, len(layer.weight)
-    exact = np.where(factor == 0, 0.0, -addend / np.where(factor == 0, 1.0, factor))
-    zeros = np.rint(exact)
-    of_group = np.arange(wide) // (wide // layer.groups)
-    narrow = layer.weight.shape[1]
-    channels = of_group[:, None] * narrow + np.arange(narrow)  # (wide, narrow): the channel that a weight reads
-    left = np.where(factor == 0, addend, factor * zeros + addend)
-    sums = layer.weight.sum(axis=(2, 3))
-    bias = layer.bias + (sums * left[channels]).sum(axis=1)
+    factor, addend = layer.bytes.factor, layer.bytes.addend
+    is_constant = factor == 0  # a channel without influence of its bytes
+    zeros = np.rint(np.where(is_constant, 0.0, -addend / np.where(is_constant, 1.0, factor)))
+    rounding_errors = np.where(is_constant, addend, factor * zeros + addend)
+    channels = channels_read(layer.weight.shape[0], layer.weight.shape[1], layer.groups)
+    weight_sums = layer.weight.sum(axis=(2, 3))
+    bias = layer.bias + (weight_sums * rounding_errors[channels]).sum(axis=1)
     scale = float(np.abs(factor).max()) or 1.0
     return layer.weight * (factor / scale)[channels][:, :, None, None], bias, zeros.astype(np.int32), scale
 
 
-def _table(op: GraphOp, x: int, of: Affine, result: Affine, known: Mapping[int, torch.Tensor]) -> np.ndarray:
-    """Return the result in int8 of an activation `op` for each int8 operand from -128 to 127.
+def channels_read(out_channels: int, group_channels: int, groups: int) -> np.ndarray:
+    """Return the input channel that each weight of a convolution reads, (output channels, input channels of a group).
 
-    `x` is the operand's value in the graph, `of` its type, and `known` the op's constants by value.
+    Example:
+        >>> channels_read(2, 3, groups=2).tolist()
+        [[0, 1, 2], [3, 4, 5]]
     """
-    real = torch.from_numpy(of.scale * (np.arange(LOWEST, HIGHEST + 1) - of.zero).astype(np.float64))
-    args, kwargs = (
-        map_refs(given, lambda v: real if v == x else known[v].double().reshape(())) for given in (op.args, op.kwargs)
-    )
+    group = np.arange(out_channels) // (out_channels // groups)
+    return group[:, None] * group_channels + np.arange(group_channels)
+
+
+def _table(
+    op: GraphOp, operand: int, operand_type: Affine, result: Affine, known: Mapping[int, torch.Tensor]
+) -> np.ndarray:
+    """Return the result in int8 of an activation `op` for each int8 `operand`, a value of the graph, from -128 to 127.
+
+    `known` has the op's constants by value.
+    """
+    integers = np.arange(LOWEST, HIGHEST + 1)
+    reals = torch.from_numpy(operand_type.scale * (integers - operand_type.zero).astype(np.float64))
+
+    def elements(value: int) -> torch.Tensor:
+        return reals if value == operand else known[value].double().reshape(())
+
+    args, kwargs = map_refs(op.args, elements), map_refs(op.kwargs, elements)
     return result.integers(overload(op.target)(*args, **kwargs).numpy())
 
 
@@ -190,44 +212,44 @@ def integer_values(
         shapes: of the layers' results.
     """
     values: dict[int, np.ndarray] = {}
-    for layer in layers:
-        read = list[np.ndarray]()
-        for value, type in zip(layer.layer.reads, layer.reads, strict=True):
+    for integers in layers:
+        layer, operands = integers.layer, list[np.ndarray]()
+        for value, type in zip(layer.reads, integers.reads, strict=True):
             if value not in values:
                 values[value] = inputs[value] if type is None else type.rounded_inputs(inputs[value])
-            read.append(values[value])
-        out = _computed(layer, read).reshape(shapes[layer.layer.out])
-        values[layer.layer.out] = out
-        yield layer, out
+            operands.append(values[value])
+        result = _computed(integers, operands).reshape(shapes[layer.out])
+        values[layer.out] = result
+        yield integers, result
 
 
-def _computed(integers: Integers, read: list[np.ndarray]) -> np.ndarray:
+def _computed(integers: Integers, operands: list[np.ndarray]) -> np.ndarray:
     """Compute a layer from its operands in int8 (or bytes of an input); return int8."""
     layer = integers.layer
     if isinstance(layer, Convolution):
-        return _convolved(integers, layer, read[0])
+        return _convolved(integers, layer, operands[0])
     if isinstance(layer, View):
-        return read[0]
+        return operands[0]
     if isinstance(layer, Activation):
         assert integers.table is not None
-        return integers.table[read[0].astype(np.int64) - LOWEST]
+        return integers.table[operands[0].astype(np.int64) - LOWEST]
     if isinstance(layer, Largest):
-        return _windows(layer, read[0], LOWEST).max(axis=0)
-    centred = [x.astype(np.int64) - type.zero for x, type in zip(read, integers.reads, strict=True) if type is not None]
+        return _windows(layer, operands[0], padding=LOWEST).max(axis=0)
+    types = [type for type in integers.reads if type is not None]  # all: convolutions alone read bytes
+    centred = [x.astype(np.int64) - type.zero for x, type in zip(operands, types, strict=True)]
+    *factors, shift = integers.factors
     if isinstance(layer, Add):
-        products = centred[0] * integers.factors[0] + centred[1] * integers.factors[1]
+        products = centred[0] * factors[0] + centred[1] * factors[1]
     elif isinstance(layer, Multiply):
-        products = centred[0].reshape(-1, layer.inner) * centred[1].reshape(-1, 1) * integers.factors[0]
+        products = centred[0].reshape(-1, layer.inner) * centred[1].reshape(-1, 1) * factors[0]
     else:
         assert isinstance(layer, Average), "there are no others"
-        products = _windows(layer, centred[0], padding=0).sum(axis=0) * integers.factors[0]
-    return np.clip(shifted(products, integers.factors[-1]) + integers.type.zero, integers.low, integers.high).astype(
-        np.int8
-    )
+        products = _windows(layer, centred[0], padding=0).sum(axis=0) * factors[0]
+    return np.clip(shifted(products, shift) + integers.type.zero, integers.low, integers.high).astype(np.int8)
 
 
 def _convolved(integers: Integers, layer: Convolution, x: np.ndarray) -> np.ndarray:
-    """Compute an integer convolution of int8 or bytes; the sums are exact in float64."""
+    """Compute an integer convolution of int8 or bytes. Its sums of integers, below 2 ** 31, are exact in float64."""
     assert integers.weight is not None, "a convolution has one"
     assert integers.rescale is not None, "a convolution has them"
     channels = integers.weight.shape[1] * layer.groups
@@ -250,13 +272,17 @@ def _windows(layer: Window, x: np.ndarray, padding: int) -> np.ndarray:
     """Return the elements of all windows of a pool, as (elements of a window, planes, rows, columns)."""
     (height, width), (top, left) = layer.plane, layer.padding
     sizes = zip(layer.result, layer.stride, layer.kernel, layer.dilation, strict=True)
-    ends = [(count - 1) * stride + (size - 1) * step + 1 for count, stride, size, step in sizes]
+    ends = [(count - 1) * stride + (size - 1) * step + 1 for count, stride, size, step in sizes]  # of the last window
     planes = x.reshape(-1, height, width)
     padded = np.full((len(planes), max(ends[0], top + height), max(ends[1], left + width)), padding, planes.dtype)
     padded[:, top : top + height, left : left + width] = planes
-    reach = [(count - 1) * stride + 1 for count, stride in zip(layer.result, layer.stride, strict=True)]
-    starts = [(ky * layer.dilation[0], kx * layer.dilation[1])
-              for ky in range(layer.kernel[0]) for kx in range(layer.kernel[1])]  # fmt: skip
-    return np.stack(
-        [padded[:, y : y + reach[0] : layer.stride[0], x : x + reach[1] : layer.stride[1]] for y, x in starts]
+    # one element of each window is a slice with the stride as step, which ends at the last window's
+    height_of_slice, width_of_slice = (
+        (count - 1) * stride + 1 for count, stride in zip(layer.result, layer.stride, strict=True)
     )
+    first_elements = [(ky * layer.dilation[0], kx * layer.dilation[1])
+                      for ky in range(layer.kernel[0]) for kx in range(layer.kernel[1])]  # fmt: skip
+    return np.stack(
+        [padded[:, y : y + height_of_slice : layer.stride[0], x : x + width_of_slice : layer.stride[1]]
+         for y, x in first_elements]
+    )  # fmt: skip

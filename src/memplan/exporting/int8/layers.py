@@ -21,7 +21,7 @@ class Layer:
     out: int
     """The value that it computes."""
     low: float = field(default=-math.inf, kw_only=True)
-    """Bounds of the result, of an activation such as ReLU6."""
+    """Of the result, set by an activation such as ReLU6."""
     high: float = field(default=math.inf, kw_only=True)
 
     BOUNDS: ClassVar[bool] = True
@@ -29,16 +29,16 @@ class Layer:
 
     @property
     def can_bound(self) -> bool:
-        """Whether an activation that bounds the result can be taken in."""
+        """Whether an activation that bounds the result can be merged into the layer."""
         return self.BOUNDS
 
     def bound(self, op: GraphOp, low: float, high: float) -> None:
-        """Take in an activation that bounds the result."""
+        """Merge an activation that bounds the result."""
         self.low, self.high = min(max(self.low, low), high), max(min(self.high, high), low)
         self.absorb(op)
 
     def absorb(self, op: GraphOp) -> None:
-        """Take in an op that reads the result and nothing else of the graph."""
+        """Merge an op that reads the result and nothing else of the graph: its result becomes that of the layer."""
         self.ops.append(op)
         assert op.outputs[0] is not None, "somebody reads it"
         self.out = op.outputs[0]
@@ -46,12 +46,13 @@ class Layer:
 
 @dataclass
 class Bytes:
-    """An input of eight bits that is read as ``factor * (x - zero)``, with a zero for each channel or one for all."""
+    """An input of eight bits that is read as ``factor * x + addend``, with a factor and an addend for each channel."""
 
     dtype: str
     factor: np.ndarray
-    """float64, one for each channel."""
+    """float64, (channels,)."""
     addend: np.ndarray
+    """float64, (channels,)."""
 
 
 @dataclass
@@ -59,13 +60,13 @@ class Convolution(Layer):
     """A convolution over planes; a linear layer is one over planes of 1 x 1."""
 
     weight: np.ndarray
-    """float64: (wide, narrow of a group, kernel height, kernel width)."""
+    """float64: (output channels, input channels of a group, kernel height, kernel width)."""
     bias: np.ndarray
-    """float64: (wide,)."""
+    """float64: (output channels,)."""
     plane: tuple[int, int]
-    """Height and width of what it reads."""
+    """Height and width."""
     result: tuple[int, int]
-    """Height and width of what it computes."""
+    """Height and width."""
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
     dilation: tuple[int, int] = (1, 1)
@@ -73,11 +74,11 @@ class Convolution(Layer):
     bytes: Bytes | None = None
     """The input that it reads, if that is one of eight bits."""
     before: int | None = None
-    """The value before the activation by table; None without one."""
+    """The operand of the activation that its kernel computes by table; None without such an activation."""
 
     @property
     def can_bound(self) -> bool:
-        """Whether an activation that bounds the result can be taken in: not behind a table."""
+        """Whether an activation that bounds the result can be merged: not behind a table."""
         return self.before is None
 
     @property
@@ -86,7 +87,7 @@ class Convolution(Layer):
         return None if self.before is None else self.ops[-1]
 
     def scale(self, op: GraphOp, factor: np.ndarray, addend: np.ndarray) -> None:
-        """Take in an op that multiplies each channel by a factor and adds an addend."""
+        """Merge an op that multiplies each channel by a factor and adds an addend."""
         self.weight = self.weight * factor.reshape(-1, 1, 1, 1)
         self.bias = self.bias * factor + addend
         self.absorb(op)
@@ -119,8 +120,9 @@ class Window(Layer):
     planes: int
     """Number of planes of all samples."""
     plane: tuple[int, int]
+    """Height and width."""
     result: tuple[int, int]
-    """Height and width of a plane of the operand, and of the result."""
+    """Height and width."""
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
@@ -129,7 +131,7 @@ class Window(Layer):
 
 @dataclass
 class Average(Window):
-    """The mean of each window."""
+    """The sum of each window over a divisor."""
 
     divisor: int
 

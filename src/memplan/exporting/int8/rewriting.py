@@ -17,7 +17,7 @@ import torch
 from memplan.exporting.int8 import int8_ops as ops
 from memplan.exporting.int8.frozen_part import FrozenPart
 from memplan.exporting.int8.int8_ops import Stage
-from memplan.exporting.int8.integer_layers import Integers
+from memplan.exporting.int8.integer_layers import Integers, channels_read
 from memplan.exporting.int8.layers import Activation, Add, Average, Convolution, Largest, Multiply, View, Window
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs
@@ -46,26 +46,25 @@ class _Rewriting(Rebuild):
         self.integers: dict[int, Ref] = {}
         """By value of the graph: its integers."""
         self.floats: dict[int, int] = {}
-        """By integers: the value of their floats."""
-        self.read_by: dict[int, list[Integers]] = {}
+        """By value of integers that were converted: the value of the floats."""
+        self.readers: dict[int, list[Integers]] = {}
         """By value: the layers that read it."""
         for integers in layers:
             for value in integers.layer.reads:
-                self.read_by.setdefault(value, []).append(integers)
+                self.readers.setdefault(value, []).append(integers)
 
     def done(self) -> tuple[JointGraph, dict[int, torch.Tensor]]:
         """Return the graph with integer kernels, and its constants. A layer's kernel takes the place of its last op."""
-        pipelines = {id(chain[-1]): chain for chain in self._pipelines()}
-        inside = {op.index for integers in self.layers for op in integers.layer.ops}
-        last: dict[int, list[Integers]] = {}
+        pipelines = {id(chain[-1]): chain for chain in self._pipelines()}  # by the last layer of each
+        replaced_ops = {op.index for integers in self.layers for op in integers.layer.ops}
+        layers_by_last_op: dict[int, list[Integers]] = {}
         for integers in self.layers:
-            index = integers.layer.ops[-1].index if integers.layer.ops else self._before(integers)
-            last.setdefault(index, []).append(integers)
+            last_op = integers.layer.ops[-1] if integers.layer.ops else self._float_op(integers)
+            layers_by_last_op.setdefault(last_op.index, []).append(integers)
         for op in self.graph.ops:
-            if op.index not in inside:
-                known = op.gradient_of is None or op.gradient_of not in inside
-                self.add(op if known else replace(op, gradient_of=None))
-            for integers in last.get(op.index, ()):
+            if op.index not in replaced_ops:
+                self.add(replace(op, gradient_of=None) if op.gradient_of in replaced_ops else op)
+            for integers in layers_by_last_op.get(op.index, ()):
                 if id(integers) in pipelines:
                     self._convolutions(op, pipelines[id(integers)])
                 elif not isinstance(integers.layer, Convolution):
@@ -77,19 +76,19 @@ class _Rewriting(Rebuild):
     def _dequantize(self, op: GraphOp, integers: Integers) -> None:
         """Add the op that converts a layer's result to floats. If another view of the integers was converted, add a
         view of those floats instead."""
-        out, read = self.values[integers.layer.out], self.integers[integers.layer.out]
-        if read.value in self.floats:
-            base = self.values[self.floats[read.value]].base
-            self.values[out.id] = replace(out, base=base, bytes=0)
-            self._call(op, "aten.alias.default", (Ref(self.floats[read.value]),), (out.id,), makes=())
+        result, int8_result = self.values[integers.layer.out], self.integers[integers.layer.out]
+        floats = self.floats.get(int8_result.value)
+        if floats is not None:
+            self.values[result.id] = replace(result, base=self.values[floats].base, bytes=0)
+            self._call(op, "aten.alias.default", (Ref(floats),), (result.id,), makes=())
             return
-        self.values[out.id] = replace(out, base=out.id, bytes=out.own_bytes)  # it may have been a view
-        self._call(op, ops.DEQUANTIZE, (read, integers.type.scale, integers.type.zero), (out.id,))
-        self.floats[read.value] = out.id
+        self.values[result.id] = replace(result, base=result.id, bytes=result.own_bytes)  # it may have been a view
+        self._call(op, ops.DEQUANTIZE, (int8_result, integers.type.scale, integers.type.zero), (result.id,))
+        self.floats[int8_result.value] = result.id
 
-    def _before(self, integers: Integers) -> int:
-        """Return the index of the op that computes in float32 what a layer without ops of its own computes."""
-        return next(op.index for op in self.graph.ops if integers.layer.out in op.outputs)
+    def _float_op(self, integers: Integers) -> GraphOp:
+        """Return the op that computes in float32 what a layer without ops of its own computes."""
+        return next(op for op in self.graph.ops if integers.layer.out in op.outputs)
 
     # -- pipelines
 
@@ -100,8 +99,8 @@ class _Rewriting(Rebuild):
             if not isinstance(integers.layer, Convolution) or id(integers) in in_chains:
                 continue
             chain = [integers]
-            while len(chain) < MOST_STAGES and (behind := self._next(chain[-1])) is not None:
-                chain.append(behind)
+            while len(chain) < MOST_STAGES and (following := self._next(chain[-1])) is not None:
+                chain.append(following)
             in_chains |= set(map(id, chain))
             yield chain
 
@@ -110,20 +109,20 @@ class _Rewriting(Rebuild):
 
         None if there is none, if other layers read the result, or if it is small or not much higher than a window.
         """
-        layer, readers = integers.layer, self.read_by.get(integers.layer.out, [])
+        layer, readers = integers.layer, self.readers.get(integers.layer.out, [])
         if len(readers) != 1 or layer.out in self.part.borders or not isinstance(layer, Convolution):
             return None
-        behind = readers[0].layer
-        if not isinstance(behind, Convolution) or behind.plane != layer.result:
+        reader = readers[0].layer
+        if not isinstance(reader, Convolution) or reader.plane != layer.result:
             return None
-        size = len(layer.weight) * math.prod(layer.result)
-        reach = (behind.weight.shape[2] - 1) * behind.dilation[0] + 1
-        return readers[0] if size > BY_ROWS and 2 * reach <= layer.result[0] else None
+        result_bytes = len(layer.weight) * math.prod(layer.result)
+        is_high = layer.result[0] >= 2 * _rows_per_window(reader)
+        return readers[0] if result_bytes > BY_ROWS and is_high else None
 
     def _convolutions(self, op: GraphOp, chain: list[Integers]) -> None:
         """Add the op of a pipeline."""
-        stages, start = list[tuple[Any, ...]](), 0
-        for k, integers in enumerate(chain):
+        stages, ring_bytes = list[tuple[Any, ...]](), 0
+        for integers, following in zip(chain, (*chain[1:], None), strict=True):
             layer = integers.layer
             assert isinstance(layer, Convolution), "of nothing else"
             assert integers.weight is not None, "it has one"
@@ -132,21 +131,21 @@ class _Rewriting(Rebuild):
             if len(chain) == 1 and _is_pointwise(layer):  # as a single long row, which has the longest inner loop
                 size = math.prod(layer.plane)
                 stage = replace(stage, height=1, width=size, rows=1, columns=size)
-            if k + 1 < len(chain):
-                behind = chain[k + 1].layer
-                assert isinstance(behind, Convolution), "of nothing else"
-                kept = (behind.weight.shape[2] - 1) * behind.dilation[0] + 1
-                stage = replace(stage, kept=kept, start=start)
-                start += stage.wide * stage.columns * kept
+            if following is not None:
+                assert isinstance(following.layer, Convolution), "of nothing else"
+                rows = _rows_per_window(following.layer)
+                stage = replace(stage, kept=rows, start=ring_bytes)
+                ring_bytes += stage.wide * stage.columns * rows
             arrays = (integers.weight, _folded(integers, layer), integers.zeros, integers.table)
-            refs = (None if array is None else self._constant(op, array) for array in arrays)
-            stages.append((*refs, stage))
-        first, final = chain[0].layer, chain[-1].layer
-        read = Ref(first.reads[0]) if chain[0].reads[0] is None else self._read(op, first.reads[0], chain[0].reads[0])
-        out = self._result(op, final.out)
-        rings = self._buffer(op, (start,)) if start else None
-        self._call(op, ops.CONVOLUTIONS, (read, *stages), (out, rings), multiple=True)
-        self.integers[final.out] = Ref(out)
+            constants = (None if array is None else self._constant(op, array) for array in arrays)
+            stages.append((*constants, stage))
+        source, source_type = chain[0].layer.reads[0], chain[0].reads[0]
+        x = Ref(source) if source_type is None else self._read(op, source, source_type)
+        output = chain[-1].layer.out
+        result = self._result(op, output)
+        rings = self._buffer(op, (ring_bytes,)) if ring_bytes else None
+        self._call(op, ops.CONVOLUTIONS, (x, *stages), (result, rings), multiple=True)
+        self.integers[output] = Ref(result)
 
     # -- others
 
@@ -172,26 +171,25 @@ class _Rewriting(Rebuild):
         else:
             assert isinstance(layer, Largest), "there are no others"
             target, args = ops.LARGEST, (*reads, _sizes(layer))
-        out = self._result(op, layer.out)
-        size = self.values[out].shape
-        pointwise = target in (ops.LOOKUP, ops.ADD, ops.MULTIPLY)
-        into = tuple(
-            self.values[read.value].base for read in reads
-            if pointwise and self.values[read.value].shape == size and not self.values[read.value].is_view
-            and self.values[read.value].kind == "result"
-        )  # fmt: skip
-        self._call(op, target, args, (out,), overwrites=tuple(dict.fromkeys(into)))
-        self.integers[layer.out] = Ref(out)
+        result = self._result(op, layer.out)
+        operands = [self.values[read.value] for read in reads]
+        overwritable = [
+            operand.id for operand in operands
+            if target in (ops.LOOKUP, ops.ADD, ops.MULTIPLY) and operand.shape == self.values[result].shape
+            and not operand.is_view and operand.kind == "result"
+        ]  # fmt: skip
+        self._call(op, target, args, (result,), overwrites=tuple(dict.fromkeys(overwritable)))
+        self.integers[layer.out] = Ref(result)
 
     def _view(self, op: GraphOp, layer: View, read: Ref) -> Ref:
-        """Return a view of integers; where shape and order are the same, they are these themselves."""
+        """Return a view of integers `read`; where shape and order are the same, `read` itself."""
         if not op.is_view or self.values[layer.out].shape == self.values[read.value].shape:
             return read
-        base = self.values[read.value].base
-        out = self.value(self.values[layer.out].name, self.values[layer.out], dtype="int8", base=base, bytes=0, op=None)
-        args, kwargs = (map_refs(given, lambda v: read) for given in (op.args, op.kwargs))
-        self._call(op, op.target, args, (out,), kwargs=kwargs, makes=())
-        return Ref(out)
+        like, base = self.values[layer.out], self.values[read.value].base
+        view = self.value(like.name, like, dtype="int8", base=base, bytes=0, op=None)
+        args, kwargs = (map_refs(arguments, lambda _: read) for arguments in (op.args, op.kwargs))
+        self._call(op, op.target, args, (view,), kwargs=kwargs, makes=())
+        return Ref(view)
 
     # -- values
 
@@ -199,9 +197,9 @@ class _Rewriting(Rebuild):
         """Return the integers of a value; those of an input in float32 are computed where they are first read."""
         if value not in self.integers:
             assert value in self.part.inputs, "layers are in order"
-            out = self._result(op, value)
-            self._call(op, ops.QUANTIZE, (Ref(value), float(type.reciprocal), type.zero), (out,))
-            self.integers[value] = Ref(out)
+            result = self._result(op, value)
+            self._call(op, ops.QUANTIZE, (Ref(value), float(type.reciprocal), type.zero), (result,))
+            self.integers[value] = Ref(result)
         return self.integers[value]
 
     def _result(self, op: GraphOp, like: int) -> int:
@@ -210,17 +208,16 @@ class _Rewriting(Rebuild):
 
     def _buffer(self, op: GraphOp, shape: tuple[int, ...], like: int | None = None) -> int:
         """Add a contiguous int8 value, named after value `like`, by default the result of the op."""
-        of = self.values[op.outputs[0] or 0 if like is None else like]
+        template = self.values[op.outputs[0] or 0 if like is None else like]
         stride = tuple(torch.empty(shape, device="meta").stride())
-        size = math.prod(shape)
-        return self.value(f"{of.name}_int8", of, shape=shape, stride=stride, dtype="int8", bytes=size, op=None)
+        fields = {"shape": shape, "stride": stride, "dtype": "int8", "bytes": math.prod(shape), "op": None}
+        return self.value(f"{template.name}_int8", template, **fields)
 
     def _constant(self, op: GraphOp, array: np.ndarray) -> Ref:
         """Add an array of integers."""
-        of = self.values[op.outputs[0] or 0]
-        dtype = str(array.dtype)
+        template, dtype = self.values[op.outputs[0] or 0], str(array.dtype)
         number = self.value(
-            f"{of.name}_constant", of, kind="constant", shape=array.shape, dtype=dtype, bytes=0, op=None
+            f"{template.name}_constant", template, kind="constant", shape=array.shape, dtype=dtype, bytes=0, op=None
         )
         self.constants[number] = torch.from_numpy(np.ascontiguousarray(array))
         return Ref(number)
@@ -240,26 +237,38 @@ class _Rewriting(Rebuild):
 
 def _stage(integers: Integers, layer: Convolution) -> Stage:
     """Return the sizes of a convolution."""
-    wide, narrow, *kernel = layer.weight.shape
+    out_channels, group_channels, *kernel = layer.weight.shape
     return Stage(
-        channels=narrow * layer.groups, height=layer.plane[0], width=layer.plane[1], wide=wide, rows=layer.result[0],
-        columns=layer.result[1], groups=layer.groups, kernel=(kernel[0], kernel[1]), stride=layer.stride,
-        padding=layer.padding, dilation=layer.dilation, zero=0 if integers.reads[0] is None else integers.reads[0].zero,
+        channels=group_channels * layer.groups, height=layer.plane[0], width=layer.plane[1], wide=out_channels,
+        rows=layer.result[0], columns=layer.result[1], groups=layer.groups, kernel=(kernel[0], kernel[1]),
+        stride=layer.stride, padding=layer.padding, dilation=layer.dilation, zero=_input_zero_point(integers),
         result_zero=integers.before.zero, low=integers.low, high=integers.high,
     )  # fmt: skip
 
 
+def _input_zero_point(integers: Integers) -> int:
+    """Return the zero point of a convolution's input: 0 for bytes, whose channels have their own."""
+    return 0 if integers.reads[0] is None else integers.reads[0].zero
+
+
+def _rows_per_window(layer: Convolution) -> int:
+    """Return the rows of the input that a row of the result reads, with those between them."""
+    return (layer.weight.shape[2] - 1) * layer.dilation[0] + 1
+
+
 def _folded(integers: Integers, layer: Convolution) -> np.ndarray:
     """Return bias, multiplier and shift of each output channel, for kernels that multiply operands without subtracting
-    their zero: the bias contains the products of all weights with it."""
+    their zero point: the bias contains the products of all weights with it."""
     assert integers.weight is not None, "a convolution has one"
     assert integers.rescale is not None, "a convolution has them"
-    wide, narrow = integers.weight.shape[:2]
-    channels = (np.arange(wide) // (wide // layer.groups))[:, None] * narrow + np.arange(narrow)
-    zero = 0 if integers.reads[0] is None else integers.reads[0].zero
-    zeros = np.full(narrow * layer.groups, zero) if integers.zeros is None else integers.zeros
+    out_channels, group_channels = integers.weight.shape[:2]
+    zeros = integers.zeros  # by channel
+    if zeros is None:
+        zeros = np.full(group_channels * layer.groups, _input_zero_point(integers))
+    weight_sums = integers.weight.astype(np.int64).sum(axis=(2, 3))
+    zeros_read = zeros[channels_read(out_channels, group_channels, layer.groups)]
     folded = integers.rescale.copy()
-    folded[:, 0] -= (integers.weight.astype(np.int64).sum(axis=(2, 3)) * zeros[channels]).sum(axis=1).astype(np.int32)
+    folded[:, 0] -= (weight_sums * zeros_read).sum(axis=1).astype(np.int32)
     return folded
 
 
