@@ -33,10 +33,10 @@ _POOLS = (
 class Sides:
     """The values of a convolution over all channels, by the channels that they have."""
 
-    wide: int
-    """Activation with the channels of the weight's first dimension."""
-    narrow: int
-    """Activation with the channels of the weight's second dimension."""
+    of_dim_0: int
+    """Activation with the channels of the weight's dimension 0."""
+    of_dim_1: int
+    """Activation with the channels of the weight's dimension 1."""
     weight: int
     """The weight, or its gradient."""
     bias: int | None
@@ -51,21 +51,21 @@ class Component:
     values: Mapping[int, int]
     """By value: its dimension of channels, 1 of activations and 0 of weights."""
     whole: frozenset[int]
-    """Those that other ops read or compute as a whole."""
-    largest: int
+    """Those that other ops read or compute as a whole: they stay in memory unsplit, and groups copy their parts."""
+    largest_bytes: int
     """Bytes of the largest activation."""
 
 
 def sides_of(op: GraphOp) -> Sides | None:
     """Return the sides of a convolution without groups; None for another op."""
-    if op.target not in _CONVOLUTIONS or op.args[groups_at(op)] != 1:
+    if op.target not in _CONVOLUTIONS or op.args[groups_position(op)] != 1:
         return None
     output, first, second = output_of(op), op.args[0].value, op.args[1].value
     if op.target == conv.WEIGHT_GRADIENT:
-        return Sides(first, second, weight=output, bias=None)
+        return Sides(of_dim_0=first, of_dim_1=second, weight=output, bias=None)
     bias = op.args[2].value if isinstance(op.args[2], Ref) else None
-    wide, narrow = (output, first) if op.target == conv.GATHER else (first, output)
-    return Sides(wide, narrow, second, bias)
+    of_dim_0, of_dim_1 = (output, first) if op.target == conv.GATHER else (first, output)
+    return Sides(of_dim_0, of_dim_1, weight=second, bias=bias)
 
 
 def is_depthwise(graph: JointGraph, op: GraphOp) -> bool:
@@ -73,12 +73,12 @@ def is_depthwise(graph: JointGraph, op: GraphOp) -> bool:
     weight = weight_of(op)
     if weight is None:
         return False
-    groups = op.args[groups_at(op)]
-    shape = graph.values[weight].shape
-    return groups == graph.values[op.args[0].value].shape[1] == shape[0] > 1 and shape[1] == 1
+    groups, channels = op.args[groups_position(op)], graph.values[op.args[0].value].shape[1]
+    out_channels, group_channels, *_ = graph.values[weight].shape
+    return groups == channels == out_channels > 1 and group_channels == 1
 
 
-def groups_at(op: GraphOp) -> int:
+def groups_position(op: GraphOp) -> int:
     """Return the position of the number of groups among a convolution's arguments."""
     return 5 if op.target == conv.WEIGHT_GRADIENT else 6
 
@@ -109,45 +109,46 @@ def connected_values(graph: JointGraph, op: GraphOp) -> tuple[int, ...] | None:
 def components(graph: JointGraph) -> list[Component]:
     """Return the components that can be split, that with the largest activation first. A component is bounded by
     convolutions over all channels; what other ops read or compute stays whole."""
-    # whole: values that cannot be split; ends: activations at convolutions over all channels
-    connections, whole, ends = _DisjointSets(), set(graph.outputs), set[int]()
+    connections, used_whole = _DisjointSets(), set(graph.outputs)
+    ends = set[int]()  # activations at convolutions over all channels
     for op in graph.ops:
         connected, sides = connected_values(graph, op), sides_of(op)
         if connected is not None:
             connections.add(connected)
-        elif sides is not None and graph.values[sides.wide].shape[0] == graph.values[sides.narrow].shape[0] == 1:
-            for side in (sides.wide, sides.narrow):
+        elif sides is not None and all(graph.values[v].shape[0] == 1 for v in (sides.of_dim_0, sides.of_dim_1)):
+            for side in (sides.of_dim_0, sides.of_dim_1):
                 bias = sides.bias if side in op.outputs else None
                 connections.add((side,) if bias is None else (side, bias))
-            ends |= {sides.wide, sides.narrow}
+            ends |= {sides.of_dim_0, sides.of_dim_1}
         else:
-            whole |= {value for value in (*refs((op.args, op.kwargs)), *op.outputs) if value is not None}
-    whole |= {value for pair in graph.mutations for value in pair}
-    possible = (_component(graph, values, whole) for values in connections.sets() if values & ends)
-    return sorted((c for c in possible if c is not None), key=lambda c: (-c.largest, min(c.values)))
+            used_whole |= {value for value in (*refs((op.args, op.kwargs)), *op.outputs) if value is not None}
+    used_whole |= {value for pair in graph.mutations for value in pair}
+    candidates = (_component(graph, values, used_whole) for values in connections.sets() if values & ends)
+    return sorted((c for c in candidates if c is not None), key=lambda c: (-c.largest_bytes, min(c.values)))
 
 
 class _DisjointSets:
     """Disjoint sets of values, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self.of: dict[int, set[int]] = {}
+        self.set_of: dict[int, set[int]] = {}
         """By value: its set, the same object for all of its members."""
 
     def add(self, values: Sequence[int]) -> None:
         """Merge the sets of these values into one."""
+        merged = self.set_of.setdefault(values[0], {values[0]})
         for value in values:
-            first, other = self.of.setdefault(values[0], {values[0]}), self.of.setdefault(value, {value})
-            if first is not other:
-                first |= other
-                self.of |= dict.fromkeys(other, first)
+            other = self.set_of.setdefault(value, {value})
+            if merged is not other:
+                merged |= other
+                self.set_of |= dict.fromkeys(other, merged)
 
     def sets(self) -> list[frozenset[int]]:
-        return list(dict.fromkeys(map(frozenset, self.of.values())))
+        return list(dict.fromkeys(map(frozenset, self.set_of.values())))
 
 
-def _component(graph: JointGraph, values: frozenset[int], whole: set[int]) -> Component | None:
-    """Return the component of these values, of which those in `whole` cannot be split themselves.
+def _component(graph: JointGraph, values: frozenset[int], used_whole: set[int]) -> Component | None:
+    """Return the component of these values, of which those in `used_whole` stay whole in memory.
 
     None if their numbers of channels differ or are 1, if one is a constant, or if an op needs one of their parameters,
     buffers or gradients as a whole.
@@ -155,14 +156,14 @@ def _component(graph: JointGraph, values: frozenset[int], whole: set[int]) -> Co
     weights = {weight for op in graph.ops if (weight := weight_of(op)) is not None}
     axes = {v: 1 if len(graph.values[v].shape) >= 3 and v not in weights else 0 for v in values}
     activations = [graph.values[v] for v in values if axes[v] == 1]
-    counts = {activation.shape[1] for activation in activations}
+    channel_counts = {activation.shape[1] for activation in activations}
     stored = {v for v in values if graph.values[v].kind in ("parameter", "buffer", "constant")}
-    gradients = {gradient for of, gradient in graph.gradients if of in stored}
+    gradients = {gradient for parameter, gradient in graph.gradients if parameter in stored}
     has_constant = any(graph.values[v].kind == "constant" for v in stored)
-    if len(counts) != 1 or 1 in counts or has_constant or whole & (stored | gradients):
+    if len(channel_counts) != 1 or 1 in channel_counts or has_constant or used_whole & (stored | gradients):
         return None
-    (channels,) = counts
+    (channels,) = channel_counts
     if any(graph.values[v].shape[axis] != channels for v, axis in axes.items()):
         return None
-    largest = max((activation.bytes for activation in activations if activation.kind == "result"), default=0)
-    return Component(channels, axes, frozenset(values & whole), largest)
+    largest_bytes = max((activation.bytes for activation in activations if activation.kind == "result"), default=0)
+    return Component(channels, axes, frozenset(values & used_whole), largest_bytes)

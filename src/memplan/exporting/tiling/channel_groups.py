@@ -20,7 +20,7 @@ from memplan.exporting.tiling.channel_components import (
     Sides,
     components,
     connected_values,
-    groups_at,
+    groups_position,
     is_depthwise,
     sides_of,
 )
@@ -41,9 +41,9 @@ class Tiling:
     def bounds(self, component: int) -> list[tuple[int, int]]:
         """Return the half-open range of channels of each group of a component."""
         split = self.components[component]
-        count = min(split.channels, -(-split.largest // max(self.limit, 1)))
-        ends = [split.channels * k // count for k in range(count + 1)]
-        return list(itertools.pairwise(ends))
+        count = min(split.channels, -(-split.largest_bytes // max(self.limit, 1)))  # rounded up
+        boundaries = [split.channels * k // count for k in range(count + 1)]
+        return list(itertools.pairwise(boundaries))
 
 
 def tiling(graph: JointGraph, limit: int) -> Tiling:
@@ -51,7 +51,7 @@ def tiling(graph: JointGraph, limit: int) -> Tiling:
     chosen = list[Component]()
     convolutions = [(op, sides) for op in graph.ops if (sides := sides_of(op)) is not None]
     for component in components(graph):
-        if component.largest > limit and _can_split(graph, [*chosen, component], convolutions):
+        if component.largest_bytes > limit and _can_split(graph, [*chosen, component], convolutions):
             chosen.append(component)
     return Tiling(tuple(chosen), limit)
 
@@ -63,25 +63,25 @@ def _can_split(graph: JointGraph, chosen: Sequence[Component], convolutions: Seq
     such convolutions may use it or its gradient.
     """
     split = {value for component in chosen for value in component.values}
-    if any((of in split) != (gradient in split) for of, gradient in graph.gradients):
+    if any((parameter in split) != (gradient in split) for parameter, gradient in graph.gradients):
         return False
-    by_first_dim: dict[int, bool] = {}
-    """By weight that is split: along its first dimension, or its second."""
-    gradients = {gradient: of for of, gradient in graph.gradients}
-    allowed = set[tuple[int, int]]()
+    along_dim_0: dict[int, bool] = {}
+    """By weight that is split: whether along its dimension 0; else along dimension 1."""
+    parameter_of = {gradient: parameter for parameter, gradient in graph.gradients}
+    allowed_uses = set[tuple[int, int]]()  # (op, weight or its gradient)
     for op, sides in convolutions:
-        wide, narrow = sides.wide in split, sides.narrow in split
-        if wide and narrow:
+        dim_0, dim_1 = sides.of_dim_0 in split, sides.of_dim_1 in split
+        if dim_0 and dim_1:
             return False
-        if not (wide or narrow):
+        if not (dim_0 or dim_1):
             continue
-        weight = gradients.get(sides.weight, -1) if op.target == conv.WEIGHT_GRADIENT else sides.weight
-        if weight < 0 or graph.values[weight].kind != "parameter" or by_first_dim.setdefault(weight, wide) != wide:
+        weight = parameter_of.get(sides.weight, -1) if op.target == conv.WEIGHT_GRADIENT else sides.weight
+        if weight < 0 or graph.values[weight].kind != "parameter" or along_dim_0.setdefault(weight, dim_0) != dim_0:
             return False
-        allowed |= {(op.index, weight), (op.index, sides.weight)}
-    weights = {*by_first_dim, *(gradient for gradient, of in gradients.items() if of in by_first_dim)}
+        allowed_uses |= {(op.index, weight), (op.index, sides.weight)}
+    weights = {*along_dim_0, *(gradient for gradient, weight in parameter_of.items() if weight in along_dim_0)}
     uses = {(op.index, v) for op in graph.ops for v in (*refs((op.args, op.kwargs)), *op.outputs) if v in weights}
-    return uses <= allowed and not split & weights
+    return uses <= allowed_uses and not split & weights
 
 
 class Groups(Rebuild):
@@ -100,8 +100,8 @@ class Groups(Rebuild):
         """By component: (first channel, end) of each group."""
         self.parts: dict[tuple[int, int], int] = {}
         """By value and group: the group's part of the value."""
-        self.partial: dict[int, int] = {}
-        """By whole value: its current version, with the contributions of the groups so far."""
+        self.partial_sum: dict[int, int] = {}
+        """By value that stays whole: its newest version, with what the groups so far contributed to it."""
         self.component_of_op: dict[int, int] = {}
         """By op: its component."""
         for op in self.graph.ops:
@@ -115,7 +115,7 @@ class Groups(Rebuild):
             if connected and connected[0] in self.component:
                 self.component_of_op[op.index] = self.component[connected[0]]
             return
-        for side, axis in ((sides.wide, 0), (sides.narrow, 1)):
+        for side, axis in ((sides.of_dim_0, 0), (sides.of_dim_1, 1)):
             if side in self.component:
                 self.component_of_op[op.index] = self.component[side]
                 self.axis[sides.weight] = axis
@@ -131,29 +131,29 @@ class Groups(Rebuild):
         """Return the value that is a group's part of `value`; of a value that is whole in memory, it is a new view, for
         which a slice is added before `op`."""
         if (value, group) not in self.parts:
-            low, high = self.bounds[self.component[value]][group]
+            first, end = self.bounds[self.component[value]][group]
             whole, axis = self.values[value], self.axis[value]
-            shape = (*whole.shape[:axis], high - low, *whole.shape[axis + 1 :])
-            if whole.kind in ("parameter", "buffer"):
-                size = whole.bytes * (high - low) // whole.shape[axis]
+            shape = (*whole.shape[:axis], end - first, *whole.shape[axis + 1 :])
+            if whole.kind in ("parameter", "buffer"):  # each part is a parameter or buffer itself
+                size = whole.bytes * (end - first) // whole.shape[axis]
                 part = self.value(whole.name, whole, shape=shape, stride=whole.stride, bytes=size)
                 self.values[part] = replace(self.values[part], kind=whole.kind, path=whole.path)
-                self.offsets[part] = low * whole.stride[axis]
+                self.offsets[part] = first * whole.stride[axis]
             else:
                 part = self.value(whole.name, whole, shape=shape, stride=whole.stride, base=whole.base, bytes=0)
-                self.offsets[part] = self.offsets.get(value, 0) + low * whole.stride[axis]
-                args = (Ref(value), axis, low, high)
+                self.offsets[part] = self.offsets.get(value, 0) + first * whole.stride[axis]
+                args = (Ref(value), axis, first, end)
                 self.add(_call(op, "aten.slice.Tensor", args, (part,), makes=(), seconds=0.0))
             self.parts[value, group] = part
         return self.parts[value, group]
 
     def new_part(self, value: int, group: int, op: GraphOp) -> int:
         """Add a group's part of a value that an op computes. The gradient of a weight has the weight's strides."""
-        low, high = self.bounds[self.component[value]][group]
+        first, end = self.bounds[self.component[value]][group]
         whole, axis = self.values[value], self.axis[value]
-        shape = (*whole.shape[:axis], high - low, *whole.shape[axis + 1 :])
+        shape = (*whole.shape[:axis], end - first, *whole.shape[axis + 1 :])
         stride = whole.stride if op.target == conv.WEIGHT_GRADIENT else conv.contiguous(shape)
-        size = words(whole.bytes * (high - low) // whole.shape[axis])
+        size = words(whole.bytes * (end - first) // whole.shape[axis])
         part = self.value(whole.name, whole, shape=shape, stride=stride, bytes=size, op=None)
         self.parts[value, group] = part
         return part
@@ -170,12 +170,12 @@ class Groups(Rebuild):
         outputs = {value for op in run.ops for value in op.outputs if value is not None}
         for group in range(groups):
             for op in run.ops:
-                self._add_for_group(op, group, group == groups - 1)
+                self._add_for_group(op, group, is_last=group == groups - 1)
         for value in outputs & self.plan.components[run.component].whole:
             for group in range(groups):  # later readers get views of the whole value
                 del self.parts[value, group]
 
-    def _add_for_group(self, op: GraphOp, group: int, last: bool) -> None:
+    def _add_for_group(self, op: GraphOp, group: int, *, is_last: bool) -> None:
         """Add an op for one group of channels, on the group's parts of split values. If a convolution's result stays
         whole, add the group's contribution to it; if other ops read a split result as a whole, copy the part into
         it."""
@@ -184,20 +184,21 @@ class Groups(Rebuild):
             return Ref(self.part(value, group, op)) if value in self.component else Ref(value)
 
         args, kwargs = map_refs(op.args, part_of), map_refs(op.kwargs, part_of)
-        whole = op.outputs[0]
-        if sides_of(op) is not None and whole is not None and whole not in self.component:
-            self._accumulate(op, args, whole, last)
+        result = op.outputs[0]
+        if sides_of(op) is not None and result is not None and result not in self.component:
+            self._accumulate(op, args, result, is_last=is_last)
             return
-        if is_depthwise(self.graph, op):
-            low, high = self.bounds[self.component_of_op[op.index]][group]
-            args = (*args[: groups_at(op)], high - low, *args[groups_at(op) + 1 :])
+        component = self.component_of_op[op.index]
+        if is_depthwise(self.graph, op):  # with as many groups as it has channels
+            first, end = self.bounds[component][group]
+            args = (*args[: groups_position(op)], end - first, *args[groups_position(op) + 1 :])
         outputs = tuple(None if value is None else self.new_part(value, group, op) for value in op.outputs)
         makes = tuple(v for v, value in zip(outputs, op.outputs, strict=True) if value in op.makes and v is not None)
         overwrites = tuple(self._overwritable(op, args, outputs[0]))
         self.add(op, args=args, kwargs=kwargs, outputs=outputs, makes=makes, overwrites=overwrites)
         for value in op.outputs:
-            if value is not None and value in self.plan.components[self.component_of_op[op.index]].whole:
-                self._insert(op, value, group, last)
+            if value is not None and value in self.plan.components[component].whole:
+                self._insert(op, value, group, is_last=is_last)
 
     def _overwritable(self, op: GraphOp, args: tuple[Any, ...], output: int | None) -> Iterator[int]:
         """Yield the argument parts whose memory the output part can reuse."""
@@ -208,54 +209,57 @@ class Groups(Rebuild):
                 if operand.base == operand.id and operand.bytes == self.values[output].bytes:
                     yield operand.id
 
-    def _accumulate(self, op: GraphOp, args: tuple[Any, ...], whole: int, last: bool) -> None:
+    def _accumulate(self, op: GraphOp, args: tuple[Any, ...], whole: int, *, is_last: bool) -> None:
         """Add a convolution for one group of its operand's channels, which adds their part of the sum to `whole`.
 
         Only the first group's convolution, with nothing before it, adds the bias.
         """
-        before, output = self._next_version(whole, last)
-        if before is not None:
-            args, overwrites = (*args[:2], None, *args[3:], Ref(before)), (before,)
-        else:
-            overwrites = ()
+        previous, output = self._next_version(whole, is_last=is_last)
+        if previous is not None:
+            inputs, _bias, geometry = args[:2], args[2], args[3:]
+            args = (*inputs, None, *geometry, Ref(previous))  # see convolution_splitting.ADDEND
+        overwrites = () if previous is None else (previous,)
         self.add(op, args=args, outputs=(output,), makes=(output,), overwrites=overwrites)
 
-    def _insert(self, op: GraphOp, whole: int, group: int, last: bool) -> None:
+    def _insert(self, op: GraphOp, whole: int, group: int, *, is_last: bool) -> None:
         """Add the copy of a group's part into the value that other ops read as a whole."""
-        before, output = self._next_version(whole, last)
-        low = self.bounds[self.component[whole]][group][0]
-        args = (None if before is None else Ref(before), Ref(self.parts[whole, group]), low)
-        overwrites = () if before is None else (before,)
+        previous, output = self._next_version(whole, is_last=is_last)
+        first_channel, _ = self.bounds[self.component[whole]][group]
+        args = (None if previous is None else Ref(previous), Ref(self.parts[whole, group]), first_channel)
+        overwrites = () if previous is None else (previous,)
         self.add(_call(op, INSERT, args, (output,), makes=(output,), overwrites=overwrites))
 
-    def _next_version(self, whole: int, last: bool) -> tuple[int | None, int]:
+    def _next_version(self, whole: int, *, is_last: bool) -> tuple[int | None, int]:
         """Return (version of a whole value with the groups so far, None before the first; new version with the next
         group). The version with the last group is the value itself."""
-        before, of = self.partial.get(whole), self.values[whole]
-        after = whole
-        if not last:
-            after = self.value(of.name, of, shape=of.shape, stride=of.stride, bytes=of.bytes, op=None)
-        self.partial[whole] = after
-        return before, after
+        previous, value = self.partial_sum.get(whole), self.values[whole]
+        version = whole
+        if not is_last:
+            layout = {"shape": value.shape, "stride": value.stride, "bytes": value.bytes}
+            version = self.value(value.name, value, **layout, op=None)
+        self.partial_sum[whole] = version
+        return previous, version
 
     # -- the graph
 
     def grouped(self, device: DeviceGraph) -> DeviceGraph:
         """Return the graph after all runs were added."""
         split = {value for value, _ in self.parts if self.values[value].kind in ("parameter", "buffer")}
-        for value in split:
+        for value in split:  # their parts have the bytes
             self.values[value] = replace(self.values[value], bytes=0)
-        gradients = tuple(pair for of, gradient in self.graph.gradients for pair in self._gradients(of, gradient))
+        gradients = tuple(
+            pair for parameter, gradient in self.graph.gradients for pair in self._gradients(parameter, gradient)
+        )
         graph = replace(self.finished(), gradients=gradients)
-        strided = frozenset(of for of, _ in gradients if not is_contiguous(graph.values[of]))
+        strided = frozenset(parameter for parameter, _ in gradients if not is_contiguous(graph.values[parameter]))
         return replace(device, graph=graph, offsets=self.offsets, strided=strided)
 
-    def _gradients(self, of: int, gradient: int) -> list[tuple[int, int]]:
+    def _gradients(self, parameter: int, gradient: int) -> list[tuple[int, int]]:
         """Return [(parameter, gradient)], or such pairs of the parts of each group if the parameter is split."""
-        if (of, 0) not in self.parts:
-            return [(of, gradient)]
-        count = len(self.bounds[self.component[of]])
-        return [(self.parts[of, group], self.parts[gradient, group]) for group in range(count)]
+        if (parameter, 0) not in self.parts:
+            return [(parameter, gradient)]
+        groups = range(len(self.bounds[self.component[parameter]]))
+        return [(self.parts[parameter, group], self.parts[gradient, group]) for group in groups]
 
 
 def _call(op: GraphOp, target: str, args: tuple[Any, ...], outputs: tuple[int, ...], **changes: Any) -> GraphOp:

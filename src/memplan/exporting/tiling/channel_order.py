@@ -41,38 +41,40 @@ def runs_by_component(
     members = defaultdict[object, list[GraphOp]](list)
     for op in graph.ops:
         members[key[op.index]].append(op)
-    first = {name: ops[0].index for name, ops in members.items()}
-    dependencies: dict[object, set[object]] = {name: set() for name in members}
-    for before, after in _edges(graph):
-        if key[before] != key[after]:
-            dependencies[key[after]].add(key[before])
+    first_op = {run_key: ops[0].index for run_key, ops in members.items()}
+    dependencies: dict[object, set[object]] = {run_key: set() for run_key in members}
+    for earlier, later in _edges(graph):
+        if key[earlier] != key[later]:
+            dependencies[key[later]].add(key[earlier])
     runs = [
-        Run(op_components.get(members[name][0].index), tuple(members[name]))
-        for name in _topological(dependencies, first)
+        Run(op_components.get(first_op[run_key]), tuple(members[run_key]))
+        for run_key in _topological(dependencies, first_op)
     ]
     return tuple(runs) if len(runs) == len(members) else None
 
 
-def _topological(dependencies: Mapping[object, set[object]], first: Mapping[object, int]) -> list[object]:
-    """Return names in topological order: Kahn's algorithm. Names on a cycle are missing.
+def _topological(dependencies: Mapping[object, set[object]], priority: Mapping[object, int]) -> list[object]:
+    """Return nodes in topological order: Kahn's algorithm. Nodes on a cycle are missing.
 
-    `dependencies` has for each name those that come before it. Ties are broken by `first`, a distinct number of each.
+    `dependencies` has for each node those that come before it. Of several that are ready, that with the lowest
+    `priority`, a distinct number of each, is next.
     """
-    after, left = defaultdict[object, list[object]](list), {name: len(others) for name, others in dependencies.items()}
-    for name, others in dependencies.items():
+    dependents = defaultdict[object, list[object]](list)
+    for node, others in dependencies.items():
         for other in others:
-            after[other].append(name)
-    names = {at: name for name, at in first.items()}
-    ready = [first[name] for name, count in left.items() if not count]
+            dependents[other].append(node)
+    waiting_for = {node: len(others) for node, others in dependencies.items()}
+    node_of = {number: node for node, number in priority.items()}
+    ready = [priority[node] for node, count in waiting_for.items() if not count]
     heapq.heapify(ready)
     order = list[object]()
     while ready:
-        name = names[heapq.heappop(ready)]
-        order.append(name)
-        for other in after[name]:
-            left[other] -= 1
-            if not left[other]:
-                heapq.heappush(ready, first[other])
+        node = node_of[heapq.heappop(ready)]
+        order.append(node)
+        for dependent in dependents[node]:
+            waiting_for[dependent] -= 1
+            if not waiting_for[dependent]:
+                heapq.heappush(ready, priority[dependent])
     return order
 
 
@@ -95,7 +97,7 @@ def _stages(graph: JointGraph, op_components: Mapping[int, int], value_component
     """By op and component: the first stage that can read the op's whole results."""
     stages: dict[int, int] = {}
     for op in graph.ops:
-        component_of_op, reached = op_components.get(op.index), defaultdict[int, int](int)
+        component_of_op, stage_here = op_components.get(op.index), defaultdict[int, int](int)
         for value in refs((op.args, op.kwargs)):
             if value not in writer:
                 continue
@@ -104,9 +106,9 @@ def _stages(graph: JointGraph, op_components: Mapping[int, int], value_component
                 # a split value is read group by group, in the stage of its writer, which is the one before
                 within_component = component == component_of_op == op_components.get(source)
                 by_group = within_component and value_components.get(value) == component
-                reached[component] = max(reached[component], stage - by_group)
+                stage_here[component] = max(stage_here[component], stage - 1 if by_group else stage)
         if component_of_op is not None:
-            stages[op.index] = reached[component_of_op]
-            reached[component_of_op] += 1
-        next_stage[op.index] = dict(reached)
+            stages[op.index] = stage_here[component_of_op]
+            stage_here[component_of_op] += 1
+        next_stage[op.index] = dict(stage_here)
     return stages

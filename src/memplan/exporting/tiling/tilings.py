@@ -32,9 +32,9 @@ def tilings(device: DeviceGraph, use: GradientUse) -> Iterator[DeviceGraph]:
     yield _fused(device, use)
     device = replace(device, graph=_without_aliases(device.graph))
     splittable = components(device.graph)
-    if not splittable or splittable[0].largest < SMALL:
+    if not splittable or splittable[0].largest_bytes < SMALL:
         return
-    limit, ops_before = splittable[0].largest // STEP, len(device.graph.ops)
+    limit, ops_before = splittable[0].largest_bytes // STEP, len(device.graph.ops)
     while True:
         tiled = in_groups(device, limit)
         if tiled is None or not ops_before < len(tiled.graph.ops) <= MOST:
@@ -46,22 +46,24 @@ def tilings(device: DeviceGraph, use: GradientUse) -> Iterator[DeviceGraph]:
 
 def _without_aliases(graph: JointGraph) -> JointGraph:
     """Replace aliases by the values that they view, and remove encodings, which are offered anew after tiling."""
-    source: dict[int, int] = {}
+    aliased: dict[int, int] = {}
+    """By alias: the value that it views."""
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
     rebuild = Rebuild(replace(graph, values=values, forms=()))
 
-    def resolved(value: int) -> Ref:
-        return Ref(source.get(value, value))
+    def resolved(value: int) -> int:
+        return aliased.get(value, value)
 
     for op in graph.ops:
         if op.target in ALIASES:
-            source.update((output, resolved(op.args[0].value).value) for output in op.outputs if output is not None)
+            aliased.update((output, resolved(op.args[0].value)) for output in op.outputs if output is not None)
         else:
-            without_origin = replace(op, gradient_of=None)  # it can be an alias that is removed
-            rebuild.add(without_origin, args=map_refs(op.args, resolved), kwargs=map_refs(op.kwargs, resolved))
-    outputs = tuple(source.get(value, value) for value in graph.outputs)
-    gradients = tuple((of, source.get(gradient, gradient)) for of, gradient in graph.gradients)
-    mutations = tuple((target, source.get(new, new)) for target, new in graph.mutations)
+            without_forward_op = replace(op, gradient_of=None)  # that can be an alias that is removed
+            args, kwargs = (map_refs(part, lambda value: Ref(resolved(value))) for part in (op.args, op.kwargs))
+            rebuild.add(without_forward_op, args=args, kwargs=kwargs)
+    outputs = tuple(map(resolved, graph.outputs))
+    gradients = tuple((parameter, resolved(gradient)) for parameter, gradient in graph.gradients)
+    mutations = tuple((resident, resolved(new_value)) for resident, new_value in graph.mutations)
     return replace(rebuild.finished(), outputs=outputs, gradients=gradients, mutations=mutations)
 
 
