@@ -36,11 +36,11 @@ class Lifetimes:
     @property
     def peak(self) -> int:
         """Most bytes that are live at once: no arena can be smaller."""
-        change = dict[int, int]()  # action -> bytes allocated in it minus bytes freed before it
+        changes = dict[int, int]()  # action -> bytes allocated in it minus bytes freed before it
         for buffer in self.buffers:
-            change[buffer.first] = change.get(buffer.first, 0) + buffer.bytes
-            change[buffer.last + 1] = change.get(buffer.last + 1, 0) - buffer.bytes
-        return max(itertools.accumulate(change[time] for time in sorted(change)), default=0)
+            changes[buffer.first] = changes.get(buffer.first, 0) + buffer.bytes
+            changes[buffer.last + 1] = changes.get(buffer.last + 1, 0) - buffer.bytes
+        return max(itertools.accumulate(changes[time] for time in sorted(changes)), default=0)
 
 
 def lifetimes(schedule: Schedule) -> Lifetimes:
@@ -58,25 +58,25 @@ class _LifetimeTracker:
         """Live value -> index of its buffer; -1: memory outside of the arena."""
         self.first_action: dict[int, int] = {}
         """Index of a live buffer -> its first action."""
-        self.sizes: list[int] = []
-        """Bytes of each buffer."""
+        self.buffer_bytes: list[int] = []
+        """By index of a buffer."""
 
     def follow(self, actions: Sequence[Action]) -> Lifetimes:
         """Return the buffers of a schedule; an action's index is the time."""
-        by_action = list[Mapping[int, int]]()
+        buffer_of_by_action = list[Mapping[int, int]]()
         spans = dict[int, tuple[int, int]]()  # index of a buffer -> its first and last action
         for time, action in enumerate(actions):
             unread = self._allocate(time, action)
-            by_action.append(dict(self.buffer_of))
+            buffer_of_by_action.append(dict(self.buffer_of))
             for value in (*action.frees, *unread):
-                number = self.buffer_of.pop(value, -1)
-                if number >= 0:
-                    spans[number] = (self.first_action.pop(number), time)
-            if action.into is not None:
+                buffer = self.buffer_of.pop(value, -1)
+                if buffer >= 0:
+                    spans[buffer] = (self.first_action.pop(buffer), time)
+            if action.into is not None:  # overwritten: the buffer is the result's
                 self.buffer_of.pop(action.into, None)
-        spans |= {number: (first, len(actions)) for number, first in self.first_action.items()}
-        buffers = tuple(Buffer(size, *spans[number]) for number, size in enumerate(self.sizes))
-        return Lifetimes(buffers, tuple(by_action))
+        spans |= {buffer: (first, len(actions)) for buffer, first in self.first_action.items()}  # live at the end
+        buffers = tuple(Buffer(size, *spans[buffer]) for buffer, size in enumerate(self.buffer_bytes))
+        return Lifetimes(buffers, tuple(buffer_of_by_action))
 
     def _allocate(self, time: int, action: Action) -> list[int]:
         """Allocate the results of an action. Return its op's results that nothing reads: they are live only during this
@@ -85,7 +85,7 @@ class _LifetimeTracker:
         for position, value in enumerate(action.makes):
             if value in self.buffer_of:
                 continue
-            if position == 0 and action.into is not None:
+            if position == 0 and action.into is not None:  # an op in place writes its first result there
                 self.buffer_of[value] = self.buffer_of[action.into]
             else:
                 self.buffer_of[value] = self._open(values[value].bytes, time)
@@ -100,6 +100,7 @@ class _LifetimeTracker:
         """Add a buffer of `size` bytes that begins at action `time`, and return its index; -1 for no bytes."""
         if not size:
             return -1
-        self.sizes.append(words(size))
-        self.first_action[len(self.sizes) - 1] = time
-        return len(self.sizes) - 1
+        buffer = len(self.buffer_bytes)
+        self.buffer_bytes.append(words(size))
+        self.first_action[buffer] = time
+        return buffer

@@ -14,14 +14,14 @@ def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int], size: int) 
     Raises:
         ScheduleError: they do not.
     """
-    for time in sorted({buffer.first for buffer in buffers}):
+    for time in sorted({buffer.first for buffer in buffers}):  # any two that overlap do so when the later one begins
         live = [(offsets[n], offsets[n] + b.bytes, n) for n, b in enumerate(buffers) if b.first <= time <= b.last]
-        end = 0  # of the buffer before
-        for begin, stop, number in sorted(live):
-            if begin < end or stop > size or begin % 4:
+        previous_end = 0
+        for begin, end, number in sorted(live):
+            if begin < previous_end or end > size or begin % 4:
                 raise ScheduleError(
-                    f"buffer {number} lies from {begin} to {stop} in an arena of {size} bytes, where {end} bytes are "
-                    f"taken at action {time}",
+                    f"buffer {number} lies from {begin} to {end} in an arena of {size} bytes, where {previous_end} "
+                    f"bytes are taken at action {time}",
                     expected="buffers that share no byte while both are there",
                 )
-            end = stop
+            previous_end = end

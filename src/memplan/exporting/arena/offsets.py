@@ -15,9 +15,9 @@ ROUNDS = 400
 
 TRIES = 20
 """Stacking attempts without a time limit."""
-PATIENCE, BOLDNESS = 0.02, 0.1
+RISE_AFTER_FAILURE, DROP_AFTER_SUCCESS = 0.02, 0.1
 """The target of stacking lies at a share of the way from the smallest possible arena to the best so far. A failure
-raises the share by PATIENCE of what is left to 1; a success lowers it by BOLDNESS."""
+raises the share by the former part of what is left to 1; a success lowers it by the latter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def choose_offsets(
 
     Args:
         buffers: buffers to place.
-        least: most bytes that are live at once, which the arena cannot be smaller than.
+        least: the most bytes that are live at once; no arena can be smaller.
         seconds: processor time to search; None: a fixed number of rounds, with the same result on every machine.
         rounds: rounds without a smaller arena after which local search ends.
 
@@ -50,13 +50,14 @@ def choose_offsets(
     conflicts = [[k for k, other in enumerate(buffers) if k != n and b.meets(other)] for n, b in enumerate(buffers)]
     best: tuple[Placement, list[int]] | None = None
     for key in _ORDERS:
-        order = sorted(range(len(buffers)), key=lambda n, key=key: (key(buffers[n]), n))
+        order = sorted(range(len(buffers)), key=lambda n, key=key: (key(buffers[n]), n))  # the index breaks ties
         placement = _greedy(buffers, conflicts, order)
         if best is None or placement.bytes < best[0].bytes:
             best = placement, order
     assert best is not None, "there are orders"
-    improved = _local_search(buffers, conflicts, *best, least, None if seconds is None else seconds / 10, rounds)
-    return _search_by_stacking(buffers, improved, least, None if seconds is None else seconds * 0.9)
+    search_seconds, stacking_seconds = (None, None) if seconds is None else (0.1 * seconds, 0.9 * seconds)
+    improved = _local_search(buffers, conflicts, *best, least, search_seconds, rounds)
+    return _search_by_stacking(buffers, improved, least, stacking_seconds)
 
 
 _ORDERS: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
@@ -74,8 +75,8 @@ def _greedy(buffers: Sequence[Buffer], conflicts: Sequence[Sequence[int]], order
 
     `conflicts` has for each buffer the indices of those that are live at the same time.
     """
-    offsets = [-1] * len(buffers)
-    end = 0
+    offsets = [-1] * len(buffers)  # -1: not placed yet
+    arena_end = 0
     for number in order:
         size = buffers[number].bytes
         occupied = sorted(
@@ -84,13 +85,13 @@ def _greedy(buffers: Sequence[Buffer], conflicts: Sequence[Sequence[int]], order
             if offsets[other] >= 0
         )
         offset = 0
-        for begin, stop in occupied:
-            if begin - offset >= size:
+        for begin, end in occupied:
+            if begin - offset >= size:  # it fits in the gap
                 break
-            offset = max(offset, stop)
+            offset = max(offset, end)
         offsets[number] = offset
-        end = max(end, offset + size)
-    return Placement(tuple(offsets), end)
+        arena_end = max(arena_end, offset + size)
+    return Placement(tuple(offsets), arena_end)
 
 
 def _local_search(
@@ -103,9 +104,9 @@ def _local_search(
     The search ends at an arena of `least` bytes, after `seconds` of processor time, or after `rounds` changes in which
     the arena did not shrink.
     """
-    rng, idle, deadline = random.Random(0), 0, None if seconds is None else time.process_time() + seconds
-    current, best_order = best, order
-    while current.bytes > least and len(order) > 1 and idle < rounds:
+    rng, deadline = random.Random(0), None if seconds is None else time.process_time() + seconds
+    current, best_order, rounds_without_gain = best, order, 0
+    while current.bytes > least and len(order) > 1 and rounds_without_gain < rounds:
         if deadline is not None and time.process_time() > deadline:
             break
         candidate = list(best_order)
@@ -118,7 +119,7 @@ def _local_search(
             other = rng.randrange(len(candidate))
             candidate[position], candidate[other] = candidate[other], candidate[position]
         placement = _greedy(buffers, conflicts, candidate)
-        idle = 0 if placement.bytes < current.bytes else idle + 1
+        rounds_without_gain = 0 if placement.bytes < current.bytes else rounds_without_gain + 1
         if placement.bytes <= current.bytes:
             current, best_order = placement, candidate
     return current
@@ -132,7 +133,8 @@ def _search_by_stacking(buffers: Sequence[Buffer], best: Placement, least: int, 
     """
     if best.bytes <= least:
         return best
-    stacking, tries, share, last_rank = Stacking.from_buffers(buffers), 0, 0.5, None
+    stacking, tries, last_rank = Stacking.from_buffers(buffers), 0, None
+    share = 0.5  # of the way from `least` to the best arena
     deadline = None if seconds is None else time.process_time() + seconds
     while best.bytes > least and (tries < TRIES if deadline is None else time.process_time() <= deadline):
         tries += 1
@@ -140,8 +142,8 @@ def _search_by_stacking(buffers: Sequence[Buffer], best: Placement, least: int, 
         rank = stacking.random_rank(tries, last_rank)
         offsets = stacking.offsets_within(target, rank)
         if offsets is None:
-            share += (1 - share) * PATIENCE
+            share += (1 - share) * RISE_AFTER_FAILURE
         else:
             best = Placement(offsets, max(begin + buffer.bytes for begin, buffer in zip(offsets, buffers, strict=True)))
-            share, last_rank = max(share - BOLDNESS, 0.0), rank
+            share, last_rank = max(share - DROP_AFTER_SUCCESS, 0.0), rank
     return best

@@ -48,8 +48,8 @@ class Stacking:
         So each section that stays has a buffer whose life begins in it, and one whose life ends in it.
         """
         first, end = np.array([b.first for b in buffers]), np.array([b.last + 1 for b in buffers])
-        cuts = np.unique(np.concatenate([first, end]))[:-1]
-        live = (first[None, :] <= cuts[:, None]) & (cuts[:, None] < end[None, :])
+        section_begins = np.unique(np.concatenate([first, end]))[:-1]  # without the end of the last section
+        live = (first[None, :] <= section_begins[:, None]) & (section_begins[:, None] < end[None, :])
         live = live[live.any(1)]
         has_last_use = np.append((live[:-1] & ~live[1:]).any(1), True)  # a buffer is not live in the next section
         has_first_use = np.append(True, (live[1:] & ~live[:-1]).any(1))  # a buffer is not live in the previous section
@@ -71,34 +71,36 @@ class Stacking:
         """
         rng, count = np.random.default_rng(seed), len(self.sizes)
         rank = np.empty(count)
-        sort_keys = [last_rank] if last_rank is not None and seed % 2 else [-self.keys[k] for k in rng.permutation(3)]
-        rank[np.lexsort(sort_keys)] = np.arange(count)
+        order = [last_rank] if last_rank is not None and seed % 2 else [-self.keys[k] for k in rng.permutation(3)]
+        rank[np.lexsort(order)] = np.arange(count)
         return rank + rng.random(count) * count * rng.choice(NOISES)
 
     def offsets_within(self, target: int, rank: np.ndarray) -> tuple[int, ...] | None:
         """Return offsets within an arena of `target` bytes; None if this order does not lead to any."""
-        offsets, steps = np.zeros_like(self.sizes), STEPS_PER_BUFFER * len(self.sizes)
-        lowest, pending = np.zeros_like(self.sizes), self.sizes @ self.live
-        # for each buffer placed: candidates still to try, lowest offset of each buffer, bytes to place in each section
-        trail = [(self._candidates(lowest, rank), lowest, pending)]
-        while trail and steps and pending.max() <= target:
-            candidates, lowest, pending = trail[-1]
+        offsets, steps_left = np.zeros_like(self.sizes), STEPS_PER_BUFFER * len(self.sizes)
+        lowest = np.zeros_like(self.sizes)  # offset at which each buffer could lie, above those placed
+        pending_bytes = self.sizes @ self.live  # by section: of the buffers that are not placed
+        # an entry for each buffer placed, and one for the next: candidates still to try, lowest, pending bytes
+        trail = [(self._candidates(lowest, rank), lowest, pending_bytes)]
+        while trail and steps_left and pending_bytes.max() <= target:
+            candidates, lowest, pending_bytes = trail[-1]
             if not candidates:
                 trail.pop()
                 continue
-            steps -= 1
+            steps_left -= 1
             number = candidates.pop()
             offsets[number] = lowest[number]
-            top = lowest[number] + self.sizes[number]
-            lowest = np.where(self.meets[number], np.maximum(lowest, top), lowest)
+            end = lowest[number] + self.sizes[number]
+            lowest = np.where(self.meets[number], np.maximum(lowest, end), lowest)
             lowest[number] = GONE
-            if len(trail) == len(offsets):  # each entry has placed one buffer
+            if len(trail) == len(offsets):  # this was the last buffer
                 return tuple(map(int, offsets))
-            pending = pending - self.live[number] * self.sizes[number]
-            floor = np.minimum.reduceat(lowest[self.members], self.starts)
+            pending_bytes = pending_bytes - self.live[number] * self.sizes[number]
+            lowest_in_section = np.minimum.reduceat(lowest[self.members], self.starts)
             # in every section with buffers left, these must fit above the lowest free offset
-            if not ((floor < GONE) & (floor + pending > target)).any():
-                trail.append((self._candidates(lowest, rank), lowest, pending))
+            has_buffers_left = lowest_in_section < GONE
+            if not (has_buffers_left & (lowest_in_section + pending_bytes > target)).any():
+                trail.append((self._candidates(lowest, rank), lowest, pending_bytes))
         return None
 
     def _candidates(self, lowest: np.ndarray, rank: np.ndarray) -> list[int]:
@@ -107,5 +109,6 @@ class Stacking:
         Those are the buffers whose lowest offset is below every buffer's lowest end. A low offset is best, then a low
         rank.
         """
-        possible = np.flatnonzero(lowest < (lowest + self.sizes).min())
-        return cast("list[int]", possible[np.lexsort((rank[possible], lowest[possible]))][::-1].tolist())
+        candidates = np.flatnonzero(lowest < (lowest + self.sizes).min())
+        best_first = candidates[np.lexsort((rank[candidates], lowest[candidates]))]
+        return cast("list[int]", best_first[::-1].tolist())

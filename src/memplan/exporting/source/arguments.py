@@ -37,18 +37,20 @@ class Argument:
 
 def arguments_of(layout: StepLayout) -> list[Argument]:
     """Return the arguments of the step, in the order of its C function."""
-    graph, place = layout.step.device.graph, layout.in_arena
-    found = list[Argument]()
+    graph = layout.step.device.graph
+    arena_name = None if layout.in_arena is None else layout.in_arena[0]
+    arguments = list[Argument]()
     for value, name in layout.step.inputs.items():
-        dtype = graph.values[value].dtype
         ranges = [
             f"0 to {count - 1}" + ("" if ignored is None or 0 <= ignored < count else f", or {ignored}: left out")
             for count, ignored in index_ranges(graph, value)
         ]
-        meaning = (
-            f"an index: {' and '.join(ranges)}" if ranges else "as recorded, not normalized" if dtype in BYTES else ""
-        )
-        macro = f"{layout.name.upper()}_{name.upper()}_ELEMENTS"
-        in_arena = place is not None and place[0] == name
-        found.append(Argument(name, layout.step.c_type(value), graph.values[value].shape, macro, meaning, in_arena))
-    return found
+        meaning = "as recorded, not normalized" if graph.values[value].dtype in BYTES else ""
+        arguments.append(
+            Argument(
+                name, layout.step.c_type(value), graph.values[value].shape,
+                macro=f"{layout.name.upper()}_{name.upper()}_ELEMENTS",
+                meaning=f"an index: {' and '.join(ranges)}" if ranges else meaning, in_arena=name == arena_name,
+            )
+        )  # fmt: skip
+    return arguments

@@ -26,11 +26,12 @@ class Recorded:
     """Inputs and results of a run of PyTorch that the C test repeats."""
 
     inputs: Mapping[str, np.ndarray]
-    """By C argument. Step k gets each flattened input rolled by ``roll * k`` elements."""
+    """By C argument. Step k gets each flattened input rolled by ``roll_elements * k`` elements."""
     roll: int
     losses: Sequence[float]
+    """Of each step."""
     loss_bounds: Sequence[float]
-    """Losses of the steps, and bounds on the error of each."""
+    """Most that the C code's loss of each step may be off; the other bounds likewise."""
     step_output: np.ndarray
     """What the model returned in the last step."""
     step_output_bound: float
@@ -49,10 +50,10 @@ def header_text(layout: StepLayout) -> str:
     """Return the text of NAME.h."""
     name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
     trained, statistics = memory.elements("trained"), memory.elements("statistics")
-    narrow = memory.elements("trained_int8")
+    trained_int8 = memory.elements("trained_int8")
     members = [
         *([f"    float weights[{trained}];    /* trained parameters, one after another */"] if trained else []),
-        *([f"    signed char int8[{words(narrow)}];    /* those in eight bits */"] if narrow else []),
+        *([f"    signed char int8[{words(trained_int8)}];    /* those in eight bits */"] if trained_int8 else []),
         *(f"    float {member}[{trained}];" for member in rules.members),
         *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
         *([f"    float correction[{rules.corrections}];"] if rules.corrections else []),
@@ -69,7 +70,7 @@ def header_text(layout: StepLayout) -> str:
         f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
         f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stddef.h>", "#include <stdint.h>", "",
         f"#define {upper}_ARENA_BYTES {layout.arena}",
-        f"#define {upper}_WEIGHTS {trained + narrow + statistics}    /* floats that get_weights writes */",
+        f"#define {upper}_WEIGHTS {trained + trained_int8 + statistics}    /* floats that get_weights writes */",
         *saved_state.macros(layout), *_output_lines(layout), *_argument_lines(layout), *_input_lines(layout), "",
         "#ifdef __cplusplus", 'extern "C" {', "#endif", "",
         f"#ifdef {upper}_HOOK",
@@ -156,12 +157,13 @@ def _input_lines(layout: StepLayout) -> list[str]:
         return []
     value, offset, size = layout.step.in_arena
     name, upper = layout.step.inputs[value], layout.name.upper()
-    pointer = f"(s)->arena + {offset // WORD}"
-    kind = layout.step.c_type(value)
+    pointer, c_type = f"(s)->arena + {offset // WORD}", layout.step.c_type(value)
+    if c_type != "float":
+        pointer = f"({c_type} *)({pointer})"
     return [
         f"/* Write {name} here before each call, which overwrites it, and pass this pointer. If {name} lies elsewhere,",
         f"   the call copies it here first, and its {size} bytes there are RAM besides. */",
-        f"#define {upper}_{name.upper()}(s) ({f'({kind} *)({pointer})' if kind != 'float' else pointer})",
+        f"#define {upper}_{name.upper()}(s) ({pointer})",
     ]
 
 
@@ -193,14 +195,16 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
     """Return the text of test_NAME.c, which repeats the recorded steps and compares the results with PyTorch's."""
     arrays, rolls = list[str](), list[str]()
     for value, argument in layout.step.inputs.items():
-        kind = layout.step.c_type(value)
-        array = recorded.inputs[argument].reshape(-1)
-        here = layout.in_arena is not None and layout.in_arena[0] == argument
-        arrays += [f"static const {kind} given_{argument}[{array.size}] = {{", *lines_of(array), "};",
-                   f"static {kind} *{argument};" if here else f"static {kind} {argument}[{array.size}];"]  # fmt: skip
-        rolls += [f"{argument} = {layout.name.upper()}_{argument.upper()}(&memory.state);"] if here else []
-        rolls += [f"for (int i = 0; i < {array.size}; i++)",
-                  f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {array.size}];"]  # fmt: skip
+        c_type = layout.step.c_type(value)
+        elements = recorded.inputs[argument].reshape(-1)
+        in_arena = layout.in_arena is not None and layout.in_arena[0] == argument
+        arrays += [
+            f"static const {c_type} given_{argument}[{elements.size}] = {{", *lines_of(elements), "};",
+            f"static {c_type} *{argument};" if in_arena else f"static {c_type} {argument}[{elements.size}];",
+        ]  # fmt: skip
+        rolls += [f"{argument} = {layout.name.upper()}_{argument.upper()}(&memory.state);"] if in_arena else []
+        rolls += [f"for (int i = 0; i < {elements.size}; i++)",
+                  f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {elements.size}];"]  # fmt: skip
     replacements = {
         "NAME": layout.name,
         "UPPER": layout.name.upper(),
@@ -254,10 +258,10 @@ def _steps_file_code(layout: StepLayout, steps: int) -> dict[str, str]:
 
 def _samples(recorded: Recorded) -> str:
     """Return C for 32 evenly spaced weights: index, value and error bound of each."""
-    count = recorded.weights.size
-    chosen = sorted({k * max(count - 1, 0) // 31 for k in range(32)})
+    last = max(recorded.weights.size - 1, 0)
+    indices = sorted({k * last // 31 for k in range(32)})
     return ",\n    ".join(
-        f"{{{k}, {number(recorded.weights[k])}, {number(recorded.weight_bounds[k])}}}" for k in chosen
+        f"{{{k}, {number(recorded.weights[k])}, {number(recorded.weight_bounds[k])}}}" for k in indices
     )
 
 

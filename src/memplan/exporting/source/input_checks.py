@@ -15,25 +15,28 @@ STATUS = (("NOT_A_NUMBER", "an input has an element that is not a number"), ("BA
 
 def check_text(layout: StepLayout) -> str:
     """Return the C function NAME_check, with the arguments of NAME_step. A null pointer is not checked."""
-    graph, upper, lines = layout.step.device.graph, layout.name.upper(), list[str]()
+    graph, lines, unchecked = layout.step.device.graph, list[str](), list[str]()
+    (not_a_number, _), (bad_index, _) = STATUS
     for value, name in layout.step.inputs.items():
-        dtype = graph.values[value].dtype
-        condition = f"{name}[k] != {name}[k]" if dtype == "float32" else ""
-        if dtype == "int32":
+        dtype, condition, status = graph.values[value].dtype, "", ""
+        if dtype == "float32":
+            condition, status = f"{name}[k] != {name}[k]", not_a_number  # C for isnan
+        elif dtype == "int32":
             outside = [
                 f"(({name}[k] < 0 || {name}[k] >= {count}){'' if ignored is None else f' && {name}[k] != {ignored}'})"
                 for count, ignored in index_ranges(graph, value)
             ]
-            condition = " || ".join(outside)
-        if condition:
-            status = STATUS[dtype == "int32"][0]
-            lines += [
-                f"    for (int k = 0; {name} && k < {math.prod(graph.values[value].shape)}; k++)",
-                f"        if ({condition})",
-                f"            return {upper}_{status};",
-            ]
-    unused = [f"    (void){name};" for name in layout.step.inputs.values() if f"; {name} &&" not in "".join(lines)]
-    return "\n".join([f"int {layout.name}_check({layout.step.parameters})", "{", *unused, *lines, "    return 0;", "}"])
+            condition, status = " || ".join(outside), bad_index
+        if not condition:
+            unchecked.append(f"    (void){name};")  # or compilers warn of it
+            continue
+        lines += [
+            f"    for (int k = 0; {name} && k < {math.prod(graph.values[value].shape)}; k++)",
+            f"        if ({condition})",
+            f"            return {layout.name.upper()}_{status};",
+        ]
+    head = f"int {layout.name}_check({layout.step.parameters})"
+    return "\n".join([head, "{", *unchecked, *lines, "    return 0;", "}"])
 
 
 def check_of(layout: StepLayout, run: Pass) -> str:
@@ -45,10 +48,10 @@ def check_of(layout: StepLayout, run: Pass) -> str:
 
 def index_ranges(graph: JointGraph, value: int) -> list[tuple[int, int | None]]:
     """Return (number of classes or rows, index that an op leaves out or None) of the ops that index by an input."""
-    return list(dict.fromkeys(_bounds(graph, value)))
+    return list(dict.fromkeys(_ranges(graph, value)))
 
 
-def _bounds(graph: JointGraph, value: int) -> Iterator[tuple[int, int | None]]:
+def _ranges(graph: JointGraph, value: int) -> Iterator[tuple[int, int | None]]:
     """Yield (number of classes or rows, index that an op leaves out or None) of each op that indexes by this input."""
     for op in graph.ops:
         index, count, ignored = _indexing(graph, op)
@@ -63,12 +66,12 @@ def _indexing(graph: JointGraph, op: GraphOp) -> tuple[object, int, int | None]:
     """
     if not op.target.startswith("aten."):
         return None, 0, None
-    named = arguments_of(op.target, op.args, op.kwargs)
+    arguments = arguments_of(op.target, op.args, op.kwargs)
     if short(op.target) in ("nll_loss_forward", "nll_loss2d_forward"):
-        shape = graph.values[named["self"].value].shape
-        return named["target"], shape[1 if len(shape) > 1 else 0], named["ignore_index"]
+        shape = graph.values[arguments["self"].value].shape  # (classes,) or (N, classes, ...)
+        return arguments["target"], shape[1 if len(shape) > 1 else 0], arguments["ignore_index"]
     if short(op.target) == "embedding":
-        return named["indices"], graph.values[named["weight"].value].shape[0], None
+        return arguments["indices"], graph.values[arguments["weight"].value].shape[0], None
     if short(op.target) == "gather":
-        return named["index"], graph.values[named["self"].value].shape[named["dim"]], None
+        return arguments["index"], graph.values[arguments["self"].value].shape[arguments["dim"]], None
     return None, 0, None

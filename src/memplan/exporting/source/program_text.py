@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -34,7 +35,12 @@ _NUMBER = re.compile(r"[^\s{},;]+")
 def program_text(layout: StepLayout) -> str:
     """Return the text of NAME.c."""
     writer = _ProgramWriter(layout)
-    functions = [check_text(layout), writer.infer(), *([writer.update()] if writer.kept else []), writer.step()]
+    functions = [
+        check_text(layout),
+        writer.infer(),
+        *([writer.update()] if writer.gradients_stay else []),
+        writer.step(),
+    ]
     return (
         "\n\n".join(
             [writer.head(), *writer.parts(), *functions, writer.interface(), saved_state.functions_text(layout)]
@@ -47,8 +53,8 @@ def constants_bytes(layout: StepLayout, of_int: int) -> int:
     """Return the bytes of all constants of the program: weights, tensors of the model's code, and tables, whose numbers
     and pointers have `of_int` bytes."""
     writer = _ProgramWriter(layout)
-    for function in (writer.infer, writer.step):  # they ask for the tables
-        function()
+    for function in (writer.infer, writer.step):
+        function()  # adds the tables that it needs to the writer
     numbers = sum(len(_NUMBER.findall(declaration.partition("=")[2])) for declaration in writer.tables)
     return layout.memory.flash + layout.constants + of_int * numbers + saved_state.CRC_TABLE
 
@@ -72,7 +78,7 @@ class _ProgramWriter:
         }  # fmt: skip
         """C for a pointer to each parameter and buffer, by name."""
         self.scales = {tensor.path: _plus(self.flash["scales"], tensor.offset) for tensor in memory.scales}
-        """The same for the scales of parameters in eight bits."""
+        """C for a pointer to the scales of each parameter in eight bits, by name."""
         self.offset_of = {tensor.path: tensor.offset for tensor in (*memory.trained, *memory.trained_int8)}
         """Offset of each trained parameter within the trained weights in floats or in eight bits."""
         self.int8 = {tensor.path for tensor in memory.trained_int8}
@@ -80,9 +86,9 @@ class _ProgramWriter:
         self.constants: dict[str, str] = {}
         """Name of each constant array, by its C text with NAME in place of the name."""
         self.kernels: dict[str, str] = {}
-        """See `CallWriter`, as for tables."""
+        """As for `CallWriter`; also `tables`."""
         self.tables: dict[str, str] = {}
-        self.kept = layout.rules.gradients.kept
+        self.gradients_stay = layout.rules.gradients.kept
         """Whether all gradients stay in RAM until NAME_update applies them."""
 
     # -- functions
@@ -90,20 +96,19 @@ class _ProgramWriter:
     def step(self) -> str:
         """Return the C function of a training step, which returns the loss."""
         run = self.layout.step
-        output, forward = run.schedule.graph.outputs[0], len(run.schedule.forward)
-        forward_loss = self._pointer(run, forward - 1, output)
+        loss, forward_end, end = run.schedule.graph.outputs[0], len(run.schedule.forward), len(run.lifetimes.buffer_of)
+        loss_after_forward = self._pointer(run, forward_end - 1, loss)
         lines = [
-            f"if ({check_of(self.layout, run)})", f"{INDENT}return NAN;", *self._body(run, begin=0, end=forward),
-            f"if (({forward_loss})[0] - ({forward_loss})[0] != 0) /* not finite: nothing is updated */",
-            f"{INDENT}return ({forward_loss})[0];", *([] if self.kept else ["s->step++;", *self._corrections()]),
-            *self._body(run, forward, len(run.lifetimes.buffer_of)),
+            f"if ({check_of(self.layout, run)})", f"{INDENT}return NAN;", *self._body(run, begin=0, end=forward_end),
+            f"if (({loss_after_forward})[0] - ({loss_after_forward})[0] != 0) /* not finite: nothing is updated */",
+            f"{INDENT}return ({loss_after_forward})[0];",
+            *([] if self.gradients_stay else ["s->step++;", *self._corrections()]),
+            *self._body(run, begin=forward_end, end=end),
         ]  # fmt: skip
-        if self.kept:
-            call = f"{self.name}_update(s);"
-            limit = self.layout.rules.gradients.accumulate
-            lines += ["s->calls++;", f"if (s->calls >= {limit})", INDENT + call]
-        loss = self._pointer(run, len(run.lifetimes.buffer_of) - 1, output)
-        lines.append(f"return ({loss})[0];")
+        if self.gradients_stay:
+            calls_per_update = self.layout.rules.gradients.accumulate
+            lines += ["s->calls++;", f"if (s->calls >= {calls_per_update})", f"{INDENT}{self.name}_update(s);"]
+        lines.append(f"return ({self._pointer(run, end - 1, loss)})[0];")
         name = self.name
         return (
             f"float {name}_step_to({name}_state *s, {run.parameters}, float *output)\n{{\n{_indented(lines)}}}\n\n"
@@ -114,19 +119,20 @@ class _ProgramWriter:
     def update(self) -> str:
         """Return the C function that updates the weights by the gradients that are kept."""
         writer = self._writer(self.layout.step)
-        lines, total = ["if (!s->calls)", f"{INDENT}return;"], self.layout.memory.elements("trained")
-        clip = self.layout.rules.gradients.clip_norm
-        if clip is not None:
-            lines.append(writer.call(writer.kernel("clip_norm"), "s->gradients", clip, total))
+        lines, count = ["if (!s->calls)", f"{INDENT}return;"], self.layout.memory.elements("trained")
+        clip_norm = self.layout.rules.gradients.clip_norm
+        if clip_norm is not None:
+            lines.append(writer.call(writer.kernel("clip_norm"), "s->gradients", clip_norm, count))
         lines += ["s->step++;", *self._corrections()]
         group_of = self.layout.rules.group_of
+        # successive weights of one parameter group are updated in one call
         for group, tensors in itertools.groupby(self.layout.memory.trained, lambda tensor: group_of[tensor.path]):
-            run = list(tensors)
-            update = _update_call(self._rule_function(group), run[0].offset)
-            gradient = f"s->gradients + {run[0].offset}"
-            count = sum(tensor.size for tensor in run)
-            lines.append(writer.call(self._update_all(writer, update), update.first, gradient, count))
-        lines += [writer.call(writer.kernel("fill"), "s->gradients", 0.0, total), "s->calls = 0;"]
+            first, *others = tensors
+            update = _update_call(self._rule_function(group), first.offset)
+            gradient = f"s->gradients + {first.offset}"
+            size = first.size + sum(tensor.size for tensor in others)
+            lines.append(writer.call(self._update_all(writer, update), update.first, gradient, size))
+        lines += [writer.call(writer.kernel("fill"), "s->gradients", 0.0, count), "s->calls = 0;"]
         return f"void {self.name}_update({self.name}_state *s)\n{{\n" + _indented(lines) + "}"
 
     def infer(self) -> str:
@@ -140,20 +146,20 @@ class _ProgramWriter:
             head = f"int {name}_infer({name}_state *s, {run.model_parameters}, float *output)"
             return f"{head}\n{{\n{_indented(lines)}}}"
         # the model ends where its output is written to the caller's memory; the loss follows
-        model = 1 + max(at for at, action in enumerate(run.schedule.forward) if self._is_write(run, action))
+        model_end = 1 + max(time for time, action in enumerate(run.schedule.forward) if self._is_write(run, action))
         loss = self._pointer(run, end - 1, run.schedule.graph.outputs[0])
         lines = [
-            *check, *self._body(run, begin=0, end=model), "if (!loss)", f"{INDENT}return 0;",
-            *self._body(run, begin=model, end=end), f"*loss = ({loss})[0];", "return 0;",
+            *check, *self._body(run, begin=0, end=model_end), "if (!loss)", f"{INDENT}return 0;",
+            *self._body(run, begin=model_end, end=end), f"*loss = ({loss})[0];", "return 0;",
         ]  # fmt: skip
-        given = [name if name in run.model_inputs else "0" for name in run.inputs.values()]
+        arguments = [name if name in run.model_inputs else "0" for name in run.inputs.values()]  # no targets
         return f"""static int evaluated({name}_state *s, {run.parameters}, float *output, float *loss)
 {{
 {_indented(lines)}}}
 
 int {name}_infer({name}_state *s, {run.model_parameters}, float *output)
 {{
-    return evaluated(s, {", ".join(given)}, output, 0);
+    return evaluated(s, {", ".join(arguments)}, output, 0);
 }}
 
 float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
@@ -166,28 +172,26 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         return action.op is not None and action.called(run.schedule.graph).target == WRITE
 
     def _corrections(self) -> list[str]:
-        """Return the lines that update Adam's bias corrections."""
+        """Return the lines that update Adam's bias corrections: ``1 - beta ** step``, from the logarithm of beta."""
         lines = []
-        for at, group in enumerate(self.layout.rules.groups):
-            for position, logarithm in enumerate(group.logarithms):
-                lines.append(f"s->correction[{2 * at + position}] = -expm1f((float)s->step * {number(logarithm)});")
+        for index, group in enumerate(self.layout.rules.groups):
+            for position, logarithm in enumerate(group.logarithms):  # of both betas
+                lines.append(f"s->correction[{2 * index + position}] = -expm1f((float)s->step * {number(logarithm)});")
         return lines
 
     def _body(self, run: Pass, begin: int, end: int) -> list[str]:
         """Return the statements of actions of a pass, with a comment where layer, source line or op change."""
         graph = run.schedule.graph
-        scales = {
-            value.id: _plus(
-                self.scales[value.path], run.device.offsets.get(value.id, 0) // self._row_elements(value.path)
-            )
-            for value in graph.values
-            if value.kind == "parameter" and value.path in self.scales
-        }
+        scales = dict[int, str]()
+        for value in graph.values:
+            if value.kind == "parameter" and value.path in self.scales:  # a part of it has scales from a later row on
+                first_row = run.device.offsets.get(value.id, 0) // self._row_elements(value.path)
+                scales[value.id] = _plus(self.scales[value.path], first_row)
         writer = replace(self._writer(run), update_calls=self._fused_updates(run), scales=scales)
         lines, last_label = list[str](), ""
         actions = (*run.schedule.forward, *run.schedule.backward)
-        for at, action in list(enumerate(actions))[begin:end]:
-            writer.place = lambda value, at=at: self._pointer(run, at, value)
+        for time, action in list(enumerate(actions))[begin:end]:
+            writer.place = lambda value, time=time: self._pointer(run, time, value)
             calls = self._calls(run, writer, action)
             label = _label(run, action) if calls else last_label
             if label != last_label:
@@ -197,6 +201,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         return lines
 
     def _writer(self, run: Pass) -> CallWriter:
+        """Return a writer that adds to the kernels and tables of the file; it cannot write pointers to values."""
         return CallWriter(run.schedule.graph, lambda value: "", kernels=self.kernels, tables=self.tables)
 
     # -- actions
@@ -231,9 +236,9 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         graph = run.schedule.graph
         op, form = action.called(graph), graph.form[action.form or 0]
         arguments = arguments_of(op.target, op.args, op.kwargs)
-        slope = float(arguments.get("negative_slope", 0.0))
-        same = "grad_output" if op.target == GRADIENT else DIRECT[op.target].same
-        gradient, output = arguments[same], output_of(op)
+        slope = float(arguments.get("negative_slope", 0.0))  # factor where the bit is 0
+        gradient = arguments["grad_output" if op.target == GRADIENT else DIRECT[op.target].same]
+        output = output_of(op)
         count = math.prod(graph.values[output].shape)
         kernel = writer.kernel("scaled_by_bits")
         return [writer.call(kernel, Ref(output), gradient, Ref(form.encoded), slope, count)]
@@ -257,15 +262,16 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
     def _update_of(self, run: Pass, parameter: Value) -> UpdateCall:
         """Return the update of a parameter, or of a part of one."""
         function, path = self._update_function(parameter.path), parameter.path
-        at = run.device.offsets.get(parameter.id, 0)
-        of_zeros = not self.kept and self.layout.rules.of_zeros(path)
+        first_element = run.device.offsets.get(parameter.id, 0)  # of a part, within the whole parameter
+        # a gradient of zeros that is added up changes nothing
+        of_zeros = not self.gradients_stay and self.layout.rules.of_zeros(path)
         if path not in self.int8:
-            return replace(_update_call(function, self.offset_of[path] + at), of_zeros=of_zeros)
+            return replace(_update_call(function, self.offset_of[path] + first_element), of_zeros=of_zeros)
         return UpdateCall(
             function,
             target="STATE *s, signed char *w, const float *scale, int row, int at",
             emit=f"{function}(s, w, scale[(at + (k)) / row], at + (k), g)",
-            first=f"s, {self.weights[path]}, {self.scales[path]}, {self._row_elements(path)}, {at}",
+            first=f"s, {self.weights[path]}, {self.scales[path]}, {self._row_elements(path)}, {first_element}",
             of_zeros=of_zeros,
         )
 
@@ -275,7 +281,7 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
 
     def _update_function(self, path: str) -> str:
         """Add the C function that takes one element of a parameter's gradient; return its name."""
-        if self.kept:
+        if self.gradients_stay:
             return self._writer(self.layout.step).kernel("add_gradient")
         return self._rule_function(self.layout.rules.group_of[path], "_int8" if path in self.int8 else "")
 
@@ -291,15 +297,15 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         """Return the update of each fused gradient."""
         graph = run.schedule.graph
         return {
-            graph.base(gradient): self._update_of(run, graph.values[param])
-            for param, gradient in graph.gradients
+            graph.base(gradient): self._update_of(run, graph.values[parameter])
+            for parameter, gradient in graph.gradients
             if graph.base(gradient) in run.device.fused
         }
 
     # -- pointers
 
-    def _pointer(self, run: Pass, at: int, value: int) -> str:
-        """Return C for a pointer to the first element of a value during action `at`."""
+    def _pointer(self, run: Pass, time: int, value: int) -> str:
+        """Return C for a pointer to the first element of a value during action `time` of a pass."""
         graph, device = run.schedule.graph, run.device
         base = graph.values[graph.base(value)]
         offset = device.offsets.get(value, 0)
@@ -311,9 +317,9 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
             return _plus(run.inputs[base.id], offset)
         if base.id in device.constants:
             return _plus(self._constant(run, base.id), offset)
-        start = run.placement.offsets[run.lifetimes.buffer_of[at][base.id]]
-        assert not start % 4, "buffers are whole words"
-        pointer = f"s->arena + {start // 4}" if start else "s->arena"
+        start = run.placement.offsets[run.lifetimes.buffer_of[time][base.id]]
+        assert not start % WORD, "buffers are whole words"
+        pointer = f"s->arena + {start // WORD}" if start else "s->arena"  # an array of floats
         casts = {"bool": "(unsigned char *)", "uint8": "(unsigned char *)", "int8": "(signed char *)"}
         cast = casts.get(graph.values[value].dtype)
         return _plus(f"{cast}({pointer})" if cast else pointer, offset)
@@ -321,9 +327,9 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
     def _constant(self, run: Pass, value: int) -> str:
         """Add an array with the elements of a constant; return its name."""
         array = run.device.constants[value]
-        kind = "signed char" if array.dtype == np.int8 else "int32_t" if array.dtype.kind in "iu" else "float"
+        c_type = "signed char" if array.dtype == np.int8 else "int32_t" if array.dtype.kind in "iu" else "float"
         elements = "\n".join(lines_of(array.reshape(-1))).rstrip(",")
-        text = f"static const {kind} NAME[] = {{{elements}}};"
+        text = f"static const {c_type} NAME[] = {{{elements}}};"
         return self.constants.setdefault(text, f"constant_{len(self.constants)}")
 
     # -- parts of the file
@@ -346,8 +352,8 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
             f"#define STATE {self.name}_state",
         ]
         if not self.layout.arena_apart:
-            whole = f"    [sizeof(((STATE *)0)->arena) == {upper}_ARENA_BYTES ? 1 : -1];"
-            lines += ["", f"typedef char {self.name}_arena_is_whole", whole]
+            array_size = f"    [sizeof(((STATE *)0)->arena) == {upper}_ARENA_BYTES ? 1 : -1];"  # C99's static assertion
+            lines += ["", f"typedef char {self.name}_arena_is_whole", array_size]
         return "\n".join(lines)
 
     def parts(self) -> list[str]:
@@ -364,45 +370,49 @@ float {name}_evaluate({name}_state *s, {run.parameters}, float *output)
         """Return the C functions that initialize a device, seed it, and read and write its weights."""
         name, memory = self.name, self.layout.memory
         trained, statistics = memory.elements("trained"), memory.elements("statistics")
-        narrow = memory.elements("trained_int8")
+        trained_int8 = memory.elements("trained_int8")
         lines = [
             f"void {name}_init({name}_state *s{init_arguments(self.layout)})", "{",
             *(f"{INDENT}s->{parameter} = {parameter};" for _, parameter in init_parameters(self.layout)),
-            *_copy(trained, f"s->weights[k] = ({self.flash['trained']})[k];"),
-            *(line for member in self.layout.rules.members for line in _copy(trained, f"s->{member}[k] = 0;")),
-            *_copy(narrow, f"s->int8[k] = ({self.flash['trained_int8']})[k];"),
-            *_copy(-narrow % WORD, f"s->int8[{narrow} + k] = 0;"),
-            *_copy(statistics, f"s->statistics[k] = ({self.flash['statistics']})[k];"),
-            "    s->step = 0;", "    s->rate = 1;", *(["    s->calls = 0;"] if self.kept else []),
-            *_copy(self.layout.rules.rates, "s->rates[k] = 1;"), f"    {name}_seed(s, 1);", "}", "",
+            *_loop(trained, f"s->weights[k] = ({self.flash['trained']})[k];"),
+            *(line for member in self.layout.rules.members for line in _loop(trained, f"s->{member}[k] = 0;")),
+            *_loop(trained_int8, f"s->int8[k] = ({self.flash['trained_int8']})[k];"),
+            *_loop(-trained_int8 % WORD, f"s->int8[{trained_int8} + k] = 0;"),  # up to a whole word: `save` writes it
+            *_loop(statistics, f"s->statistics[k] = ({self.flash['statistics']})[k];"),
+            "    s->step = 0;", "    s->rate = 1;", *(["    s->calls = 0;"] if self.gradients_stay else []),
+            *_loop(self.layout.rules.rates, "s->rates[k] = 1;"), f"    {name}_seed(s, 1);", "}", "",
             f"void {name}_seed({name}_state *s, uint32_t seed)", "{", "    s->random = seed ? seed : 1;", "}", "",
             f"void {name}_get_weights(const {name}_state *s, float *weights)", "{",
-            *_copy(trained, "weights[k] = s->weights[k];"), *self._each_int8(trained, "read"),
-            *_copy(statistics, f"weights[{trained + narrow} + k] = s->statistics[k];"), "}", "",
+            *_loop(trained, "weights[k] = s->weights[k];"), *self._each_int8(trained, "read"),
+            *_loop(statistics, f"weights[{trained + trained_int8} + k] = s->statistics[k];"), "}", "",
             f"void {name}_set_weights({name}_state *s, const float *weights)", "{",
-            *_copy(trained, "s->weights[k] = weights[k];"), *self._each_int8(trained, "set"),
-            *_copy(statistics, f"s->statistics[k] = weights[{trained + narrow} + k];"), "}",
+            *_loop(trained, "s->weights[k] = weights[k];"), *self._each_int8(trained, "set"),
+            *_loop(statistics, f"s->statistics[k] = weights[{trained + trained_int8} + k];"), "}",
         ]  # fmt: skip
-        if narrow:
-            lines = [*(template(f"int8_{way}") for way in ("read", "set")), *lines]
+        if trained_int8:
+            lines = [template("int8_read"), template("int8_set"), *lines]
         return "\n".join(lines)
 
-    def _each_int8(self, start: int, way: str) -> list[str]:
-        """Return the calls that read or set the real elements of each weight in eight bits, from `start` on."""
+    def _each_int8(self, start: int, action: Literal["read", "set"]) -> list[str]:
+        """Return the calls that read or set the real elements of each weight in eight bits: those in the caller's
+        `weights` from element `start` on."""
         lines = list[str]()
         for tensor in self.layout.memory.trained_int8:
             row = tensor.size // tensor.shape[0]
-            given = [_plus("weights", start + tensor.offset), self.weights[tensor.path], self.scales[tensor.path]]
-            lines.append(f"{INDENT}int8_{way}({', '.join(given)}, {tensor.size}, {row});")
+            arguments = [_plus("weights", start + tensor.offset), self.weights[tensor.path], self.scales[tensor.path]]
+            lines.append(f"{INDENT}int8_{action}({', '.join(arguments)}, {tensor.size}, {row});")
         return lines
 
 
-def _update_call(function: str, at: int) -> UpdateCall:
-    """Return the update of weights in floats from element `at` on."""
-    return UpdateCall(function, "STATE *s, int at", f"{function}(s, at + (k), g)", f"s, {at}")
+def _update_call(function: str, first_element: int) -> UpdateCall:
+    """Return the update of weights in floats from an element of the trained weights on."""
+    return UpdateCall(
+        function, target="STATE *s, int at", emit=f"{function}(s, at + (k), g)", first=f"s, {first_element}"
+    )
 
 
-def _copy(count: int, line: str) -> list[str]:
+def _loop(count: int, line: str) -> list[str]:
+    """Return the loop of a C statement over k; nothing for a count of 0."""
     return [f"    for (int k = 0; k < {count}; k++)", f"        {line}"] if count else []
 
 

@@ -11,8 +11,10 @@ from memplan.exporting.source.step_layout import StepLayout
 def readme_text(layout: StepLayout, verified: str) -> str:
     """Return the text of NAME.md, with the verdict of verification. Its example is a whole program."""
     name, arguments = layout.name, arguments_of(layout)
-    given = ["&state", *(f"{name}_bin" if what == "flash" else what for _, what in init_parameters(layout))]
-    passed = ", ".join(argument.name for argument in arguments)
+    init_arguments = [
+        "&state", *(f"{name}_bin" if parameter == "flash" else parameter for _, parameter in init_parameters(layout))
+    ]  # fmt: skip
+    names = ", ".join(argument.name for argument in arguments)
     replacements = {
         "VERIFIED": verified,
         "NAME": name,
@@ -25,15 +27,15 @@ def readme_text(layout: StepLayout, verified: str) -> str:
             f"    {argument.c_type} *{argument.name} = {name.upper()}_{argument.name.upper()}(&state);\n"
             for argument in arguments if argument.in_arena
         ),
-        "GIVEN": ", ".join(given),
+        "GIVEN": ", ".join(init_arguments),
         "FROM": f"the {layout.memory.flash} bytes of {name}.bin" if layout.weights_file else "flash",
         "FILLED": " and ".join(argument.name for argument in arguments),
-        "ARGUMENTS": passed,
+        "ARGUMENTS": names,
         "INFER": ", ".join(layout.infer.model_inputs),
         "NULLS": ", ".join(
             argument.name if argument.name in layout.infer.model_inputs else "0" for argument in arguments
         ),
-        "EVALUATE": f"- `{name}_evaluate(&state, {passed}, output)`: the loss in evaluation mode, without training.\n"
+        "EVALUATE": f"- `{name}_evaluate(&state, {names}, output)`: the loss in evaluation mode, without training.\n"
         if layout.evaluates
         else "",
         "UPDATE": f"- `{name}_update(&state)`: updates the weights by the gradients of the last, too few calls.\n"
@@ -63,10 +65,9 @@ def _in_arena(layout: StepLayout, argument: Argument) -> str:
 def _declarations(layout: StepLayout, arguments: list[Argument]) -> list[str]:
     """Return the static variables of the example."""
     upper, name = layout.name.upper(), layout.name
-    apart = layout.arena_apart
-    place = "" if apart else f", and an arena of {layout.arena}"
-    lines = [f"static {name}_state state;    /* {layout.state} bytes of weights and statistics{place} */"]
-    if apart:
+    arena = "" if layout.arena_apart else f", and an arena of {layout.arena}"
+    lines = [f"static {name}_state state;    /* {layout.state} bytes of weights and statistics{arena} */"]
+    if layout.arena_apart:
         lines.append(f"static float arena[{upper}_ARENA_BYTES / 4];    /* in any bank of memory */")
     if layout.weights_file:
         lines.append(f"extern const float {name}_bin[];    /* the contents of {name}.bin, in flash */")

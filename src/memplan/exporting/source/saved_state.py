@@ -29,11 +29,12 @@ def layout_number(layout: StepLayout) -> int:
         "state": layout.saved,
         "optimizer": [group.template for group in layout.rules.groups],
     }
-    number = zlib.crc32(json.dumps(contents).encode())
+    checksum = zlib.crc32(json.dumps(contents).encode())
     for kind in ("frozen", "scales", "int8"):
         for path, elements in arrays(memory, kind):
-            number = zlib.crc32(path.encode() + elements.astype(elements.dtype.newbyteorder("<")).tobytes(), number)
-    return number
+            little_endian = elements.astype(elements.dtype.newbyteorder("<"))
+            checksum = zlib.crc32(path.encode() + little_endian.tobytes(), checksum)
+    return checksum
 
 
 def saved_bytes(layout: StepLayout) -> int:

@@ -125,13 +125,13 @@ class Pass:
     @property
     def in_arena(self) -> tuple[int, int, int] | None:
         """The input that lies in the arena, its offset in bytes and its bytes; None if none does."""
-        for at, action in enumerate(self.schedule.forward):
+        for time, action in enumerate(self.schedule.forward):
             op = None if action.op is None else action.called(self.schedule.graph)
             if op is not None and op.target == ARENA_INPUT:
                 source: int = op.args[0].value
                 output = output_of(op)
-                offset = self.placement.offsets[self.lifetimes.buffer_of[at][output]]
-                return source, offset, self.schedule.graph.values[output].bytes
+                buffer = self.lifetimes.buffer_of[time][output]
+                return source, self.placement.offsets[buffer], self.schedule.graph.values[output].bytes
         return None
 
     @property
@@ -199,9 +199,10 @@ class StepLayout:
     def byte_inputs(self) -> tuple[tuple[str, bool], ...]:
         """C arguments of eight bits, and whether a buffer of each in floats is computed."""
         runs = (self.step, self.infer)
-        names = [run.inputs[value] for run in runs for value in buffered(run.device.graph)]
+        with_buffer = {run.inputs[value] for run in runs for value in buffered(run.device.graph)}
         values = self.step.device.graph.values
-        return tuple((name, name in names) for value, name in self.step.inputs.items() if values[value].dtype in BYTES)
+        byte_names = [name for value, name in self.step.inputs.items() if values[value].dtype in BYTES]
+        return tuple((name, name in with_buffer) for name in byte_names)
 
     @property
     def in_arena(self) -> tuple[str, int] | None:
@@ -220,7 +221,8 @@ class StepLayout:
     def state(self) -> int:
         """Bytes of the state struct without the arena: weights, optimizer state, statistics, counters, and pointers of
         four bytes to a weights file and to an arena apart."""
-        return 4 * (sum(count for _, count in self.saved) + self.weights_file + self.arena_apart)
+        pointers = self.weights_file + self.arena_apart
+        return 4 * (sum(count for _, count in self.saved) + pointers)
 
     @property
     def saved(self) -> tuple[tuple[str, int], ...]:
@@ -230,11 +232,6 @@ class StepLayout:
     @property
     def constants(self) -> int:
         """Bytes of constant tensors in the program: those that the model's code creates, and integer weights."""
-        return sum(
-            array.size if array.dtype == np.int8 else 4 * array.size
-            for array in {
-                (array.tobytes(), array.dtype): array
-                for run in (self.step, self.infer)
-                for array in run.device.constants.values()
-            }.values()
-        )
+        arrays = [array for run in (self.step, self.infer) for array in run.device.constants.values()]
+        distinct = {(array.tobytes(), array.dtype): array for array in arrays}  # the program has equal ones once
+        return sum(array.size if array.dtype == np.int8 else 4 * array.size for array in distinct.values())

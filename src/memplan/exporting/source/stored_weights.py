@@ -26,16 +26,17 @@ def pointers(layout: StepLayout) -> dict[str, str]:
     """Return C for a pointer to the first element of each kind; the state is `s`."""
     if not layout.weights_file:
         return {kind: f"{layout.name}_{name}" for kind, name in KINDS.items()}
-    starts, offset, narrow = dict[str, str](), 0, 0
+    pointer_of, floats, int8_elements = dict[str, str](), 0, 0  # so many elements lie before a kind
     for kind in KINDS:
-        start = f"s->flash + {offset}" if offset else "s->flash"
+        float_pointer = f"s->flash + {floats}" if floats else "s->flash"
         if kind in INT8:
-            starts[kind] = f"(const signed char *)({start})" + (f" + {narrow}" if narrow else "")
-            narrow += layout.memory.elements(kind)
+            pointer = f"(const signed char *)({float_pointer})"
+            pointer_of[kind] = pointer + (f" + {int8_elements}" if int8_elements else "")
+            int8_elements += layout.memory.elements(kind)
         else:
-            starts[kind] = start
-            offset += layout.memory.elements(kind)
-    return starts
+            pointer_of[kind] = float_pointer
+            floats += layout.memory.elements(kind)
+    return pointer_of
 
 
 def weights_text(layout: StepLayout) -> str:
@@ -49,8 +50,8 @@ def weights_text(layout: StepLayout) -> str:
     for kind, array in KINDS.items():
         if not memory.elements(kind):
             continue
-        element = "signed char" if kind in INT8 else "float"
-        lines.append(f"{flash} static const {element} {name}_{array}[{memory.elements(kind)}] = {{")
+        c_type = "signed char" if kind in INT8 else "float"
+        lines.append(f"{flash} static const {c_type} {name}_{array}[{memory.elements(kind)}] = {{")
         for path, elements in arrays(memory, kind):
             lines.append(comment(f"{'x'.join(map(str, elements.shape)) or 'a number'}: {path}"))
             lines += lines_of(elements.reshape(-1))
