@@ -124,7 +124,7 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
             (build / file).write_text(template(file).replace("@RAM@", ram), encoding="utf-8")
         if layout.weights_file:
             shutil.copy(folder / f"{name}.bin", build)
-        parts = ["cortex_startup.c", "export.o", str(folder / f"test_{name}.c"), "-DTICKS", '-DWEIGHTS_FILE="weights"']
+        test = ["cortex_startup.c", "export.o", str(folder / f"test_{name}.c"), "-DTICKS", '-DWEIGHTS_FILE="weights"']
         link = [
             "-nostartfiles",
             "--specs=rdimon.specs",
@@ -135,20 +135,23 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
             "-o",
             "test.elf",
         ]
-        stacks = list[int]()
+        stack_bytes = list[int]()
         for level in reversed(LEVELS):  # the last one's program runs
             _run([COMPILER, *flags, level, "-c", str(folder / f"{name}.c"), "-o", "export.o"], build)
-            _run([COMPILER, *flags, level, *parts, *link], build)
-            stacks.append(_stack(build))
+            _run([COMPILER, *flags, level, *test, *link], build)
+            stack_bytes.append(_stack(build))
         machine = ["-M", board, "-cpu", core, "-nographic", "-monitor", "none", "-serial", "none"]
-        calls = ["-semihosting-config", "enable=on,target=native", "-icount", "shift=0", "-kernel", "test.elf"]
-        output = _run([EMULATOR, *machine, *calls], build)
+        # semihosting: the test prints and writes files through the emulator; icount: a nanosecond an instruction
+        run = ["-semihosting-config", "enable=on,target=native", "-icount", "shift=0", "-kernel", "test.elf"]
+        output = _run([EMULATOR, *machine, *run], build)
         written = np.fromfile(build / "weights", dtype=np.float32).astype(np.float64)
         sizes = _section_sizes(build / "export.o")
-    ticks = [int(count) for count in re.findall(r"ticks (\d+)", output)]
-    verdict = compare_results(output, written, recorded, "on the emulated core")
-    data = sizes.get(".data", 0) + sizes.get(".bss", 0)
-    return CortexRun(core, sizes[".text"], sizes.get(".rodata", 0), data, max(stacks), max(ticks) * PER_TICK, verdict)
+    ticks = [int(count) for count in re.findall(r"ticks (\d+)", output)]  # of each step
+    return CortexRun(
+        core, text=sizes[".text"], rodata=sizes.get(".rodata", 0), data=sizes.get(".data", 0) + sizes.get(".bss", 0),
+        stack=max(stack_bytes), instructions=max(ticks) * PER_TICK,
+        verdict=compare_results(output, written, recorded, "on the emulated core"),
+    )  # fmt: skip
 
 
 def _stack(build: Path) -> int:

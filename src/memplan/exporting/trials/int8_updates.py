@@ -79,30 +79,32 @@ def check_updates(
     Raises:
         VerificationError: an update or a loss is not that of PyTorch.
     """
-    runs = [
+    steppers = [
         _Stepper(request, layout, frozen, dtype, seed)
         for dtype, seed in ((torch.float64, 0), (torch.float32, 0), (torch.float32, 1))
     ]
-    before, undecided, updates = None, 0, 0
+    weights_before, undecided, updates = None, 0, 0
     for k, (state, loss) in enumerate(zip(states, losses, strict=True)):
-        double, *others = (run.step(k, before) for run in runs)
+        double, *others = (stepper.step(k, weights_before) for stepper in steppers)
         bound = FAIR * max(abs(other.loss - double.loss) for other in others) + ROUNDING * max(abs(double.loss), 1.0)
         if not abs(loss - double.loss) <= bound:
             raise _differs(f"the loss of step {k} is {loss:.9g}", f"{double.loss:.9g} within {bound:.2g}")
-        after = _split(layout, state)
-        for name, wanted in double.weights.items():
-            limit = bound_of(wanted, [other.weights[name] for other in others])
-            if not np.abs(after[name] - wanted).max(initial=0.0) <= limit:
-                raise _differs(f"{name} after step {k}", f"PyTorch's within {limit:.2g}")
+        device_weights = _split(layout, state)
+        for name, expected in double.weights.items():
+            bound = bound_of(expected, [other.weights[name] for other in others])
+            if not np.abs(device_weights[name] - expected).max(initial=0.0) <= bound:
+                raise _differs(f"{name} after step {k}", f"PyTorch's within {bound:.2g}")
         for name, change in double.changes.items():
             error = _error(change, [other.changes[name] for other in others])
-            least, most = change.after(-error), change.after(error)
-            found = np.rint(after[name] / change.scales).astype(np.int64)
-            wrong = int(((found < least) | (found > most)).sum())
+            lowest, highest = change.after(-error), change.after(error)
+            integers = np.rint(device_weights[name] / change.scales).astype(np.int64)
+            wrong = int(((integers < lowest) | (integers > highest)).sum())
             if wrong:
-                raise _differs(f"{wrong} of {found.size} integers of {name} after step {k}", "those of the reference")
-            updates, undecided = updates + found.size, undecided + int((least < most).sum())
-        before = after
+                raise _differs(
+                    f"{wrong} of {integers.size} integers of {name} after step {k}", "those of the reference"
+                )
+            updates, undecided = updates + integers.size, undecided + int((lowest < highest).sum())
+        weights_before = device_weights
     if undecided > MOST_UNDECIDED * updates:
         raise _differs(
             f"{undecided} of {updates} updates are within float32's error of two integers or more",
@@ -154,7 +156,7 @@ class _Stepper:
         with torch.no_grad():
             for name, elements in (weights or {}).items():
                 self.named[name].copy_(torch.from_numpy(elements))
-            exact = {held.path: self.named[held.path].clone() for held in self.layout.memory.trained_int8}
+            exact = {tensor.path: self.named[tensor.path].clone() for tensor in self.layout.memory.trained_int8}
             if self.seed:
                 generator = torch.Generator().manual_seed(self.seed + k)
                 for weight in self.module.model.parameters():
@@ -162,20 +164,20 @@ class _Stepper:
                     weight.mul_(1 + FEW_ROUNDINGS * noise)
         rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in self.inputs]
         args, kwargs = self.request.call.rebuild(rolled)
-        within = replacing(None if self.frozen is None else self.frozen.step, self.named, rolled, self.dtype)
+        int8_results = replacing(None if self.frozen is None else self.frozen.step, self.named, rolled, self.dtype)
         self.optimizer.zero_grad()
-        with _torch.DrawsReplaced(self.random.dropout_mask, self.dtype), within:
+        with _torch.DrawsReplaced(self.random.dropout_mask, self.dtype), int8_results:
             loss, _ = self.module(*args, **kwargs)
         loss.backward()
         rules, memory = self.layout.rules, self.layout.memory
         rules.gradients.clip([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
         with torch.no_grad():
-            for name, elements in exact.items():
+            for name, elements in exact.items():  # the noise is to change gradients, not integers
                 self.named[name].copy_(elements)
-        moved = {change.name: change for change in changes(memory, rules, self.named, self.random.state, k + 1)}
-        for name in moved:
-            self.named[name].grad = None
+        by_name = {change.name: change for change in changes(memory, rules, self.named, self.random.state, k + 1)}
+        for name in by_name:
+            self.named[name].grad = None  # the optimizer updates the other weights
         self.optimizer.step()
-        rest = (*memory.trained, *memory.statistics)
-        after = {held.path: self.named[held.path].detach().double().numpy().copy() for held in rest}
-        return _Step(loss.item(), after, moved)
+        others = (*memory.trained, *memory.statistics)
+        after = {tensor.path: self.named[tensor.path].detach().double().numpy().copy() for tensor in others}
+        return _Step(loss.item(), after, by_name)

@@ -80,20 +80,20 @@ def prove(
             )
         return Verdict("not verified: no C compiler was found")
     with tempfile.TemporaryDirectory() as scratch:
-        program, results = Path(scratch) / "test", Path(scratch) / "weights"
+        program = Path(scratch) / "test"
+        weights_file, steps_file = Path(scratch) / "weights", Path(scratch) / "steps"  # which the test writes
         folder, name = folder.resolve(), layout.name  # absolute, so that no path looks like an option
         sources = [str(folder / f"test_{name}.c"), str(folder / f"{name}.c")]
-        after_steps = Path(scratch) / "steps"
-        files = {"WEIGHTS_FILE": results, "FLASH_FILE": folder / f"{name}.bin", "STEPS_FILE": after_steps}
+        files = {"WEIGHTS_FILE": weights_file, "FLASH_FILE": folder / f"{name}.bin", "STEPS_FILE": steps_file}
         defines = [f"-D{macro}={string_literal(file)}" for macro, file in files.items()]
         _run([cc, *STRICT, *SANITIZED, *defines, *sources, "-lm", "-o", str(program)], "does not compile")
         output = _run([str(program)], "differs from PyTorch, or a sanitizer stopped it")
-        written = np.fromfile(results, dtype=np.float32).astype(np.float64)
+        written = np.fromfile(weights_file, dtype=np.float32).astype(np.float64)
         verdict = compare_results(output, written, recorded)
         if check is None:
             return verdict
-        states = np.fromfile(after_steps, dtype=np.float32).reshape(len(recorded.losses), -1)
-        return replace(verdict, words=f"{verdict}; {check(states, np.array(verdict.losses))}")
+        weights_by_step = np.fromfile(steps_file, dtype=np.float32).reshape(len(recorded.losses), -1)
+        return replace(verdict, words=f"{verdict}; {check(weights_by_step, np.array(verdict.losses))}")
 
 
 def compare_results(
@@ -101,15 +101,21 @@ def compare_results(
 ) -> Verdict:
     """Compare a test's printed losses and written weights and output with PyTorch's.
 
+    Args:
+        output: what the test printed.
+        written: weights and statistics, then the output in evaluation mode.
+        recorded: PyTorch's results.
+        where: end of the verdict's words.
+
     Raises:
         VerificationError: an error exceeds its bound.
     """
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step ")]
-    count = recorded.weights.size
+    weights, model_output = written[: recorded.weights.size], written[recorded.weights.size :]
     worst = [
         _worst(np.array(losses), np.array(recorded.losses), np.array(recorded.loss_bounds)),
-        _worst(written[:count], recorded.weights, recorded.weight_bounds),
-        _worst(written[count:], recorded.output, np.array(recorded.output_bound)),
+        _worst(weights, recorded.weights, recorded.weight_bounds),
+        _worst(model_output, recorded.output, np.array(recorded.output_bound)),
     ]
     if len(losses) != len(recorded.losses) or not max(worst) <= 1:
         raise VerificationError(
@@ -122,7 +128,8 @@ def compare_results(
         f"{len(losses)} steps beside PyTorch: every loss within {worst[0]:.2g} of its bound, every weight within "
         f"{worst[1]:.2g}; {where}"
     )
-    return Verdict(words, True, tuple(losses), *worst)
+    return Verdict(words, proven=True, losses=tuple(losses), worst_loss=worst[0], worst_weight=worst[1],
+                   worst_output=worst[2])  # fmt: skip
 
 
 def _worst(actual: np.ndarray, expected: np.ndarray, bounds: np.ndarray) -> float:

@@ -30,7 +30,7 @@ from memplan.planning.request import Request
 ROLL = 7
 """Elements by which the inputs are rolled from step to step, so that no two steps are the same."""
 FAIR = 8.0
-"""Errors may be this many times those of PyTorch in float32, since sums are added in another order."""
+"""Errors of the C code may be this many times those of PyTorch in float32, since sums are added in another order."""
 FEW_ROUNDINGS = 2.0**-20
 """Relative change of weights: large enough that some activations change their sign."""
 ROUNDING = 2.0**-19
@@ -62,9 +62,9 @@ def int8_losses(
 
     ``before``: elements in float32 before they were rounded, by name.
     """
-    narrow = _run(request, layout, steps, torch.float32, frozen)
-    plain = _run(request, layout, steps, torch.float32, frozen, before=before)
-    return report(layout.memory, before, narrow.weights, narrow.sums, plain.losses, narrow.losses)
+    in_int8 = _run(request, layout, steps, torch.float32, frozen)
+    in_float32 = _run(request, layout, steps, torch.float32, frozen, before=before)
+    return report(layout.memory, before, in_int8.weights, in_int8.sums, in_float32.losses, in_int8.losses)
 
 
 def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen: Int8Step | None = None) -> Recorded:
@@ -72,15 +72,12 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
     results, and bounds of the error that float32 may have: they come from runs in float32 and with slightly changed
     weights. Of a frozen part in eight bits, PyTorch's ops read the results in place of their own."""
     double = _run(request, layout, steps, torch.float64, frozen)
-    others = [
-        _run(request, layout, steps, torch.float32, frozen),
-        *(_run(request, layout, steps, torch.float32, frozen, seed) for seed in (1, 2)),
-    ]
-    losses = [np.abs(other.losses - double.losses) for other in others]
-    loss_bounds = FAIR * np.maximum.reduce(losses) + ROUNDING * np.maximum(np.abs(double.losses), 1.0)
+    others = [_run(request, layout, steps, torch.float32, frozen, seed) for seed in (0, 1, 2)]
+    loss_errors = [np.abs(other.losses - double.losses) for other in others]
+    loss_bounds = FAIR * np.maximum.reduce(loss_errors) + ROUNDING * np.maximum(np.abs(double.losses), 1.0)
     tensors = layout.memory.weights
     weights = np.concatenate([double.weights[tensor.path].reshape(-1) for tensor in tensors])
-    bounds = [
+    weight_bounds = [
         np.full(tensor.size, bound_of(double.weights[tensor.path], [other.weights[tensor.path] for other in others]))
         for tensor in tensors
     ]
@@ -91,7 +88,7 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
         inputs=inputs,
         roll=ROLL,
         losses=double.losses.tolist(),
-        loss_bounds=np.maximum.accumulate(loss_bounds).tolist(),
+        loss_bounds=np.maximum.accumulate(loss_bounds).tolist(),  # an error does not shrink in later steps
         step_output=double.step_output,
         step_output_bound=bound_of(double.step_output, [other.step_output for other in others]),
         output=double.output,
@@ -99,11 +96,12 @@ def run_reference_steps(request: Request, layout: StepLayout, steps: int, frozen
         evaluated=float(double.evaluated),
         evaluated_bound=bound_of(double.evaluated, [other.evaluated for other in others]),
         weights=weights,
-        weight_bounds=np.concatenate(bounds),
+        weight_bounds=np.concatenate(weight_bounds),
     )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
+    """Return an input as the device reads it: bytes, float32 or int32."""
     array = tensor.detach().contiguous().numpy()
     return array if array.dtype in (np.uint8, np.int8) else array.astype("f4" if tensor.is_floating_point() else "i4")
 
@@ -154,14 +152,14 @@ def _run(
     for k in range(steps):
         rolled = [tensor.reshape(-1).roll(-ROLL * k).reshape(tensor.shape) for tensor in inputs]
         args, kwargs = request.call.rebuild(rolled)
-        within = replacing(None if frozen is None else frozen.step, named, rolled, dtype)
-        with _torch.DrawsReplaced(random.dropout_mask, dtype), within:
+        int8_results = replacing(None if frozen is None else frozen.step, named, rolled, dtype)
+        with _torch.DrawsReplaced(random.dropout_mask, dtype), int8_results:
             loss, outputs = step(*args, **kwargs)
         loss.backward()
         if (k + 1) % gradients.accumulate == 0:
             gradients.clip(trained)
             if before is None:
-                updates.apply(named, random.state, k + 1)
+                updates.apply(named, random.state, k + 1)  # the optimizer updates the other weights
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
@@ -169,8 +167,8 @@ def _run(
     step_output = flat_output(outputs)
     model.eval()
     args, kwargs = request.call.rebuild(rolled)
-    within = replacing(None if frozen is None else frozen.infer, named, rolled, dtype)
-    with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype), within:
+    int8_results = replacing(None if frozen is None else frozen.infer, named, rolled, dtype)
+    with torch.no_grad(), _torch.DrawsReplaced(random.dropout_mask, dtype), int8_results:
         if layout.evaluates:
             loss, outputs = step(*args, **kwargs)
         else:
@@ -187,8 +185,8 @@ class DeviceRandom:
 
     def dropout_mask(self, count: int, probability: float) -> torch.Tensor:
         """Return the mask of a dropout that keeps each of `count` elements with this probability."""
-        limit = threshold(1 - probability)
-        return torch.tensor([number >= limit for number in self._numbers(count)], dtype=torch.bool)
+        drop_below = threshold(1 - probability)
+        return torch.tensor([number >= drop_below for number in self._numbers(count)], dtype=torch.bool)
 
     def _numbers(self, count: int) -> Iterator[int]:
         """Yield the generator's next numbers, and keep its state for the next call."""

@@ -61,36 +61,39 @@ def stack_depth(disassembly: str, functions: Collection[str]) -> dict[str, int]:
     """
     blocks = list(_blocks(disassembly))
     address_of = {name: address for address, name, _ in blocks}
-    frames = {address: sum(map(_taken, instructions)) for address, _, instructions in blocks}
+    frame_bytes = {address: sum(map(_pushed_bytes, instructions)) for address, _, instructions in blocks}
     calls = nx.DiGraph()
-    calls.add_nodes_from(frames)
+    calls.add_nodes_from(frame_bytes)
     for position, (address, _, instructions) in enumerate(blocks):
-        frames[address] += sum(frames[int(saves[1], 16)] for line in instructions if (saves := _SAVES.match(line)))
-        called = (line for line in instructions if not _SAVES.match(line))
-        targets = (int(digits, 16) for line in called for digits in _TARGET.findall(line))
-        calls.add_edges_from((address, target) for target in targets if target in frames)
-        if instructions and not _LEAVES.match(instructions[-1]):
+        for line in instructions:
+            if saves := _SAVES.match(line):  # it makes room in the caller's frame
+                frame_bytes[address] += frame_bytes[int(saves[1], 16)]
+                continue
+            targets = (int(digits, 16) for digits in _TARGET.findall(line))
+            calls.add_edges_from((address, target) for target in targets if target in frame_bytes)
+        if instructions and not _LEAVES.match(instructions[-1]):  # it runs on into the next block
             calls.add_edges_from((address, following) for following, _, _ in blocks[position + 1 : position + 2])
     _check(blocks, calls, {name: address_of.get(name) for name in functions})
+    # functions that call each other in a cycle are one node, whose frames are added up
     groups = nx.condensation(calls)
     depth = dict[int, int]()
     for group in reversed(list(nx.topological_sort(groups))):
-        own = sum(frames[address] for address in groups.nodes[group]["members"])
+        own = sum(frame_bytes[address] for address in groups.nodes[group]["members"])
         depth[group] = own + max((depth[callee] for callee in groups.successors(group)), default=0)
     return {name: depth[groups.graph["mapping"][address_of[name]]] for name in functions}
 
 
 def _check(blocks: Sequence[Block], calls: nx.DiGraph, functions: Mapping[str, int | None]) -> None:
     """Raise ValueError where a function is missing, or the frame of one that it calls has no fixed size."""
-    reached = set[int]()
+    called = set[int]()
     for name, address in functions.items():
         if address is None:
             raise ValueError(f"the program has no function {name}")
-        reached |= {address, *nx.descendants(calls, address)}
+        called |= {address, *nx.descendants(calls, address)}
     for address, name, instructions in blocks:
-        sized = next(filter(_OF_REGISTER.match, instructions), None)
-        if sized is not None and address in reached:
-            raise ValueError(f"{name} has the instruction {sized!r}: expected frames of a fixed size")
+        variable_frame = next(filter(_OF_REGISTER.match, instructions), None)
+        if variable_frame is not None and address in called:
+            raise ValueError(f"{name} has the instruction {variable_frame!r}: expected frames of a fixed size")
 
 
 def _blocks(disassembly: str) -> Iterator[Block]:
@@ -108,7 +111,7 @@ def _blocks(disassembly: str) -> Iterator[Block]:
         yield *head, instructions
 
 
-def _taken(instruction: str) -> int:
+def _pushed_bytes(instruction: str) -> int:
     """Return the bytes that an instruction takes from the stack pointer."""
     if registers := _REGISTERS.match(instruction):
         return sum(map(_register_bytes, registers[1].split(",")))
@@ -119,5 +122,5 @@ def _taken(instruction: str) -> int:
 def _register_bytes(text: str) -> int:
     """Return the bytes of a register, or of a range of registers, in a list such as ``r4-r7`` or ``d8-d10``."""
     first, _, last = text.strip().partition("-")
-    size = 8 if first.startswith("d") else 4
+    size = 8 if first.startswith("d") else 4  # d: a double of the floating-point unit
     return size * (int(last[1:]) - int(first[1:]) + 1) if last else size
