@@ -550,7 +550,7 @@ class Tiled:
     @cached_property
     def summed_factors(self) -> frozenset[int]:
         """Weights whose gradients products add up in place."""
-        factors = (step.factor for step in self.steps if isinstance(step, _CutNode))
+        factors = (node.factor for node in self.tiled_nodes if isinstance(node, _CutNode))
         return frozenset(factor.weight for factor in factors if factor is not None)
 
     def overwritten(self, needed: Sequence[bool]) -> int | None:
