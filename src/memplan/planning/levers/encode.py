@@ -164,7 +164,8 @@ class Encode(Lever):
         if form.how in ("index", "bfloat16"):
             return _cast_call(form.value, graph.values[form.encoded].dtype)
         if form.how in LOSSY:
-            return "memplan.quantize.default", (Ref(form.value), form.how == "int8"), {}
+            is_signed = form.how == "int8"
+            return "memplan.quantize.default", (Ref(form.value), is_signed), {}
         return "memplan.pack_bits.default", (Ref(form.value), form.how), {}
 
     def fetch(self, graph: JointGraph, form: SavedForm) -> Called:
@@ -173,8 +174,9 @@ class Encode(Lever):
         if form.how in ("index", "bfloat16"):
             return _cast_call(form.encoded, value.dtype)
         if form.how in LOSSY:
-            how = value.shape, value.stride, getattr(torch, value.dtype), form.how == "int8"
-            return "memplan.dequantize.default", (Ref(form.encoded), *how), {}
+            is_signed = form.how == "int8"
+            layout = value.shape, value.stride, getattr(torch, value.dtype)
+            return "memplan.dequantize.default", (Ref(form.encoded), *layout, is_signed), {}
         return "memplan.unpack_bits.default", (Ref(form.encoded), value.shape, value.stride), {}
 
     def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:

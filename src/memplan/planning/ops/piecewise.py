@@ -68,7 +68,7 @@ def _pack_by_torch(bits: Tensor, piece: Tensor, kind: str) -> None:
     else:
         torch.gt(piece, 0, out=flags[:elements])
     words = flags.view(torch.int64)
-    bits.copy_(words.mul_(_TO_BITS).bitwise_right_shift_(56))  # the highest byte
+    bits.copy_(words.mul_(_TO_BITS).bitwise_right_shift_(56))  # the highest byte has the eight flags
 
 
 def _unpack(bits: Tensor, count: int) -> Tensor:

@@ -94,12 +94,10 @@ class _CopiesBeforeMutation(Rebuild):
         """Add an op that clones a value before anything mutates it, and return the id of the clone."""
         original = self.values[value]
         clone = self.value(f"{original.name}_before", original)
-        self.add(
-            GraphOp(
-                -1, _CLONE, (Ref(value),), {}, "forward", (clone,), multiple=False, reads=(value,), makes=(clone,),
-                once=True,  # recomputed later, it would copy what was written
-            )
-        )  # fmt: skip
+        self.add(GraphOp(
+            index=-1, target=_CLONE, args=(Ref(value),), kwargs={}, phase="forward", outputs=(clone,), multiple=False,
+            reads=(value,), makes=(clone,), once=True,  # recomputed later, it would copy what was written
+        ))  # fmt: skip
         return clone
 
     def _reference_before_mutation(self, value: int) -> Any:

@@ -124,8 +124,8 @@ class _Splitter(Rebuild):
         of 0, as torch.nn.grad.conv2d_input has it: on a card, where cuDNN's convolutions make the input contiguous for
         the weight's derivative only (ConvBackend::Cudnn in aten/src/ATen/native/Convolution.cpp).
 
-        Not of groups, some of which are computed by kernels of torch's own. Strides of 0 are read as contiguous ones,
-        so those of the input must not look like channels last (those of a single channel may).
+        Not for convolutions with groups, some of which kernels of torch's own compute. Strides of 0 are read as
+        contiguous ones, so those of the input must not look like channels last (those of a single channel may).
         """
         input_, groups = self.values[op.args[1].value], op.args[9]
         return self.graph.is_on_card and groups == 1 and is_contiguous(input_)
@@ -149,15 +149,14 @@ class _Splitter(Rebuild):
         if self.values[original.base].kind in RESIDENT or original.base in self._outputs | self._read_by_own_gradient:
             return argument
         size = spanned_elements(original.shape, original.stride) * itemsize(original.dtype)
-        number = self.value(f"{original.name}_shape", original, bytes=size)
-        self.add(
-            GraphOp(
-                -1 - number, "aten.new_empty_strided.default", (gradient, list(original.shape), list(original.stride)),
-                {"dtype": getattr(torch, original.dtype)}, op.phase, (number,), multiple=False, reads=(),
-                makes=(number,), layer=op.layer, where=op.where,
-            )
-        )  # fmt: skip
-        return Ref(number)
+        memory = self.value(f"{original.name}_shape", original, bytes=size)
+        self.add(GraphOp(
+            index=-1 - memory, target="aten.new_empty_strided.default",
+            args=(gradient, list(original.shape), list(original.stride)),
+            kwargs={"dtype": getattr(torch, original.dtype)}, phase=op.phase, outputs=(memory,), multiple=False,
+            reads=(), makes=(memory,), layer=op.layer, where=op.where,
+        ))  # fmt: skip
+        return Ref(memory)
 
     def _view_of_gradient(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool) -> Ref | None:
         """Return a view of the gradient with the argument's shape; None if the gradient's memory is too small or of
@@ -169,11 +168,10 @@ class _Splitter(Rebuild):
         fits = spanned_elements(original.shape, stride) * itemsize(original.dtype) <= owner.bytes
         if {self.values[gradient.value].dtype, owner.dtype} != {original.dtype} or not fits:
             return None
-        number = self.value(f"{original.name}_shape", original, base=base, bytes=0, stride=stride)
-        self.add(
-            GraphOp(
-                -1 - number, "aten.as_strided.default", (gradient, list(original.shape), list(stride), 0), {}, op.phase,
-                (number,), multiple=False, reads=(base,), makes=(), layer=op.layer, where=op.where,
-            )
-        )  # fmt: skip
-        return Ref(number)
+        view = self.value(f"{original.name}_shape", original, base=base, bytes=0, stride=stride)
+        self.add(GraphOp(
+            index=-1 - view, target="aten.as_strided.default",
+            args=(gradient, list(original.shape), list(stride), 0), kwargs={}, phase=op.phase, outputs=(view,),
+            multiple=False, reads=(base,), makes=(), layer=op.layer, where=op.where,
+        ))  # fmt: skip
+        return Ref(view)

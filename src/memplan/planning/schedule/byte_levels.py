@@ -40,7 +40,7 @@ class Levels:
 def base_level(graph: JointGraph, choices: Choices, outside_memory: OutsideMemory) -> int:
     """Return the bytes that are live during the whole step: weights, inputs, accumulated gradients, optimizer state."""
     level = outside_memory.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
-    if choices.gradients.adds:  # to accumulated gradients, which exist when the step begins
+    if choices.gradients.adds:  # then the accumulated gradient of each parameter exists when the step begins
         differentiated = [graph.values[value] for value, _ in graph.gradients]
         level += sum(value.own_bytes for value in differentiated if value.kind == "parameter")
     return level

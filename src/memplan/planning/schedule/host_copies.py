@@ -44,15 +44,16 @@ def copy_order(graph: JointGraph, copies: Iterable[SavedForm]) -> list[SavedForm
 def free_positions(graph: JointGraph, copies: Iterable[SavedForm]) -> dict[int, int]:
     """Return, by value that is copied to host memory, the position in ``graph.forward_ops`` of the op after which its
     memory on the device is freed: the last op that reads it, or a later one during which the copy ends."""
-    ends = forward_ends(graph)
-    index_of = {op.index: index for index, op in enumerate(graph.forward_ops)}
-    last_use = {value: index for index, op in enumerate(graph.forward_ops) for value in (*op.reads, *op.makes)}
-    freed, copy_end = dict[int, int](), 0.0
+    op_ends = forward_ends(graph)
+    position_of = {op.index: position for position, op in enumerate(graph.forward_ops)}
+    last_use = {value: position for position, op in enumerate(graph.forward_ops) for value in (*op.reads, *op.makes)}
+    freed_after, copy_end = dict[int, int](), 0.0
     for form in copy_order(graph, copies):
-        computed = ends[index_of[graph.maker[form.value].index]]
-        copy_end = max(copy_end, computed) + seconds_of(form)  # after the copy before it
-        freed[form.value] = max(last_use[form.value], min(bisect_left(ends, copy_end), len(ends) - 1))
-    return freed
+        computed_at = op_ends[position_of[graph.maker[form.value].index]]
+        copy_end = max(copy_end, computed_at) + seconds_of(form)  # after the copy before it
+        running_at_end = min(bisect_left(op_ends, copy_end), len(op_ends) - 1)
+        freed_after[form.value] = max(last_use[form.value], running_at_end)
+    return freed_after
 
 
 def seconds_of(copy: SavedForm) -> float:
@@ -79,19 +80,22 @@ def simulate_waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, fl
 
     Copies run concurrently with the ops, one after another in each direction.
     """
+    now, wait_of = 0.0, dict[int, float]()
     queue_end = {"store": 0.0, "fetch": 0.0}
     """Seconds at which the last copy of each direction is done."""
-    now, done, waited = 0.0, dict[int, float](), dict[int, float]()
+    copied_at = dict[int, float]()
+    """By encoded value: seconds at which its last copy is done."""
     for action in actions:
         form = None if action.form is None else graph.form[action.form]
         if action.kind == "run" and action.op is not None:
             now += action.called(graph).seconds
-        elif form is not None and action.kind in ("stored", "fetched"):
-            wait = max(0.0, done[form.encoded] - now)
-            waited[form.value] = waited.get(form.value, 0.0) + wait
+        elif form is not None and action.kind in ("stored", "fetched"):  # it waits for the end of a copy
+            wait = max(0.0, copied_at[form.encoded] - now)
+            wait_of[form.value] = wait_of.get(form.value, 0.0) + wait
             now += wait
         elif form is not None and form.is_copied:
-            done[form.encoded] = queue_end[action.kind] = max(queue_end[action.kind], now) + seconds_of(form)
+            queue_end[action.kind] = max(queue_end[action.kind], now) + seconds_of(form)
+            copied_at[form.encoded] = queue_end[action.kind]
         elif form is not None:
             now += form.store_seconds if action.kind == "store" else form.fetch_seconds
-    return waited
+    return wait_of

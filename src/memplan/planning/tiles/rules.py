@@ -645,11 +645,11 @@ class _Upsample(Rule):
 
     def _has_scales_of_sizes(self, call: Call) -> bool:
         """Return whether the scale factors among the arguments, if any, are the ratios of the sizes."""
-        space = len(call.result_shape) - 2
-        names = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[3 - space :]
-        scales = call["scale_factors"] or [call[name] for name in names]
+        spatial_rank = len(call.result_shape) - 2
+        names = ("scales",) if spatial_rank == 1 else ("scales_d", "scales_h", "scales_w")[3 - spatial_rank :]
+        scales = call["scale_factors"] or [call[name] for name in names]  # overloads name them differently
         dims = zip(scales, self._operand_shape(call)[2:], call.result_shape[2:], strict=True)
-        return all(scale is None or scale * size == result for scale, size, result in dims)
+        return all(scale is None or scale * size == result_size for scale, size, result_size in dims)
 
     def _operand(self, call: Call) -> int:
         """Return the value that is upsampled: overloads name it differently."""
@@ -735,12 +735,13 @@ class _Product(Rule):
         if first is None or first.dim == rank - 1:
             raise NotTileable(f"{call.node.name} sums over the axis")
         in_batch = first.dim < rank - 2
-        # of a whole second factor a piece slices the batch: a single range, so that the axis may not be repeated in it
-        is_whole = second is None and not (in_batch and first.repetitions > 1)
-        if not is_whole and not (in_batch and second == first):
+        # a second factor off the axis is read as a whole or, if the axis is the batch, in a single range of it
+        fits_off_axis = second is None and not (in_batch and first.repetitions > 1)
+        fits_on_axis = in_batch and second == first
+        if not (fits_off_axis or fits_on_axis):
             raise NotTileable(f"{call.node.name} has the axis in both factors")
-        if "self" not in self._factors:  # a tensor that is added
-            added, dim = call.placement("self"), first.dim - rank + len(call.shape("self"))  # it is broadcast
+        if "self" not in self._factors:  # it is added to the product, broadcast
+            added, dim = call.placement("self"), first.dim - rank + len(call.shape("self"))
             if added is None and dim >= 0 and call.shape("self")[dim] != 1:
                 raise NotTileable(f"{call.node.name} adds a row for each element of the axis")
             if added not in (None, replace(first, dim=dim)):
@@ -754,9 +755,8 @@ class _Product(Rule):
             value: Part(placement.dim, element_range(placement, window)) for value, placement in placements.items()
         }
         first, second = (call[name].value for name in self._factors)
-        if (
-            call.result_placement.dim < len(call.result_shape) - 2
-        ):  # each product of the batch has a second factor of its own
+        is_in_batch = call.result_placement.dim < len(call.result_shape) - 2
+        if is_in_batch:  # each product of the batch has a second factor of its own
             parts[second] = parts[first]
         return parts
 

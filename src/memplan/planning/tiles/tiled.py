@@ -626,16 +626,16 @@ class Tiled:
             value, overwritten = inputs[overwriting_position], state.input_gradients[overwriting_position]
             assert overwritten is not None
             self.writable_part(overwritten, value, self.own_window(value, piece)).zero_()
-        # add each leaf's gradient where the piece's part lies in the whole gradient
-        places = [run.writable_input_part(state.input_gradients[position], inputs[position]) for position in leaves]
-        for index, (norm_input, _) in run.detached.items():
+        of_leaves, of_norm_results = computed[: len(leaves)], computed[len(leaves) :]
+        for position, gradient in zip(leaves, of_leaves, strict=True):
+            run.add_to_input_gradient(state.input_gradients[position], gradient, inputs[position])
+        for (index, (norm_input, _)), dy in zip(run.detached.items(), of_norm_results, strict=True):
             norm = self.norms[index]
             whole = state.input_gradients[inputs.index(norm.input)]
-            places.append(None if whole is None else self.writable_part(whole, norm.input, run.windows[norm.output]))
-            self._add_to_derivative_sums(index, norm_input, computed[len(places) - 1], state)
-        for place, gradient in zip(places, computed, strict=True):
-            if place is not None and gradient is not None:
-                place.add_(gradient.reshape(place.shape))
+            if whole is not None and dy is not None:
+                place = self.writable_part(whole, norm.input, run.windows[norm.output])
+                place.add_(dy.reshape(place.shape))
+            self._add_to_derivative_sums(index, norm_input, dy, state)
 
     def _add_to_derivative_sums(self, index: int, x: Tensor, dy: Tensor | None, state: _BackwardState) -> None:
         """Add a part's contribution to the sums in the derivative of the norm at node ``index``, in float64.
@@ -872,15 +872,16 @@ class _Run:
         window = self.windows.get(value)
         return whole if window is None else self.tiled.part(whole, value, window)
 
-    def writable_input_part(self, whole_gradient: Tensor | None, value: int) -> Tensor | None:
-        """Return the part of an input's gradient that belongs to what the piece reads, as a view; None for None.
+    def add_to_input_gradient(self, whole: Tensor | None, part: Tensor | None, value: int) -> None:
+        """Add the gradient of what the piece reads of an input where it lies in the gradient of the whole.
 
-        ``value``: id of the input.
+        None stands for zeros, or for a gradient that is not needed. ``value``: id of the input.
         """
+        if whole is None or part is None:
+            return
         window = self.windows.get(value)
-        if window is None or whole_gradient is None:
-            return whole_gradient
-        return self.tiled.writable_part(whole_gradient, value, window)
+        place = whole if window is None else self.tiled.writable_part(whole, value, window)
+        place.add_(part.reshape(place.shape))
 
     def leaves(self, needed: Sequence[bool]) -> dict[int, Tensor]:
         """Make those inputs that need a gradient leaves of autograd, and return them by position."""
