@@ -27,27 +27,11 @@ from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
 
 WIDTH = 120
-_RESERVED = frozenset(
-    [
-        "_",
-        "aten",
-        "backward",
-        "device",
-        "forward",
-        "given",
-        "inf",
-        "inputs",
-        "laid_out",
-        "mark",
-        "memplan",
-        "nan",
-        "outputs",
-        "saved",
-        "tangents",
-        "torch",
-        "transfers",
-    ]
-)
+_RESERVED = frozenset((
+    "_", "aten", "backward", "device", "forward", "given", "inf", "inputs", "laid_out", "mark", "memplan", "nan",
+    "outputs", "saved", "tangents", "torch", "transfers",
+))  # fmt: skip
+"""Names that a program uses for itself."""
 _SIGN_CHANGING_VIEWS = frozenset({"aten._conj.default", "aten._neg_view.default"})
 """Views whose elements have another sign than the memory they read."""
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)

@@ -33,15 +33,7 @@ def translate_choices(choices: Choices, source: JointGraph, graph: JointGraph) -
             order = tuple(index_in_graph[index] for index in order)
         else:  # as if nothing had been chosen: all ops that can in pieces, in the captured order
             pieces, order = None, ()
-    return replace(
-        choices,
-        recompute=frozenset(counterpart_of[value] for value in choices.recompute if value in counterpart_of),
-        saved_forms=frozenset(
-            (lever, counterpart_of[value]) for lever, value in choices.saved_forms if value in counterpart_of
-        ),
-        pieces=pieces,
-        order=order,
-    )
+    return _with_counterparts(replace(choices, pieces=pieces, order=order), counterpart_of)
 
 
 def without_loss(choices: Choices, source: JointGraph, graph: JointGraph) -> Choices | None:
@@ -53,22 +45,25 @@ def without_loss(choices: Choices, source: JointGraph, graph: JointGraph) -> Cho
     counterpart_of = dict[int, int]()
     if len(graph.forward_ops) > len(source.forward_ops):
         return None
-    for source_op, op in zip(
-        source.forward_ops, graph.forward_ops, strict=False
-    ):  # the loss's ops follow in ``source``
+    same_ops = zip(source.forward_ops, graph.forward_ops, strict=False)  # the loss's ops follow in ``source``
+    for source_op, op in same_ops:
         if not _is_same_op(source_op, op) or len(source_op.reads) != len(op.reads):
             return None
         for value, other in zip((*source_op.reads, *source_op.makes), (*op.reads, *op.makes), strict=True):
             if counterpart_of.setdefault(value, other) != other:  # it corresponds to another value already
                 return None
+    order = _order_without_loss(choices.order, source, graph)
+    return _with_counterparts(replace(choices, pieces=None, order=order), counterpart_of)
+
+
+def _with_counterparts(choices: Choices, counterpart_of: Mapping[int, int]) -> Choices:
+    """Return choices about the counterparts of values in another graph; those about values without one are left out."""
     return replace(
         choices,
         recompute=frozenset(counterpart_of[value] for value in choices.recompute if value in counterpart_of),
         saved_forms=frozenset(
             (lever, counterpart_of[value]) for lever, value in choices.saved_forms if value in counterpart_of
         ),
-        pieces=None,
-        order=_order_without_loss(choices.order, source, graph),
     )
 
 

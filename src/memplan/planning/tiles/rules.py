@@ -827,9 +827,7 @@ RULES: Mapping[str, Rule] = {
     "aten._adaptive_avg_pool2d.default": _Independent(is_independent_along=_is_batch),
     "aten._adaptive_avg_pool3d.default": _Independent(is_independent_along=_is_batch),
     "aten.native_layer_norm.default": _Independent("input", is_independent_along=_is_before_normalized_dims),
-    "aten.native_group_norm.default": _TakesBatchSize(
-        "input", batch_size_argument="N", is_independent_along=_is_batch
-    ),
+    "aten.native_group_norm.default": _TakesBatchSize("input", batch_size_argument="N", is_independent_along=_is_batch),
     "aten.constant_pad_nd.default": _Pad(),
     **dict.fromkeys(BATCH_NORMS, _ChannelNorm()),
     "aten.cat.default": _Cat(),

@@ -613,9 +613,8 @@ class Tiled:
         run.weight_gradients = {
             value: state.input_gradients[position] for position, value in enumerate(inputs) if state.needed[position]
         }
-        leaves = run.leaves([
-            needs and value not in norm_inputs for value, needs in zip(inputs, state.needed, strict=True)
-        ])  # fmt: skip
+        is_leaf = [needs and value not in norm_inputs for value, needs in zip(inputs, state.needed, strict=True)]
+        leaves = run.leaves(is_leaf)
         with torch.enable_grad():
             run.until(stop=None)
         if results is not None:
