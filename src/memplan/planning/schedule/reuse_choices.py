@@ -105,12 +105,8 @@ def _counterparts(source: JointGraph, graph: JointGraph) -> Mapping[int, int] | 
 def _is_same_op(source_op: GraphOp, op: GraphOp) -> bool:
     """Return whether ops of two graphs may correspond: the same target and number of results, both recomputable or
     both not."""
-    return (source_op.target, len(source_op.makes), source_op.random, source_op.once) == (
-        op.target,
-        len(op.makes),
-        op.random,
-        op.once,
-    )
+    first, second = ((each.target, len(each.makes), each.random, each.once) for each in (source_op, op))
+    return first == second
 
 
 def _input_values(graph: JointGraph) -> list[int]:

@@ -62,7 +62,7 @@ class Crops:
         """Shape of the network's result for the whole input."""
         self.result_dtype = program.likes[program.outputs[0]].dtype
         self._downsampling = [self._downsampling_along(tiled) for tiled in self._whole_programs]
-        """For each dimension of space: see `_downsampling_along`."""
+        """For each dimension of space, by value: how many times smaller the value is along it than the input."""
         self.strides = tuple(
             math.lcm(*(factor.numerator for factor in factors.values() if factor >= 1))
             for factors in self._downsampling

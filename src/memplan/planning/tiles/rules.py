@@ -278,15 +278,11 @@ class _View(Rule):
         for dim, size in enumerate(result_shape):
             before, behind = math.prod(result_shape[:dim]), math.prod(result_shape[dim + 1 :])
             if before and behind and all_repetitions % before == 0 and all_elements_per_position % behind == 0:
-                in_dim = AxisPlacement(
-                    dim,
-                    elements_per_position=all_elements_per_position // behind,
-                    repetitions=all_repetitions // before,
-                )
-                if in_dim.repetitions * axis_size * in_dim.elements_per_position == size:
-                    possible.append(in_dim)
+                repetitions, elements_per_position = all_repetitions // before, all_elements_per_position // behind
+                if repetitions * axis_size * elements_per_position == size:
+                    possible.append(AxisPlacement(dim, elements_per_position, repetitions))
         if possible:
-            return min(possible, key=lambda in_dim: in_dim.repetitions)
+            return min(possible, key=lambda placement: placement.repetitions)
         raise NotTileable(f"{call.node.name} splits or mixes the axis")
 
     def run(self, call: Call, window: Window, tensor_of: Callable[[int], Tensor], op: Callable[..., Any]) -> Any:

@@ -1073,14 +1073,16 @@ class _SumNode(_TiledNode):
         return [self.call[name].value for name in ("target", "weight") if self.call[name] is not None]
 
     def runs_in(self, run: _Run) -> bool:
-        """Return whether a piece computes its part, or gets the total of an earlier pass to hand on to later nodes.
+        """Return whether the node runs in a piece.
 
-        Parts are left out in the passes for statistics, where the total of means with weights is not known yet.
+        Passes for statistics need no partial sums, of which some divide by weights that are not added up yet. Other
+        sums run in all pieces: they hand on the total that an earlier pass has computed, if it has by then.
         """
-        return self.output not in run.tiled.partial_sums or run.computes_partial_sums
+        is_partial = self.output in run.tiled.partial_sums
+        return run.computes_partial_sums if is_partial else True
 
     def run(self, run: _Run) -> None:
-        """Compute the piece's part of the sum, or use the total that an earlier pass has computed, if it has by now."""
+        """Compute the piece's part of the sum, or use the total that an earlier pass has computed."""
         (total,) = run.statistics.get(self.index, (None,))  # of the sum, or of its weights
         if self.output in run.tiled.partial_sums:
             run.values[self.output] = self.rule.piece_sum(self.call, self._part_of_operand(run), all_weights=total)
