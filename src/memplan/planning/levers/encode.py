@@ -289,7 +289,7 @@ def _lossy(
     tolerates_8_bits = not is_amplified and all(op.target in EIGHT_BITS for op in readers)
     if save == "int8" and tolerates_8_bits and value.dtype != "float64":
         return _eight_bits(value, is_signed=maker.target not in _NEVER_BELOW_0)
-    if itemsize(value.dtype) <= 2:
+    if itemsize(value.dtype) <= 2:  # bfloat16 takes 2 bytes, too
         return None
     size = 2 * prod(value.shape)
     encoded = replace(value, name=f"{value.name}_bfloat16", kind="encoded", bytes=size, dtype="bfloat16", op=None)

@@ -216,17 +216,15 @@ class Lever(Protocol):
         raise AssertionError(f"{self.name} keeps no values")
 
     def read_directly(self, graph: JointGraph, form: SavedForm, op: GraphOp, *, in_place: bool) -> Called:
-        """Return the call of one of ``form.direct`` that reads the encoding.
+        """Return the call by which ``op``, of those in ``form.direct``, reads the encoding instead of the value.
 
         ``in_place``: whether it writes its result over its first operand.
         """
         raise AssertionError(f"{self.name} has no kept form that ops read")
 
     def lowered(self) -> Mapping[Any, Callable[..., Any]]:
-        """Return decompositions of the ops of its calls into torch's ops, for the engine ``inductor`` to fuse.
-
-        An op without a decomposition runs as it is.
-        """
+        """Return decompositions into torch's ops, by op, of the ops that `store`, `fetch` and `read_directly` call: the
+        engine ``inductor`` fuses these. An op without a decomposition runs as it is."""
         return {}
 
     # -- reports
@@ -238,10 +236,11 @@ class Lever(Protocol):
     def reason(self, planned: PlannedStep, form: SavedForm) -> Reason:
         """Describe what saving a value in this encoding frees, and why it is needed."""
         graph = planned.graph
-        before, after = graph.values[form.value].bytes, graph.values[form.encoded].bytes
-        needed = planned.needed(form.value)
-        text = f"{format_bytes(after)} instead of {format_bytes(before)}" + (f"; {needed}" if needed else "")
-        return Reason(max(0, before - after), text, {"kept_bytes": after}, self.grade(form))
+        value_bytes, encoded_bytes = graph.values[form.value].bytes, graph.values[form.encoded].bytes
+        readers = planned.needed(form.value)
+        text = f"{format_bytes(encoded_bytes)} instead of {format_bytes(value_bytes)}"
+        text += f"; {readers}" if readers else ""
+        return Reason(max(0, value_bytes - encoded_bytes), text, {"kept_bytes": encoded_bytes}, self.grade(form))
 
     def decide(self, planned: PlannedStep) -> Reason | None:
         """Describe what the lever changed in the whole step, None if nothing."""
@@ -252,7 +251,8 @@ class Lever(Protocol):
         return f"{values} by {self.name}" if values else ""
 
     def missing(self, values: str, device: str) -> tuple[str, str, str]:
-        """Return (problem, expected, remedy) for a plan whose encodings the device does not support."""
+        """Return (problem, expected, remedy) for a plan whose encodings the device does not support. ``values``: their
+        number, as text; ``device``: its name."""
         return (
             f"The plan keeps {values} by {self.name}, which is not possible on {device}",
             "a plan for where the step is to run",

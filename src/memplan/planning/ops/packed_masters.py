@@ -323,8 +323,8 @@ class PackedMasters(torch.optim.Optimizer):
         state.update(new_states)
 
     def _updated(self, master: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-        """Update a tensor by `optimizer_class` with the options of a group. Returns its new state; tensors of the old
-        state may be changed in place."""
+        """Update master weights from their ``grad`` by `optimizer_class`, with the options of a group. Returns the new
+        state; tensors of the old state may be changed in place."""
         self._inner.param_groups = [{**group, "params": [master]}]
         self._inner.state = defaultdict(dict, {master: state})
         _torch.bare_step(self._inner)()
@@ -348,7 +348,7 @@ def _pieces(elements: int, at_a_time: int) -> list[tuple[int, Callable[[torch.Te
 
 def _check(parameter: torch.Tensor) -> None:
     """Raise UsageError if a parameter cannot be updated here."""
-    is_plain = "" in _torch.inner_tensors(parameter)
+    is_plain = "" in _torch.inner_tensors(parameter)  # the only tensor in it is itself
     if is_plain and parameter.dtype in (torch.bfloat16, torch.float32, torch.float64):
         return
     kind = str(parameter.dtype).removeprefix("torch.") if is_plain else type(parameter.data).__name__

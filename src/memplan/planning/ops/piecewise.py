@@ -234,7 +234,8 @@ def _dropout_mask(self: Tensor, p: float, *, generator: torch.Generator | None =
     """Draw the mask of native_dropout. On CUDA native_dropout itself runs and its product is freed, because it assigns
     random numbers to elements in another order than bernoulli_ (Dropout.cu). ``generator`` is for the CPU."""
     if self.is_cuda:
-        return _ATEN.native_dropout(self, p, True)[1]
+        _, mask = _ATEN.native_dropout(self, p, train=True)
+        return mask
     return torch.empty_like(self, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
 
 

@@ -26,7 +26,8 @@ def split_dropouts(graph: JointGraph) -> JointGraph:
     """Split training dropout into mask and multiply."""
     rebuild = Rebuild(graph)
     for op in graph.ops:
-        if op.target == DROPOUT and op.phase == "forward" and op.args[2] is not False and op.outputs[1] is not None:
+        is_dropout = op.target == DROPOUT and op.phase == "forward"
+        if is_dropout and op.args[2] is not False and op.outputs[1] is not None:  # in training, and its mask is read
             _split_op(rebuild, op)
         else:
             rebuild.add(op)

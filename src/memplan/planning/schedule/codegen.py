@@ -292,7 +292,7 @@ class _Writer:
         argument is neither a value nor plain data."""
         if isinstance(part, Ref):
             return self.expression(part.value)
-        if isinstance(part, tuple):
+        if isinstance(part, tuple):  # with a comma after the last item: "(1,)" is a tuple
             return "(" + "".join(f"{self.argument(item, op)}, " for item in part).rstrip() + ")"
         if isinstance(part, list):
             return "[" + ", ".join(self.argument(item, op) for item in part) + "]"

@@ -68,7 +68,8 @@ def fetch_positions(graph: JointGraph, needed: Mapping[int, int], copies: Mappin
     forms in host memory."""
     op_starts, latest_start = backward_begins(graph), inf
     positions = dict[int, int]()
-    for value, needed_at in sorted(needed.items(), key=lambda item: (-item[1], -item[0])):
+    from_last = sorted(needed.items(), key=lambda item: (-item[1], -item[0]))
+    for value, needed_at in from_last:
         # it has to be done when its value is needed and when the copy after it begins
         latest_start = min(op_starts[needed_at], latest_start) - seconds_of(copies[value])
         positions[value] = min(needed_at, max(0, bisect_right(op_starts, latest_start) - 1))

@@ -192,22 +192,23 @@ class _Scheduler:
         host begin right after the op that computes the value.
         """
         last_use = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
-        stored = [self.forms[value] for value in sorted(saved) if value in self.forms]
-        after_op: dict[int, list[_Draft]] = defaultdict(list)  # by index of the op, -1 for before all
-        for form in stored:
+        stored_forms = [self.forms[value] for value in sorted(saved) if value in self.forms]
+        after_op: dict[int, list[_Draft]] = defaultdict(list)
+        """By index of an op; -1: what depends on no forward op comes at the end."""
+        for form in stored_forms:
             if not form.is_copied:
                 after_op[last_use[form.value]].append(_store_draft(form))
         for target, source in self.graph.mutations:
             base = self.graph.base(source)
-            after = max(last_use.get(target, -1), last_use.get(base, -1))
-            after_op[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
-        begins, ends = self._copies_to_host([form for form in stored if form.is_copied])
+            last_read = max(last_use.get(target, -1), last_use.get(base, -1))
+            after_op[last_read].append(_Draft(Action("write", value=target, source=source), (base,), ()))
+        copy_begins, copy_ends = self._copies_to_host([form for form in stored_forms if form.is_copied])
         drafts = list[_Draft]()
-        for index, op in enumerate(self.graph.forward_ops):
+        for position, op in enumerate(self.graph.forward_ops):
             drafts.append(_Draft(Action("run", op=op.index), op.reads, op.makes))
-            drafts += begins[op.index]
+            drafts += copy_begins[op.index]
             drafts += after_op.pop(op.index, ())
-            drafts += ends[index]
+            drafts += copy_ends[position]
         return drafts + [draft for remaining in after_op.values() for draft in remaining]
 
     def _copies_to_host(

@@ -91,9 +91,9 @@ class Statistics:
             part = x.reshape(x.shape[0], self._norm.groups, -1)
             dims = [2]
         part = _wide(part)
-        if part.is_contiguous():  # as exact, and three times as fast on the CPU
+        if part.is_contiguous():  # as exact, and three times as fast on the CPU; the groups of samples are channels
             channels = part if self._norm.groups is None else part.reshape(1, -1, part.shape[-1])
-            mean, variance = torch.batch_norm_update_stats(channels, None, None, 0.0)
+            mean, variance = torch.batch_norm_update_stats(channels, running_mean=None, running_var=None, momentum=0.0)
             if self._norm.groups is not None:
                 mean, variance = mean.reshape(part.shape[:2]), variance.reshape(part.shape[:2])
         else:
@@ -135,11 +135,11 @@ def gradient_sums(norm: Norm, x: Tensor, mean: Tensor, variance: Tensor, dy: Ten
     dims = [*([0] if norm.groups is None else []), *range(2, x.dim())]
     rank, channels = x.dim(), x.shape[1]
     dy, inverse = _wide(dy), torch.rsqrt(variance + norm.eps)
-    plain, weighted = dy.sum(dims), (_wide(x) - norm.per_group(mean, channels, rank)).mul_(dy).sum(dims)
-    if norm.groups is not None:
-        inverse = inverse.repeat_interleave(channels // norm.groups, dim=1)
-    weighted = weighted * (inverse[0] if norm.groups is None else inverse)
-    return (plain[None], weighted[None]) if norm.groups is None else (plain, weighted)
+    sum_dy = dy.sum(dims)
+    sum_dy_deviation = (_wide(x) - norm.per_group(mean, channels, rank)).mul_(dy).sum(dims)
+    if norm.groups is None:
+        return sum_dy[None], (sum_dy_deviation * inverse[0])[None]
+    return sum_dy, sum_dy_deviation * inverse.repeat_interleave(channels // norm.groups, dim=1)
 
 
 def input_gradient(
@@ -180,9 +180,9 @@ def _in_one_pass(
         rows = x.reshape(1, samples * channels, -1)
         weight, bias = (None if vector is None else vector.repeat(samples) for vector in (weight, bias))
         mean, variance = (each.repeat_interleave(channels // norm.groups, dim=1) for each in (mean, variance))
-    result = torch.native_batch_norm(
-        rows, weight, bias, mean.reshape(-1), variance.reshape(-1), False, 0.0, norm.eps
-    )[0]  # fmt: skip
+    result, _, _ = torch.native_batch_norm(
+        rows, weight, bias, mean.reshape(-1), variance.reshape(-1), training=False, momentum=0.0, eps=norm.eps
+    )
     return result.reshape(x.shape)
 
 
