@@ -62,9 +62,9 @@ class InPlaceForm:
 
     Example:
         >>> call_into("aten.threshold_backward.default", "grad_output")
-        Form(target='aten.threshold_backward.grad_input', out='grad_input')
+        InPlaceForm(target='aten.threshold_backward.grad_input', out='grad_input')
         >>> call_into("aten.relu.default", "self")
-        Form(target='aten.relu_.default', out=None)
+        InPlaceForm(target='aten.relu_.default', out=None)
     """
 
     target: str

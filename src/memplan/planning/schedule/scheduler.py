@@ -104,12 +104,13 @@ class _Draft:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     frees: list[int] = field(default_factory=list)
-    into: int | None = None
+    overwritten: int | None = None
     """The value whose memory the op's first result takes over; None for new memory."""
 
     def to_action(self) -> Action:
         """Return the finished action."""
-        return replace(self.action, reads=self.reads, makes=self.makes, into=self.into, frees=tuple(sorted(self.frees)))
+        frees = tuple(sorted(self.frees))
+        return replace(self.action, reads=self.reads, makes=self.makes, into=self.overwritten, frees=frees)
 
 
 def _store_draft(form: SavedForm) -> _Draft:
@@ -382,8 +383,8 @@ class _Scheduler:
                 continue
             freed_operands = [value for value in op.overwrites if value in draft.frees and value not in not_owned]
             if freed_operands:
-                draft.into = freed_operands[0]  # the best: they are in this order
-                draft.frees.remove(draft.into)
+                draft.overwritten = freed_operands[0]  # the best: they are in this order
+                draft.frees.remove(draft.overwritten)
 
 
 def with_fewest_pieces(planned: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
