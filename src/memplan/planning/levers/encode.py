@@ -69,10 +69,7 @@ class BitsReader:
 
 DIRECT: Mapping[str, BitsReader] = {
     "aten.threshold_backward.default": BitsReader(
-        "self",
-        "sign",
-        "memplan.threshold_backward_bits",
-        buffers=0,
+        "self", "sign", "memplan.threshold_backward_bits", buffers=0,
         suits=lambda arguments: arguments["threshold"] == 0,  # the bits compare with 0
     ),
     "aten.leaky_relu_backward.default": BitsReader(
@@ -82,7 +79,7 @@ DIRECT: Mapping[str, BitsReader] = {
         "mask", "bits", "memplan.native_dropout_backward_bits", buffers=2, buffers_on_card=1
     ),
     "aten.masked_fill.Scalar": BitsReader("mask", "bits", "memplan.masked_fill_bits", same="self", buffers=0),
-}
+}  # fmt: skip
 """Ops that can read bits, by target."""
 
 

@@ -363,56 +363,38 @@ def _group_scratch(arguments: Mapping[str, Any], _values: Sequence[Value], resul
 
 PIECEWISE: Mapping[str, Piecewise] = {
     "aten.hardswish_backward.default": Piecewise(
-        "memplan.hardswish_backward_.default",
-        "grad_output",
-        _element_scratch(buffers=1),
-        same_layout=("self",),
-        needs_contiguous=False,
-        runs_on_card=True,
+        "memplan.hardswish_backward_.default", "grad_output", _element_scratch(buffers=1), same_layout=("self",),
+        needs_contiguous=False, runs_on_card=True,
     ),
     "aten.native_batch_norm_backward.default": Piecewise(
-        "memplan.native_batch_norm_backward_.default",
-        "grad_out",
-        _channel_scratch(result_pieces=2, operand_pieces=2),
-        same_layout=("input",),
-        needs_large_channels=True,
+        "memplan.native_batch_norm_backward_.default", "grad_out",
+        _channel_scratch(result_pieces=2, operand_pieces=2), same_layout=("input",), needs_large_channels=True,
     ),
     "aten._native_batch_norm_legit_functional.default": Piecewise(
-        "memplan._native_batch_norm_legit_functional_.default",
-        "input",
-        _channel_scratch(result_pieces=1, operand_pieces=1),
-        needs_large_channels=True,
+        "memplan._native_batch_norm_legit_functional_.default", "input",
+        _channel_scratch(result_pieces=1, operand_pieces=1), needs_large_channels=True,
     ),
     "aten._native_batch_norm_legit.no_stats": Piecewise(
-        "memplan._native_batch_norm_legit_.no_stats",
-        "input",
-        _channel_scratch(result_pieces=1, operand_pieces=1),
-        needs_large_channels=True,
+        "memplan._native_batch_norm_legit_.no_stats", "input",
+        _channel_scratch(result_pieces=1, operand_pieces=1), needs_large_channels=True,
     ),
     "aten.native_dropout.default": Piecewise(
-        "memplan.native_dropout_.default", "input", _element_scratch(buffers=1), needs_contiguous=False
+        "memplan.native_dropout_.default", "input", _element_scratch(buffers=1), needs_contiguous=False,
     ),
     "aten.native_dropout_backward.default": Piecewise(
-        "memplan.native_dropout_backward_.default",
-        "grad_output",
-        _element_scratch(buffers=2, buffers_on_card=1),
-        same_layout=("mask",),
-        needs_contiguous=False,
-        runs_on_card=True,
+        "memplan.native_dropout_backward_.default", "grad_output", _element_scratch(buffers=2, buffers_on_card=1),
+        same_layout=("mask",), needs_contiguous=False, runs_on_card=True,
     ),
     "aten.native_group_norm.default": Piecewise("memplan.native_group_norm_.default", "input", _group_scratch),
     "aten.native_layer_norm.default": Piecewise("memplan.native_layer_norm_.default", "input", _row_scratch),
     "aten.native_layer_norm_backward.default": Piecewise(
-        "memplan.native_layer_norm_backward_.default",
-        "grad_out",
-        _row_scratch,
-        same_layout=("input",),
+        "memplan.native_layer_norm_backward_.default", "grad_out", _row_scratch, same_layout=("input",),
         runs_whole_op_too=True,
     ),
     CROSS_ENTROPY: Piecewise(
-        "memplan.cross_entropy_backward_.default", "log_probs", _sample_scratch, runs_on_card=True
+        "memplan.cross_entropy_backward_.default", "log_probs", _sample_scratch, runs_on_card=True,
     ),
-}
+}  # fmt: skip
 """In-place forms of memplan, by op. Norms rely on the CPU's kernels, which compute rows, channels and groups
 independently."""
 

@@ -19,21 +19,12 @@ CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 _NORM = "aten.native_batch_norm_backward.default"
 
 SHAPE_ONLY = {
-    "aten.max_pool2d_with_indices_backward.default": 1,
-    "aten.max_pool3d_with_indices_backward.default": 1,
-    "aten.avg_pool2d_backward.default": 1,
-    "aten.avg_pool3d_backward.default": 1,
-    "aten._adaptive_avg_pool2d_backward.default": 1,
-    "aten._adaptive_avg_pool3d_backward.default": 1,
-    "aten.adaptive_max_pool2d_backward.default": 1,
-    "aten.adaptive_max_pool3d_backward.default": 1,
-    "aten.reflection_pad1d_backward.default": 1,
-    "aten.reflection_pad2d_backward.default": 1,
-    "aten.reflection_pad3d_backward.default": 1,
-    "aten.replication_pad1d_backward.default": 1,
-    "aten.replication_pad2d_backward.default": 1,
-    "aten.replication_pad3d_backward.default": 1,
-}
+    f"aten.{name}_backward.default": 1 for name in (
+        "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d",
+        "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "reflection_pad1d", "reflection_pad2d",
+        "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
+    )
+}  # fmt: skip
 """Position of the argument whose shape is all that the kernel reads, by op."""
 COPIED_ON_CARD = frozenset({"aten.avg_pool2d_backward.default", "aten.max_pool2d_with_indices_backward.default"})
 """Of these, ops that copy this argument on a card if it is not contiguous (AveragePool2d.cu, DilatedMaxPool2d.cu)."""

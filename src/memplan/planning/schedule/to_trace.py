@@ -157,13 +157,9 @@ class _Tracer:
         self.entries[entry].freed = self.tick
 
     def _allocate_temporary(
-        self,
-        size: int,
-        op: int,
-        requests: Sequence[int] = (),
-        library_workspace: int = 0,
+        self, size: int, op: int, requests: Sequence[int] = (), library_workspace: int = 0,
         allocated_before: Sequence[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Allocate a workspace of an op and free it again.
 
         Args:
